@@ -1,0 +1,1 @@
+"""What every process that speaks the contract shares: channels, serving, errors and logs."""

@@ -1,0 +1,84 @@
+"""Channels: how a client of either service connects.
+
+gRPC ignores an option whose name it does not know, silently. So every option stands here, with its reason, and a test
+compares the names with those of gRPC's own header.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from residuum.wire.limits import MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+_RETRIED = {
+    "residuum.v1.InferenceService": ("GetModelInfo", "RegisterRequest", "FindMissingVectors"),
+    "residuum.v1.StoreService": ("OpenCapture", "SealCapture", "GetCapture", "ListCaptures", "GetStats"),
+}
+"""Idempotent unary calls. Streams resume in the application; DeleteCapture twice would answer NOT_FOUND."""
+
+_SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [
+                {"service": service, "method": method} for service, methods in _RETRIED.items() for method in methods
+            ],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "2s",
+                "backoffMultiplier": 3,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+
+CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
+    # A chunk is at most 2 MiB; a larger message is a mistake and must be loud.
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that vanished without a word is found within 80 s even on a quiet stream. The servers allow this rate.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # A service that restarts is found again within seconds; gRPC's own back-off grows to two minutes.
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    # gRPC's own retries, for idempotent unary calls that found the service away.
+    ("grpc.enable_retries", 1),
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    # Channels to the same address must not share one connection: a bulk read would hold up the unary calls.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+"""Options of every client channel."""
+
+SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Allow the clients' keepalive pings; the default minimum of five minutes would end their connections.
+    ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # Two servers must never share a port: the second has to fail, not to take half of the calls.
+    ("grpc.so_reuseport", 0),
+)
+"""Options of every server."""
+
+
+def open_channel(endpoint: str, *, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
+    """Open a channel to host:port. It connects when it is first used; open it after any fork."""
+    return grpc.insecure_channel(endpoint, options=[*CHANNEL_OPTIONS, *options])
+
+
+def open_aio_channel(endpoint: str, *, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+    """Open an asyncio channel to host:port, for use in the running event loop."""
+    return grpc.aio.insecure_channel(endpoint, options=[*CHANNEL_OPTIONS, *options])

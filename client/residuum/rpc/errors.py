@@ -1,0 +1,125 @@
+"""The one error catalogue: every way a call can fail, its gRPC code, and its passage over the wire.
+
+A server raises `Failure`; an interceptor of `residuum.rpc.serving` turns it into a `google.rpc.Status` with an
+`ErrorInfo`. The receiving side gets it back with `failure_from_rpc_error`. Anything else that a handler raises becomes
+INTERNAL with an incident number: the text is logged, never sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from residuum.v1 import errors_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DOMAIN = "residuum.dev"
+"""The `domain` of every ErrorInfo that these services send."""
+
+Reason = errors_pb2.ErrorReason
+
+CODES: dict[errors_pb2.ErrorReason.ValueType, grpc.StatusCode] = {
+    errors_pb2.ERROR_REASON_INVALID_FIELD: grpc.StatusCode.INVALID_ARGUMENT,
+    errors_pb2.ERROR_REASON_UNKNOWN_LAYER: grpc.StatusCode.INVALID_ARGUMENT,
+    errors_pb2.ERROR_REASON_UNKNOWN_SITE: grpc.StatusCode.INVALID_ARGUMENT,
+    errors_pb2.ERROR_REASON_UNKNOWN_OPERATION: grpc.StatusCode.INVALID_ARGUMENT,
+    errors_pb2.ERROR_REASON_UNKNOWN_MODEL: grpc.StatusCode.INVALID_ARGUMENT,
+    errors_pb2.ERROR_REASON_EMPTY_PROMPT: grpc.StatusCode.INVALID_ARGUMENT,
+    errors_pb2.ERROR_REASON_PROMPT_TOO_LONG: grpc.StatusCode.INVALID_ARGUMENT,
+    errors_pb2.ERROR_REASON_DIGEST_MISMATCH: grpc.StatusCode.INVALID_ARGUMENT,
+    errors_pb2.ERROR_REASON_WRONG_LENGTH: grpc.StatusCode.INVALID_ARGUMENT,
+    errors_pb2.ERROR_REASON_WRONG_DTYPE: grpc.StatusCode.INVALID_ARGUMENT,
+    errors_pb2.ERROR_REASON_BAD_VALUES: grpc.StatusCode.INVALID_ARGUMENT,
+    errors_pb2.ERROR_REASON_MISSING_VECTORS: grpc.StatusCode.FAILED_PRECONDITION,
+    errors_pb2.ERROR_REASON_REQUEST_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    errors_pb2.ERROR_REASON_UNKNOWN_REQUEST: grpc.StatusCode.NOT_FOUND,
+    errors_pb2.ERROR_REASON_UNKNOWN_CAPTURE: grpc.StatusCode.NOT_FOUND,
+    errors_pb2.ERROR_REASON_CAPTURE_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    errors_pb2.ERROR_REASON_CAPTURE_ENDED: grpc.StatusCode.FAILED_PRECONDITION,
+    errors_pb2.ERROR_REASON_STORE_UNREACHABLE: grpc.StatusCode.UNAVAILABLE,
+    errors_pb2.ERROR_REASON_CHECKSUM_MISMATCH: grpc.StatusCode.DATA_LOSS,
+    errors_pb2.ERROR_REASON_STORE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors_pb2.ERROR_REASON_LIMIT_REACHED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors_pb2.ERROR_REASON_NOT_SERVING: grpc.StatusCode.UNAVAILABLE,
+    errors_pb2.ERROR_REASON_ENGINE_DEAD: grpc.StatusCode.UNAVAILABLE,
+    errors_pb2.ERROR_REASON_ABORTED: grpc.StatusCode.CANCELLED,
+    errors_pb2.ERROR_REASON_INTERNAL: grpc.StatusCode.INTERNAL,
+}
+"""The gRPC code of every reason. errors.proto states the same beside each value; a test compares the two."""
+
+_PREFIX = "ERROR_REASON_"
+
+
+class Failure(Exception):  # noqa: N818 - it is an outcome of a call before it is anybody's error
+    """A failure of the contract's own kind.
+
+    Example:
+        raise Failure(Reason.ERROR_REASON_UNKNOWN_LAYER, "The model has 30 layers, 0 to 29; 31 is not one.", layer=31)
+    """
+
+    def __init__(self, reason: errors_pb2.ErrorReason.ValueType, message: str, **metadata: object) -> None:
+        """Make a failure.
+
+        Args:
+            reason: The cause; it fixes the gRPC code.
+            message: What is wrong and what to do, for a person.
+            metadata: Whatever in the message is dynamic, for programs. Values are sent as text.
+        """
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        """The gRPC status code."""
+        return CODES[self.reason]
+
+    @property
+    def reason_name(self) -> str:
+        """The reason as it stands in ErrorInfo, such as "UNKNOWN_LAYER"."""
+        return errors_pb2.ErrorReason.Name(self.reason).removeprefix(_PREFIX)
+
+    def to_item_error(self) -> errors_pb2.ItemError:
+        """Return the failure as the outcome of one item of a call."""
+        return errors_pb2.ItemError(reason=self.reason, message=self.message)
+
+    def to_status(self) -> grpc.Status:
+        """Return the failure as grpc carries it: code, text and the details in the trailing metadata."""
+        info = error_details_pb2.ErrorInfo(reason=self.reason_name, domain=DOMAIN, metadata=self.metadata)
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        status.details.add().Pack(info)
+        return rpc_status.to_status(status)
+
+
+def failure_from_rpc_error(error: grpc.RpcError) -> Failure | None:
+    """Return the Failure that a server raised, or None if the error is not of the contract's own kind."""
+    info = _error_info(error)
+    if info is None:
+        return None
+    try:
+        reason = errors_pb2.ErrorReason.Value(_PREFIX + info.reason)
+    except ValueError:
+        return None  # a newer server's reason: its gRPC code still tells the kind
+    return Failure(reason, error.details() or "", **dict(info.metadata))
+
+
+def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    status = _status_from_metadata(error)
+    for detail in status.details if status else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            return info
+    return None
+
+
+def _status_from_metadata(error: grpc.RpcError) -> status_pb2.Status | None:
+    # rpc_status.from_call serves grpc.Call alone; an AioRpcError has the same metadata but is no Call.
+    metadata: Mapping[str, object] = dict(error.trailing_metadata() or ())
+    data = metadata.get("grpc-status-details-bin")
+    return status_pb2.Status.FromString(data) if isinstance(data, bytes) else None

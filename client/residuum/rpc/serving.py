@@ -1,0 +1,165 @@
+"""Serving: health, reflection, error translation and a graceful stop, the same for both services."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from residuum.rpc.errors import Failure, Reason
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from typing import Any, NoReturn
+
+    import structlog
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Split "host:port" (or "[v6]:port").
+
+    Raises:
+        ValueError: It is not of that form.
+    """
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:  # noqa: PLR2004 - the largest port
+        raise ValueError(f"{endpoint!r} is not host:port")
+    return host, int(port)
+
+
+def add_health_and_reflection(
+    server: grpc.Server | grpc.aio.Server,
+    service: str,
+    health_servicer: health.HealthServicer | health.aio.HealthServicer,
+) -> None:
+    """Serve grpc.health.v1 and server reflection beside a service of the given full name."""
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+
+
+def internal_failure(log: structlog.stdlib.BoundLogger, method: str) -> Failure:
+    """Log the exception that is being handled, and return the Failure that may be sent instead of it."""
+    incident = secrets.token_hex(4)
+    log.exception("call failed", method=method, incident=incident)
+    return Failure(
+        Reason.ERROR_REASON_INTERNAL,
+        f"A fault of the server; its log says more under incident {incident}.",
+        incident=incident,
+    )
+
+
+class ErrorInterceptor(grpc.ServerInterceptor):
+    """Turns what handlers of a sync server raise into a status; see `residuum.rpc.errors`."""
+
+    def __init__(self, log: structlog.stdlib.BoundLogger) -> None:
+        self._log = log
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        """Wrap the handler of a call."""
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        if handler.response_streaming:
+            return _rewrap(handler, self._streaming(handler.stream_stream or handler.unary_stream, method))
+        return _rewrap(handler, self._unary(handler.stream_unary or handler.unary_unary, method))
+
+    def _unary(self, call: Callable[..., Any], method: str) -> Callable[..., Any]:
+        def guarded(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return call(request, context)
+            except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
+                self._abort(error, context, method)
+
+        return guarded
+
+    def _streaming(self, call: Callable[..., Any], method: str) -> Callable[..., Any]:
+        def guarded(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            try:
+                yield from call(request, context)
+            except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
+                self._abort(error, context, method)
+
+        return guarded
+
+    def _abort(self, error: Exception, context: grpc.ServicerContext, method: str) -> NoReturn:
+        if _is_abort(error):
+            raise error
+        failure = error if isinstance(error, Failure) else internal_failure(self._log, method)
+        context.abort_with_status(failure.to_status())
+        raise AssertionError("abort_with_status always raises")
+
+
+class AioErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what handlers of an asyncio server raise into a status; see `residuum.rpc.errors`."""
+
+    def __init__(self, log: structlog.stdlib.BoundLogger) -> None:
+        self._log = log
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Wrap the handler of a call. Handlers must be coroutines or async generators."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/residuum."):
+            return handler
+        method = handler_call_details.method
+        if handler.response_streaming:
+            return _rewrap(handler, self._streaming(handler.stream_stream or handler.unary_stream, method))
+        return _rewrap(handler, self._unary(handler.stream_unary or handler.unary_unary, method))
+
+    def _unary(self, call: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Any]:
+        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                return await call(request, context)
+            except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
+                await self._abort(error, context, method)
+
+        return guarded
+
+    def _streaming(self, call: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., Any]:
+        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            try:
+                async for response in call(request, context):
+                    yield response
+            except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
+                await self._abort(error, context, method)
+
+        return guarded
+
+    async def _abort(self, error: Exception, context: grpc.aio.ServicerContext[Any, Any], method: str) -> NoReturn:
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        failure = error if isinstance(error, Failure) else internal_failure(self._log, method)
+        status = failure.to_status()
+        await context.abort(status.code, status.details, status.trailing_metadata)
+        raise AssertionError("abort always raises")
+
+
+def _is_abort(error: Exception) -> bool:
+    # The sync API raises a bare Exception() after abort(); grpc offers no type to tell it by.
+    return type(error) is Exception and not error.args
+
+
+def _rewrap(handler: grpc.RpcMethodHandler, call: Callable[..., Any]) -> grpc.RpcMethodHandler:
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    return make(call, handler.request_deserializer, handler.response_serializer)

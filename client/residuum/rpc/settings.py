@@ -1,0 +1,84 @@
+"""Settings of a service: one declaration gives the flags, the environment variables, the file and the help.
+
+Precedence: flag, environment variable `RESIDUUM_...`, file (`--config FILE` or `RESIDUUM_CONFIG`, TOML), default.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pydantic_settings import PydanticBaseSettingsSource
+
+_Settings = TypeVar("_Settings", bound="ServiceSettings")
+
+
+class ServiceSettings(BaseSettings):
+    """Base of a service's settings. Subclasses are frozen and carry a description for each field."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="RESIDUUM_", extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
+    config_file: ClassVar[str | None] = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - part of pydantic's signature
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - part of pydantic's signature
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Name the sources, the strongest first; flags come before all of them."""
+        sources = [init_settings, env_settings]
+        if cls.config_file:
+            sources.append(TomlConfigSettingsSource(settings_cls, cls.config_file))
+        return tuple(sources)
+
+
+def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str]) -> _Settings:
+    """Read the settings of a service, or end the process with a message that names the bad ones.
+
+    Args:
+        kind: The settings' class.
+        program: The command, for the help.
+        arguments: The command line after the program.
+    """
+    arguments, path = _take_config(list(arguments))
+    if path and not os.path.isfile(path):  # noqa: PTH113 - one check, no path object otherwise
+        sys.exit(f"{program}: config: there is no file {path!r}")
+    located = type(
+        kind.__name__, (kind,), {"config_file": path, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
+    flags: CliSettingsSource[Any] = CliSettingsSource(
+        located, cli_prog_name=program, cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
+    )
+    try:
+        values = flags(args=arguments)  # --help and unknown flags end the process here
+        return located(_cli_settings_source=values)
+    except ValidationError as error:
+        lines = [
+            f"  {_flag(problem['loc'])}: {problem['msg']} (given: {problem['input']!r})" for problem in error.errors()
+        ]
+        sys.exit(f"{program}: bad settings\n" + "\n".join(lines))
+
+
+def _take_config(arguments: list[str]) -> tuple[list[str], str | None]:
+    for at, argument in enumerate(arguments):
+        if argument == "--config" and at + 1 < len(arguments):
+            return arguments[:at] + arguments[at + 2 :], arguments[at + 1]
+        if argument.startswith("--config="):
+            return arguments[:at] + arguments[at + 1 :], argument.removeprefix("--config=")
+    return arguments, os.environ.get("RESIDUUM_CONFIG")
+
+
+def _flag(location: tuple[int | str, ...]) -> str:
+    return "--" + ".".join(str(part) for part in location).replace("_", "-")

@@ -1,0 +1,1 @@
+"""The contract in Python, without I/O: dtypes, digests, frames, selections and limits."""

@@ -1,0 +1,234 @@
+"""Chunks as bytes: framing around an array without copying it, and slicing rows out of a frame where it lies.
+
+`Chunk.payload` is the last field of its message, and `chunk` the last field of the messages that carry one. So a frame
+is a short prefix followed by the array's own bytes: any protobuf parser reads it, and writing it takes one join. In the
+other direction `parse_*` find the payload as a view of the frame, where protobuf would copy it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, Union
+
+import crc32c as _crc32c
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.dtypes import numpy_dtype
+from residuum.wire.limits import MAX_CHUNK_POSITIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    import numpy.typing as npt
+
+Buffer = Union[bytes, bytearray, memoryview]  # noqa: UP007 - evaluated at run time on Python 3.10
+
+_Message = TypeVar("_Message", capture_pb2.ChunkHeader, store_pb2.AppendChunksRequest, store_pb2.ReadChunksResponse)
+
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+
+_CHUNK_HEADER = capture_pb2.Chunk.HEADER_FIELD_NUMBER
+_CHUNK_CRC32C = capture_pb2.Chunk.CRC32C_FIELD_NUMBER
+_CHUNK_PAYLOAD = capture_pb2.Chunk.PAYLOAD_FIELD_NUMBER
+_APPEND_CHUNK = store_pb2.AppendChunksRequest.CHUNK_FIELD_NUMBER
+_READ_CHUNK = store_pb2.ReadChunksResponse.CHUNK_FIELD_NUMBER
+
+
+class FrameError(ValueError):
+    """Bytes that are not the frame they should be."""
+
+
+@dataclass(frozen=True)
+class ChunkView:
+    """A chunk whose payload still lies in the frame it came in."""
+
+    header: capture_pb2.ChunkHeader
+    """What the payload holds."""
+    crc32c: int
+    """The checksum that came with it; see `verify`."""
+    payload: memoryview
+    """The rows, [layers][positions][width]; valid as long as the frame's buffer is."""
+
+    def verify(self) -> bool:
+        """Tell whether the payload matches its checksum."""
+        return checksum(self.payload) == self.crc32c
+
+    def rows(self) -> npt.NDArray[Any]:
+        """Return the rows as an array [layers, positions, width] over the frame's own bytes, without a copy."""
+        shape = (len(self.header.layers), len(self.header.positions), self.header.width)
+        return np.frombuffer(self.payload, dtype=numpy_dtype(self.header.dtype)).reshape(shape)
+
+
+@dataclass(frozen=True)
+class AppendView:
+    """An AppendChunksRequest whose chunk, if it carries one, still lies in the message's bytes."""
+
+    number: int
+    """The message's number in its stream."""
+    capture_id: str
+    """The capture."""
+    loss: store_pb2.RowLoss | None
+    """The news of rows that will never come."""
+    chunk: memoryview | None
+    """The bytes of the Chunk message; see `parse_chunk`."""
+
+
+def checksum(payload: Buffer) -> int:
+    """Return the CRC-32C of a payload."""
+    return int(_crc32c.crc32c(payload))
+
+
+def chunk_prefix(header: capture_pb2.ChunkHeader, crc32c: int, payload_bytes: int) -> bytes:
+    """Return the bytes of a Chunk that come before its payload; followed by the payload they are the whole message."""
+    head = capture_pb2.Chunk(header=header, crc32c=crc32c).SerializeToString()
+    return head + _tag(_CHUNK_PAYLOAD, _LENGTH_DELIMITED) + _varint(payload_bytes)
+
+
+def append_prefix(number: int, capture_id: str, chunk_bytes: int) -> bytes:
+    """Return the bytes of an AppendChunksRequest that come before a Chunk of `chunk_bytes` bytes."""
+    head = store_pb2.AppendChunksRequest(number=number, capture_id=capture_id).SerializeToString()
+    return head + _tag(_APPEND_CHUNK, _LENGTH_DELIMITED) + _varint(chunk_bytes)
+
+
+def read_prefix(chunk_bytes: int) -> bytes:
+    """Return the bytes of a ReadChunksResponse that come before a Chunk of `chunk_bytes` bytes."""
+    return _tag(_READ_CHUNK, _LENGTH_DELIMITED) + _varint(chunk_bytes)
+
+
+def parse_chunk(data: Buffer) -> ChunkView:
+    """Parse a Chunk and check that its header describes its payload, without copying the payload.
+
+    Raises:
+        FrameError: The bytes are not a Chunk, or the header and the payload do not fit each other.
+    """
+    header, crc32c, payload = None, 0, memoryview(b"")
+    for number, value in _fields(memoryview(data)):
+        if number == _CHUNK_HEADER and isinstance(value, memoryview):
+            header = _parse(capture_pb2.ChunkHeader, value)
+        elif number == _CHUNK_CRC32C and isinstance(value, int):
+            crc32c = value
+        elif number == _CHUNK_PAYLOAD and isinstance(value, memoryview):
+            payload = value
+    if header is None:
+        raise FrameError("the chunk has no header")
+    _check_header(header, len(payload))
+    return ChunkView(header, crc32c, payload)
+
+
+def parse_append(data: Buffer) -> AppendView:
+    """Parse an AppendChunksRequest without copying or parsing the chunk in it.
+
+    Raises:
+        FrameError: The bytes are not an AppendChunksRequest with a chunk or a loss.
+    """
+    chunk: memoryview | None = None
+    rest: list[bytes] = []
+    for number, value, raw in _raw_fields(memoryview(data)):
+        if number == _APPEND_CHUNK and isinstance(value, memoryview):
+            chunk = value
+        else:
+            rest.append(bytes(raw))
+    message = _parse(store_pb2.AppendChunksRequest, memoryview(b"".join(rest)))
+    loss = message.loss if message.HasField("loss") else None
+    if (chunk is None) == (loss is None):
+        raise FrameError("the message must carry either a chunk or a loss")
+    return AppendView(message.number, message.capture_id, loss, chunk)
+
+
+def parse_read(data: Buffer) -> capture_pb2.CaptureManifest | ChunkView:
+    """Parse a ReadChunksResponse; a chunk's payload stays where it lies.
+
+    Raises:
+        FrameError: The bytes are not a ReadChunksResponse.
+    """
+    for number, value in _fields(memoryview(data)):
+        if number == _READ_CHUNK and isinstance(value, memoryview):
+            return parse_chunk(value)
+    message = _parse(store_pb2.ReadChunksResponse, memoryview(data))
+    if not message.HasField("manifest"):
+        raise FrameError("the message carries neither a manifest nor a chunk")
+    return message.manifest
+
+
+def _check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
+    layers, positions = list(header.layers), list(header.positions)
+    if not layers or not positions or not header.width:
+        raise FrameError("a chunk needs at least one layer, one position and a width")
+    if len(positions) > MAX_CHUNK_POSITIONS:
+        raise FrameError(f"a chunk holds at most {MAX_CHUNK_POSITIONS} positions, not {len(positions)}")
+    if not _ascends(layers) or not _ascends(positions):
+        raise FrameError("layers and positions of a chunk must ascend")
+    try:
+        expected = len(layers) * len(positions) * header.width * numpy_dtype(header.dtype).itemsize
+    except ValueError as error:
+        raise FrameError(str(error)) from None
+    if expected != payload_bytes:
+        raise FrameError(f"the chunk's header describes {expected} bytes, its payload has {payload_bytes}")
+
+
+def _ascends(numbers: list[int]) -> bool:
+    return all(a < b for a, b in zip(numbers, numbers[1:], strict=False))
+
+
+def _parse(kind: type[_Message], data: memoryview) -> _Message:
+    try:
+        return kind.FromString(bytes(data))
+    except DecodeError as error:
+        raise FrameError(f"malformed {kind.DESCRIPTOR.name}: {error}") from None
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    for number, value, _ in _raw_fields(data):
+        yield number, value
+
+
+def _raw_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview, memoryview]]:
+    """Yield (field number, value, the field's own bytes) of a message's top level."""
+    at = 0
+    while at < len(data):
+        start = at
+        key, at = _read_varint(data, at)
+        number, kind = key >> 3, key & 7
+        value: int | memoryview
+        if kind == _VARINT:
+            value, at = _read_varint(data, at)
+        elif kind == _LENGTH_DELIMITED:
+            size, at = _read_varint(data, at)
+            value, at = data[at : at + size], at + size
+        elif kind in (_FIXED32, _FIXED64):
+            size = 4 if kind == _FIXED32 else 8
+            value, at = int.from_bytes(data[at : at + size], "little"), at + size
+        else:
+            raise FrameError(f"field {number} has the unknown wire type {kind}")
+        if at > len(data):
+            raise FrameError(f"field {number} ends after the message does")
+        yield number, value, data[start:at]
+
+
+def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if at >= len(data) or shift > 63:  # noqa: PLR2004 - a varint has at most ten bytes of seven bits
+            raise FrameError("a number in the message is cut off or too long")
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:  # noqa: PLR2004 - the continuation bit
+            return value, at
+        shift += 7
+
+
+def _tag(number: int, kind: int) -> bytes:
+    return _varint(number << 3 | kind)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:  # noqa: PLR2004 - the continuation bit
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

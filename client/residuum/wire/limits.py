@@ -1,0 +1,48 @@
+"""Sizes that both ends of the contract keep to. The protos state them; these are their names in Python."""
+
+from __future__ import annotations
+
+BLOCK_TOKENS = 32
+"""Token positions in a capture block, and so in most chunks: rows leave the model's process this many at a time."""
+
+TARGET_CHUNK_BYTES = 1 << 20
+"""Payload that a writer aims at. gRPC in Python moves messages of 1 MiB fastest; those of 4 MiB at half the speed."""
+
+MAX_CHUNK_BYTES = 2 << 20
+"""The largest chunk that a store accepts, payload and header together."""
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""gRPC's default receive limit, kept so that a mistake is loud."""
+
+MAX_CHUNK_POSITIONS = 4096
+"""Positions in one chunk."""
+
+MAX_RANGES = 64
+"""Ranges in one position selection."""
+
+MAX_OPERATIONS = 256
+"""Steering operations in one request."""
+
+MAX_DIGESTS_PER_CALL = 1024
+"""Digests in one FindMissingVectors."""
+
+DIGEST_BYTES = 32
+"""Length of a SHA-256."""
+
+MAX_STOP_TEXTS = 16
+"""Stop texts in one request."""
+
+MAX_SEQUENCES = 64
+"""Sequences generated from one prompt."""
+
+MAX_ID_LENGTH = 128
+"""Characters in a request id."""
+
+MAX_WAIT_SECONDS = 300.0
+"""The longest wait for a capture's end that one GetCapture grants."""
+
+DEFAULT_PAGE_SIZE = 100
+"""Captures in a page when the caller names no number."""
+
+MAX_PAGE_SIZE = 1000
+"""Captures in a page at most."""

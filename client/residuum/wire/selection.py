@@ -1,0 +1,105 @@
+"""What a selection of layers or positions means, in one place for the model's process, the store and the client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from residuum.v1 import selection_pb2
+from residuum.wire.limits import MAX_RANGES
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+def resolve_layers(selection: selection_pb2.LayerSelection, num_layers: int) -> list[int]:
+    """Return the layers that a selection names, ascending.
+
+    Raises:
+        IndexError: It names a layer that the model does not have; the layer is the first argument.
+        ValueError: It names none, or its list does not ascend.
+    """
+    kind = selection.WhichOneof("selection")
+    if kind == "all" and selection.all:
+        return list(range(num_layers))
+    if kind != "list" or not selection.list.layers:
+        raise ValueError("name at least one layer, or all")
+    layers = list(selection.list.layers)
+    for layer in layers:
+        if layer >= num_layers:
+            raise IndexError(layer)
+    if any(a >= b for a, b in zip(layers, layers[1:], strict=False)):
+        raise ValueError("layers must be distinct and ascend")
+    return layers
+
+
+def check_positions(selection: selection_pb2.PositionSelection) -> None:
+    """Check a position selection by itself.
+
+    Raises:
+        ValueError: It can never be meant so; the message says why.
+    """
+    for phase in selection.phases:
+        if phase not in (selection_pb2.PHASE_PROMPT, selection_pb2.PHASE_GENERATED):
+            raise ValueError(f"unknown phase {int(phase)}")
+    if len(selection.ranges) > MAX_RANGES:
+        raise ValueError(f"at most {MAX_RANGES} ranges, not {len(selection.ranges)}")
+    for item in selection.ranges:
+        comparable = item.HasField("last") and (item.first < 0) == (item.last < 0)
+        if comparable and item.last < item.first:
+            raise ValueError(f"the range from {item.first} to {item.last} is empty")
+
+
+def wanted_positions(
+    selection: selection_pb2.PositionSelection, prompt_tokens: int, first: int, count: int
+) -> npt.NDArray[np.bool_]:
+    """Tell which positions a selection wants.
+
+    Args:
+        selection: The selection; the empty one wants every position.
+        prompt_tokens: Tokens of the prompt, to which negative positions and the phases refer.
+        first: The first position asked about.
+        count: How many positions are asked about.
+
+    Returns:
+        One bool for each of the positions first, first + 1, ...; shape [count].
+    """
+    positions = np.arange(first, first + count)
+    wanted = np.ones(count, dtype=np.bool_)
+    if selection.phases:
+        in_prompt = positions < prompt_tokens
+        has_prompt = selection_pb2.PHASE_PROMPT in selection.phases
+        has_generated = selection_pb2.PHASE_GENERATED in selection.phases
+        wanted &= (in_prompt & has_prompt) | (~in_prompt & has_generated)
+    if selection.ranges:
+        in_ranges = np.zeros(count, dtype=np.bool_)
+        for item in selection.ranges:
+            low, high = _bounds(item, prompt_tokens)
+            in_ranges |= (positions >= low) & (positions <= high)
+        wanted &= in_ranges
+    if selection.every > 1:
+        wanted &= positions % selection.every == 0
+    return wanted
+
+
+def _bounds(item: selection_pb2.PositionRange, prompt_tokens: int) -> tuple[float, float]:
+    low = item.first if item.first >= 0 else prompt_tokens + item.first
+    if not item.HasField("last"):
+        return low, np.inf
+    return low, item.last if item.last >= 0 else prompt_tokens + item.last
+
+
+def expected_rows(prompt_tokens: int, generated_tokens: int) -> int:
+    """Return how many rows a sequence has: the last generated token is never fed to the model."""
+    return max(prompt_tokens + generated_tokens - 1, 0) if generated_tokens else prompt_tokens
+
+
+def to_ranges(positions: npt.NDArray[np.integer]) -> list[tuple[int, int]]:
+    """Return ascending positions as runs (first, last), both ends included."""
+    if not len(positions):
+        return []
+    breaks = np.flatnonzero(np.diff(positions) != 1)
+    firsts = np.concatenate(([0], breaks + 1))
+    lasts = np.concatenate((breaks, [len(positions) - 1]))
+    return [(int(positions[a]), int(positions[b])) for a, b in zip(firsts, lasts, strict=True)]
