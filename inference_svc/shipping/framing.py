@@ -1,0 +1,101 @@
+"""Cutting a slot into chunks that the store accepts, without copying any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from residuum.v1 import capture_pb2
+from residuum.wire import frames
+from residuum.wire.dtypes import item_bytes
+from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_POSITIONS, TARGET_CHUNK_BYTES
+
+_HEADER_ROOM = 64 << 10
+"""For a chunk's header: 4096 positions of up to five bytes each, hundreds of layers, and the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a slot that fits one chunk."""
+
+    header: capture_pb2.ChunkHeader
+    """What the payload holds."""
+    payload: memoryview
+    """The rows, where they lie in the slot, contiguous [layers][positions][width]."""
+
+
+def payload_bytes(header: capture_pb2.ChunkHeader) -> int:
+    """Return the bytes that a header describes.
+
+    Raises:
+        ValueError: The element type is unknown.
+    """
+    return len(header.layers) * len(header.positions) * header.width * item_bytes(header.dtype)
+
+
+def cut(header: capture_pb2.ChunkHeader, payload: memoryview) -> Iterator[Piece]:
+    """Cut rows into pieces of about TARGET_CHUNK_BYTES, which none exceeds unless one layer's rows do.
+
+    Groups of whole layers are as equal as can be: a slot just above the target becomes two halves, not a whole and a
+    rest. Layers are cut by positions only where a single one would not fit a chunk.
+
+    Args:
+        header: What the payload holds.
+        payload: Bytes, contiguous [layers][positions][width].
+
+    Raises:
+        ValueError: Header and payload do not fit each other, or one row alone exceeds a chunk.
+    """
+    if not len(payload) or payload_bytes(header) != len(payload):
+        raise ValueError(f"the header describes {payload_bytes(header)} bytes, the payload has {len(payload)}")
+    layer_bytes = len(payload) // len(header.layers)
+    if layer_bytes <= MAX_CHUNK_BYTES - _HEADER_ROOM and len(header.positions) <= MAX_CHUNK_POSITIONS:
+        return _by_layers(header, payload, layer_bytes)
+    return _by_positions(header, payload, layer_bytes)
+
+
+def append_message(number: int, capture_id: str, piece: Piece) -> bytes:
+    """Return the bytes of an AppendChunksRequest, checksum included. The payload is copied here, once."""
+    crc32c = frames.checksum(piece.payload)
+    chunk = frames.chunk_prefix(piece.header, crc32c, len(piece.payload))
+    prefix = frames.append_prefix(number, capture_id, len(chunk) + len(piece.payload))
+    return b"".join((prefix, chunk, piece.payload))
+
+
+def _by_layers(header: capture_pb2.ChunkHeader, payload: memoryview, layer_bytes: int) -> Iterator[Piece]:
+    layers, positions = list(header.layers), list(header.positions)
+    for start, end in _spans(len(layers), max(1, TARGET_CHUNK_BYTES // layer_bytes)):
+        part = _part(header, layers[start:end], positions)
+        yield Piece(part, payload[start * layer_bytes : end * layer_bytes])
+
+
+def _by_positions(header: capture_pb2.ChunkHeader, payload: memoryview, layer_bytes: int) -> Iterator[Piece]:
+    positions = list(header.positions)
+    row_bytes = layer_bytes // len(positions)
+    if row_bytes > MAX_CHUNK_BYTES - _HEADER_ROOM:
+        raise ValueError(f"a row of {row_bytes} bytes does not fit a chunk")
+    most = min(max(1, TARGET_CHUNK_BYTES // row_bytes), MAX_CHUNK_POSITIONS)
+    for number, layer in enumerate(header.layers):
+        base = number * layer_bytes
+        for start, end in _spans(len(positions), most):
+            part = _part(header, [layer], positions[start:end])
+            yield Piece(part, payload[base + start * row_bytes : base + end * row_bytes])
+
+
+def _spans(total: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of the fewest runs of at most `most` that cover `total`, as equal as can be."""
+    runs = -(-total // most)
+    for run in range(runs):
+        yield total * run // runs, total * (run + 1) // runs
+
+
+def _part(header: capture_pb2.ChunkHeader, layers: list[int], positions: list[int]) -> capture_pb2.ChunkHeader:
+    return capture_pb2.ChunkHeader(
+        sequence=header.sequence,
+        site=header.site,
+        layers=layers,
+        positions=positions,
+        dtype=header.dtype,
+        width=header.width,
+        encoding=header.encoding,
+    )

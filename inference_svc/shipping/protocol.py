@@ -1,0 +1,184 @@
+"""The words between a worker and a shipper, over a Unix domain socket. Small, length-prefixed, never pickled.
+
+    worker:  Hello, with the ring's file descriptor
+    worker:  SlotReady {ticket 1, slot 0, capture A, header}
+    worker:  LossReport {ticket 2, capture B, loss}
+    shipper: Done {ticket 2}
+    shipper: Done {ticket 1}       from here on the worker may write slot 0 again
+    shipper: Leaving               it is stopping: no more, please; Done still follows for what it has
+
+A ticket names one thing handed over; it is never used again, so a late Done cannot free a slot that has other rows by
+now. Numbers are little-endian. A message is its body's length (uint32), its kind (uint8) and its body.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from residuum.v1 import capture_pb2, store_pb2
+
+PROTOCOL_VERSION: Final = 1
+MAX_BODY_BYTES: Final = 1 << 20
+"""Far above any header; a longer body is not one of ours."""
+
+_PREFIX = struct.Struct("<IB")
+_HELLO = struct.Struct("<HIQQ")
+_SLOT = struct.Struct("<QIH")
+_LOSS = struct.Struct("<QH")
+_DONE = struct.Struct("<Q")
+
+
+class ProtocolError(Exception):
+    """The other end says something that is not in this protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The worker's first message; the ring's file descriptor travels with it."""
+
+    num_slots: int
+    slot_bytes: int
+    stride: int
+    """Bytes from the start of one slot to the next."""
+    version: int = PROTOCOL_VERSION
+
+    def encode(self) -> bytes:
+        """Return the message's bytes."""
+        return _message(1, _HELLO.pack(self.version, self.num_slots, self.slot_bytes, self.stride))
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReady:
+    """A slot is the shipper's, to read, until it says Done."""
+
+    ticket: int
+    index: int
+    capture_id: str
+    header: capture_pb2.ChunkHeader
+    """Of the whole slot, whose first bytes are [layers][positions][width]."""
+
+    def encode(self) -> bytes:
+        """Return the message's bytes."""
+        capture_id = self.capture_id.encode()
+        head = _SLOT.pack(self.ticket, self.index, len(capture_id))
+        return _message(2, head + capture_id + self.header.SerializeToString())
+
+
+@dataclass(frozen=True, slots=True)
+class LossReport:
+    """Rows that will never come: news for the store."""
+
+    ticket: int
+    capture_id: str
+    loss: store_pb2.RowLoss
+
+    def encode(self) -> bytes:
+        """Return the message's bytes."""
+        capture_id = self.capture_id.encode()
+        head = _LOSS.pack(self.ticket, len(capture_id))
+        return _message(3, head + capture_id + self.loss.SerializeToString())
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What the ticket names is acknowledged by the store; a slot is the worker's again."""
+
+    ticket: int
+
+    def encode(self) -> bytes:
+        """Return the message's bytes."""
+        return _message(4, _DONE.pack(self.ticket))
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The shipper is stopping and wants nothing more."""
+
+    def encode(self) -> bytes:
+        """Return the message's bytes."""
+        return _message(5, b"")
+
+
+Message = Hello | SlotReady | LossReport | Done | Leaving
+
+
+class MessageReader:
+    """Finds messages in the bytes of a socket, however they are cut."""
+
+    def __init__(self) -> None:
+        """Start with no bytes."""
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Take more bytes and yield the messages that are whole now.
+
+        Raises:
+            ProtocolError: The bytes are not messages of this protocol.
+        """
+        self._buffer += data
+        while len(self._buffer) >= _PREFIX.size:
+            size, kind = _PREFIX.unpack_from(self._buffer)
+            if size > MAX_BODY_BYTES:
+                raise ProtocolError(f"a message of {size} bytes; at most {MAX_BODY_BYTES} are allowed")
+            end = _PREFIX.size + size
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_PREFIX.size : end])
+            del self._buffer[:end]
+            yield _decode(kind, body)
+
+
+def _message(kind: int, body: bytes) -> bytes:
+    return _PREFIX.pack(len(body), kind) + body
+
+
+def _decode(kind: int, body: bytes) -> Message:
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        raise ProtocolError(f"unknown message kind {kind}")
+    try:
+        return decoder(body)
+    except (struct.error, DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"malformed message of kind {kind}: {error}") from None
+
+
+def _decode_hello(body: bytes) -> Hello:
+    version, num_slots, slot_bytes, stride = _HELLO.unpack(body)
+    return Hello(num_slots, slot_bytes, stride, version)
+
+
+def _decode_slot(body: bytes) -> SlotReady:
+    ticket, index, id_bytes = _SLOT.unpack_from(body)
+    at = _SLOT.size + id_bytes
+    header = capture_pb2.ChunkHeader.FromString(body[at:])
+    return SlotReady(ticket, index, body[_SLOT.size : at].decode(), header)
+
+
+def _decode_loss(body: bytes) -> LossReport:
+    ticket, id_bytes = _LOSS.unpack_from(body)
+    at = _LOSS.size + id_bytes
+    return LossReport(ticket, body[_LOSS.size : at].decode(), store_pb2.RowLoss.FromString(body[at:]))
+
+
+def _decode_done(body: bytes) -> Done:
+    return Done(*_DONE.unpack(body))
+
+
+def _decode_leaving(body: bytes) -> Leaving:
+    if body:
+        raise struct.error("it has no body")
+    return Leaving()
+
+
+_DECODERS: dict[int, Callable[[bytes], Message]] = {
+    1: _decode_hello,
+    2: _decode_slot,
+    3: _decode_loss,
+    4: _decode_done,
+    5: _decode_leaving,
+}
