@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +25,8 @@ TORCH = ROOT / "requirements" / "torch.lock"
 LOCKS = [ROOT / "requirements" / "cpu.lock", ROOT / "requirements" / "dev.lock"]
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
+PACKAGE_LINE = re.compile(r"(?:Collecting|Obtaining|Processing|Requirement already satisfied:) (\S+)")
+
 WANTED = (3, 11)  # the version for which the locks were made
 
 
@@ -35,7 +38,9 @@ def main() -> int:
     wanted = fingerprint()
     if PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted:
         return 0
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # seen at once in a log, too
     started = time.monotonic()
+    warn_of_missing_headers()
     try:
         make_venv()
         LOG.write_text("")
@@ -67,9 +72,13 @@ def missing_on_this_machine() -> str | None:
         import ensurepip  # noqa: F401  Debian splits it off into python3.11-venv
     except ImportError:
         return "this Python cannot make virtual environments. Debian 12: apt install python3.11-venv"
-    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        return "Python's C headers are missing (torch compiles against them). Debian 12: apt install python3.11-dev"
     return None
+
+
+def warn_of_missing_headers() -> None:
+    """Without them all installs, but torch cannot compile a model."""
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        print("setup: Python's C headers are missing; compiled engines need them. Debian 12: apt install python3.11-dev")
 
 
 def fingerprint() -> str:
@@ -138,7 +147,7 @@ def pip(what: str, *arguments: str, total: int = 1) -> None:
             log.write(line)
             progress.see(line)
     if process.returncode != 0:
-        progress.done("failed")
+        progress.done("did not get")
         tail = "".join(f"  | {line}\n" for line in LOG.read_text().splitlines()[-12:])
         message = f"pip could not install {what}; the end of what it said (all of it: {LOG}):\n{tail}"
         raise SetupError(message)
@@ -157,12 +166,10 @@ class Progress:
 
     def see(self, line: str) -> None:
         """Take one line of pip's output into account."""
-        if line.startswith(("Collecting ", "Requirement already satisfied: ", "Processing ", "Obtaining ")):
+        if package := PACKAGE_LINE.match(line):
             self.seen += 1
-            quarter = self.total > 1 and self.seen % max(1, self.total // 4) == 0
-            if self.live or quarter:
-                name = line.replace("Requirement already satisfied: ", "").split()[-1 if "Collecting" in line else 0]
-                self.show(f"fetching {self.seen}/{self.total}  {name}", last=not self.live)
+            if self.live or (self.total > 1 and self.seen % (self.total // 4) == 0):
+                self.show(f"fetching {self.seen}/{self.total}  {Path(package[1]).name}", last=not self.live)
         elif line.startswith("Installing collected packages"):
             self.show(f"unpacking {self.what} (a minute or so, if many)", last=not self.live and self.total > 1)
 

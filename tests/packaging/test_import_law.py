@@ -1,0 +1,54 @@
+"""Who may import whom: DESIGN's import law, as import-linter sees it and as plain text shows it."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def sources(*folders):
+    """The hand-written and generated Python files in these folders."""
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def files_that_import(module, *folders):
+    statement = re.compile(rf"^\s*(import|from)\s+{module}\b", re.MULTILINE)
+    return [str(path.relative_to(ROOT)) for path in sources(*folders) if statement.search(path.read_text())]
+
+
+def test_import_linter_keeps_every_contract(tool):
+    result = subprocess.run(
+        [tool("lint-imports"), "--no-logo", "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("module", ["torch", "vllm", "transformers"])
+def test_client_and_store_never_name_a_heavy_library(module):
+    """Stricter than import-linter: not even inside a function or behind TYPE_CHECKING."""
+    assert files_that_import(module, "client", "store_svc") == []
+
+
+def test_one_file_knows_lmdb():
+    found = files_that_import("lmdb", "client", "inference_svc", "store_svc")
+    assert len(found) == 1, found
+    assert found[0].startswith("store_svc/")
+
+
+def test_one_file_knows_async_llm():
+    found = [str(path.relative_to(ROOT)) for path in sources("inference_svc") if "AsyncLLM" in code_of(path)]
+    assert found == ["inference_svc/engine.py"]
+
+
+def code_of(path):
+    """A file's text without comments and docstrings, in which other files may well speak of AsyncLLM."""
+    import ast
+
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""
+    return ast.unparse(tree)

