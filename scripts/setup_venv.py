@@ -78,7 +78,7 @@ def missing_on_this_machine() -> str | None:
 def warn_of_missing_headers() -> None:
     """Without them all installs, but torch cannot compile a model."""
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        print("setup: Python's C headers are missing; compiled engines need them. Debian 12: apt install python3.11-dev")
+        print("setup: Python's C headers are missing; compiled engines need them (Debian 12: python3.11-dev)")
 
 
 def fingerprint() -> str:
