@@ -1,6 +1,9 @@
 """Who may import whom: DESIGN's import law, as import-linter sees it and as plain text shows it."""
 
+import ast
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def sources(*folders):
-    """The hand-written and generated Python files in these folders."""
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -24,6 +26,41 @@ def test_import_linter_keeps_every_contract(tool):
         [tool("lint-imports"), "--no-logo", "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "statement"),
+    [
+        ("client/residuum/__init__.py", "import torch"),
+        ("client/residuum/__init__.py", "import residuum.rpc.serving"),
+        ("client/residuum/rpc/channels.py", "import residuum.exceptions"),
+        ("client/residuum/v1/__init__.py", "import residuum.wire.limits"),
+        ("client/residuum/wire/__init__.py", "import grpc"),
+        ("client/residuum/wire/__init__.py", "import residuum.rpc.errors"),
+        ("inference_svc/__init__.py", "import lmdb"),
+        ("inference_svc/__init__.py", "import store_svc"),
+        ("inference_svc/__init__.py", "from residuum import Client"),
+        ("store_svc/__init__.py", "import residuum.exceptions"),
+        ("store_svc/__init__.py", "import vllm"),
+    ],
+)
+def test_import_linter_notices(file, statement, tool, tmp_path):
+    """A contract that nothing can break protects nothing: each breach, written into a copy, is found."""
+    for folder in ("client", "inference_svc", "store_svc"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / file).open("a") as source:
+        source.write(f"\n\ndef late():\n    {statement}\n")
+    result = subprocess.run(
+        [tool("lint-imports"), "--no-logo", "--no-cache"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path / 'client'}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "BROKEN" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("module", ["torch", "vllm", "transformers"])
@@ -45,8 +82,6 @@ def test_one_file_knows_async_llm():
 
 def code_of(path):
     """A file's text without comments and docstrings, in which other files may well speak of AsyncLLM."""
-    import ast
-
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -1,6 +1,7 @@
 """The committed stubs are what protos/ says, and load on the protobuf that is installed."""
 
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +39,6 @@ class TestCheckNotices:
 
     @pytest.fixture
     def copy(self, tmp_path):
-        import shutil
-
         for folder in ("protos", "client/residuum/v1", "scripts"):
             shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
         return tmp_path
