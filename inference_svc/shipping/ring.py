@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +17,8 @@ class SharedRing:
 
     The memory is a memfd: nobody has to remove it, because it ends with the last process that maps it, however that
     process ends; and /dev/shm, 64 MiB in a container by default, does not bound it. It is taken in full when the ring
-    is made, so that a machine with too little memory refuses at start, not with SIGBUS in the middle of a step; and it
-    is sealed, so that no process can shrink it under another.
+    is made, so that a machine with too little memory shows at start, not in the middle of a step; and it is sealed, so
+    that no process can shrink it under another.
 
     The worker makes the ring and writes; shippers attach it and can only read. Slots begin on pages, as pinning for
     the GPU wants it.
@@ -48,6 +50,7 @@ class SharedRing:
         if num_slots < 1 or slot_bytes < 1:
             raise ValueError(f"a ring needs slots of some size, not {num_slots} of {slot_bytes} bytes")
         stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        _check_memory(num_slots * stride)
         descriptor = os.memfd_create("residuum-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(descriptor, 0, num_slots * stride)
@@ -79,3 +82,11 @@ class SharedRing:
             raise IndexError(f"slot {index} is not one of the ring's {self.num_slots}")
         start = index * self.stride
         return self.memory[start : start + self.slot_bytes]
+
+
+def _check_memory(size: int) -> None:
+    """Refuse what the machine has no room for: taking it would not fail, it would have some process killed."""
+    with Path("/proc/meminfo").open() as lines:
+        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    if size > available:
+        raise OSError(errno.ENOMEM, f"a ring of {size:,} bytes does not fit the {available:,} that are available")
