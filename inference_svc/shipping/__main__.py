@@ -1,0 +1,73 @@
+"""`python -m inference_svc.shipping`: a shipper. The inference service starts it; by hand it serves for tests."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from inference_svc.shipping.shipper import Shipper, ShipperSettings
+from residuum.rpc.logs import configure_logs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a shipper until it is told to stop; return its exit status."""
+    options = _parser().parse_args(arguments)
+    configure_logs(options.log_level)
+    settings = ShipperSettings(
+        control_paths=tuple(options.control),
+        store_endpoint=options.store,
+        max_unacked_bytes=options.max_unacked_bytes,
+        ack_timeout_seconds=options.ack_timeout,
+        grace_seconds=options.grace,
+        parent_pid=options.parent_pid,
+    )
+    return Shipper(settings).run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m inference_svc.shipping",
+        description="Send captured rows from the rings of vLLM's workers to a store.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--control",
+        metavar="PATH",
+        type=Path,
+        action="append",
+        required=True,
+        help="control socket of a worker; repeat it for several. It need not exist yet",
+    )
+    parser.add_argument("--store", metavar="HOST:PORT", required=True, help="the store service")
+    parser.add_argument(
+        "--max-unacked-bytes",
+        metavar="N",
+        type=int,
+        default=ShipperSettings.max_unacked_bytes,
+        help="payload under way to the store without an acknowledgement, at most",
+    )
+    parser.add_argument(
+        "--ack-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=ShipperSettings.ack_timeout_seconds,
+        help="without an acknowledgement for this long, try a new connection",
+    )
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=float,
+        default=ShipperSettings.grace_seconds,
+        help="after SIGTERM, go on delivering for this long at most",
+    )
+    parser.add_argument("--parent-pid", metavar="PID", type=int, help="stop when this is no longer the parent process")
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least level that is logged"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The shipper process: from the control sockets of workers to one stream to the store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference_svc.shipping.control import ControlClient
+from inference_svc.shipping.outbox import Outbox
+from inference_svc.shipping.uploader import Uploader
+from residuum.rpc.logs import get_logger
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_TICK_SECONDS = 0.5
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ShipperSettings:
+    """What a shipper is told on its command line."""
+
+    control_paths: tuple[Path, ...]
+    """The control sockets of the workers. They need not exist yet."""
+    store_endpoint: str
+    """The store, host:port."""
+    max_unacked_bytes: int = 64 << 20
+    """Payload that may be under way to the store without an acknowledgement."""
+    ack_timeout_seconds: float = 30.0
+    """A store that owes an acknowledgement and gives none for this long is tried on a new connection."""
+    grace_seconds: float = 10.0
+    """After SIGTERM, or when the parent is gone: how long to go on delivering what was handed over."""
+    parent_pid: int | None = None
+    """The process that started this one: without it, the shipper ends. None: it may live alone."""
+
+
+class Shipper:
+    """Everything of a shipper process.
+
+    It ends on SIGTERM or SIGINT, and when its parent is gone: it tells the workers that it leaves, delivers what it
+    has, and goes, at the latest after the grace. What it could not deliver a living worker hands to another shipper.
+    """
+
+    def __init__(self, settings: ShipperSettings) -> None:
+        """Prepare; nothing is connected before `run`."""
+        self._settings = settings
+        self._outbox = Outbox(settings.max_unacked_bytes)
+        self._uploader = Uploader(settings.store_endpoint, self._outbox)
+        self._clients = [ControlClient(path, self._outbox) for path in settings.control_paths]
+
+    def run(self) -> int:
+        """Ship until told to stop.
+
+        Returns:
+            The exit status: 0 if all that was handed over was delivered.
+        """
+        # Blocked in every thread, and waited for in this one: no handler ever runs in the middle of anything.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        self._uploader.start()
+        for client in self._clients:
+            client.start()
+        _log.info("shipper started", store=self._settings.store_endpoint, workers=len(self._clients))
+        why = self._watch()
+        return self._stop(why)
+
+    def _watch(self) -> str:
+        """Wait for a reason to stop, and keep an eye on the stream; return the reason."""
+        while True:
+            arrived = signal.sigtimedwait(_SIGNALS, _TICK_SECONDS)
+            if arrived is not None:
+                return signal.Signals(arrived.si_signo).name
+            if self._settings.parent_pid not in (None, os.getppid()):
+                return "the parent is gone"
+            if not self._uploader.is_alive():
+                return "the uploader failed"
+            self._check_progress()
+
+    def _check_progress(self) -> None:
+        limit = self._settings.ack_timeout_seconds
+        if self._outbox.seconds_without_ack() > limit:
+            self._uploader.restart_stream(f"no acknowledgement for {limit:g} s")
+
+    def _stop(self, why: str) -> int:
+        _log.info("shipper stopping", why=why)
+        for client in self._clients:
+            client.leave()
+        self._outbox.close()
+        undelivered = 0 if self._delivered_in_time() else self._outbox.abandon()
+        self._uploader.abandon()
+        for client in self._clients:
+            client.close()
+        self._uploader.wait(_TICK_SECONDS)
+        log = _log.error if undelivered else _log.info
+        log(
+            "shipper stopped",
+            undelivered=undelivered,
+            settled=self._uploader.num_settled,
+            rejected=self._uploader.num_rejected,
+        )
+        return 1 if undelivered else 0
+
+    def _delivered_in_time(self) -> bool:
+        end = time.monotonic() + self._settings.grace_seconds
+        while not self._uploader.wait(min(_TICK_SECONDS, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return False
+            self._check_progress()
+        return True

@@ -1,0 +1,172 @@
+"""Shippers as child processes of the inference service: started, kept running, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference_svc.shipping.backoff import Backoff
+from residuum.rpc.logs import get_logger
+
+_FIRST_DELAY_SECONDS = 0.2
+_LONGEST_DELAY_SECONDS = 5.0
+_STABLE_SECONDS = 30.0
+"""A shipper that ran this long before it ended is restarted as if it had never failed."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ShipperStatus:
+    """How one shipper stands."""
+
+    pid: int | None
+    """Its process; None while it is being restarted."""
+    restarts: int
+    """How often it was restarted."""
+    last_exit: int | None
+    """The exit status of the process before; negative: the signal that ended it. None: there was none."""
+
+
+class ShipperSupervisor:
+    """Keeps a number of shippers running.
+
+    A shipper that ends is started again, after a delay that grows while it keeps failing; what it had in hand the
+    workers have given to the others meanwhile, or give to it when it connects. No shipper outlives this process, even
+    one that is killed: each watches its parent.
+
+    Example:
+        supervisor = ShipperSupervisor([directory / "stage-0"], "localhost:50052", count=2)
+        await supervisor.start()
+        ...                                  # first the engine ends: then nothing new comes
+        await supervisor.stop(grace_seconds=10)
+    """
+
+    def __init__(
+        self,
+        control_paths: Sequence[str | os.PathLike[str]],
+        store_endpoint: str,
+        count: int,
+        *,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """Prepare; nothing is started before `start`.
+
+        Args:
+            control_paths: The control sockets of the workers, which may come up later.
+            store_endpoint: The store, host:port.
+            count: How many shippers.
+            arguments: More arguments for each; see `python -m inference_svc.shipping --help`.
+        """
+        controls = [word for path in control_paths for word in ("--control", os.fspath(Path(path)))]
+        self._arguments = [*controls, "--store", store_endpoint, *arguments]
+        self._keepers = [_Keeper(name, self._arguments) for name in range(count)]
+
+    async def start(self) -> None:
+        """Start the shippers; returns when their processes exist.
+
+        Raises:
+            OSError: A process cannot be started.
+        """
+        for keeper in self._keepers:
+            await keeper.start()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Let the shippers deliver what they have, then end them; kill those that outlast the grace. Idempotent."""
+        await asyncio.gather(*(keeper.stop(grace_seconds) for keeper in self._keepers))
+
+    def status(self) -> list[ShipperStatus]:
+        """Return how each shipper stands."""
+        return [keeper.status() for keeper in self._keepers]
+
+
+class _Keeper:
+    """Keeps one shipper running."""
+
+    def __init__(self, name: int, arguments: Sequence[str]) -> None:
+        self._name = name
+        self._arguments = arguments
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._restarts = 0
+        self._last_exit: int | None = None
+        self._stopping = asyncio.Event()
+
+    def status(self) -> ShipperStatus:
+        pid = self._process.pid if self._process and self._process.returncode is None else None
+        return ShipperStatus(pid, self._restarts, self._last_exit)
+
+    async def start(self) -> None:
+        process = await self._spawn()
+        self._task = asyncio.create_task(self._keep(process), name=f"shipper-{self._name}")
+
+    async def stop(self, grace_seconds: float) -> None:
+        self._stopping.set()
+        if self._task is None:
+            return
+        self._signal("terminate")
+        try:
+            await asyncio.wait_for(asyncio.shield(self._task), grace_seconds)
+        except asyncio.TimeoutError:
+            _log.error("shipper killed: it outlasted the grace", shipper=self._name, grace_seconds=grace_seconds)
+            self._signal("kill")
+            await self._task
+        except asyncio.CancelledError:
+            self._signal("kill")  # whoever stops us is in a hurry; never leave a process behind
+            raise
+
+    async def _keep(self, process: asyncio.subprocess.Process | None) -> None:
+        backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        while True:
+            if process is not None:
+                started_at = time.monotonic()
+                self._last_exit = await process.wait()
+                if time.monotonic() - started_at >= _STABLE_SECONDS:
+                    backoff.reset()
+            if self._stopping.is_set():
+                return
+            delay = backoff.next_delay()
+            _log.error("shipper ended", shipper=self._name, status=self._last_exit, restart_in_seconds=round(delay, 2))
+            if await self._stops_within(delay):
+                return
+            process = await self._respawn()
+
+    async def _respawn(self) -> asyncio.subprocess.Process | None:
+        self._restarts += 1
+        try:
+            return await self._spawn()
+        except OSError as error:
+            _log.error("shipper cannot be started", shipper=self._name, error=str(error))
+            return None
+
+    async def _stops_within(self, seconds: float) -> bool:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        return self._stopping.is_set()
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "inference_svc.shipping",
+            *self._arguments,
+            "--parent-pid",
+            str(os.getpid()),
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C on the terminal is for the parent, which stops shippers when it is time
+        )
+        _log.info("shipper started", shipper=self._name, pid=self._process.pid)
+        if self._stopping.is_set():
+            self._signal("terminate")
+        return self._process
+
+    def _signal(self, how: str) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._process is not None:
+                getattr(self._process, how)()

@@ -1,0 +1,62 @@
+"""Fixtures that start stores, workers' ends and shipper processes, and end them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from inference_svc.shipping.producer import RingProducer
+from tests.shipping.support import ENVIRONMENT, ScriptedStore
+
+
+@pytest.fixture
+def start_store():
+    stores = []
+
+    def start(script=None, port=0):
+        stores.append(ScriptedStore(script, port))
+        return stores[-1]
+
+    yield start
+    for store in stores:
+        store.stop()
+
+
+@pytest.fixture
+def control_path(tmp_path_factory):
+    return tmp_path_factory.mktemp("c") / "ring"
+
+
+@pytest.fixture
+def start_producer(control_path):
+    producers = []
+
+    def start(num_slots=4, slot_bytes=1 << 20, path=control_path):
+        producer = RingProducer(path, num_slots=num_slots, slot_bytes=slot_bytes)
+        producers.append(producer)
+        producer.start()
+        return producer
+
+    yield start
+    for producer in producers:
+        producer.close()
+
+
+@pytest.fixture
+def start_shipper(control_path):
+    processes = []
+
+    def start(endpoint, *arguments, paths=(control_path,)):
+        command = [sys.executable, "-m", "inference_svc.shipping", "--store", endpoint, *arguments]
+        command += [word for path in paths for word in ("--control", str(path))]
+        processes.append(subprocess.Popen(command, env=ENVIRONMENT))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait()
