@@ -1,0 +1,209 @@
+"""Capture and steer the residual stream of models served by vLLM, over gRPC.
+
+Example:
+    >>> import residuum
+    >>> with residuum.Client("localhost:50051") as client:
+    ...     joy = residuum.Vector.from_array(direction)  # float32 [hidden]
+    ...     reply = client.generate(
+    ...         "The weather today is",
+    ...         max_tokens=64,
+    ...         capture=residuum.Capture(layers="all"),
+    ...         steer=[residuum.Add(joy, layer=12, scale=6.0)],
+    ...     )
+    ...     acts = client.activations(reply.request_id)
+    ...     acts[12].shape
+    (68, 576)
+
+Public names are imported when they are first used: `residuum.v1`, `residuum.wire` and `residuum.rpc`, which the
+services share, come without the client.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    __version__: str
+    from residuum._reading import Piece
+    from residuum._requests import Sampling
+    from residuum.activations import Activations
+    from residuum.aio import AsyncClient
+    from residuum.capture import Capture
+    from residuum.client import Client
+    from residuum.exceptions import (
+        AbortedCapture,
+        AlreadyExists,
+        BadVector,
+        BatchFailed,
+        CaptureEnded,
+        CaptureExists,
+        CaptureNotComplete,
+        ClientClosed,
+        DamagedCapture,
+        DeadlineExceeded,
+        EmptyPrompt,
+        EngineDead,
+        IncompleteCapture,
+        InvalidRequest,
+        LimitReached,
+        MissingVectors,
+        NoStore,
+        NotFound,
+        NotServing,
+        OpenCapture,
+        PromptTooLong,
+        RequestAborted,
+        RequestExists,
+        ResiduumError,
+        ResourceExhausted,
+        ServerFault,
+        StoreFull,
+        StoreUnreachable,
+        Unavailable,
+        UnknownCapture,
+        UnknownLayer,
+        UnknownModel,
+        UnknownOperation,
+        UnknownRequest,
+        UnknownSite,
+        Unreachable,
+    )
+    from residuum.manifest import Manifest, RowSet, SequenceOutcome
+    from residuum.replies import (
+        CaptureSummary,
+        Health,
+        ModelInfo,
+        PutResult,
+        Registration,
+        Reply,
+        Sequence,
+        StoreStats,
+        TokenDelta,
+        Usage,
+    )
+    from residuum.selections import Positions
+    from residuum.steering import Ablate, Add, Cap
+    from residuum.streams import AsyncStream, Stream
+    from residuum.vector import Vector, load_vectors
+
+_HOMES = {
+    "Piece": "residuum._reading",
+    "Sampling": "residuum._requests",
+    "Activations": "residuum.activations",
+    "AsyncClient": "residuum.aio",
+    "Capture": "residuum.capture",
+    "Client": "residuum.client",
+    "Manifest": "residuum.manifest",
+    "RowSet": "residuum.manifest",
+    "SequenceOutcome": "residuum.manifest",
+    "CaptureSummary": "residuum.replies",
+    "Health": "residuum.replies",
+    "ModelInfo": "residuum.replies",
+    "PutResult": "residuum.replies",
+    "Registration": "residuum.replies",
+    "Reply": "residuum.replies",
+    "Sequence": "residuum.replies",
+    "StoreStats": "residuum.replies",
+    "TokenDelta": "residuum.replies",
+    "Usage": "residuum.replies",
+    "Positions": "residuum.selections",
+    "Ablate": "residuum.steering",
+    "Add": "residuum.steering",
+    "Cap": "residuum.steering",
+    "AsyncStream": "residuum.streams",
+    "Stream": "residuum.streams",
+    "Vector": "residuum.vector",
+    "load_vectors": "residuum.vector",
+}
+"""The module of each public name, apart from the exceptions."""
+
+__all__ = [
+    "Ablate",
+    "AbortedCapture",
+    "Activations",
+    "Add",
+    "AlreadyExists",
+    "AsyncClient",
+    "AsyncStream",
+    "BadVector",
+    "BatchFailed",
+    "Cap",
+    "Capture",
+    "CaptureEnded",
+    "CaptureExists",
+    "CaptureNotComplete",
+    "CaptureSummary",
+    "Client",
+    "ClientClosed",
+    "DamagedCapture",
+    "DeadlineExceeded",
+    "EmptyPrompt",
+    "EngineDead",
+    "Health",
+    "IncompleteCapture",
+    "InvalidRequest",
+    "LimitReached",
+    "Manifest",
+    "MissingVectors",
+    "ModelInfo",
+    "NoStore",
+    "NotFound",
+    "NotServing",
+    "OpenCapture",
+    "Piece",
+    "Positions",
+    "PromptTooLong",
+    "PutResult",
+    "Registration",
+    "Reply",
+    "RequestAborted",
+    "RequestExists",
+    "ResiduumError",
+    "ResourceExhausted",
+    "RowSet",
+    "Sampling",
+    "Sequence",
+    "SequenceOutcome",
+    "ServerFault",
+    "StoreFull",
+    "StoreStats",
+    "StoreUnreachable",
+    "Stream",
+    "TokenDelta",
+    "Unavailable",
+    "UnknownCapture",
+    "UnknownLayer",
+    "UnknownModel",
+    "UnknownOperation",
+    "UnknownRequest",
+    "UnknownSite",
+    "Unreachable",
+    "Usage",
+    "Vector",
+    "load_vectors",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _version()
+    if name not in __all__:
+        raise AttributeError(f"module 'residuum' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES.get(name, "residuum.exceptions")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("residuum")
+    except metadata.PackageNotFoundError:
+        return "0+source"  # run from a checkout that was not installed

@@ -1,0 +1,143 @@
+"""Where the services are, which channels lead there, and when to try again. Both clients use it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from residuum.exceptions import ClientClosed, EngineDead, InvalidRequest, NoStore, ResiduumError, Unavailable
+from residuum.v1 import inference_pb2
+
+_Channel = TypeVar("_Channel")
+
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+READ_CHUNKS = "/residuum.v1.StoreService/ReadChunks"
+
+
+def check_endpoint(endpoint: str) -> str:
+    """Return an endpoint if it has the form host:port.
+
+    Raises:
+        InvalidRequest: It has not.
+    """
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16 or "//" in host:
+        raise InvalidRequest(
+            f"{endpoint!r} is not an endpoint: write host:port, such as localhost:50051.", reason="INVALID_FIELD"
+        )
+    return endpoint
+
+
+class Channels(Generic[_Channel]):
+    """The channels of a client, opened when they are first used. Bulk reads get their own, see `rpc.channels`."""
+
+    def __init__(self, opener: Callable[[str], _Channel]) -> None:
+        self._opener = opener
+        self._channels: dict[tuple[str, str], _Channel] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def get(self, endpoint: str, purpose: str = "calls") -> _Channel:
+        """Return the channel to an endpoint for a purpose.
+
+        Raises:
+            ClientClosed: The client was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClientClosed("This client was closed; make another.")
+            key = (endpoint, purpose)
+            if key not in self._channels:
+                self._channels[key] = self._opener(endpoint)
+            return self._channels[key]
+
+    def drain(self) -> list[_Channel]:
+        """Refuse every further use, and return the channels that are to be closed."""
+        with self._lock:
+            self._closed = True
+            channels = list(self._channels.values())
+            self._channels.clear()
+            return channels
+
+
+class StoreDirectory:
+    """Which store holds which capture, as far as it is known."""
+
+    _REMEMBERED = 100_000
+    """Captures whose store is remembered; the oldest are forgotten and looked up again."""
+
+    def __init__(self, stores: str | Iterable[str] | None) -> None:
+        """Begin with the stores that the user named, if any; then nothing else is asked or believed."""
+        named = [stores] if isinstance(stores, str) else list(stores or ())
+        self._named = tuple(check_endpoint(endpoint) for endpoint in named)
+        self._endpoints = self._named
+        self._of: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The stores; empty: ask the inference service, then `learn`."""
+        return self._endpoints
+
+    def learn(self, endpoints: Sequence[str], inference: str) -> tuple[str, ...]:
+        """Take the stores that the inference service named.
+
+        Raises:
+            NoStore: It named none.
+        """
+        if not endpoints:
+            raise NoStore(
+                f"The inference service at {inference} names no store, so it captures nothing. Start it with --store, "
+                "or name one here: Client(..., store='host:port')."
+            )
+        self._endpoints = self._named or tuple(endpoints)
+        return self._endpoints
+
+    def note(self, handle: inference_pb2.CaptureHandle) -> None:
+        """Remember where a capture is."""
+        if self._named or not handle.store_endpoint:
+            return
+        with self._lock:
+            self._of[handle.capture_id] = handle.store_endpoint
+            while len(self._of) > self._REMEMBERED:
+                self._of.popitem(last=False)
+
+    def known(self, capture_id: str) -> str | None:
+        """Return the store of a capture, or None if it must be looked for among `endpoints`."""
+        if capture_id in self._of:
+            return self._of[capture_id]
+        return self._endpoints[0] if len(self._endpoints) == 1 else None
+
+
+class Backoff:
+    """When a broken read is tried again: soon, then slower, and not forever. Progress begins anew."""
+
+    _FIRST_SECONDS = 0.1
+    _LONGEST_SECONDS = 2.0
+
+    def __init__(self, before_progress: int = 2, after_progress: int = 8) -> None:
+        """Begin.
+
+        Args:
+            before_progress: How often to try again when nothing has come at all: the service is probably away.
+            after_progress: How often to try again when the connection broke in the middle: it is probably restarting.
+        """
+        self._allowed = before_progress
+        self._after_progress = after_progress
+        self._failures = 0
+
+    def progress(self) -> None:
+        """Note that something came."""
+        self._allowed = self._after_progress
+        self._failures = 0
+
+    def seconds_after(self, failure: ResiduumError) -> float | None:
+        """Return how long to wait before the next attempt; None: there is to be none."""
+        if not isinstance(failure, Unavailable) or isinstance(failure, EngineDead):
+            return None
+        self._failures += 1
+        if self._failures > self._allowed:
+            return None
+        return min(self._FIRST_SECONDS * 2.0 ** (self._failures - 1), self._LONGEST_SECONDS)

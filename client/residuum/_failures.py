@@ -1,0 +1,106 @@
+"""From gRPC's errors to this package's exceptions: one table for the reasons, one for bare gRPC codes."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+
+from residuum import exceptions as exc
+from residuum.rpc.errors import failure_from_rpc_error
+from residuum.v1 import errors_pb2
+
+EXCEPTIONS: dict[str, type[exc.ResiduumError]] = {
+    "INVALID_FIELD": exc.InvalidRequest,
+    "UNKNOWN_LAYER": exc.UnknownLayer,
+    "UNKNOWN_SITE": exc.UnknownSite,
+    "UNKNOWN_OPERATION": exc.UnknownOperation,
+    "UNKNOWN_MODEL": exc.UnknownModel,
+    "EMPTY_PROMPT": exc.EmptyPrompt,
+    "PROMPT_TOO_LONG": exc.PromptTooLong,
+    "DIGEST_MISMATCH": exc.BadVector,
+    "WRONG_LENGTH": exc.BadVector,
+    "WRONG_DTYPE": exc.BadVector,
+    "BAD_VALUES": exc.BadVector,
+    "MISSING_VECTORS": exc.MissingVectors,
+    "REQUEST_EXISTS": exc.RequestExists,
+    "UNKNOWN_REQUEST": exc.UnknownRequest,
+    "UNKNOWN_CAPTURE": exc.UnknownCapture,
+    "CAPTURE_EXISTS": exc.CaptureExists,
+    "CAPTURE_ENDED": exc.CaptureEnded,
+    "STORE_UNREACHABLE": exc.StoreUnreachable,
+    "CHECKSUM_MISMATCH": exc.DamagedCapture,
+    "STORE_FULL": exc.StoreFull,
+    "LIMIT_REACHED": exc.LimitReached,
+    "NOT_SERVING": exc.NotServing,
+    "ENGINE_DEAD": exc.EngineDead,
+    "ABORTED": exc.RequestAborted,
+    "INTERNAL": exc.ServerFault,
+}
+"""The exception of every reason in errors.proto."""
+
+_BY_CODE: dict[grpc.StatusCode, type[exc.ResiduumError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: exc.InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: exc.InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: exc.NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: exc.AlreadyExists,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: exc.ResourceExhausted,
+    grpc.StatusCode.DATA_LOSS: exc.DamagedCapture,
+    grpc.StatusCode.CANCELLED: exc.RequestAborted,
+}
+"""The exception of a failure whose reason is unknown or absent. Any other code is a ServerFault."""
+
+_PREFIX = "ERROR_REASON_"
+
+
+def from_rpc_error(error: grpc.RpcError, endpoint: str, **facts: str) -> exc.ResiduumError:
+    """Return the exception that tells what a failed call means.
+
+    Args:
+        error: What gRPC raised, on a sync or an asyncio channel.
+        endpoint: Where the call went, for the message.
+        facts: What else is known of the call, such as its request_id; the server's own word goes first.
+    """
+    told = _from_rpc_error(error, endpoint)
+    told.metadata = {**facts, **told.metadata}
+    return told
+
+
+def _from_rpc_error(error: grpc.RpcError, endpoint: str) -> exc.ResiduumError:
+    failure = failure_from_rpc_error(error)
+    if failure is not None and failure.reason_name in EXCEPTIONS:
+        kind = EXCEPTIONS[failure.reason_name]
+        return kind(failure.message, reason=failure.reason_name, metadata=failure.metadata)
+    return _from_code(error.code(), error.details() or "", endpoint)
+
+
+def from_item_error(error: errors_pb2.ItemError, **metadata: str) -> exc.ResiduumError:
+    """Return the exception for one item of a call that handles many."""
+    name = _reason_name(error.reason)
+    return EXCEPTIONS.get(name, exc.InvalidRequest)(error.message, reason=name, metadata=metadata)
+
+
+def _reason_name(reason: errors_pb2.ErrorReason.ValueType) -> str:
+    if reason not in errors_pb2.ErrorReason.values():
+        return ""  # a newer server's reason
+    return errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX)
+
+
+def _from_code(code: grpc.StatusCode, details: str, endpoint: str) -> exc.ResiduumError:
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return exc.Unreachable(
+            f"Nothing answers at {endpoint}, or the connection broke ({details}). Is the service running there, and "
+            "is the port reachable from here? `residuum doctor` looks at every step.",
+            endpoint=endpoint,
+        )
+    metadata = {"endpoint": endpoint}
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return exc.DeadlineExceeded(
+            f"{endpoint} did not answer in time. Give a longer timeout, or none with timeout=None.", metadata=metadata
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return exc.ServerFault(
+            f"{endpoint} does not offer this call ({details}). Is it the right service, and not an older one?",
+            metadata=metadata,
+        )
+    kind = _BY_CODE.get(code, exc.ServerFault)
+    return kind(f"{endpoint} answered {code.name}: {details}", metadata=metadata)

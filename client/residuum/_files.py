@@ -1,0 +1,87 @@
+"""Activations in a safetensors file."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum._rows import Block
+from residuum.exceptions import InvalidRequest
+from residuum.manifest import Manifest
+
+if TYPE_CHECKING:
+    from residuum.activations import Activations
+
+FORMAT = "residuum.activations.v1"
+"""What the file says it is, in its metadata under "format"."""
+
+_Arrays = dict[str, npt.NDArray[Any]]
+
+
+def save(acts: Activations, path: str | os.PathLike[str]) -> None:
+    """Write activations; see `Activations.to_safetensors`."""
+    from safetensors.numpy import save_file
+
+    arrays: _Arrays = {}
+    for sequence in acts.sequences:
+        for site in acts.sites:
+            arrays.update(_arrays(acts.select(sequence=sequence, site=site)))
+    save_file(arrays, os.fspath(path), metadata={"format": FORMAT, "manifest": acts.manifest.to_json()})
+
+
+def _arrays(acts: Activations) -> _Arrays:
+    prefix = _prefix(acts.sequence) + acts.site
+    arrays: _Arrays = {f"{prefix}.{layer}": np.ascontiguousarray(acts.raw(layer)) for layer in acts.layers}
+    arrays[f"{prefix}.positions"] = np.ascontiguousarray(acts.positions)
+    arrays[f"{prefix}.token_ids"] = acts.token_ids
+    if not acts.present.all():
+        arrays[f"{prefix}.present"] = np.ascontiguousarray(acts.present)
+    return arrays
+
+
+def load(path: str | os.PathLike[str]) -> Activations:
+    """Read activations; see `Activations.from_safetensors`."""
+    from safetensors import SafetensorError, safe_open
+
+    from residuum.activations import Activations
+
+    try:
+        with safe_open(os.fspath(path), framework="np") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise InvalidRequest(f"{path} is not a safetensors file: {error}", reason="INVALID_FIELD") from None
+    if metadata.get("format") != FORMAT:
+        raise InvalidRequest(f"{path} was not written by Activations.to_safetensors.", reason="INVALID_FIELD")
+    keys = sorted(_key(name) for name in arrays if name.endswith(".positions"))
+    layers = _layers(arrays, keys[0])
+    manifest = Manifest.from_json(metadata["manifest"])
+    order = {site: index for index, site in enumerate(manifest.sites)}
+    keys.sort(key=lambda key: (key[0], order.get(key[1], len(order))))
+    return Activations(manifest, layers, {key: _block(arrays, key, layers) for key in keys})
+
+
+def _block(arrays: _Arrays, key: tuple[int, str], layers: tuple[int, ...]) -> Block:
+    prefix = _prefix(key[0]) + key[1]
+    values = np.stack([arrays[f"{prefix}.{layer}"] for layer in layers])
+    present = arrays.get(f"{prefix}.present", np.ones(values.shape[:2], dtype=np.bool_))
+    return Block(arrays[f"{prefix}.positions"], values, present)
+
+
+def _layers(arrays: _Arrays, key: tuple[int, str]) -> tuple[int, ...]:
+    prefix = f"{_prefix(key[0])}{key[1]}."
+    names = [name.removeprefix(prefix) for name in arrays if name.startswith(prefix)]
+    return tuple(sorted(int(name) for name in names if name.isdigit()))
+
+
+def _key(name: str) -> tuple[int, str]:
+    site = name.removesuffix(".positions")
+    sequence, slash, rest = site.partition("/")
+    return (int(sequence.removeprefix("sequence")), rest) if slash else (0, site)
+
+
+def _prefix(sequence: int) -> str:
+    return f"sequence{sequence}/" if sequence else ""

@@ -1,0 +1,228 @@
+"""Captured activations, as numpy arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum._rows import Block
+from residuum.manifest import Manifest
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class Activations(Mapping[int, FloatArray]):
+    """The captured rows of one request: layer -> float32 [positions, hidden].
+
+    Rows are kept once, in the dtype in which they were captured; each `acts[layer]` converts that layer anew, without
+    loss, into an array of your own. `raw` gives the captured values themselves.
+
+    A request with several sequences or sites holds one such mapping for each: `select` switches, and the first of each
+    is selected to begin with.
+
+    Example:
+        >>> acts = client.activations(reply.request_id)
+        >>> acts
+        Activations('req-1f…', complete: 30 layers × 69 positions × 576, bfloat16)
+        >>> acts[12].shape
+        (69, 576)
+        >>> acts.token_ids[:3], acts.positions[:3]
+        (array([ 504, 4215, 1834]), array([0, 1, 2]))
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        layers: tuple[int, ...],
+        blocks: Mapping[tuple[int, str], Block],
+        selected: tuple[int, str] | None = None,
+    ) -> None:
+        """Made by `client.activations` and `Activations.from_safetensors`."""
+        self._manifest = manifest
+        self._layers = layers
+        self._blocks = dict(blocks)
+        self._selected = selected if selected is not None else next(iter(self._blocks))
+        self._row = {layer: index for index, layer in enumerate(layers)}
+
+    @property
+    def manifest(self) -> Manifest:
+        """What was captured, and whether all of it is there."""
+        return self._manifest
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers, ascending."""
+        return self._layers
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites that can be selected."""
+        return tuple(dict.fromkeys(site for _, site in self._blocks))
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences that can be selected."""
+        return tuple(dict.fromkeys(sequence for sequence, _ in self._blocks))
+
+    @property
+    def site(self) -> str:
+        """The selected site."""
+        return self._selected[1]
+
+    @property
+    def sequence(self) -> int:
+        """The selected sequence."""
+        return self._selected[0]
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """The position of each row in prompt + generated tokens; int64 [positions]."""
+        return self._block.positions
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """The token at each position; int64 [positions]. -1 where a partial capture does not know it."""
+        tokens = np.array(self._all_tokens(), dtype=np.int64)
+        positions = self.positions
+        known = positions < len(tokens)
+        return np.where(known, tokens[np.where(known, positions, 0)] if len(tokens) else -1, -1)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has: `acts.positions < acts.prompt_tokens` are the prompt's rows."""
+        return len(self._manifest.prompt_token_ids)
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements in a row."""
+        return self._manifest.hidden_size
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype in which the rows were captured."""
+        return self._block.values.dtype
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Which rows there are; bool [layers, positions]. All true unless partial rows were allowed; others are NaN."""
+        return self._block.present
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, all sequences and sites."""
+        return sum(block.values.nbytes for block in self._blocks.values())
+
+    def raw(self, layer: int) -> npt.NDArray[Any]:
+        """Return a layer's rows as they were captured: [positions, hidden] in `dtype`, read-only, not a copy.
+
+        Raises:
+            KeyError: The layer is not among `layers`.
+        """
+        rows: npt.NDArray[Any] = self._block.values[self._index(layer)]
+        rows.setflags(write=False)
+        return rows
+
+    def stack(self, layers: Iterable[int] | None = None) -> FloatArray:
+        """Return several layers as one array, float32 [layers, positions, hidden].
+
+        Args:
+            layers: Which, in this order; None means all.
+
+        Raises:
+            KeyError: A layer is not among `layers`.
+
+        Example:
+            >>> acts.stack([0, 15, 29]).mean(axis=1).shape
+            (3, 576)
+        """
+        if layers is None:
+            return self._block.values.astype(np.float32)
+        indices = [self._index(layer) for layer in layers]
+        return self._block.values[indices].astype(np.float32)
+
+    def select(self, *, sequence: int | None = None, site: str | None = None) -> Activations:
+        """Return the same activations with another sequence or site selected. Nothing is copied.
+
+        Raises:
+            KeyError: There is no such sequence or site; the message names those that there are.
+
+        Example:
+            >>> second = acts.select(sequence=1)
+        """
+        key = (self.sequence if sequence is None else sequence, self.site if site is None else site)
+        if key not in self._blocks:
+            raise KeyError(
+                f"sequence {key[0]} at {key[1]} is not here; sequences: {list(self.sequences)}, sites: {list(self.sites)}"
+            )
+        return Activations(self._manifest, self._layers, self._blocks, key)
+
+    def to_safetensors(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to a file, in the captured dtype, with the manifest in the metadata.
+
+        The tensors are named `SITE.LAYER` ([positions, hidden]), `SITE.positions` and `SITE.token_ids`, with
+        `sequence1/` and so on before those of further sequences. safetensors' own loaders read it.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        from residuum._files import save
+
+        save(self, path)
+
+    @classmethod
+    def from_safetensors(cls, path: str | os.PathLike[str]) -> Activations:
+        """Read a file that `to_safetensors` wrote.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            InvalidRequest: It is not such a file.
+        """
+        from residuum._files import load
+
+        return load(path)
+
+    def blocks(self) -> dict[tuple[int, str], Block]:
+        """Return the rows of every sequence and site."""
+        return dict(self._blocks)
+
+    def __getitem__(self, layer: int) -> FloatArray:
+        rows: npt.NDArray[Any] = self._block.values[self._index(layer)]
+        return rows.astype(np.float32)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._row
+
+    # A mapping of arrays has no truth of equality; two captures are compared with numpy, layer by layer.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        shape = f"{len(self)} layers × {len(self.positions)} positions × {self.hidden_size}"
+        more = f", {len(self.sequences)} sequences" if len(self.sequences) > 1 else ""
+        more += f", sites {', '.join(self.sites)}" if len(self.sites) > 1 else ""
+        return f"Activations({self._manifest.capture_id!r}, {self._manifest.state}: {shape}{more}, {self._manifest.dtype})"
+
+    @property
+    def _block(self) -> Block:
+        return self._blocks[self._selected]
+
+    def _index(self, layer: int) -> int:
+        try:
+            return self._row[layer]
+        except (KeyError, TypeError):
+            raise KeyError(f"layer {layer!r} is not here; layers: {list(self._layers)}") from None
+
+    def _all_tokens(self) -> tuple[int, ...]:
+        outcomes = self._manifest.sequences
+        generated = outcomes[self.sequence].generated_token_ids if self.sequence < len(outcomes) else ()
+        return self._manifest.prompt_token_ids + generated

@@ -1,0 +1,90 @@
+"""What a request captures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from residuum.exceptions import InvalidRequest, UnknownSite
+from residuum.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection
+from residuum.v1 import capture_pb2
+
+SITES: dict[str, capture_pb2.Site.ValueType] = {
+    "resid_post": capture_pb2.SITE_RESID_POST,
+    "resid_pre": capture_pb2.SITE_RESID_PRE,
+    "attn_out": capture_pb2.SITE_ATTN_OUT,
+    "mlp_out": capture_pb2.SITE_MLP_OUT,
+}
+"""The capture sites by name."""
+
+SITE_NAMES = {number: name for name, number in SITES.items()}
+
+_ENCODINGS = {"raw": capture_pb2.ENCODING_RAW}
+_OVERFLOW = {"wait": capture_pb2.OVERFLOW_POLICY_WAIT, "shed": capture_pb2.OVERFLOW_POLICY_SHED}
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a request captures. Layer k is the output of decoder layer k, from 0.
+
+    Example:
+        >>> residuum.Capture(layers="all")
+        >>> residuum.Capture(layers=[0, 5, 10], positions="last_prompt")
+    """
+
+    layers: LayersLike = "all"
+    """"all", a number, a range or a list of numbers."""
+    sites: str | Sequence[str] = ("resid_post",)
+    """Where in a layer: "resid_post" (the residual stream after it), "resid_pre", "attn_out", "mlp_out"."""
+    positions: PositionsLike = None
+    """Which tokens; see `Positions.of`. By default all, prompt and generated."""
+    encoding: Literal["raw"] = "raw"
+    """How rows are stored: "raw" as the model computed them, in its own dtype."""
+    overflow: Literal["wait", "shed"] = "wait"
+    """What happens when the path to the store is full: the model waits, or rows are dropped and the capture ends
+    incomplete. Never silently."""
+    before_steering: bool = False
+    """Capture rows as they were before steering, instead of what the model goes on with."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, str):
+            object.__setattr__(self, "layers", tuple(layer_list(self.layers)))
+        object.__setattr__(self, "sites", (self.sites,) if isinstance(self.sites, str) else tuple(self.sites))
+        object.__setattr__(self, "positions", Positions.of(self.positions))
+        self.to_proto()
+
+    def to_proto(self) -> capture_pb2.CaptureSpec:
+        """Return the message, checked.
+
+        Raises:
+            InvalidRequest: It can never be meant so; the message says why.
+        """
+        if self.encoding not in _ENCODINGS:
+            raise InvalidRequest(f"encoding={self.encoding!r} is not known; there is 'raw'.", reason="INVALID_FIELD")
+        if self.overflow not in _OVERFLOW:
+            raise InvalidRequest(f"overflow={self.overflow!r} is not known; write 'wait' or 'shed'.")
+        return capture_pb2.CaptureSpec(
+            layers=layer_selection(self.layers),
+            sites=site_numbers(self.sites),
+            positions=Positions.of(self.positions).to_proto() if self.positions != Positions() else None,
+            encoding=_ENCODINGS[self.encoding],
+            overflow=_OVERFLOW[self.overflow],
+            before_steering=self.before_steering,
+        )
+
+
+def site_numbers(sites: str | Sequence[str]) -> list[capture_pb2.Site.ValueType]:
+    """Return sites by name as the contract numbers them, in the order given.
+
+    Raises:
+        UnknownSite: There is no site of this name.
+        InvalidRequest: A site is named twice, or none is named.
+    """
+    names = [sites] if isinstance(sites, str) else list(sites)
+    for name in names:
+        if name not in SITES:
+            raise UnknownSite(f"{name!r} is not a site; there are {', '.join(SITES)}.", reason="UNKNOWN_SITE")
+    if not names or len(set(names)) != len(names):
+        raise InvalidRequest("Name at least one site, and each once.", reason="INVALID_FIELD")
+    return [SITES[name] for name in names]

@@ -1,0 +1,312 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import grpc
+
+from residuum import _vectors, exceptions as exc
+from residuum._batch import run_batch
+from residuum._connect import HEALTH_CHECK
+from residuum._failures import from_rpc_error
+from residuum._requests import GenerationPlan, Prompt, check_id, plan_generation, plan_spec
+from residuum.capture import Capture
+from residuum.reading import CaptureClient
+from residuum.replies import Health, PutResult, Registration, Reply
+from residuum.manifest import to_datetime
+from residuum.steering import Operation, operation_list
+from residuum.streams import Stream
+from residuum.v1 import inference_pb2
+from residuum.vector import Vector
+
+if TYPE_CHECKING:
+    import sys
+    from types import TracebackType
+
+    from residuum._requests import Sampling
+
+    if sys.version_info >= (3, 11):
+        from typing import Unpack
+    else:
+        from typing_extensions import Unpack
+
+
+class Client(CaptureClient):
+    """A client of one inference service and of the stores that its captures go to.
+
+    Channels are opened when they are first used. A client may be shared by threads, and needs no event loop; make it
+    after any fork. Close it, or use it in a with-block.
+
+    Args:
+        endpoint: The inference service, host:port.
+        store: The store or stores, host:port; by default the inference service says where they are. Name them if its
+            answer does not work from here, as behind a tunnel.
+        timeout: Seconds after which a call fails with DeadlineExceeded; None means never. Generations and reads have
+            no deadline but their own `timeout=`.
+
+    Example:
+        >>> with residuum.Client("localhost:50051") as client:
+        ...     reply = client.generate("The capital of France is", capture=residuum.Capture(layers=[12]))
+        ...     client.activations(reply.request_id)[12].shape
+        (20, 576)
+    """
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        capture: Capture | None = None,
+        steer: Operation | Iterable[Operation] | None = None,
+        request_id: str | None = None,
+        registration: Registration | str | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Reply:
+        """Generate, and return the whole reply.
+
+        Steering vectors that the server lacks are sent first, by themselves.
+
+        Args:
+            prompt: A text, a list of token ids, or a conversation as a list of {"role": ..., "content": ...}.
+            capture: What to capture; None captures nothing.
+            steer: How to steer: one operation, or several that are applied in their order.
+            request_id: Your own name for the request and its capture; by default the server makes one.
+            registration: A request that `register` answered; then capture, steer, request_id and model are its own.
+            model: The model that you expect; another one is refused.
+            timeout: Seconds that the generation may take; None means as long as it takes.
+            **sampling: max_tokens (16), temperature (0: greedy), top_p, top_k, seed, stop, ignore_eos, n (sequences),
+                min_tokens; see `residuum.Sampling`.
+
+        Raises:
+            InvalidRequest: The request cannot be meant so; its subclasses say how.
+            RequestExists: The request id is taken.
+            UnknownRequest: The registration was used up or has lapsed.
+            StoreUnreachable: A capture is asked for and the inference service cannot reach its store.
+            RequestAborted: Somebody called `abort`.
+            Unreachable: Nothing answers at the endpoint.
+            DeadlineExceeded: The time is over; the request was stopped.
+
+        Example:
+            >>> client.generate("The capital of France is", max_tokens=4).text
+            ' Paris. The capital'
+        """
+        stream = self.stream(
+            prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
+            timeout=timeout, **sampling,
+        )  # fmt: skip
+        with stream:
+            for _ in stream:
+                pass
+        return stream.reply
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        capture: Capture | None = None,
+        steer: Operation | Iterable[Operation] | None = None,
+        request_id: str | None = None,
+        registration: Registration | str | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Stream:
+        """Start a generation and return its tokens as they are made. The arguments are those of `generate`.
+
+        The request is accepted when this returns: its id is known, and its capture can be followed.
+        Closing or dropping the stream stops the request.
+
+        Example:
+            >>> with client.stream("Once upon a time", max_tokens=64) as stream:
+            ...     for delta in stream:
+            ...         print(delta.text, end="")
+        """
+        plan = plan_generation(
+            prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
+            sampling=sampling,
+        )  # fmt: skip
+        self._provide(plan.vectors)
+        try:
+            stream = self._start(plan, timeout)
+        except exc.MissingVectors:
+            if not plan.vectors:
+                raise  # a registration of another client, whose vectors are not ours to send
+            self._ledger.forget(plan.vectors)  # the server dropped them, or was started anew
+            self._provide(plan.vectors)
+            stream = self._start(plan, timeout)
+        self._stores.note(stream.started.capture)
+        return stream
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        capture: Capture | None = None,
+        steer: Operation | Iterable[Operation] | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+        max_concurrency: int = 32,
+        progress: bool = True,
+        **sampling: Unpack[Sampling],
+    ) -> list[Reply]:
+        """Generate for many prompts at once, with the same capture and steering.
+
+        Args:
+            prompts: The prompts; see `generate`, as for all other arguments.
+            capture: What to capture of each.
+            steer: How to steer each.
+            model: The model that you expect.
+            timeout: Seconds that each generation may take.
+            max_concurrency: How many run at once.
+            progress: Show a progress bar, on a terminal.
+            **sampling: As for `generate`.
+
+        Returns:
+            The replies in the order of the prompts.
+
+        Raises:
+            BatchFailed: Some prompts failed. It is raised when all others have ended, and holds their replies.
+
+        Example:
+            >>> replies = client.generate_many(["One", "Two"], capture=residuum.Capture(), max_tokens=8)
+            >>> acts = [client.activations(reply.request_id) for reply in replies]
+        """
+        operations = operation_list(steer)
+
+        def start(prompt: Prompt) -> Stream:
+            return self.stream(prompt, capture=capture, steer=operations, model=model, timeout=timeout, **sampling)
+
+        return run_batch(start, list(prompts), max_concurrency=max_concurrency, progress=progress)
+
+    def register(
+        self,
+        *,
+        capture: Capture | None = None,
+        steer: Operation | Iterable[Operation] | None = None,
+        request_id: str | None = None,
+        model: str | None = None,
+    ) -> Registration:
+        """Have a request validated in full before its prompt is there, and send the vectors it needs.
+
+        Registering the same again with the same id is harmless. A registration is used up by one `generate`, and
+        lapses if it is not used (10 minutes by default).
+
+        Raises:
+            InvalidRequest: The request cannot be meant so; its subclasses say how.
+            RequestExists: The request id is taken by another spec, or was used.
+            LimitReached: Too many registrations are waiting.
+
+        Example:
+            >>> registration = client.register(capture=residuum.Capture(layers="all"))
+            >>> reply = client.generate("Hello", registration=registration)
+        """
+        plan = plan_spec(capture, steer, request_id, model)
+        request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
+        answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
+        self._ledger.add(plan.vectors)
+        self._send(_vectors.only(plan.vectors, answer.missing_digests))
+        seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
+        return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors)
+
+    def put_vectors(self, vectors: Vector | Iterable[Vector]) -> PutResult:
+        """Send vectors, those that the server lacks. Calls that steer do this by themselves.
+
+        Raises:
+            BadVector: The server refused one; the others are accepted.
+
+        Example:
+            >>> client.put_vectors([joy]).sent, client.put_vectors([joy]).sent
+            (1, 0)
+        """
+        given = _vectors.vector_list(vectors)
+        return _vectors.put_result(given, self._provide(given))
+
+    def find_missing_vectors(self, vectors: Vector | Iterable[Vector]) -> list[Vector]:
+        """Return those of some vectors that the server lacks. Those that it has are kept for another while."""
+        given = _vectors.vector_list(vectors)
+        missing: set[bytes] = set()
+        for request in _vectors.find_requests(given):
+            answer = self._call(self.endpoint, self._inference.FindMissingVectors, request)
+            missing.update(answer.missing_digests)
+        return _vectors.only(given, missing)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a running request, or drop a registration. Its capture ends aborted. Stopping what has ended is fine.
+
+        Raises:
+            UnknownRequest: There is no such request.
+        """
+        request = inference_pb2.AbortRequest(request_id=check_id(request_id))
+        self._call(self.endpoint, self._inference.Abort, request, request_id=request_id)
+
+    def health(self) -> Health:
+        """Return whether the services are ready. Raises nothing for one that is not.
+
+        Example:
+            >>> client.health().ok
+            True
+        """
+        try:
+            stores: Sequence[str] = self.store_endpoints()
+        except exc.ResiduumError:
+            stores = ()  # what the inference service lacks shows in its own status
+        return Health(self._status(self.endpoint), {endpoint: self._status(endpoint) for endpoint in stores})
+
+    def close(self) -> None:
+        """Close the channels. Running streams are stopped; the client cannot be used afterwards."""
+        for channel in self._channels.drain():
+            channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self.endpoint!r})"
+
+    def __init__(
+        self, endpoint: str, *, store: str | Iterable[str] | None = None, timeout: float | None = 30.0
+    ) -> None:
+        super().__init__(endpoint, store=store, timeout=timeout)
+        self._ledger = _vectors.VectorLedger()
+
+    def _start(self, plan: GenerationPlan, timeout: float | None) -> Stream:
+        return Stream(self._inference.Generate(plan.request, timeout=timeout), self.endpoint)
+
+    def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:
+        """Make sure that the server has these vectors; return those that were sent."""
+        unknown = self._ledger.unknown(vectors)
+        if not unknown:
+            return []
+        missing = self.find_missing_vectors(unknown)
+        self._send(missing)
+        self._ledger.add(unknown)
+        return missing
+
+    def _send(self, vectors: Sequence[Vector]) -> None:
+        if not vectors:
+            return
+        answer = self._call(self.endpoint, self._inference.PutVectors, _vectors.put_requests(vectors))
+        _vectors.check_results(vectors, answer)
+
+    def _status(self, endpoint: str) -> str:
+        from grpc_health.v1 import health_pb2
+
+        check = self._channels.get(endpoint).unary_unary(
+            HEALTH_CHECK,
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            answer = check(health_pb2.HealthCheckRequest(), timeout=self._timeout)
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error, endpoint)
+            return "UNREACHABLE" if isinstance(failure, (exc.Unreachable, exc.DeadlineExceeded)) else str(failure)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

@@ -1,0 +1,224 @@
+"""What is known of a capture, as frozen Python values."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from google.protobuf import json_format, timestamp_pb2
+
+from residuum.capture import SITE_NAMES
+from residuum.exceptions import InvalidRequest
+from residuum.selections import Positions
+from residuum.v1 import capture_pb2
+from residuum.wire.dtypes import dtype_name
+
+STATES: dict[capture_pb2.CaptureState.ValueType, str] = {
+    capture_pb2.CAPTURE_STATE_OPEN: "open",
+    capture_pb2.CAPTURE_STATE_COMPLETE: "complete",
+    capture_pb2.CAPTURE_STATE_INCOMPLETE: "incomplete",
+    capture_pb2.CAPTURE_STATE_ABORTED: "aborted",
+}
+"""The states of a capture by their names in Python."""
+
+FINAL_STATES = frozenset({"complete", "incomplete", "aborted"})
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Rows of some layers at one site of one sequence that have the same positions."""
+
+    sequence: int
+    """The sequence."""
+    site: str
+    """The site, such as "resid_post"."""
+    layers: tuple[int, ...]
+    """The layers."""
+    ranges: tuple[tuple[int, int], ...]
+    """The positions as ascending runs (first, last), both ends included."""
+
+    def __str__(self) -> str:
+        runs = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in self.ranges)
+        return f"{self.site}, layers {_runs(self.layers)}, sequence {self.sequence}: positions {runs}"
+
+
+@dataclass(frozen=True)
+class SequenceOutcome:
+    """How one sequence ended."""
+
+    generated_token_ids: tuple[int, ...]
+    """The tokens that were generated."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a capture is of, and how much of it is there.
+
+    It never says "complete" unless every row that was asked for is in the store.
+    """
+
+    capture_id: str
+    """The name of the capture: its request's id."""
+    model: str
+    """The model that was served."""
+    state: str
+    """"open", "complete", "incomplete" or "aborted"; all but the first are final."""
+    reason: str
+    """Why it is incomplete, such as "OVERFLOW"; empty otherwise."""
+    detail: str
+    """The same for a person."""
+    layers: tuple[int, ...]
+    """The layers that were asked for."""
+    sites: tuple[str, ...]
+    """The sites that were asked for."""
+    positions: Positions
+    """The positions that were asked for."""
+    dtype: str
+    """The element type of the rows, such as "bfloat16"."""
+    hidden_size: int
+    """Elements in a row."""
+    num_layers: int
+    """Decoder layers of the model."""
+    prompt_token_ids: tuple[int, ...]
+    """The prompt's token ids."""
+    sequences: tuple[SequenceOutcome, ...]
+    """The sequences in order; empty until the capture is sealed."""
+    present: tuple[RowSet, ...]
+    """The rows that are in the store."""
+    missing: tuple[RowSet, ...]
+    """The rows that are missing, as far as is known."""
+    num_rows: int
+    """Rows in the store, counted once for each layer and site."""
+    num_bytes: int
+    """Bytes of chunks in the store."""
+    steered: bool
+    """Whether the request was steered."""
+    vllm_version: str
+    """The version of vLLM that ran the model."""
+    request_time: datetime.datetime | None
+    """When the request was accepted."""
+    open_time: datetime.datetime | None
+    """When the capture was opened."""
+    end_time: datetime.datetime | None
+    """When it became final."""
+    proto: capture_pb2.CaptureManifest = field(repr=False, compare=False)
+    """The message that this was made from: everything, with steering and layout."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more will come."""
+        return self.state in FINAL_STATES
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row that was asked for is there."""
+        return self.state == "complete"
+
+    def describe_missing(self, limit: int = 4) -> str:
+        """Say which rows are missing, in one line.
+
+        Args:
+            limit: How many sets of rows are named before the rest is only counted.
+        """
+        if not self.missing:
+            return "the store does not say which rows are missing"
+        named = "; ".join(str(rows) for rows in self.missing[:limit])
+        rest = len(self.missing) - limit
+        return named + (f"; and {rest} more" if rest > 0 else "")
+
+    def to_json(self) -> str:
+        """Return the manifest as the JSON form of its message."""
+        return json_format.MessageToJson(self.proto, indent=None)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Return the manifest of its JSON form.
+
+        Raises:
+            InvalidRequest: The text is not such a form.
+        """
+        try:
+            return cls.from_proto(json_format.Parse(text, capture_pb2.CaptureManifest(), ignore_unknown_fields=True))
+        except json_format.ParseError as error:
+            raise InvalidRequest(f"This is not a manifest: {error}", reason="INVALID_FIELD") from None
+
+    @classmethod
+    def from_proto(cls, proto: capture_pb2.CaptureManifest) -> Manifest:
+        """Return the manifest of a message."""
+        what = proto.description
+        return cls(
+            capture_id=what.capture_id,
+            model=what.model,
+            state=STATES.get(proto.state, "unknown"),
+            reason=_reason(proto.incomplete_reason),
+            detail=proto.incomplete_detail,
+            layers=_layers(what),
+            sites=tuple(site_name(site) for site in what.spec.sites) or ("resid_post",),
+            positions=Positions.from_proto(what.spec.positions),
+            dtype=dtype_name(what.dtype),
+            hidden_size=what.hidden_size,
+            num_layers=what.num_layers,
+            prompt_token_ids=tuple(what.prompt_token_ids),
+            sequences=tuple(
+                SequenceOutcome(tuple(item.generated_token_ids), item.finish_reason) for item in proto.sequences
+            ),
+            present=_row_sets(proto.present),
+            missing=_row_sets(proto.missing),
+            num_rows=proto.num_rows,
+            num_bytes=proto.num_bytes,
+            steered=bool(what.steering.operations),
+            vllm_version=what.vllm_version,
+            request_time=to_datetime(what.request_time),
+            open_time=to_datetime(proto.open_time),
+            end_time=to_datetime(proto.end_time),
+            proto=proto,
+        )
+
+
+def site_name(site: capture_pb2.Site.ValueType) -> str:
+    """Return a site's name, or its number in words if this version does not know it."""
+    return SITE_NAMES.get(site, f"site {int(site)}")
+
+
+def to_datetime(time: timestamp_pb2.Timestamp) -> datetime.datetime | None:
+    """Return a time in UTC, or None if it is not set."""
+    if not time.seconds and not time.nanos:
+        return None
+    return time.ToDatetime(tzinfo=datetime.timezone.utc)
+
+
+def _layers(what: capture_pb2.CaptureDescription) -> tuple[int, ...]:
+    if what.spec.layers.WhichOneof("selection") == "list":
+        return tuple(what.spec.layers.list.layers)
+    return tuple(range(what.num_layers))
+
+
+def _reason(reason: capture_pb2.IncompleteReason.ValueType) -> str:
+    if reason not in capture_pb2.IncompleteReason.values() or not reason:
+        return ""
+    return capture_pb2.IncompleteReason.Name(reason).removeprefix("INCOMPLETE_REASON_")
+
+
+def _row_sets(sets: Iterable[capture_pb2.RowSet]) -> tuple[RowSet, ...]:
+    return tuple(
+        RowSet(
+            sequence=rows.sequence,
+            site=site_name(rows.site),
+            layers=tuple(rows.layers),
+            ranges=tuple((run.first, run.last) for run in rows.positions),
+        )
+        for rows in sets
+    )
+
+
+def _runs(numbers: tuple[int, ...]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,299 @@
+"""The store's side of the synchronous client: activations, manifests and lists of captures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf import duration_pb2
+
+from residuum import exceptions as exc
+from residuum._connect import READ_CHUNKS, Backoff, Channels, StoreDirectory, check_endpoint
+from residuum._failures import from_rpc_error
+from residuum._progress import progress_bar
+from residuum._reading import Piece, Reading, plan_read
+from residuum._requests import check_id
+from residuum._waiting import Deadline, list_request
+from residuum.activations import Activations
+from residuum.manifest import Manifest
+from residuum.replies import CaptureSummary, ModelInfo, StoreStats
+from residuum.rpc.channels import open_channel
+from residuum.selections import LayersLike, PositionsLike
+from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
+
+_Answer = TypeVar("_Answer")
+
+
+class CaptureClient:
+    """What both services' addresses are needed for. Use it as part of `residuum.Client`."""
+
+    def __init__(
+        self, endpoint: str, *, store: str | Iterable[str] | None = None, timeout: float | None = 30.0
+    ) -> None:
+        self.endpoint = check_endpoint(endpoint)
+        self._timeout = timeout
+        self._stores = StoreDirectory(store)
+        self._channels: Channels[grpc.Channel] = Channels(open_channel)
+
+    def activations(
+        self,
+        request_id: str,
+        *,
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        progress: bool = False,
+    ) -> Activations:
+        """Return the captured rows of a request, when all of them are there.
+
+        A broken connection is taken up again. Rows are checked against their checksums.
+
+        Args:
+            request_id: The request, as in `reply.request_id`.
+            layers: Only these; None means all that were captured. So too the others:
+            sites: Only these sites.
+            sequences: Only these sequences.
+            positions: Only these positions; see `Positions.of`.
+            wait: Wait until the capture has ended. Otherwise one that is still open raises OpenCapture.
+            timeout: Seconds to wait and read at most; None means as long as it takes.
+            allow_partial: Return what is there of a capture that is open, incomplete or aborted, with NaN for the rows
+                that are missing; `present` tells which.
+            progress: Show a progress bar, on a terminal.
+
+        Raises:
+            IncompleteCapture: Rows are missing for good; the manifest in the exception says which and why.
+            AbortedCapture: The request was stopped.
+            OpenCapture: `wait` is false and the capture is still being written.
+            UnknownCapture: There is no such capture: the request captured nothing, or it was deleted.
+            InvalidRequest: A layer or site was not captured.
+            DeadlineExceeded: The time is over.
+
+        Example:
+            >>> acts = client.activations(reply.request_id, layers=[12])
+            >>> acts[12].mean(axis=0).shape
+            (576,)
+        """
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
+            follow=wait, allow_partial=allow_partial,
+        )  # fmt: skip
+        reading = Reading(plan)
+        with progress_bar(f"reading {request_id}", None, enabled=progress, of_bytes=True) as advance:
+            for data in self._read(reading, timeout):
+                reading.add(data)
+                advance(len(data))
+        return reading.activations()
+
+    def follow(
+        self,
+        request_id: str,
+        *,
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequence: int = 0,
+        positions: PositionsLike = None,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+    ) -> Iterator[Piece]:
+        """Yield rows while the model generates, each once, in no particular order, until the capture has ended.
+
+        The arguments are those of `activations`, for one sequence. Rows may come for a position after the last one
+        that counts (the model may run a step too far); the manifest tells.
+
+        Raises:
+            IncompleteCapture: After the last piece: rows are missing. So too AbortedCapture.
+
+        Example:
+            >>> for site, layer, positions, rows in client.follow(stream.request_id, layers=[12]):
+            ...     print(layer, positions, rows.shape)
+            12 [0 1 2 3] (4, 576)
+        """
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequence, positions=positions,
+            follow=True, allow_partial=allow_partial,
+        )  # fmt: skip
+        return self._follow(Reading(plan, keep_values=False), timeout)
+
+    def manifest(self, request_id: str, *, wait: bool | float = False) -> Manifest:
+        """Return what is known of a capture.
+
+        Args:
+            request_id: The request.
+            wait: How many seconds to wait for the capture to end; True means as long as it takes. The manifest is
+                returned as it then is.
+
+        Raises:
+            UnknownCapture: There is no such capture.
+
+        Example:
+            >>> client.manifest(reply.request_id, wait=10).state
+            'complete'
+        """
+        store = self._store(self._store_of(check_id(request_id)))
+        deadline = Deadline.of_wait(wait)
+        while True:
+            seconds = deadline.slice()
+            request = store_pb2.GetCaptureRequest(capture_id=request_id)
+            if seconds:
+                request.wait.CopyFrom(duration_pb2.Duration(nanos=int(seconds % 1 * 1e9), seconds=int(seconds)))
+            answer = self._call(store.endpoint, store.stub.GetCapture, request, extra=seconds, capture_id=request_id)
+            manifest = Manifest.from_proto(answer.manifest)
+            if manifest.is_final or deadline.is_over():
+                return manifest
+
+    def captures(self, *, prefix: str = "", states: str | Iterable[str] = ()) -> Iterator[CaptureSummary]:
+        """Yield the captures of all stores, newest first in each, page by page.
+
+        Args:
+            prefix: Only those whose id starts with this.
+            states: Only those in these states: "open", "complete", "incomplete", "aborted".
+
+        Raises:
+            InvalidRequest: There is no such state.
+
+        Example:
+            >>> [summary.capture_id for summary in client.captures(states="complete")]
+            ['req-1f…', 'req-09…']
+        """
+        request = list_request(prefix, states)
+        return self._captures(request)
+
+    def delete(self, request_id: str) -> int:
+        """Delete a capture, whatever its state.
+
+        Returns:
+            The bytes that were freed.
+
+        Raises:
+            UnknownCapture: There is no such capture.
+        """
+        store = self._store(self._store_of(check_id(request_id)))
+        request = store_pb2.DeleteCaptureRequest(capture_id=request_id)
+        return self._call(store.endpoint, store.stub.DeleteCapture, request, capture_id=request_id).freed_bytes
+
+    def stats(self) -> list[StoreStats]:
+        """Return what each store holds and has done."""
+        stores = [self._store(endpoint) for endpoint in self.store_endpoints()]
+        request = store_pb2.GetStatsRequest()
+        return [
+            StoreStats.from_proto(store.endpoint, self._call(store.endpoint, store.stub.GetStats, request))
+            for store in stores
+        ]
+
+    def info(self) -> ModelInfo:
+        """Return what the server serves, and within which limits.
+
+        Raises:
+            NotServing: The model is still loading.
+            Unreachable: Nothing answers at the endpoint.
+
+        Example:
+            >>> client.info().num_layers
+            30
+        """
+        request = inference_pb2.GetModelInfoRequest()
+        return ModelInfo.from_proto(self._call(self.endpoint, self._inference.GetModelInfo, request))
+
+    def store_endpoints(self) -> tuple[str, ...]:
+        """Return where the stores are: as given to the client, or else as the inference service says.
+
+        Raises:
+            NoStore: It names none.
+        """
+        known = self._stores.endpoints
+        return known or self._stores.learn(self.info().store_endpoints, self.endpoint)
+
+    @property
+    def _inference(self) -> inference_pb2_grpc.InferenceServiceStub:
+        return inference_pb2_grpc.InferenceServiceStub(self._channels.get(self.endpoint))
+
+    def _store(self, endpoint: str) -> _Store:
+        return _Store(endpoint, store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint)))
+
+    def _store_of(self, capture_id: str) -> str:
+        known = self._stores.known(capture_id)
+        if known is not None:
+            return known
+        endpoints = self.store_endpoints()
+        for endpoint in endpoints[:-1]:  # the last one is the answer when it is in none of the others
+            request = store_pb2.GetCaptureRequest(capture_id=capture_id)
+            try:
+                self._call(endpoint, self._store(endpoint).stub.GetCapture, request)
+            except exc.UnknownCapture:
+                continue
+            return endpoint
+        return endpoints[-1]
+
+    def _call(
+        self,
+        endpoint: str,
+        method: Callable[..., _Answer],
+        request: Any,
+        *,
+        extra: float = 0.0,
+        **facts: str,
+    ) -> _Answer:
+        """Make a unary call with the client's deadline and `extra` seconds on top of it."""
+        try:
+            return method(request, timeout=None if self._timeout is None else self._timeout + extra)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, endpoint, **facts) from None
+
+    def _captures(self, request: store_pb2.ListCapturesRequest) -> Iterator[CaptureSummary]:
+        for endpoint in self.store_endpoints():
+            request.page_token = ""
+            while True:
+                page = self._call(endpoint, self._store(endpoint).stub.ListCaptures, request)
+                yield from map(CaptureSummary.from_proto, page.captures)
+                request.page_token = page.next_page_token
+                if not request.page_token:
+                    break
+
+    def _follow(self, reading: Reading, timeout: float | None) -> Iterator[Piece]:
+        for data in self._read(reading, timeout):
+            yield from reading.add(data)
+        reading.manifest()
+
+    def _read(self, reading: Reading, timeout: float | None) -> Iterator[bytes]:
+        """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
+        capture_id = reading.request.capture_id
+        endpoint = self._store_of(capture_id)
+        deadline, backoff = Deadline(timeout), Backoff()
+        while True:
+            reading.begin()
+            call = self._reader(endpoint)(reading.request, timeout=deadline.remaining())
+            try:
+                for data in call:
+                    backoff.progress()
+                    yield data
+                return
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, endpoint, capture_id=capture_id)
+                delay = backoff.seconds_after(failure)
+                if delay is None:
+                    raise failure from None
+            finally:
+                call.cancel()
+            time.sleep(delay)
+
+    def _reader(self, endpoint: str) -> grpc.UnaryStreamMultiCallable[store_pb2.ReadChunksRequest, bytes]:
+        # No deserializer: rows are copied from the message's own bytes to where they belong.
+        return self._channels.get(endpoint, "reads").unary_stream(
+            READ_CHUNKS,
+            request_serializer=store_pb2.ReadChunksRequest.SerializeToString,
+            response_deserializer=None,
+        )
+
+
+class _Store:
+    """A store and its stub."""
+
+    def __init__(self, endpoint: str, stub: store_pb2_grpc.StoreServiceStub) -> None:
+        self.endpoint = endpoint
+        self.stub = stub

@@ -1,0 +1,247 @@
+"""What the inference service answers, as frozen Python values."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, field
+
+from residuum.manifest import STATES, site_name, to_datetime
+from residuum.v1 import inference_pb2, store_pb2
+from residuum.vector import Vector
+from residuum.wire.dtypes import dtype_name
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """New tokens of one sequence."""
+
+    text: str
+    """The new text; may be empty while a character is incomplete."""
+    token_ids: tuple[int, ...]
+    """The new token ids."""
+    sequence: int = 0
+    """The sequence; 0 unless n > 1."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took."""
+
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    generated_tokens: int
+    """Tokens generated, all sequences together."""
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One of the replies to a prompt."""
+
+    text: str
+    """The text."""
+    token_ids: tuple[int, ...]
+    """The generated token ids."""
+    finish_reason: str
+    """"stop" (end of sequence or a stop text) or "length"."""
+    stop_reason: str = ""
+    """The stop text that ended it; empty if none did."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a prompt was answered."""
+
+    request_id: str
+    """The name of the request, and of its capture: `client.activations(reply.request_id)`."""
+    prompt_token_ids: tuple[int, ...]
+    """The prompt as the model saw it."""
+    sequences: tuple[Sequence, ...]
+    """The replies, as many as `n`."""
+    usage: Usage
+    """What it took."""
+    captured: bool = False
+    """Whether there is a capture to read."""
+    store_endpoint: str = ""
+    """The store that holds the capture."""
+
+    @property
+    def text(self) -> str:
+        """The text of the first sequence."""
+        return self.sequences[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The generated token ids of the first sequence."""
+        return self.sequences[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the first sequence ended: "stop" or "length"."""
+        return self.sequences[0].finish_reason
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A request that was validated and waits for its prompt."""
+
+    request_id: str
+    """The name of the request."""
+    expire_time: datetime.datetime | None
+    """When it lapses if it is not used."""
+    time_to_live: float
+    """Seconds until then, counted when it was answered."""
+    vectors: tuple[Vector, ...] = field(default=(), repr=False)
+    """The vectors it uses, so that they can be sent again should the server have dropped them."""
+
+
+@dataclass(frozen=True)
+class PutResult:
+    """What `put_vectors` did."""
+
+    digests: tuple[str, ...]
+    """The digests of the vectors given, hexadecimal, in their order."""
+    sent: int
+    """How many vectors were sent: 0 if the server had them all."""
+    bytes_sent: int
+    """Bytes of vector values that were sent."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a server serves, and within which limits."""
+
+    model: str
+    """The model's name."""
+    num_layers: int
+    """Decoder layers, numbered from 0."""
+    hidden_size: int
+    """Elements in a row of the residual stream, and in a steering vector."""
+    dtype: str
+    """The element type of captured rows, such as "bfloat16"."""
+    sites: tuple[str, ...]
+    """The capture sites that the server was started with."""
+    steering_operations: tuple[str, ...]
+    """The steering operations it knows."""
+    max_model_len: int
+    """Tokens in prompt and reply together."""
+    limits: dict[str, int]
+    """All limits by their names in the contract."""
+    store_endpoints: tuple[str, ...]
+    """Where clients reach the stores; empty: nothing is captured."""
+    tensor_parallel_size: int
+    """Tensor parallel ranks."""
+    pipeline_parallel_size: int
+    """Pipeline parallel stages."""
+    eager: bool
+    """Whether the model runs without compiled graphs."""
+    vllm_version: str
+    """The version of vLLM."""
+    server_version: str
+    """The version of the server."""
+
+    @classmethod
+    def from_proto(cls, proto: inference_pb2.GetModelInfoResponse) -> ModelInfo:
+        """Return the value of a message."""
+        return cls(
+            model=proto.model,
+            num_layers=proto.num_layers,
+            hidden_size=proto.hidden_size,
+            dtype=dtype_name(proto.dtype),
+            sites=tuple(site_name(site) for site in proto.sites),
+            steering_operations=tuple(proto.steering_operations),
+            max_model_len=proto.limits.max_model_len,
+            limits={item.name: getattr(proto.limits, item.name) for item in proto.limits.DESCRIPTOR.fields},
+            store_endpoints=tuple(proto.store_endpoints),
+            tensor_parallel_size=proto.layout.tensor_parallel_size,
+            pipeline_parallel_size=proto.layout.pipeline_parallel_size,
+            eager=proto.eager,
+            vllm_version=proto.vllm_version,
+            server_version=proto.server_version,
+        )
+
+
+@dataclass(frozen=True)
+class CaptureSummary:
+    """A capture in short, as `client.captures()` lists it."""
+
+    capture_id: str
+    """The capture, and its request."""
+    model: str
+    """The model."""
+    state: str
+    """"open", "complete", "incomplete" or "aborted"."""
+    num_rows: int
+    """Rows in the store, counted once for each layer and site."""
+    num_bytes: int
+    """Bytes of chunks in the store."""
+    open_time: datetime.datetime | None
+    """When it was opened."""
+    end_time: datetime.datetime | None
+    """When it ended."""
+
+    @classmethod
+    def from_proto(cls, proto: store_pb2.CaptureSummary) -> CaptureSummary:
+        """Return the value of a message."""
+        return cls(
+            capture_id=proto.capture_id,
+            model=proto.model,
+            state=STATES.get(proto.state, "unknown"),
+            num_rows=proto.num_rows,
+            num_bytes=proto.num_bytes,
+            open_time=to_datetime(proto.open_time),
+            end_time=to_datetime(proto.end_time),
+        )
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store holds and has done."""
+
+    endpoint: str
+    """The store."""
+    captures: dict[str, int]
+    """Captures by state."""
+    num_bytes: int
+    """Bytes of chunks."""
+    num_chunks: int
+    """Chunks."""
+    disk_bytes: int
+    """Bytes that the database takes on disk."""
+    max_bytes: int
+    """The greatest size it may grow to."""
+    server_version: str
+    """The version of the store."""
+
+    @classmethod
+    def from_proto(cls, endpoint: str, proto: store_pb2.GetStatsResponse) -> StoreStats:
+        """Return the value of a message."""
+        return cls(
+            endpoint=endpoint,
+            captures={STATES.get(item.state, "unknown"): item.count for item in proto.captures},
+            num_bytes=proto.num_bytes,
+            num_chunks=proto.num_chunks,
+            disk_bytes=proto.disk_bytes,
+            max_bytes=proto.max_bytes,
+            server_version=proto.server_version,
+        )
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether the services are ready: "SERVING", "NOT_SERVING" (loading or stopping) or "UNREACHABLE"."""
+
+    inference: str
+    """The inference service."""
+    stores: dict[str, str]
+    """Each store by its endpoint; empty while the inference service does not say where they are."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all of them serve."""
+        return all(status == "SERVING" for status in (self.inference, *self.stores.values()))

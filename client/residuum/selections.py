@@ -1,0 +1,214 @@
+"""Which layers and which positions: what a user may write, and what the contract makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Union
+
+import numpy as np
+
+from residuum.exceptions import InvalidRequest
+from residuum.v1 import selection_pb2
+from residuum.wire.limits import MAX_RANGES
+from residuum.wire.selection import check_positions
+
+LayersLike = Union[Literal["all"], int, range, Iterable[int]]  # noqa: UP007 - evaluated at run time on Python 3.10
+"""Layers as a user writes them: "all", 12, range(10, 20) or [0, 5, 10]."""
+
+_PHASES = {"prompt": selection_pb2.PHASE_PROMPT, "generated": selection_pb2.PHASE_GENERATED}
+_INT32 = 1 << 31
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Which token positions. Every condition that is set must hold; without any, every position is meant.
+
+    Position p is the index of a token in prompt + generated tokens, from 0. Negative positions count back from the
+    prompt's end: -1 is the last prompt token. The last generated token is never fed to the model and has no row.
+
+    Example:
+        >>> Positions(ranges=[(-4, -1)])                # the last four prompt tokens
+        >>> Positions(phases=["generated"], every=8)    # each eighth position of the reply
+    """
+
+    phases: tuple[str, ...] = ()
+    """"prompt", "generated"; none means both."""
+    ranges: tuple[tuple[int, int | None], ...] = ()
+    """Runs (first, last), both ends included; a last of None is the end of the request. None means everywhere."""
+    every: int = 1
+    """Only positions that are a multiple of this many."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", tuple(self.phases))
+        object.__setattr__(self, "ranges", tuple((first, last) for first, last in self.ranges))
+        self.to_proto()
+
+    @classmethod
+    def of(cls, value: PositionsLike) -> Positions:
+        """Return the positions that a user means.
+
+        Args:
+            value: None or "all"; "prompt", "generated" or "last_prompt"; one position; a slice or range, which end
+                before their stop as everywhere in Python; a list of positions, of slices or of (first, last) pairs
+                with both ends included; or a Positions.
+
+        Raises:
+            InvalidRequest: It can never be meant so.
+
+        Example:
+            >>> Positions.of(slice(4, None)).ranges
+            ((4, None),)
+        """
+        if isinstance(value, Positions):
+            return value
+        if value is None or isinstance(value, str):
+            return _of_word(value or "all")
+        if isinstance(value, (slice, range)):
+            return _of_slice(value)
+        if isinstance(value, (int, np.integer)):
+            return cls(ranges=((int(value), int(value)),))
+        return cls(ranges=tuple(_merge([_of_item(item) for item in value])))
+
+    def to_proto(self) -> selection_pb2.PositionSelection:
+        """Return the message, checked.
+
+        Raises:
+            InvalidRequest: It can never be meant so.
+        """
+        unknown = [phase for phase in self.phases if phase not in _PHASES]
+        if unknown:
+            raise InvalidRequest(f"{unknown[0]!r} is not a phase; write 'prompt' or 'generated'.")
+        if self.every < 1:
+            raise InvalidRequest(f"every must be at least 1, not {self.every}.")
+        message = selection_pb2.PositionSelection(phases=[_PHASES[phase] for phase in self.phases])
+        message.every = self.every if self.every > 1 else 0
+        for first, last in self.ranges:
+            message.ranges.append(_range(first, last))
+        try:
+            check_positions(message)
+        except ValueError as error:
+            raise InvalidRequest(f"These positions cannot be meant: {error}.", reason="INVALID_FIELD") from None
+        return message
+
+    @classmethod
+    def from_proto(cls, message: selection_pb2.PositionSelection) -> Positions:
+        """Return the positions that a message names."""
+        names = {number: name for name, number in _PHASES.items()}
+        return cls(
+            phases=tuple(names[phase] for phase in message.phases),
+            ranges=tuple((item.first, item.last if item.HasField("last") else None) for item in message.ranges),
+            every=max(message.every, 1),
+        )
+
+
+PositionsLike = Union[  # noqa: UP007 - evaluated at run time on Python 3.10
+    Positions, Literal["all", "prompt", "generated", "last_prompt"], int, slice, range,
+    Iterable[Union[int, slice, range, "tuple[int, int | None]"]], None,
+]  # fmt: skip
+"""Positions as a user writes them; see `Positions.of`."""
+
+
+def layer_selection(layers: LayersLike) -> selection_pb2.LayerSelection:
+    """Return the message for layers as a user writes them.
+
+    Raises:
+        InvalidRequest: They name no layer, or one below 0.
+        TypeError: They are something else than layers.
+    """
+    if isinstance(layers, str):
+        if layers != "all":
+            raise InvalidRequest(f"layers={layers!r} is not known; write 'all', a number, or a list of numbers.")
+        return selection_pb2.LayerSelection(all=True)
+    numbers = layer_list(layers)
+    return selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=numbers))
+
+
+def layer_list(layers: int | Iterable[int]) -> list[int]:
+    """Return layer numbers ascending and distinct.
+
+    Raises:
+        InvalidRequest: There is none, or one is below 0.
+        TypeError: They are something else than whole numbers.
+    """
+    items = [layers] if isinstance(layers, (int, np.integer)) else list(layers)
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise TypeError(f"A layer is a whole number, not {item!r}.")
+    numbers = sorted({int(item) for item in items})
+    if not numbers:
+        raise InvalidRequest("Name at least one layer, or layers='all'.", reason="INVALID_FIELD")
+    if numbers[0] < 0:
+        raise InvalidRequest(
+            f"Layers count from 0, so {numbers[0]} is none; the last one is client.info().num_layers - 1.",
+            reason="UNKNOWN_LAYER",
+        )
+    return numbers
+
+
+def _of_word(word: str) -> Positions:
+    if word == "all":
+        return Positions()
+    if word == "last_prompt":
+        return Positions(ranges=((-1, -1),))
+    if word not in _PHASES:
+        raise InvalidRequest(
+            f"positions={word!r} is not known; write 'all', 'prompt', 'generated', 'last_prompt', a slice or a list.",
+            reason="INVALID_FIELD",
+        )
+    return Positions(phases=(word,))
+
+
+def _of_slice(value: slice | range) -> Positions:
+    start, stop, step = value.start or 0, value.stop, value.step or 1
+    if step < 1 or start % step:
+        raise InvalidRequest(
+            f"{value!r}: a step takes the positions that are its multiples, so the start must be one of them; "
+            "see residuum.Positions.",
+            reason="INVALID_FIELD",
+        )
+    if stop == 0 or (isinstance(value, range) and not len(value)):
+        raise InvalidRequest(f"{value!r} holds no position.", reason="INVALID_FIELD")
+    if start == 0 and stop is None:
+        return Positions(every=step)
+    return Positions(ranges=((start, None if stop is None else stop - 1),), every=step)
+
+
+def _of_item(item: int | slice | range | tuple[int, int | None]) -> tuple[int, int | None]:
+    if isinstance(item, (int, np.integer)):
+        return int(item), int(item)
+    if isinstance(item, (slice, range)):
+        if item.step not in (None, 1):
+            raise InvalidRequest("Slices in a list cannot have a step; see residuum.Positions.", reason="INVALID_FIELD")
+        return _of_slice(item).ranges[0] if _of_slice(item).ranges else (0, None)
+    try:
+        first, last = item
+    except (TypeError, ValueError):
+        raise TypeError(f"A position is a number, a slice or a pair (first, last), not {item!r}.") from None
+    return int(first), None if last is None else int(last)
+
+
+def _merge(ranges: list[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
+    """Join neighbouring single positions, so that a long list of them stays within the contract's 64 ranges."""
+    if not ranges:
+        raise InvalidRequest("Name at least one position, or positions=None for all.", reason="INVALID_FIELD")
+    merged: list[tuple[int, int | None]] = []
+    for first, last in sorted(ranges, key=lambda item: item[0]):
+        before = merged[-1] if merged else None
+        if before and before[1] is not None and (before[1] < 0) == (first < 0) and first == before[1] + 1:
+            merged[-1] = (before[0], last)
+        elif before != (first, last):
+            merged.append((first, last))
+    if len(merged) > MAX_RANGES:
+        raise InvalidRequest(
+            f"These positions make {len(merged)} separate ranges and {MAX_RANGES} are allowed; use wider ranges, or "
+            "capture more and select afterwards.",
+            reason="INVALID_FIELD",
+        )
+    return merged
+
+
+def _range(first: int, last: int | None) -> selection_pb2.PositionRange:
+    if not all(-_INT32 <= end < _INT32 for end in (first, last or 0)):
+        raise InvalidRequest(f"The positions {first} to {last} are beyond 32 bits.", reason="INVALID_FIELD")
+    return selection_pb2.PositionRange(first=first, last=last)

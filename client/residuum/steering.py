@@ -1,0 +1,183 @@
+"""Changing the residual stream: Add, Ablate and Cap.
+
+For a row x of the residual stream (float32 [hidden]), a vector v and its direction v̂ = v / |v|:
+
+    Add     x + scale·v
+    Ablate  x - scale·(x·v̂)v̂
+    Cap     x + (clamp(x·v̂, min, max) - x·v̂)v̂
+
+Each is applied after the layers it names, to the positions it names, in the order of the list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Union
+
+from residuum.exceptions import BadVector, InvalidRequest
+from residuum.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection
+from residuum.v1 import steering_pb2
+from residuum.vector import Vector
+from residuum.wire.limits import MAX_OPERATIONS
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """What every operation has: a vector, and where it works."""
+
+    vector: Vector
+    """The vector; its length must be the model's hidden size."""
+    layer: LayersLike | None = None
+    """The layer after which it works."""
+    layers: LayersLike | None = None
+    """Several layers, or "all". Exactly one of `layer` and `layers` must be given."""
+    positions: PositionsLike = None
+    """The positions to which it is applied; all by default, "prompt" or "generated" for one phase."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.vector, Vector):
+            raise TypeError(f"{self._name} takes a residuum.Vector; make one with Vector.from_array(array).")
+        for name in ("layer", "layers"):  # an iterator could be read only once
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(layer_list(value)))
+        object.__setattr__(self, "positions", Positions.of(self.positions))
+        self._placed()
+        self.check()
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def check(self) -> None:
+        """Check what is particular to the operation."""
+
+    def _check_number(self, name: str, value: float) -> None:
+        if not math.isfinite(value) or abs(value) > 3.4e38:  # noqa: PLR2004 - the largest float32
+            raise InvalidRequest(f"{self._name}: {name} must be a finite float32, not {value}.", reason="INVALID_FIELD")
+
+    def _check_direction(self) -> None:
+        if not self.vector.norm:
+            raise BadVector(f"{self._name} needs a direction, and this vector is zero.", reason="BAD_VALUES")
+
+    def _placed(self) -> steering_pb2.SteeringOperation:
+        if (self.layer is None) == (self.layers is None):
+            raise InvalidRequest(f"{self._name}: say where with exactly one of layer= and layers=.")
+        layers = self.layers if self.layer is None else self.layer
+        assert layers is not None  # noqa: S101 - the line above
+        message = steering_pb2.SteeringOperation(layers=layer_selection(layers))
+        positions = Positions.of(self.positions)
+        if positions != Positions():
+            message.positions.CopyFrom(positions.to_proto())
+        return message
+
+    def to_proto(self) -> steering_pb2.SteeringOperation:
+        """Return the operation as it travels: with the vector's digest, not its values."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Add(_Placed):
+    """Adds a multiple of a vector: x + scale·v.
+
+    Example:
+        >>> residuum.Add(joy, layer=12, scale=6.0)
+        >>> residuum.Add(joy, layers=range(10, 20), scale=0.5, positions="generated")
+    """
+
+    scale: float = 1.0
+    """The factor."""
+
+    def check(self) -> None:
+        """Check the factor."""
+        self._check_number("scale", self.scale)
+
+    def to_proto(self) -> steering_pb2.SteeringOperation:
+        """Return the operation as it travels."""
+        message = self._placed()
+        message.add.CopyFrom(steering_pb2.Add(digest=self.vector.digest, scale=self.scale))
+        return message
+
+
+@dataclass(frozen=True)
+class Ablate(_Placed):
+    """Removes a direction: x - scale·(x·v̂)v̂, all of the projection with scale 1.
+
+    Example:
+        >>> residuum.Ablate(refusal, layers="all")
+    """
+
+    scale: float = 1.0
+    """How much of the projection is removed."""
+
+    def check(self) -> None:
+        """Check the factor, and that the vector has a direction."""
+        self._check_number("scale", self.scale)
+        self._check_direction()
+
+    def to_proto(self) -> steering_pb2.SteeringOperation:
+        """Return the operation as it travels."""
+        message = self._placed()
+        message.ablate.CopyFrom(steering_pb2.Ablate(digest=self.vector.digest, scale=self.scale))
+        return message
+
+
+@dataclass(frozen=True)
+class Cap(_Placed):
+    """Keeps the projection onto a direction within bounds: x + (clamp(x·v̂, min, max) - x·v̂)v̂.
+
+    Example:
+        >>> residuum.Cap(joy, layer=12, max=4.0)
+    """
+
+    min: float | None = None
+    """The least projection that stays as it is, in units of x."""
+    max: float | None = None
+    """The greatest projection that stays as it is."""
+
+    def check(self) -> None:
+        """Check the bounds, and that the vector has a direction."""
+        if self.min is None and self.max is None:
+            raise InvalidRequest("Cap: give min=, max= or both.", reason="INVALID_FIELD")
+        for name, bound in (("min", self.min), ("max", self.max)):
+            if bound is not None:
+                self._check_number(name, bound)
+        if self.min is not None and self.max is not None and self.max < self.min:
+            raise InvalidRequest(f"Cap: max ({self.max}) is below min ({self.min}).", reason="INVALID_FIELD")
+        self._check_direction()
+
+    def to_proto(self) -> steering_pb2.SteeringOperation:
+        """Return the operation as it travels."""
+        message = self._placed()
+        message.cap.CopyFrom(steering_pb2.Cap(digest=self.vector.digest, min=self.min, max=self.max))
+        return message
+
+
+Operation = Union[Add, Ablate, Cap]  # noqa: UP007 - evaluated at run time on Python 3.10
+"""Any steering operation."""
+
+
+def operation_list(steer: Operation | Iterable[Operation] | None) -> list[Operation]:
+    """Return what a user gave as `steer=` as a list.
+
+    Raises:
+        TypeError: One of them is not an operation.
+        InvalidRequest: There are more than 256.
+    """
+    items = [] if steer is None else [steer] if isinstance(steer, _Placed) else list(steer)
+    for item in items:
+        if not isinstance(item, (Add, Ablate, Cap)):
+            raise TypeError(f"steer= takes residuum.Add, Ablate and Cap, not {item!r}.")
+    if len(items) > MAX_OPERATIONS:
+        raise InvalidRequest(
+            f"One request takes at most {MAX_OPERATIONS} operations, not {len(items)}; name several layers in one.",
+            reason="INVALID_FIELD",
+        )
+    return items
+
+
+def steering_spec(operations: Iterable[Operation]) -> steering_pb2.SteeringSpec:
+    """Return the message for operations in their order."""
+    return steering_pb2.SteeringSpec(operations=[operation.to_proto() for operation in operations])

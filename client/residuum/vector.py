@@ -1,0 +1,147 @@
+"""Steering vectors, named by their content."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum.exceptions import BadVector
+from residuum.v1 import tensor_pb2
+from residuum.wire.digests import vector_message
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class Vector:
+    """A direction of the residual stream: float32 [hidden], finite, immutable, named by its digest.
+
+    A server keeps vectors by digest, so the same vector is sent once, however many requests use it.
+
+    Example:
+        >>> joy = residuum.Vector.from_array(happy.mean(axis=0) - sad.mean(axis=0))
+        >>> joy
+        Vector(576 elements, norm 3.21, digest 5c0ffee0…)
+    """
+
+    __slots__ = ("__dict__", "_values")
+
+    def __init__(self, values: FloatArray) -> None:
+        """Prefer `Vector.from_array`, which converts and explains what is wrong."""
+        self._values = values
+        values.setflags(write=False)
+
+    @classmethod
+    def from_array(cls, array: npt.ArrayLike) -> Vector:
+        """Make a vector from anything that numpy or torch calls a one-dimensional array of numbers.
+
+        Args:
+            array: Shape [hidden]; converted to float32. A torch tensor may lie on any device.
+
+        Raises:
+            BadVector: It has another number of dimensions, is empty, or holds something that is not finite.
+
+        Example:
+            >>> Vector.from_array([0.0, 1.0, 0.0]).digest.hex()[:8]
+            '…'
+        """
+        values = _as_float32(array)
+        if values.ndim != 1 or not values.size:
+            raise BadVector(
+                f"A vector has the shape [hidden], but this array has {list(values.shape)}. "
+                "Take one row, or average over the others.",
+                reason="WRONG_LENGTH",
+            )
+        bad = int(np.count_nonzero(~np.isfinite(values)))
+        if bad:
+            raise BadVector(
+                f"{bad} of {values.size} elements are NaN, infinite or beyond float32; every element must be finite.",
+                reason="BAD_VALUES",
+            )
+        return cls(values)
+
+    @functools.cached_property
+    def message(self) -> tensor_pb2.Vector:
+        """The vector as it travels."""
+        return vector_message(self._values)
+
+    @property
+    def digest(self) -> bytes:
+        """The SHA-256 that names the vector, 32 bytes; tensor.proto has the rule."""
+        return self.message.digest
+
+    @property
+    def hexdigest(self) -> str:
+        """The digest in hexadecimal, 64 characters."""
+        return self.digest.hex()
+
+    @property
+    def values(self) -> FloatArray:
+        """The elements: float32 [hidden], read-only."""
+        return self._values
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean length."""
+        return float(np.linalg.norm(self._values.astype(np.float64)))
+
+    def __len__(self) -> int:
+        return int(self._values.size)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[np.generic]:
+        return np.array(self._values, dtype=dtype) if copy else np.asarray(self._values, dtype=dtype)
+
+    def __eq__(self, other: object) -> bool:
+        return self.digest == other.digest if isinstance(other, Vector) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Vector({len(self)} elements, norm {self.norm:.4g}, digest {self.hexdigest[:8]}…)"
+
+
+def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:
+    """Read the vectors of a .npy or .safetensors file.
+
+    Args:
+        path: A .npy file with [hidden] or [count, hidden], or a .safetensors file whose tensors are [hidden].
+
+    Returns:
+        The vectors by name: the tensor's, or the file's with a number behind it.
+
+    Raises:
+        BadVector: The file holds something else, or one of its vectors cannot be used; the message names it.
+        FileNotFoundError: There is no such file.
+    """
+    file = Path(path)
+    if file.suffix == ".safetensors":
+        from safetensors.numpy import load_file
+
+        arrays = dict(load_file(file))
+    elif file.suffix == ".npy":
+        loaded = np.load(file, allow_pickle=False)
+        arrays = {file.stem: loaded} if loaded.ndim == 1 else {f"{file.stem}.{i}": row for i, row in enumerate(loaded)}
+    else:
+        raise BadVector(f"{file.name}: vectors are read from .npy and .safetensors files.", reason="INVALID_FIELD")
+    return {name: _named(name, array) for name, array in arrays.items()}
+
+
+def _named(name: str, array: npt.ArrayLike) -> Vector:
+    try:
+        return Vector.from_array(array)
+    except BadVector as error:
+        raise BadVector(f"{name}: {error}", reason=error.reason) from None
+
+
+def _as_float32(array: npt.ArrayLike) -> FloatArray:
+    if hasattr(array, "detach"):  # a torch tensor, without importing torch: numpy knows neither CUDA nor bfloat16
+        array = array.detach().cpu().float().numpy()
+    try:
+        with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused by name
+            return np.array(array, dtype="<f4", order="C")
+    except (TypeError, ValueError) as error:
+        raise BadVector(f"This is not an array of numbers: {error}", reason="WRONG_DTYPE") from None

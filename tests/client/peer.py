@@ -1,0 +1,370 @@
+"""The other end of the client's calls: an inference service with scripted behaviour, speaking the true contract.
+
+It runs no model: a reply is the prompt's tokens counted on, and a captured row is a function of its place (`row`), so
+that a test can tell each row by its values. Captures go to a real store.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import grpc
+import ml_dtypes
+import numpy as np
+import structlog
+from google.protobuf import duration_pb2, timestamp_pb2
+from grpc_health.v1 import health
+
+from residuum.rpc.channels import SERVER_OPTIONS, open_channel
+from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.serving import ErrorInterceptor, add_health_and_reflection
+from residuum.v1 import (
+    capture_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    selection_pb2,
+    store_pb2,
+    store_pb2_grpc,
+    tensor_pb2,
+)
+from residuum.wire.digests import digest_of_bytes
+from residuum.wire.frames import checksum
+from residuum.wire.ids import make_id
+from residuum.wire.selection import expected_rows, resolve_layers, wanted_positions
+
+LAYERS, HIDDEN = 6, 8
+SERVICE = "residuum.v1.InferenceService"
+BLOCK = 4
+
+
+def row(sequence: int, site: int, layer: int, position: int) -> np.ndarray:
+    """The captured row at a place: bfloat16 [HIDDEN], different everywhere, exact in bfloat16."""
+    values = np.zeros(HIDDEN, np.float32)
+    values[:4] = sequence, site, layer, position % 256
+    values[4] = position // 256
+    return values.astype(ml_dtypes.bfloat16)
+
+
+def rows(sequence: int, site: int, layer: int, positions) -> np.ndarray:
+    return np.stack([row(sequence, site, layer, int(position)) for position in positions])
+
+
+@dataclass
+class Script:
+    """What the peer is to do besides answering well. Tests change it; `Peer.reset` makes it anew."""
+
+    failures: list = field(default_factory=list)  # raised by the next calls of any method but health
+    store_endpoints: list | None = None  # None: the real one
+    hold: threading.Event | None = None  # generation waits here after its first token
+    drop_vectors: bool = False  # forget all vectors before the next Generate
+    truncate: bool = False  # end the stream without the last event
+    outcome: int = capture_pb2.CAPTURE_STATE_COMPLETE
+    lost_layers: tuple = ()  # layers whose rows are shed
+    bad_order: bool = False  # a delta before `started`
+    extra_rows: int = 0  # rows past the last token, as async scheduling makes them
+    delay_seal: threading.Event | None = None  # the capture is sealed only then
+
+
+class Peer(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(self, store_endpoint: str | None) -> None:
+        self.store_endpoint = store_endpoint
+        self.channel = open_channel(store_endpoint) if store_endpoint else None
+        self.reset()
+
+    def reset(self) -> None:
+        self.script = Script()
+        self.vectors: dict[bytes, bytes] = {}
+        self.registrations: dict[str, inference_pb2.RequestSpec] = {}
+        self.used: set[str] = set()
+        self.calls: list[str] = []
+        self.requests: list = []
+        self.vectors_received = 0
+        self.cancelled = threading.Event()
+        self.running: dict[str, threading.Event] = {}
+        self.sealers: list[threading.Thread] = []
+
+    def _begin(self, name: str, request) -> None:
+        self.calls.append(name)
+        self.requests.append(request)
+        if self.script.failures:
+            raise self.script.failures.pop(0)
+
+    def GetModelInfo(self, request, context):
+        self._begin("GetModelInfo", request)
+        stores = self.script.store_endpoints
+        if stores is None:
+            stores = [self.store_endpoint] if self.store_endpoint else []
+        return inference_pb2.GetModelInfoResponse(
+            model="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+            sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
+            steering_operations=["add", "ablate", "cap"], encodings=[capture_pb2.ENCODING_RAW],
+            limits=inference_pb2.Limits(max_model_len=4096, max_operations=256), vllm_version="0.0.peer",
+            server_version="0.1.0", store_endpoints=stores,
+            layout=capture_pb2.ParallelLayout(tensor_parallel_size=1, pipeline_parallel_size=1),
+        )  # fmt: skip
+
+    def FindMissingVectors(self, request, context):
+        self._begin("FindMissingVectors", request)
+        return inference_pb2.FindMissingVectorsResponse(missing_digests=self._missing(request.digests))
+
+    def PutVectors(self, request_iterator, context):
+        self._begin("PutVectors", None)
+        return inference_pb2.PutVectorsResponse(results=[self._put(item.vector) for item in request_iterator])
+
+    def _put(self, vector):
+        self.vectors_received += 1
+        result = inference_pb2.PutVectorResult(digest=vector.digest)
+        length = len(vector.values) // 4
+        if length != HIDDEN:
+            failure = Failure(Reason.ERROR_REASON_WRONG_LENGTH, f"The vector has {length} elements, not {HIDDEN}.")
+            result.error.CopyFrom(failure.to_item_error())
+        elif digest_of_bytes(vector.dtype, vector.values) != vector.digest:
+            failure = Failure(Reason.ERROR_REASON_DIGEST_MISMATCH, "The digest is another vector's.")
+            result.error.CopyFrom(failure.to_item_error())
+        else:
+            self.vectors[vector.digest] = vector.values
+        return result
+
+    def RegisterRequest(self, request, context):
+        self._begin("RegisterRequest", request)
+        spec = request.spec
+        name = spec.request_id or make_id()
+        self._check(spec)
+        if name in self.used or self.registrations.get(name, spec) != spec:
+            raise Failure(Reason.ERROR_REASON_REQUEST_EXISTS, f"{name} is taken.", request_id=name)
+        self.registrations[name] = spec
+        return inference_pb2.RegisterRequestResponse(
+            request_id=name, missing_digests=self._missing(_digests(spec)),
+            expire_time=timestamp_pb2.Timestamp(seconds=2_000_000_000), time_to_live=duration_pb2.Duration(seconds=600),
+        )  # fmt: skip
+
+    def Abort(self, request, context):
+        self._begin("Abort", request)
+        if request.request_id in self.running:
+            self.running[request.request_id].set()
+        elif self.registrations.pop(request.request_id, None) is None and request.request_id not in self.used:
+            raise Failure(Reason.ERROR_REASON_UNKNOWN_REQUEST, "No such request.", request_id=request.request_id)
+        return inference_pb2.AbortResponse()
+
+    def Generate(self, request, context):
+        self._begin("Generate", request)
+        if self.script.drop_vectors:
+            self.script.drop_vectors = False
+            self.vectors.clear()
+        name, spec = self._claim(request)
+        prompt = _tokens(request)
+        self._check(spec)
+        missing = self._missing(_digests(spec))
+        if missing:
+            digests = ",".join(digest.hex() for digest in missing)
+            raise Failure(Reason.ERROR_REASON_MISSING_VECTORS, "Send them with PutVectors.", digests=digests)
+        self.used.add(name)
+        count = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else 16
+        sequences = request.sampling.num_sequences or 1
+        captures = spec.HasField("capture")
+        if captures:
+            self._open(name, spec, prompt, sequences)
+        yield from self._events(name, spec, prompt, count, sequences, context)
+
+    def _claim(self, request):
+        if request.WhichOneof("target") != "request_id":
+            name = request.spec.request_id or make_id()
+            if name in self.used:
+                raise Failure(Reason.ERROR_REASON_REQUEST_EXISTS, f"{name} was used before.", request_id=name)
+            return name, request.spec
+        name = request.request_id
+        if name not in self.registrations:
+            raise Failure(Reason.ERROR_REASON_UNKNOWN_REQUEST, f"{name} is not registered.", request_id=name)
+        return name, self.registrations[name]
+
+    def _check(self, spec):
+        if spec.model not in ("", "peer"):
+            raise Failure(Reason.ERROR_REASON_UNKNOWN_MODEL, "Here is peer.", model=spec.model, serving="peer")
+        if spec.HasField("capture"):
+            if not self.store_endpoint:
+                raise Failure(Reason.ERROR_REASON_STORE_UNREACHABLE, "No store at nowhere:1.", endpoint="nowhere:1")
+            try:
+                resolve_layers(spec.capture.layers, LAYERS)
+            except IndexError as error:
+                layer = error.args[0]
+                raise Failure(
+                    Reason.ERROR_REASON_UNKNOWN_LAYER, f"No layer {layer}.", layer=layer, layers=LAYERS
+                ) from None
+
+    def _missing(self, digests):
+        return [digest for digest in dict.fromkeys(digests) if digest not in self.vectors]
+
+    def _events(self, name, spec, prompt, count, sequences, context):
+        script, captures = self.script, spec.HasField("capture")
+        handle = capture_pb2_handle(name, self.store_endpoint) if captures else None
+        stop = self.running[name] = threading.Event()
+        done: list[list[int]] = [[] for _ in range(sequences)]
+        ended = threading.Event()
+
+        def on_end() -> None:
+            stop.set()
+            if not ended.is_set():
+                self.cancelled.set()
+                if script.hold:
+                    script.hold.set()
+
+        context.add_callback(on_end)
+        started = inference_pb2.GenerationStarted(request_id=name, prompt_token_ids=prompt, capture=handle)
+        if not script.bad_order:
+            yield inference_pb2.GenerateResponse(started=started)
+        for step in range(count):
+            for sequence in range(sequences):
+                token = prompt[-1] + step + 1 + 100 * sequence
+                done[sequence].append(token)
+                delta = inference_pb2.TokenDelta(sequence=sequence, text=f" {token}", token_ids=[token])
+                yield inference_pb2.GenerateResponse(delta=delta)
+            if script.hold:
+                script.hold.wait(30)
+            if stop.is_set():
+                self._end_capture(spec, name, prompt, done, capture_pb2.CAPTURE_STATE_ABORTED, script)
+                ended.set()
+                raise Failure(Reason.ERROR_REASON_ABORTED, "The request was aborted.", request_id=name)
+        ended.set()
+        if captures:
+            self._end_capture(spec, name, prompt, done, script.outcome, script)
+        del self.running[name]
+        if script.truncate:
+            return
+        finishes = [
+            inference_pb2.SequenceFinish(finish_reason="length", generated_tokens=len(tokens)) for tokens in done
+        ]
+        usage = inference_pb2.Usage(prompt_tokens=len(prompt), generated_tokens=sum(map(len, done)))
+        finished = inference_pb2.GenerationFinished(sequences=finishes, usage=usage, capture=handle)
+        yield inference_pb2.GenerateResponse(finished=finished)
+
+    # ------------------------------------------------------------------------------------ the capture's way to the store
+
+    @property
+    def store(self):
+        return store_pb2_grpc.StoreServiceStub(self.channel)
+
+    def _open(self, name, spec, prompt, sequences):
+        resolved = capture_pb2.CaptureSpec()
+        resolved.CopyFrom(spec.capture)
+        layers = resolve_layers(spec.capture.layers, LAYERS)
+        resolved.layers.CopyFrom(selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=layers)))
+        description = capture_pb2.CaptureDescription(
+            capture_id=name, model="peer", hidden_size=HIDDEN, num_layers=LAYERS,
+            dtype=tensor_pb2.DATA_TYPE_BFLOAT16, spec=resolved, prompt_token_ids=prompt, num_sequences=sequences,
+            layout=capture_pb2.ParallelLayout(tensor_parallel_size=1, pipeline_parallel_size=1),
+            steering=spec.steering if spec.HasField("steering") else None, vllm_version="0.0.peer",
+            request_time=timestamp_pb2.Timestamp(seconds=1_700_000_000),
+        )  # fmt: skip
+        self.store.OpenCapture(store_pb2.OpenCaptureRequest(description=description), timeout=10)
+
+    def _end_capture(self, spec, name, prompt, done, outcome, script):
+        if not spec.HasField("capture"):
+            return
+        messages = list(self._chunks(spec, name, prompt, done, script))
+        numbered = [_numbered(message, number) for number, message in enumerate(messages, 1)]
+        list(self.store.AppendChunks(iter(numbered), timeout=20))
+        aborted = outcome == capture_pb2.CAPTURE_STATE_ABORTED
+        seal = store_pb2.SealCaptureRequest(
+            capture_id=name, outcome=outcome,
+            sequences=[
+                capture_pb2.SequenceOutcome(generated_token_ids=tokens, finish_reason="abort" if aborted else "length")
+                for tokens in done
+            ],
+        )  # fmt: skip
+        if outcome == capture_pb2.CAPTURE_STATE_INCOMPLETE:
+            seal.incomplete_reason = capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED
+            seal.incomplete_detail = "scripted"
+
+        def end() -> None:
+            if script.delay_seal:
+                script.delay_seal.wait(30)
+            self.store.SealCapture(seal, timeout=10)
+
+        if script.delay_seal:
+            thread = threading.Thread(target=end)
+            self.sealers.append(thread)
+            thread.start()
+        else:
+            end()
+
+    def _chunks(self, spec, name, prompt, done, script):
+        layers = resolve_layers(spec.capture.layers, LAYERS)
+        kept = [layer for layer in layers if layer not in script.lost_layers]
+        sites = list(spec.capture.sites) or [capture_pb2.SITE_RESID_POST]
+        for sequence, tokens in enumerate(done):
+            count = expected_rows(len(prompt), len(tokens)) + script.extra_rows
+            wanted = np.flatnonzero(wanted_positions(spec.capture.positions, len(prompt), 0, count))
+            for site in sites:
+                for at in range(0, len(wanted), BLOCK):
+                    part = wanted[at : at + BLOCK]
+                    if kept:
+                        yield store_pb2.AppendChunksRequest(capture_id=name, chunk=chunk(sequence, site, kept, part))
+                lost = sorted(set(layers) & set(script.lost_layers))
+                if lost and len(wanted):
+                    reason = capture_pb2.INCOMPLETE_REASON_OVERFLOW
+                    loss = store_pb2.RowLoss(
+                        sequence=sequence, sites=[site], layers=lost, positions=wanted.tolist(), reason=reason
+                    )
+                    yield store_pb2.AppendChunksRequest(capture_id=name, loss=loss)
+
+
+def chunk(sequence, site, layers, positions) -> capture_pb2.Chunk:
+    payload = np.stack([rows(sequence, site, layer, positions) for layer in layers]).tobytes()
+    header = capture_pb2.ChunkHeader(
+        sequence=sequence, site=site, layers=layers, positions=[int(position) for position in positions],
+        dtype=tensor_pb2.DATA_TYPE_BFLOAT16, width=HIDDEN, encoding=capture_pb2.ENCODING_RAW,
+    )  # fmt: skip
+    return capture_pb2.Chunk(header=header, crc32c=checksum(payload), payload=payload)
+
+
+def capture_pb2_handle(name: str, endpoint: str) -> inference_pb2.CaptureHandle:
+    return inference_pb2.CaptureHandle(capture_id=name, store_endpoint=endpoint)
+
+
+def _numbered(message, number):
+    message.number = number
+    return message
+
+
+def _digests(spec):
+    return [
+        getattr(operation, operation.WhichOneof("operation")).digest for operation in spec.steering.operations
+    ]
+
+
+def _tokens(request) -> list[int]:
+    kind = request.WhichOneof("prompt")
+    if kind == "token_ids":
+        tokens = list(request.token_ids.ids)
+    elif kind == "chat":
+        tokens = [len(message.content) for message in request.chat.messages]
+    else:
+        tokens = [len(word) for word in request.text.split()]
+    if not tokens:
+        raise Failure(Reason.ERROR_REASON_EMPTY_PROMPT, "The prompt has no tokens.")
+    if len(tokens) > 4000:
+        raise Failure(Reason.ERROR_REASON_PROMPT_TOO_LONG, "Too long.", prompt_tokens=len(tokens), limit=4000)
+    return tokens
+
+
+class RunningPeer:
+    """The peer behind a real server on loopback."""
+
+    def __init__(self, store_endpoint: str | None) -> None:
+        self.servicer = Peer(store_endpoint)
+        self.health = health.HealthServicer()
+        interceptor = ErrorInterceptor(structlog.get_logger("peer"))
+        self.server = grpc.server(ThreadPoolExecutor(48), interceptors=[interceptor], options=SERVER_OPTIONS)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.servicer, self.server)
+        add_health_and_reflection(self.server, SERVICE, self.health)
+        self.endpoint = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+    def stop(self) -> None:
+        self.server.stop(0).wait()
+        for thread in self.servicer.sealers:
+            thread.join()
+        if self.servicer.channel:
+            self.servicer.channel.close()
