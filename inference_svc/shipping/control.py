@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from residuum.rpc.logs import get_logger
 _FIRST_DELAY_SECONDS = 0.05
 _LONGEST_DELAY_SECONDS = 1.0
 _RECEIVE_BYTES = 1 << 16
+_SEND_TIMEOUT = struct.pack("@ll", 10, 0)
+"""A timeval. A worker that reads nothing for so long, stopped in a debugger perhaps, must not hold up the others."""
 
 _log = get_logger(__name__)
 
@@ -121,9 +124,13 @@ class _Session:
                 os.close(descriptor)
 
     def send(self, message: Message) -> None:
-        """Say something to the worker; if it is gone, nothing needs saying."""
-        with self._sending, contextlib.suppress(OSError):
-            self._connection.sendall(message.encode())
+        """Say something to the worker; one that is gone needs to hear nothing."""
+        with self._sending:
+            try:
+                self._connection.sendall(message.encode())
+            except OSError:
+                # Gone, or stuck for so long that half a message may be out: a new connection starts afresh.
+                self.shut_down()
 
     def shut_down(self) -> None:
         """Make `run` return."""
@@ -155,6 +162,7 @@ class _Session:
 def _connect(path: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
         connection.connect(str(path))
     except OSError:
         connection.close()

@@ -68,11 +68,15 @@ class Work:
         self.producer.publish(index, capture_id, header)
 
 
+class EndOfStream(Exception):  # noqa: N818
+    """A script's way to end the stream with the status OK."""
+
+
 class ScriptedStore(store_pb2_grpc.StoreServiceServicer):
     """Keeps rows in a dict. What it is sent is parsed by protobuf itself, not by our own parser.
 
-    `script(store, request, context)` runs before each message is kept: it may abort the stream, wait, or return the
-    reason for which the message is rejected.
+    `script(store, request, context)` runs before each message is kept: it may abort the stream, end it,
+    wait, or return the reason for which the message is rejected.
     """
 
     def __init__(self, script=None, port=0):
@@ -97,7 +101,10 @@ class ScriptedStore(store_pb2_grpc.StoreServiceServicer):
             with self.changed:
                 self.messages += 1
                 self.changed.notify_all()
-            reason = self.script(self, request, context) if self.script else None
+            try:
+                reason = self.script(self, request, context) if self.script else None
+            except EndOfStream:
+                return
             answer = store_pb2.AppendChunksResponse(committed_through=request.number)
             if reason:
                 error = errors_pb2.ItemError(reason=reason, message="scripted")

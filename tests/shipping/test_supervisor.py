@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference_svc.shipping.supervisor import ShipperSupervisor
+from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
+
+PARENT = """
+import asyncio, sys
+from inference_svc.shipping.supervisor import ShipperSupervisor
+from residuum.rpc.logs import configure_logs
+
+async def run():
+    configure_logs()  # to stderr: stdout is for the test
+    supervisor = ShipperSupervisor([sys.argv[1]], "127.0.0.1:1", count=2, arguments=["--grace", "0.1"])
+    await supervisor.start()
+    print(*(status.pid for status in supervisor.status()), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(run())
+"""
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until(condition):
+    await asyncio.to_thread(wait_until, condition)
+
+
+@pytest.fixture
+async def start_supervisor(control_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    supervisors = []
+
+    async def start(endpoint, count, *arguments):
+        supervisors.append(ShipperSupervisor([control_path], endpoint, count, arguments=arguments))
+        await supervisors[-1].start()
+        return supervisors[-1]
+
+    yield start
+    for supervisor in supervisors:
+        await supervisor.stop(grace_seconds=0.1)
+
+
+async def test_a_killed_shipper_is_started_again_and_nothing_is_missing(start_producer, start_store, start_supervisor):
+    work, store = Work(start_producer()), start_store()
+    supervisor = await start_supervisor(store.endpoint, 1)
+    (before,) = supervisor.status()
+    assert (before.restarts, before.last_exit) == (0, None)
+    await until(lambda: work.producer.stats().connected_shippers == 1)
+    os.kill(before.pid, signal.SIGKILL)
+    work.publish("capture", range(32))
+    assert await asyncio.to_thread(work.producer.drain, DEADLINE)
+    (after,) = supervisor.status()
+    assert after.pid != before.pid
+    assert (after.restarts, after.last_exit) == (1, -signal.SIGKILL)
+    assert store.rows == work.expected
+
+
+async def test_stopping_delivers_what_was_handed_over_and_ends_every_process(
+    start_producer, start_store, start_supervisor
+):
+    work, store = Work(start_producer(num_slots=32)), start_store()
+    supervisor = await start_supervisor(store.endpoint, 2)
+    pids = [status.pid for status in supervisor.status()]
+    await until(lambda: work.producer.stats().connected_shippers == 2)
+    for number in range(32):
+        work.publish(f"capture-{number}", range(32))
+    await until(lambda: work.producer.stats().freed)
+    await supervisor.stop(grace_seconds=DEADLINE)
+    assert not any(map(is_running, pids))
+    assert [status.pid for status in supervisor.status()] == [None, None]
+    assert [status.restarts for status in supervisor.status()] == [0, 0]
+    await supervisor.stop(grace_seconds=DEADLINE)
+
+
+async def test_a_shipper_that_outlasts_the_grace_is_killed(start_producer, start_supervisor, start_store):
+    producer = start_producer()
+    supervisor = await start_supervisor(start_store().endpoint, 1)
+    await until(lambda: producer.stats().connected_shippers == 1)
+    (status,) = supervisor.status()
+    os.kill(status.pid, signal.SIGSTOP)
+    await supervisor.stop(grace_seconds=0.1)
+    assert not is_running(status.pid)
+    assert supervisor.status()[0].last_exit == -signal.SIGKILL
+
+
+async def test_one_that_keeps_failing_is_restarted_ever_more_slowly_and_can_be_stopped(start_supervisor):
+    supervisor = await start_supervisor("127.0.0.1:1", 1, "--no-such-option")
+    await until(lambda: supervisor.status()[0].restarts >= 1)
+    assert supervisor.status()[0].last_exit in (2, None)
+    await supervisor.stop(grace_seconds=DEADLINE)
+    assert supervisor.status()[0].pid is None
+
+
+def test_no_shipper_outlives_a_killed_parent(control_path):
+    command = [sys.executable, "-c", PARENT, str(control_path)]
+    parent = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE)
+    pids = []
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
+    finally:
+        parent.kill()
+        parent.communicate()
+    wait_until(lambda: not any(map(is_running, pids)), "the end of the shippers")
