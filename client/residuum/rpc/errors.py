@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 from residuum.v1 import errors_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    pass
 
 DOMAIN = "residuum.dev"
 """The `domain` of every ErrorInfo that these services send."""
@@ -120,6 +120,6 @@ def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
 
 def _status_from_metadata(error: grpc.RpcError) -> status_pb2.Status | None:
     # rpc_status.from_call serves grpc.Call alone; an AioRpcError has the same metadata but is no Call.
-    metadata: Mapping[str, object] = dict(error.trailing_metadata() or ())
+    metadata = {key: value for key, value in error.trailing_metadata() or ()}  # noqa: C416 - typed as tuples
     data = metadata.get("grpc-status-details-bin")
     return status_pb2.Status.FromString(data) if isinstance(data, bytes) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import cast
 
 import structlog
 
@@ -43,4 +42,5 @@ def configure_logs(level: str = "info") -> None:
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """Return the logger of a module."""
-    return cast("structlog.stdlib.BoundLogger", structlog.stdlib.get_logger(name))
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    return logger

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     import structlog
 
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -48,7 +50,7 @@ def add_health_and_reflection(
 def internal_failure(log: structlog.stdlib.BoundLogger, method: str) -> Failure:
     """Log the exception that is being handled, and return the Failure that may be sent instead of it."""
     incident = secrets.token_hex(4)
-    log.exception("call failed", method=method, incident=incident)
+    log.exception("call failed", method=method, incident=incident)  # noqa: LOG004 - called while one is handled
     return Failure(
         Reason.ERROR_REASON_INTERNAL,
         f"A fault of the server; its log says more under incident {incident}.",
@@ -64,17 +66,17 @@ class ErrorInterceptor(grpc.ServerInterceptor):
 
     def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
+        continuation: Callable[[grpc.HandlerCallDetails], _Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
+    ) -> _Handler | None:
         """Wrap the handler of a call."""
         handler = continuation(handler_call_details)
         if handler is None:
             return None
         method = handler_call_details.method
         if handler.response_streaming:
-            return _rewrap(handler, self._streaming(handler.stream_stream or handler.unary_stream, method))
-        return _rewrap(handler, self._unary(handler.stream_unary or handler.unary_unary, method))
+            return _rewrap(handler, self._streaming(_call_of(handler), method))
+        return _rewrap(handler, self._unary(_call_of(handler), method))
 
     def _unary(self, call: Callable[..., Any], method: str) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Any:
@@ -110,17 +112,17 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> _Handler | None:
         """Wrap the handler of a call. Handlers must be coroutines or async generators."""
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith("/residuum."):
             return handler
         method = handler_call_details.method
         if handler.response_streaming:
-            return _rewrap(handler, self._streaming(handler.stream_stream or handler.unary_stream, method))
-        return _rewrap(handler, self._unary(handler.stream_unary or handler.unary_unary, method))
+            return _rewrap(handler, self._streaming(_call_of(handler), method))
+        return _rewrap(handler, self._unary(_call_of(handler), method))
 
     def _unary(self, call: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Any]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -155,7 +157,13 @@ def _is_abort(error: Exception) -> bool:
     return type(error) is Exception and not error.args
 
 
-def _rewrap(handler: grpc.RpcMethodHandler, call: Callable[..., Any]) -> grpc.RpcMethodHandler:
+def _call_of(handler: _Handler) -> Callable[..., Any]:
+    call = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    assert call is not None  # noqa: S101 - a handler without a behaviour cannot be registered
+    return call
+
+
+def _rewrap(handler: _Handler, call: Callable[..., Any]) -> _Handler:
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,

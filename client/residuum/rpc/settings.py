@@ -63,12 +63,13 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
     )
     try:
         values = flags(args=arguments)  # --help and unknown flags end the process here
-        return located(_cli_settings_source=values)
+        settings: _Settings = located(_cli_settings_source=values)
     except ValidationError as error:
         lines = [
             f"  {_flag(problem['loc'])}: {problem['msg']} (given: {problem['input']!r})" for problem in error.errors()
         ]
         sys.exit(f"{program}: bad settings\n" + "\n".join(lines))
+    return settings
 
 
 def _take_config(arguments: list[str]) -> tuple[list[str], str | None]:

@@ -7,6 +7,7 @@ other direction `parse_*` find the payload as a view of the frame, where protobu
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, Union
 
@@ -170,7 +171,7 @@ def _check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
 
 
 def _ascends(numbers: list[int]) -> bool:
-    return all(a < b for a, b in zip(numbers, numbers[1:], strict=False))
+    return all(a < b for a, b in itertools.pairwise(numbers))
 
 
 def _parse(kind: type[_Message], data: memoryview) -> _Message:

@@ -46,3 +46,6 @@ DEFAULT_PAGE_SIZE = 100
 
 MAX_PAGE_SIZE = 1000
 """Captures in a page at most."""
+
+DEFAULT_MAX_TOKENS = 16
+"""Tokens generated when the caller names no number."""

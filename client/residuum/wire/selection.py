@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +30,7 @@ def resolve_layers(selection: selection_pb2.LayerSelection, num_layers: int) -> 
     for layer in layers:
         if layer >= num_layers:
             raise IndexError(layer)
-    if any(a >= b for a, b in zip(layers, layers[1:], strict=False)):
+    if any(a >= b for a, b in itertools.pairwise(layers)):
         raise ValueError("layers must be distinct and ascend")
     return layers
 

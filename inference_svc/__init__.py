@@ -1,0 +1,1 @@
+"""The inference service: vLLM with taps inside the model, behind gRPC."""

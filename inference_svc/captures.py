@@ -1,0 +1,101 @@
+"""The captures of this service's requests, in the store: opened before the first token, sealed after the last."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from residuum.rpc.channels import open_aio_channel
+from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
+from residuum.rpc.logs import get_logger
+from residuum.v1 import store_pb2, store_pb2_grpc
+
+if TYPE_CHECKING:
+    from residuum.v1 import capture_pb2
+
+_log = get_logger(__name__)
+
+_OPEN_SECONDS = 5.0
+_SEAL_SECONDS = 10.0
+_MAX_BACKOFF_SECONDS = 5.0
+_UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class CaptureKeeper:
+    """Speaks to the store for the inference service. Rows do not pass here: shippers send them."""
+
+    def __init__(self, endpoint: str, advertised: str) -> None:
+        """Connect lazily to the store at `endpoint`, which clients reach as `advertised`."""
+        self.endpoint = endpoint
+        self.advertised = advertised
+        self._channel = open_aio_channel(endpoint)
+        self._store = store_pb2_grpc.StoreServiceStub(self._channel)
+        self._seals: set[asyncio.Task[None]] = set()
+
+    async def check_reachable(self) -> None:
+        """Make sure that the store answers.
+
+        Raises:
+            Failure: It does not.
+        """
+        try:
+            await self._store.GetStats(store_pb2.GetStatsRequest(), timeout=_OPEN_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error) from error
+
+    async def open(self, description: capture_pb2.CaptureDescription) -> None:
+        """Create a capture.
+
+        Raises:
+            Failure: The store does not answer, or refuses.
+        """
+        try:
+            await self._store.OpenCapture(store_pb2.OpenCaptureRequest(description=description), timeout=_OPEN_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error) from error
+
+    def seal(self, request: store_pb2.SealCaptureRequest) -> None:
+        """Say how a request ended. Returns at once; it is tried until the store has heard it."""
+        task = asyncio.create_task(self._seal(request))
+        self._seals.add(task)
+        task.add_done_callback(self._seals.discard)
+
+    async def close(self, grace_seconds: float) -> None:
+        """Wait for seals that are under way, and disconnect."""
+        if self._seals:
+            _, late = await asyncio.wait(self._seals, timeout=grace_seconds)
+            for task in late:
+                task.cancel()
+            if late:
+                _log.error("captures were not sealed: the store did not answer in time", captures=len(late))
+        await self._channel.close()
+
+    async def _seal(self, request: store_pb2.SealCaptureRequest) -> None:
+        backoff = 0.1
+        while True:
+            try:
+                await self._store.SealCapture(request, timeout=_SEAL_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in (*_UNREACHABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
+                    # Deleted meanwhile, most likely: there is nothing left to seal.
+                    _log.warning("capture not sealed", capture_id=request.capture_id, cause=error.details())
+                    return
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, no secret
+                backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
+            else:
+                return
+
+    def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
+        failure = failure_from_rpc_error(error)
+        if failure is not None and failure.code not in _UNREACHABLE:
+            return failure
+        return Failure(
+            Reason.ERROR_REASON_STORE_UNREACHABLE,
+            f"The store at {self.endpoint} does not answer ({error.details()}). Nothing can be captured until it does; "
+            "requests without a capture are served.",
+            endpoint=self.endpoint,
+        )

@@ -1,0 +1,284 @@
+"""vLLM as this service sees it. The only file that knows AsyncLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from inference_svc.taps.worker import SETTINGS_VARIABLE
+from residuum.rpc.errors import Failure, Reason
+from residuum.wire.limits import DEFAULT_MAX_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from inference_svc.settings import InferenceSettings
+    from inference_svc.taps.plan import RequestPlan
+    from residuum.v1 import inference_pb2, tensor_pb2
+
+TAPS_FINGERPRINT = {"residuum_taps": "resid_post/1"}
+"""Goes into vLLM's `additional_config`, and so into its compile cache's key: a graph that was compiled without the op,
+or with another one, is never taken for this one."""
+
+_OURS = {"model", "worker_cls", "additional_config", "speculative_config"}
+"""Engine arguments that the taps depend on."""
+
+_CPU_KV_CACHE_GIB = 2.0
+_DRAIN_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is served."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    dtype: tensor_pb2.DataType.ValueType
+    max_model_len: int
+    vocab_size: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    eager: bool
+    vllm_version: str
+    max_num_seqs: int
+    pool_bytes: int
+    """Device memory for capture blocks, all ranks together."""
+    ring_bytes: int
+    """Shared memory of the rings, all ranks together."""
+    control_paths: tuple[str, ...]
+    """The control sockets of the rings, one for each rank that captures."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step of the engine adds to a sequence."""
+
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str | None = None
+    """"stop" or "length", with the last tokens."""
+    stop_reason: str = ""
+    """The stop text that ended the sequence."""
+
+
+class Engine:
+    """A running vLLM engine whose workers carry the taps."""
+
+    def __init__(self, llm: AsyncLLM, tokenizer: Any, facts: ModelFacts) -> None:
+        """Wrap a running engine; see `start`."""
+        self._llm = llm
+        self._tokenizer = tokenizer
+        self.facts = facts
+
+    @classmethod
+    async def start(cls, settings: InferenceSettings, control_dir: str) -> Engine:
+        """Load the model and start the engine; takes 20 s to minutes.
+
+        Args:
+            settings: The service's settings.
+            control_dir: A private folder for the control sockets of the rings.
+
+        Raises:
+            Exception: Whatever vLLM raises when it cannot serve the model.
+        """
+        _prepare_environment(settings, control_dir)
+        # In a thread: the event loop goes on answering health checks while the model loads.
+        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, _engine_args(settings))
+        try:
+            tokenizer = llm.get_tokenizer()
+            if inspect.isawaitable(tokenizer):
+                tokenizer = await tokenizer
+            ranks = await llm.collective_rpc("residuum_describe")
+            return cls(llm, tokenizer, _facts(settings, llm, ranks))
+        except BaseException:
+            llm.shutdown()
+            raise
+
+    def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            Failure: The prompt is missing or malformed.
+        """
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            return list(self._tokenizer.encode(request.text)) if request.text else []
+        if kind == "token_ids":
+            return self._checked_ids(list(request.token_ids.ids))
+        if kind == "chat":
+            return self._apply_chat_template(request.chat)
+        raise Failure(Reason.ERROR_REASON_INVALID_FIELD, "Set a prompt: text, token_ids or chat.", field="prompt")
+
+    async def generate(
+        self,
+        engine_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        plan: RequestPlan | None,
+        cache_salt: str | None,
+    ) -> AsyncIterator[Delta]:
+        """Generate one sequence. Closing the iterator stops the engine's request.
+
+        Raises:
+            Failure: The engine is dead.
+        """
+        sampling = sampling.clone()
+        sampling.extra_args = plan.to_extra_args() if plan else None
+        # A captured prompt must be computed; reading it from the prefix cache would leave its rows out.
+        sampling.skip_reading_prefix_cache = bool(plan and plan.capture)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_token_ids)}
+        if cache_salt:
+            prompt["cache_salt"] = cache_salt
+        try:
+            async for output in self._llm.generate(prompt, sampling, engine_id):
+                completion = output.outputs[0]
+                stop = completion.stop_reason
+                yield Delta(
+                    text=completion.text,
+                    token_ids=completion.token_ids,
+                    finish_reason=completion.finish_reason,
+                    stop_reason=stop if isinstance(stop, str) else "",
+                )
+        except EngineDeadError as error:
+            raise Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died; the service is stopping.") from error
+
+    async def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        """Write vectors into rows of every rank's bank; see `VectorBank.load`."""
+        await self._llm.collective_rpc("residuum_load_vectors", args=(list(rows),))
+
+    async def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], bytes]]:
+        """Return the rows of a self-test from every rank; see `TappedWorker.residuum_take_probe`."""
+        parts = await self._llm.collective_rpc("residuum_take_probe", args=(capture_id,))
+        return [block for rank in parts for block in rank]
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Wait until the store has acknowledged every captured row; tell whether it has."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
+        while loop.time() < deadline:
+            remaining = max(deadline - loop.time(), 0.0)
+            if all(await self._llm.collective_rpc("residuum_drain", args=(remaining,))):
+                return True
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)  # lets the step run that flushes the last rows
+        return False
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine has died."""
+        return bool(self._llm.errored)
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        self._llm.shutdown()
+
+    def _checked_ids(self, ids: list[int]) -> list[int]:
+        if ids and max(ids) >= self.facts.vocab_size:
+            raise Failure(
+                Reason.ERROR_REASON_INVALID_FIELD,
+                f"Token id {max(ids)} is not below the size of the vocabulary, {self.facts.vocab_size}.",
+                field="token_ids",
+            )
+        return ids
+
+    def _apply_chat_template(self, chat: inference_pb2.Chat) -> list[int]:
+        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        if not messages:
+            return []
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # jinja and transformers raise what a template finds wrong, without a common class
+            raise Failure(
+                Reason.ERROR_REASON_INVALID_FIELD, f"The model's chat template refuses this: {error}", field="chat"
+            ) from error
+        return list(ids)
+
+
+def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int) -> SamplingParams:
+    """Return vLLM's form of checked sampling parameters, for one sequence of a request."""
+    p = parameters
+    return SamplingParams(
+        max_tokens=p.max_tokens if p.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
+        min_tokens=p.min_tokens,
+        temperature=p.temperature,
+        top_p=p.top_p if p.HasField("top_p") else 1.0,
+        top_k=p.top_k,
+        seed=p.seed + sequence if p.HasField("seed") else None,
+        stop=list(p.stop),
+        ignore_eos=p.ignore_eos,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
+    # The workers are spawned and inherit the environment.
+    worker = {
+        "control_dir": control_dir,
+        "ring_bytes": settings.ring_mib << 20,
+        "bank_rows": settings.max_active_vectors,
+    }
+    os.environ[SETTINGS_VARIABLE] = json.dumps(worker)
+    # A step may wait for the store for as long as the operator lets it (policy WAIT); vLLM would kill the engine after
+    # five minutes.
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(7 * 24 * 3600))
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def _engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
+    refused = _OURS & settings.engine_args.keys()
+    if refused:
+        raise ValueError(f"engine-args: {', '.join(sorted(refused))} cannot be set here; the taps depend on it")
+    if not current_platform.is_cpu():
+        raise RuntimeError(f"this version taps models on a CPU alone, and vLLM runs on {current_platform.device_name}")
+    values: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "enforce_eager": settings.enforce_eager,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "seed": settings.seed,
+        "worker_cls": "inference_svc.taps.cpu_worker.TappedCpuWorker",
+        "additional_config": TAPS_FINGERPRINT,
+        "kv_cache_memory_bytes": int((settings.kv_cache_gib or _CPU_KV_CACHE_GIB) * (1 << 30)),
+        "disable_log_stats": True,
+    }
+    if settings.max_model_len:
+        values["max_model_len"] = settings.max_model_len
+    return AsyncEngineArgs(**{**values, **settings.engine_args})
+
+
+def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str, Any]]) -> ModelFacts:
+    config = llm.vllm_config
+    model = config.model_config
+    return ModelFacts(
+        name=settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1],
+        num_layers=model.get_total_num_hidden_layers(),
+        hidden_size=ranks[0]["hidden"],
+        dtype=ranks[0]["dtype"],
+        max_model_len=model.max_model_len,
+        vocab_size=model.get_vocab_size(),
+        tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+        pipeline_parallel_size=config.parallel_config.pipeline_parallel_size,
+        eager=bool(model.enforce_eager),
+        vllm_version=vllm.__version__,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
+        ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
+        control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
+    )

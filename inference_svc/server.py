@@ -1,0 +1,175 @@
+"""Bringing the inference service up, and down again without losing a row."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc.aio
+from grpc_health.v1 import health
+
+from inference_svc.captures import CaptureKeeper
+from inference_svc.engine import Engine
+from inference_svc.generation import Generator
+from inference_svc.requests import RequestRegistry
+from inference_svc.selftest import run_self_test
+from inference_svc.servicer import InferenceServicer, Parts
+from inference_svc.shipping.supervisor import ShipperSupervisor
+from inference_svc.vectors import VectorActivator, VectorCache
+from residuum.rpc.channels import SERVER_OPTIONS
+from residuum.rpc.logs import get_logger
+from residuum.rpc.serving import NOT_SERVING, SERVING, AioErrorInterceptor, add_health_and_reflection
+from residuum.v1 import inference_pb2_grpc
+
+if TYPE_CHECKING:
+    from inference_svc.settings import InferenceSettings
+
+_log = get_logger(__name__)
+
+SERVICE = "residuum.v1.InferenceService"
+
+_WATCH_SECONDS = 0.5
+_SEAL_SECONDS = 10.0
+_STOP_SECONDS = 5.0
+
+
+class EngineDiedError(RuntimeError):
+    """The engine's processes are gone; the service must end rather than serve errors."""
+
+
+class InferenceServer:
+    """One run of the service."""
+
+    def __init__(self, settings: InferenceSettings) -> None:
+        """Prepare a run; see `run`."""
+        self._settings = settings
+        self._servicer = InferenceServicer()
+        self._health = health.aio.HealthServicer()
+        self._stopping = asyncio.Event()
+        self._parts: Parts | None = None
+        self._shippers: ShipperSupervisor | None = None
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT.
+
+        Raises:
+            EngineDiedError: The engine died.
+            SelfTestError: The taps do not work in this engine.
+            Exception: Whatever vLLM raises when it cannot serve the model.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        control_dir = tempfile.mkdtemp(prefix="residuum-")  # readable by this user alone
+        server = await self._listen()
+        try:
+            if await self._start(control_dir):
+                await self._watch_engine()
+        finally:
+            await self._stop(server)
+            shutil.rmtree(control_dir, ignore_errors=True)
+
+    async def _listen(self) -> grpc.aio.Server:
+        server = grpc.aio.server(interceptors=[AioErrorInterceptor(_log)], options=SERVER_OPTIONS)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, server)
+        add_health_and_reflection(server, SERVICE, self._health)
+        await self._set_health(serving=False)
+        host, _, _ = self._settings.listen.rpartition(":")
+        try:
+            port = server.add_insecure_port(self._settings.listen)
+        except RuntimeError as error:
+            raise SystemExit(f"listen: cannot listen on {self._settings.listen}: {error}") from None
+        await server.start()
+        if self._settings.port_file:
+            _write_atomically(self._settings.port_file, str(port))
+        _log.info("listening", address=f"{host}:{port}")
+        return server
+
+    async def _start(self, control_dir: str) -> bool:
+        """Load, test, serve. Returns False if the service was told to stop meanwhile."""
+        settings = self._settings
+        starting = asyncio.create_task(Engine.start(settings, control_dir))
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not starting.done():
+            _log.info("told to stop while the model is loading; stopping once it has")
+        engine = await starting
+        self._parts = self._assemble(engine)
+        self._servicer.load(self._parts)
+        if settings.store:
+            self._shippers = ShipperSupervisor(engine.facts.control_paths, settings.store, settings.shippers)
+            await self._shippers.start()
+        if self._stopping.is_set():
+            return False
+        await run_self_test(engine)
+        self._servicer.set_serving(serving=True)
+        await self._set_health(serving=True)
+        _log.info("serving", model=engine.facts.name, layers=engine.facts.num_layers, store=settings.store or None)
+        return True
+
+    def _assemble(self, engine: Engine) -> Parts:
+        settings = self._settings
+        registry = RequestRegistry(settings.registration_seconds, settings.max_registrations)
+        cache = VectorCache(settings.max_vectors, engine.facts.hidden_size, registry.registered_digests)
+        activator = VectorActivator(
+            cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
+        )
+        keeper = CaptureKeeper(settings.store, settings.advertise_store or settings.store) if settings.store else None
+        generator = Generator(engine, registry, cache, activator, keeper)
+        return Parts(engine, registry, cache, generator, keeper, settings)
+
+    async def _watch_engine(self) -> None:
+        assert self._parts is not None  # noqa: S101 - _start came before
+        while not self._stopping.is_set():
+            if self._parts.engine.is_dead:
+                raise EngineDiedError("the engine has died; see the log above for its reason")
+            try:
+                await asyncio.wait_for(self._stopping.wait(), _WATCH_SECONDS)
+            except asyncio.TimeoutError:
+                continue
+
+    async def _stop(self, server: grpc.aio.Server) -> None:
+        """Take no more, let what runs end, then flush, seal and leave."""
+        self._servicer.set_serving(serving=False)
+        await self._health.enter_graceful_shutdown()
+        if self._parts is not None:
+            await self._finish_requests(self._parts)
+        await server.stop(_STOP_SECONDS)
+        if self._parts is None:
+            return
+        if not self._parts.engine.is_dead and self._parts.keeper and not await self._parts.engine.drain(_SEAL_SECONDS):
+            _log.error("rows are left in the ring: the store did not take them in time")
+        if self._parts.keeper:
+            await self._parts.keeper.close(_SEAL_SECONDS)
+        if self._shippers:
+            await self._shippers.stop(_STOP_SECONDS)
+        self._parts.engine.shutdown()
+        _log.info("stopped")
+
+    async def _finish_requests(self, parts: Parts) -> None:
+        deadline = asyncio.get_running_loop().time() + self._settings.grace_seconds
+        if parts.registry.running and not parts.engine.is_dead:
+            _log.info("draining", running=len(parts.registry.running))
+        while parts.registry.running and not parts.engine.is_dead:
+            if asyncio.get_running_loop().time() >= deadline:
+                for running in parts.registry.running:
+                    running.aborted.set()
+                return
+            await asyncio.sleep(0.05)
+
+    async def _set_health(self, *, serving: bool) -> None:
+        status = SERVING if serving else NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+
+def _write_atomically(path: str, text: str) -> None:
+    scratch = f"{path}.{os.getpid()}"
+    Path(scratch).write_text(text)
+    Path(scratch).replace(path)

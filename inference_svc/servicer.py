@@ -1,0 +1,179 @@
+"""InferenceService over gRPC: thin; everything that decides is elsewhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from inference_svc.generation import Generator, require_keeper
+from inference_svc.specs import ARMED_SITES, OPERATIONS, resolve_spec
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc
+from residuum.wire.limits import (
+    DIGEST_BYTES,
+    MAX_DIGESTS_PER_CALL,
+    MAX_MESSAGE_BYTES,
+    MAX_OPERATIONS,
+    MAX_SEQUENCES,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from typing import Any
+
+    import grpc.aio
+
+    from inference_svc.captures import CaptureKeeper
+    from inference_svc.engine import Engine
+    from inference_svc.requests import RequestRegistry
+    from inference_svc.settings import InferenceSettings
+    from inference_svc.vectors import VectorCache
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the calls need; there once the engine is."""
+
+    engine: Engine
+    registry: RequestRegistry
+    vectors: VectorCache
+    generator: Generator
+    keeper: CaptureKeeper | None
+    settings: InferenceSettings
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers calls; before the engine is there, and while the service drains, with NOT_SERVING."""
+
+    def __init__(self) -> None:
+        """Make a servicer that does not serve yet."""
+        self._parts: Parts | None = None
+        self._serving = False
+
+    def load(self, parts: Parts) -> None:
+        """Give the servicer its parts: the model's facts can be told from now on."""
+        self._parts = parts
+
+    def set_serving(self, *, serving: bool) -> None:
+        """Accept calls, or refuse new ones."""
+        self._serving = serving
+
+    async def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: Context
+    ) -> inference_pb2.GetModelInfoResponse:
+        """See inference.proto."""
+        del request, context
+        if self._parts is None:
+            raise _not_serving()
+        return _model_info(self._parts)
+
+    async def RegisterRequest(
+        self, request: inference_pb2.RegisterRequestRequest, context: Context
+    ) -> inference_pb2.RegisterRequestResponse:
+        """See inference.proto."""
+        del context
+        parts = self._require()
+        spec = resolve_spec(request.spec, parts.engine.facts)
+        if spec.capture is not None:
+            await require_keeper(parts.keeper).check_reachable()
+        request_id = parts.registry.register(spec)
+        response = inference_pb2.RegisterRequestResponse(
+            request_id=request_id, missing_digests=parts.vectors.missing(spec.digests)
+        )
+        response.expire_time.GetCurrentTime()
+        seconds = parts.registry.time_to_live
+        response.expire_time.FromNanoseconds(response.expire_time.ToNanoseconds() + math.floor(seconds * 1e9))
+        response.time_to_live.FromNanoseconds(math.floor(seconds * 1e9))
+        return response
+
+    async def FindMissingVectors(
+        self, request: inference_pb2.FindMissingVectorsRequest, context: Context
+    ) -> inference_pb2.FindMissingVectorsResponse:
+        """See inference.proto."""
+        del context
+        parts = self._require()
+        digests = request.digests
+        if len(digests) > MAX_DIGESTS_PER_CALL or any(len(digest) != DIGEST_BYTES for digest in digests):
+            raise Failure(
+                Reason.ERROR_REASON_INVALID_FIELD,
+                f"Send at most {MAX_DIGESTS_PER_CALL} digests of {DIGEST_BYTES} bytes each.",
+                field="digests",
+            )
+        return inference_pb2.FindMissingVectorsResponse(missing_digests=parts.vectors.missing(digests))
+
+    async def PutVectors(
+        self, request_iterator: AsyncIterator[inference_pb2.PutVectorsRequest], context: Context
+    ) -> inference_pb2.PutVectorsResponse:
+        """See inference.proto."""
+        del context
+        parts = self._require()
+        response = inference_pb2.PutVectorsResponse()
+        async for request in request_iterator:
+            result = response.results.add(digest=request.vector.digest)
+            try:
+                parts.vectors.put(request.vector)
+            except Failure as failure:
+                result.error.CopyFrom(failure.to_item_error())
+        return response
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """See inference.proto."""
+        del context
+        async for event in self._require().generator.run(request):
+            yield event
+
+    async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
+        """See inference.proto."""
+        del context
+        self._require().registry.abort(request.request_id)
+        return inference_pb2.AbortResponse()
+
+    def _require(self) -> Parts:
+        if self._parts is None or not self._serving:
+            raise _not_serving()
+        return self._parts
+
+
+def _not_serving() -> Failure:
+    return Failure(
+        Reason.ERROR_REASON_NOT_SERVING,
+        "The service is loading the model or stopping; wait until its health says SERVING.",
+    )
+
+
+def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
+    facts, settings = parts.engine.facts, parts.settings
+    return inference_pb2.GetModelInfoResponse(
+        model=facts.name,
+        num_layers=facts.num_layers,
+        hidden_size=facts.hidden_size,
+        dtype=facts.dtype,
+        sites=ARMED_SITES,
+        steering_operations=OPERATIONS,
+        encodings=[capture_pb2.ENCODING_RAW],
+        limits=inference_pb2.Limits(
+            max_model_len=facts.max_model_len,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_operations=MAX_OPERATIONS,
+            max_vectors=settings.max_vectors,
+            max_active_vectors=settings.max_active_vectors,
+            max_running_requests=facts.max_num_seqs,
+            max_registrations=settings.max_registrations,
+            max_sequences=MAX_SEQUENCES,
+            capture_pool_bytes=facts.pool_bytes,
+            ring_bytes=facts.ring_bytes,
+        ),
+        vllm_version=facts.vllm_version,
+        server_version=version("residuum"),
+        store_endpoints=[parts.keeper.advertised] if parts.keeper else [],
+        layout=capture_pb2.ParallelLayout(
+            tensor_parallel_size=facts.tensor_parallel_size, pipeline_parallel_size=facts.pipeline_parallel_size
+        ),
+        eager=facts.eager,
+    )

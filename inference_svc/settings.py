@@ -1,0 +1,76 @@
+"""The settings of the inference service: flags, environment and file from one declaration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from residuum.rpc.serving import parse_endpoint
+from residuum.rpc.settings import ServiceSettings
+
+
+def _endpoint(value: str) -> str:
+    if value:
+        parse_endpoint(value)
+    return value
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+
+
+class InferenceSettings(ServiceSettings):
+    """Serve a language model with vLLM; capture its activations and steer it, over gRPC."""
+
+    model: str = Field(min_length=1)
+    """The model: a folder with config, weights and tokenizer, or a name on the Hugging Face hub."""
+    store: Endpoint = ""
+    """host:port of the store that captures go to. Without it, nothing can be captured."""
+    listen: Endpoint = "127.0.0.1:50051"
+    """host:port to serve on. Port 0 takes any free one; see port-file."""
+    served_model_name: str = ""
+    """The name that clients see. Default: the model's."""
+    advertise_store: Endpoint = ""
+    """host:port under which clients reach the store, if it is not the one above."""
+    port_file: str = ""
+    """A file to write the port to, once it is known."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """The model's dtype, and so that of raw rows."""
+    enforce_eager: bool = False
+    """Run without compiling the model: starts sooner, generates more slowly."""
+    max_model_len: int = Field(default=0, ge=0)
+    """Tokens in prompt and reply together; 0 takes the model's own limit."""
+    max_num_seqs: int = Field(default=64, ge=1, le=1024)
+    """Requests that run at once; more wait."""
+    max_num_batched_tokens: int = Field(default=2048, ge=32)
+    """Tokens that one step computes at most. The memory of capture blocks grows with it."""
+    kv_cache_gib: float = Field(default=0.0, ge=0.0)
+    """Memory of the KV cache in GiB; 0 leaves it to vLLM on a GPU, and takes 2 on a CPU."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that each layer is split over."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Stages that the layers are divided into."""
+    seed: int = Field(default=0, ge=0)
+    """vLLM's seed."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's AsyncEngineArgs, as a JSON object. What the taps depend on cannot be set here."""
+
+    ring_mib: int = Field(default=256, ge=1)
+    """Shared memory between each capturing worker and the shippers, in MiB."""
+    shippers: int = Field(default=1, ge=1, le=64)
+    """Processes that send captured rows to the store."""
+    max_vectors: int = Field(default=1000, ge=1)
+    """Steering vectors that are kept; the one that was not used for longest goes first."""
+    max_active_vectors: int = Field(default=256, ge=1)
+    """Different steering vectors that running requests may use at once; more requests wait."""
+    vector_wait_seconds: float = Field(default=30.0, gt=0)
+    """How long a request waits for room among the active vectors before it fails."""
+    max_registrations: int = Field(default=10_000, ge=1)
+    """Registrations that may wait for their generation."""
+    registration_seconds: float = Field(default=600.0, gt=0)
+    """How long a registration lasts if it is not used."""
+    grace_seconds: float = Field(default=30.0, ge=0)
+    """How long running requests may go on after SIGTERM before they are aborted."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is logged."""

@@ -1,0 +1,232 @@
+"""Checking what a request asks for, in full, before anything is promised; and filling in every default."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
+from residuum.wire.ids import is_valid_id
+from residuum.wire.limits import DEFAULT_MAX_TOKENS, DIGEST_BYTES, MAX_OPERATIONS, MAX_SEQUENCES, MAX_STOP_TEXTS
+from residuum.wire.selection import check_positions, resolve_layers
+
+if TYPE_CHECKING:
+    from inference_svc.engine import ModelFacts
+
+ARMED_SITES = (capture_pb2.SITE_RESID_POST,)
+"""The sites that the taps serve."""
+
+OPERATIONS = tuple(field.name for field in steering_pb2.SteeringOperation.DESCRIPTOR.oneofs_by_name["operation"].fields)
+"""The names of the steering operations."""
+
+_MAX_TEMPERATURE = 2.0
+
+
+@dataclass(frozen=True)
+class ResolvedSpec:
+    """A spec that was found good, with every default filled in."""
+
+    request_id: str
+    """Empty: one is to be made."""
+    capture: capture_pb2.CaptureSpec | None
+    """Layers as a list, sites and encoding named."""
+    steering: steering_pb2.SteeringSpec | None
+    """Layers of every operation as a list; None if there are no operations."""
+
+    @property
+    def digests(self) -> list[bytes]:
+        """The digests of the vectors that it needs, each once, in their order."""
+        operations = self.steering.operations if self.steering else ()
+        return list(dict.fromkeys(digest_of(operation) for operation in operations))
+
+    @property
+    def directions(self) -> set[bytes]:
+        """The digests of the vectors that must not be zero."""
+        operations = self.steering.operations if self.steering else ()
+        return {digest_of(item) for item in operations if item.WhichOneof("operation") != "add"}
+
+    @property
+    def cache_salt(self) -> str | None:
+        """What keeps the KV cache of differently steered requests apart; None if it is not steered.
+
+        Equal steering shares KV: the salt is a fingerprint of the operations, their vectors, factors and positions.
+        """
+        if self.steering is None:
+            return None
+        return hashlib.sha256(self.steering.SerializeToString(deterministic=True)).hexdigest()
+
+
+def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> ResolvedSpec:
+    """Check a spec against the model.
+
+    Raises:
+        Failure: Something in it cannot be; the reason and the metadata say what.
+    """
+    if spec.request_id and not is_valid_id(spec.request_id):
+        raise _invalid("request_id", "A request id is 1 to 128 of a-z A-Z 0-9 . _ - and starts with none of . and -.")
+    if spec.model and spec.model != facts.name:
+        raise Failure(
+            Reason.ERROR_REASON_UNKNOWN_MODEL,
+            f"This server serves {facts.name}, not {spec.model}.",
+            model=spec.model,
+            serving=facts.name,
+        )
+    capture = _resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
+    steering = _resolve_steering(spec.steering, facts) if spec.steering.operations else None
+    return ResolvedSpec(spec.request_id, capture, steering)
+
+
+def check_sampling(parameters: inference_pb2.SamplingParameters) -> None:
+    """Check sampling parameters by themselves.
+
+    Raises:
+        Failure: One is out of range; the metadata name the field.
+    """
+    p = parameters
+    rules = (
+        ("max_tokens", not p.HasField("max_tokens") or p.max_tokens >= 1, "at least 1"),
+        ("temperature", not p.HasField("temperature") or 0 <= p.temperature <= _MAX_TEMPERATURE, "from 0 to 2"),
+        ("top_p", not p.HasField("top_p") or 0 < p.top_p <= 1, "above 0 and at most 1"),
+        ("stop", len(p.stop) <= MAX_STOP_TEXTS and all(p.stop), f"at most {MAX_STOP_TEXTS} texts, none empty"),
+        (
+            "num_sequences",
+            not p.HasField("num_sequences") or 1 <= p.num_sequences <= MAX_SEQUENCES,
+            f"from 1 to {MAX_SEQUENCES}",
+        ),
+        (
+            "min_tokens",
+            p.min_tokens <= (p.max_tokens if p.HasField("max_tokens") else DEFAULT_MAX_TOKENS),
+            "at most max_tokens",
+        ),
+        ("seed", p.seed < 1 << 63, "below 2^63"),
+        ("top_k", p.top_k < 1 << 31, "below 2^31"),
+    )
+    for field, holds, allowed in rules:
+        if not holds:
+            raise _invalid(f"sampling.{field}", f"{field} must be {allowed}.")
+
+
+def check_prompt(token_ids: list[int], parameters: inference_pb2.SamplingParameters, facts: ModelFacts) -> None:
+    """Check that a prompt has tokens, and fits the model's context together with the tokens to generate.
+
+    Raises:
+        Failure: It does not.
+    """
+    if not token_ids:
+        raise Failure(Reason.ERROR_REASON_EMPTY_PROMPT, "The prompt has no tokens; send at least one.")
+    new_tokens = parameters.max_tokens if parameters.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    if len(token_ids) + new_tokens > facts.max_model_len:
+        raise Failure(
+            Reason.ERROR_REASON_PROMPT_TOO_LONG,
+            f"The prompt has {len(token_ids)} tokens and max_tokens is {new_tokens}; together the model takes "
+            f"{facts.max_model_len}. Shorten the prompt or lower max_tokens.",
+            prompt_tokens=len(token_ids),
+            limit=facts.max_model_len,
+        )
+
+
+def digest_of(operation: steering_pb2.SteeringOperation) -> bytes:
+    """Return the digest of an operation's vector."""
+    kind = operation.WhichOneof("operation")
+    return bytes(getattr(operation, kind).digest) if kind else b""
+
+
+def _resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture_pb2.CaptureSpec:
+    sites = list(spec.sites) or [capture_pb2.SITE_RESID_POST]
+    for site in sites:
+        if site not in ARMED_SITES:
+            raise Failure(
+                Reason.ERROR_REASON_UNKNOWN_SITE,
+                f"The site {_name(capture_pb2.Site, site)} is not armed on this server; "
+                f"armed: {', '.join(_name(capture_pb2.Site, armed) for armed in ARMED_SITES)}.",
+                site=_name(capture_pb2.Site, site),
+                armed=",".join(_name(capture_pb2.Site, armed) for armed in ARMED_SITES),
+            )
+    if len(set(sites)) != len(sites):
+        raise _invalid("capture.sites", "Name each site once.")
+    if spec.encoding not in (capture_pb2.ENCODING_UNSPECIFIED, capture_pb2.ENCODING_RAW):
+        raise _invalid("capture.encoding", "This server encodes rows as ENCODING_RAW alone.")
+    if spec.overflow not in capture_pb2.OverflowPolicy.values():
+        raise _invalid("capture.overflow", "The overflow policy is WAIT or SHED.")
+    _check_positions("capture.positions", spec.positions)
+    resolved = capture_pb2.CaptureSpec()
+    resolved.CopyFrom(spec)
+    resolved.layers.CopyFrom(_layer_list("capture.layers", spec.layers, facts))
+    resolved.sites[:] = sites
+    resolved.encoding = capture_pb2.ENCODING_RAW
+    resolved.overflow = spec.overflow or capture_pb2.OVERFLOW_POLICY_WAIT
+    return resolved
+
+
+def _resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> steering_pb2.SteeringSpec:
+    if len(spec.operations) > MAX_OPERATIONS:
+        raise _invalid("steering.operations", f"At most {MAX_OPERATIONS} operations, not {len(spec.operations)}.")
+    resolved = steering_pb2.SteeringSpec()
+    for index, operation in enumerate(spec.operations):
+        field = f"steering.operations[{index}]"
+        _check_operation(field, operation)
+        _check_positions(f"{field}.positions", operation.positions)
+        checked = resolved.operations.add()
+        checked.CopyFrom(operation)
+        checked.layers.CopyFrom(_layer_list(f"{field}.layers", operation.layers, facts))
+    return resolved
+
+
+def _check_operation(field: str, operation: steering_pb2.SteeringOperation) -> None:
+    kind = operation.WhichOneof("operation")
+    if kind is None:
+        raise Failure(
+            Reason.ERROR_REASON_UNKNOWN_OPERATION,
+            f"{field} names no operation that this server knows; it knows {', '.join(OPERATIONS)}.",
+            field=field,
+        )
+    if len(digest_of(operation)) != DIGEST_BYTES:
+        raise _invalid(f"{field}.{kind}.digest", f"A digest is {DIGEST_BYTES} bytes long.")
+    if kind in ("add", "ablate") and not math.isfinite(getattr(operation, kind).scale):
+        raise _invalid(f"{field}.{kind}.scale", "The scale must be finite.")
+    if kind == "cap":
+        _check_bounds(field, operation.cap)
+
+
+def _check_bounds(field: str, cap: steering_pb2.Cap) -> None:
+    given = [name for name in ("min", "max") if cap.HasField(name)]
+    if not given:
+        raise _invalid(f"{field}.cap", "Set min, max or both; a cap without a bound does nothing.")
+    if any(math.isnan(getattr(cap, name)) for name in given):
+        raise _invalid(f"{field}.cap", "A bound is not a number.")
+    if len(given) == 2 and cap.max < cap.min:  # noqa: PLR2004 - both
+        raise _invalid(f"{field}.cap", f"max ({cap.max}) is below min ({cap.min}).")
+
+
+def _layer_list(field: str, selection: selection_pb2.LayerSelection, facts: ModelFacts) -> selection_pb2.LayerSelection:
+    try:
+        layers = resolve_layers(selection, facts.num_layers)
+    except IndexError as error:
+        layer = error.args[0]
+        raise Failure(
+            Reason.ERROR_REASON_UNKNOWN_LAYER,
+            f"{facts.name} has {facts.num_layers} layers, 0 to {facts.num_layers - 1}; {layer} is not one of them.",
+            layer=layer,
+            layers=facts.num_layers,
+        ) from None
+    except ValueError as error:
+        raise _invalid(field, f"{field}: {error}.") from None
+    return selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=layers))
+
+
+def _check_positions(field: str, selection: selection_pb2.PositionSelection) -> None:
+    try:
+        check_positions(selection)
+    except ValueError as error:
+        raise _invalid(field, f"{field}: {error}.") from None
+
+
+def _name(enum: type[capture_pb2.Site], value: int) -> str:
+    return enum.Name(value) if value in enum.values() else str(value)  # type: ignore[arg-type]
+
+
+def _invalid(field: str, message: str) -> Failure:
+    return Failure(Reason.ERROR_REASON_INVALID_FIELD, message, field=field)

@@ -1,0 +1,51 @@
+"""The arithmetic of steering, on rows of any requests at once.
+
+Source of the definitions: steering.proto. All of it is float32; v^ is v / |v|.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from inference_svc.taps.plan import Kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class OperationBatch(NamedTuple):
+    """One operation for each of some rows; the rows are distinct, the vectors need not be."""
+
+    rows: Tensor
+    """Rows of the batch, int64 [r]."""
+    vectors: Tensor
+    """Rows of the vector bank, int64 [r]."""
+    kinds: Tensor
+    """`Kind` of each, int64 [r]."""
+    scales: Tensor
+    """Factor of ADD and ABLATE, float32 [r]."""
+    lows: Tensor
+    """Lower bound of CAP, float32 [r]."""
+    highs: Tensor
+    """Upper bound of CAP, float32 [r]."""
+
+
+def apply_batch(x: Tensor, v: Tensor, inverse_norms: Tensor, batch: OperationBatch) -> Tensor:
+    """Return rows after one operation each.
+
+    Args:
+        x: The residual rows, float32 [r, hidden].
+        v: Each row's vector, float32 [r, hidden].
+        inverse_norms: 1 / |v| of each, float32 [r]; 0 for the zero vector.
+        batch: What is done to each row.
+
+    Returns:
+        The rows after it, float32 [r, hidden].
+    """
+    projections = (x * v).sum(dim=-1) * inverse_norms  # x . v^
+    clamped = torch.maximum(torch.minimum(projections, batch.highs), batch.lows)
+    along_unit = torch.where(batch.kinds == Kind.ABLATE, -batch.scales * projections, clamped - projections)
+    factors = torch.where(batch.kinds == Kind.ADD, batch.scales, along_unit * inverse_norms)
+    return x + factors.unsqueeze(-1) * v

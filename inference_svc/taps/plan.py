@@ -1,0 +1,114 @@
+"""What a worker has to know of one request: carried in `SamplingParams.extra_args`, read once when it is scheduled.
+
+vLLM serialises `extra_args` with msgpack, so a plan is plain data; selections travel as their protobuf bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from residuum.v1 import capture_pb2, selection_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KEY = "residuum"
+"""The key of the plan in `extra_args`."""
+
+
+class Kind(IntEnum):
+    """The kinds of steering operation, as the tables know them."""
+
+    ADD = 0
+    ABLATE = 1
+    CAP = 2
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One steering operation with its vector resolved to a row of the bank."""
+
+    kind: Kind
+    row: int
+    """The vector's row in the bank."""
+    layers: tuple[int, ...]
+    """The layers after which it is applied, ascending."""
+    positions: selection_pb2.PositionSelection
+    """The positions to which it is applied."""
+    scale: float = 1.0
+    """Factor of ADD and ABLATE."""
+    low: float = float("-inf")
+    """Lower bound of CAP."""
+    high: float = float("inf")
+    """Upper bound of CAP."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What is captured of a request."""
+
+    capture_id: str
+    sequence: int
+    layers: tuple[int, ...]
+    """The layers, ascending."""
+    positions: selection_pb2.PositionSelection
+    sheds: bool = False
+    """Drop rows when the ring is full, instead of waiting."""
+    before_steering: bool = False
+    is_probe: bool = False
+    """Keep the rows in the worker for the self-test, instead of sending them to the store."""
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """Everything that the taps do for one request."""
+
+    prompt_tokens: int
+    capture: Capture | None = None
+    operations: tuple[Operation, ...] = ()
+
+    def to_extra_args(self) -> dict[str, Any]:
+        """Return the plan as the value of `SamplingParams.extra_args`."""
+        data: dict[str, Any] = {"prompt_tokens": self.prompt_tokens}
+        if self.capture:
+            data["capture"] = {
+                **vars(self.capture),
+                "layers": list(self.capture.layers),
+                "positions": self.capture.positions.SerializeToString(),
+            }
+        data["operations"] = [
+            {
+                **vars(operation),
+                "kind": int(operation.kind),
+                "layers": list(operation.layers),
+                "positions": operation.positions.SerializeToString(),
+            }
+            for operation in self.operations
+        ]
+        return {KEY: data}
+
+    @classmethod
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> RequestPlan | None:
+        """Return the plan in a request's `extra_args`; None if the taps have nothing to do for it."""
+        data = (extra_args or {}).get(KEY)
+        if data is None:
+            return None
+        capture = data.get("capture")
+        return cls(
+            prompt_tokens=data["prompt_tokens"],
+            capture=Capture(**_restore(capture)) if capture else None,
+            operations=tuple(
+                Operation(**{**_restore(item), "kind": Kind(item["kind"])}) for item in data["operations"]
+            ),
+        )
+
+
+def _restore(item: Mapping[str, Any]) -> dict[str, Any]:
+    positions = selection_pb2.PositionSelection.FromString(item["positions"])
+    return {**item, "layers": tuple(item["layers"]), "positions": positions}
+
+
+SITE = capture_pb2.SITE_RESID_POST
+"""The one site that these taps serve: the residual stream after a layer."""

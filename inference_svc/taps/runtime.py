@@ -1,0 +1,80 @@
+"""The taps of one worker process: requests in, layouts out, blocks on their way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from inference_svc.taps.layout import RequestState, StepPlanner, StepRows
+from inference_svc.taps.plan import RequestPlan
+from residuum.v1 import capture_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import Any
+
+    from inference_svc.taps.blocks import BlockPool
+    from inference_svc.taps.cpu import CpuTap
+    from inference_svc.taps.sink import BlockSink
+
+
+class TapRuntime:
+    """Keeps the requests that the taps work for, and takes the taps through each step of the engine."""
+
+    def __init__(self, tap: CpuTap, pool: BlockPool | None, sink: BlockSink | None) -> None:
+        """Make the runtime of a rank that captures, or, without a pool and a sink, of one that only steers."""
+        self._tap = tap
+        self._pool = pool
+        self._sink = sink
+        self._requests: dict[str, RequestState] = {}
+
+    @property
+    def open_requests(self) -> int:
+        """Requests whose end the scheduler has not told yet."""
+        return len(self._requests)
+
+    def begin_step(self, finished: Iterable[str], admitted: Iterable[tuple[str, Mapping[str, Any] | None]]) -> None:
+        """Take over the scheduler's news before the step runs.
+
+        Args:
+            finished: Requests that ended, or were stopped, since the last step.
+            admitted: Requests that are scheduled for the first time, with their `extra_args`.
+        """
+        for request_id in finished:
+            self._retire(request_id)
+        for request_id, extra_args in admitted:
+            plan = RequestPlan.from_extra_args(extra_args)
+            if plan is not None:
+                self._requests[request_id] = RequestState(plan)
+
+    def place(self, rows: StepRows) -> None:
+        """Lay out the step's rows, once the runner has fixed their order."""
+        if not self._requests:
+            return
+        planner = StepPlanner(self._pool)
+        row = 0
+        for request_id, first, count in zip(rows.request_ids, rows.firsts, rows.counts, strict=True):
+            state = self._requests.get(request_id)
+            if state is not None:
+                planner.add_request(state, row, int(first), int(count))
+            row += int(count)
+        self._tap.layout = planner.finish()
+
+    def finish_step(self) -> None:
+        """Send the blocks that the step filled, and switch the taps off until the next step."""
+        layout, self._tap.layout = self._tap.layout, None
+        if layout is None or self._sink is None:
+            return
+        for capture, positions in layout.skipped:
+            self._sink.lose(
+                capture,
+                positions,
+                capture_pb2.INCOMPLETE_REASON_WRITE_FAILED,
+                "The engine did not compute these positions: it took them from a cache.",
+            )
+        for block in layout.full_blocks:
+            self._sink.send(block)
+
+    def _retire(self, request_id: str) -> None:
+        state = self._requests.pop(request_id, None)
+        if state and state.block and self._sink:
+            self._sink.send(state.block)

@@ -1,0 +1,217 @@
+"""Steering vectors by content: kept on the host under their digests, and active in the workers' banks by row."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import tensor_pb2
+from residuum.wire.digests import digest_of_bytes
+from residuum.wire.dtypes import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+
+    LoadRows: TypeAlias = Callable[[Sequence[tuple[int, bytes]]], Awaitable[None]]
+
+
+class VectorCache:
+    """Vectors on the host, under their digests. Equal vectors from any number of clients are one entry."""
+
+    def __init__(self, capacity: int, hidden_size: int, in_use: Callable[[], set[bytes]]) -> None:
+        """Make an empty cache.
+
+        Args:
+            capacity: Vectors that are kept.
+            hidden_size: Elements of each.
+            in_use: Returns the digests that must not be dropped.
+        """
+        self._capacity = capacity
+        self._hidden_size = hidden_size
+        self._in_use = in_use
+        self._values: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def missing(self, digests: Iterable[bytes]) -> list[bytes]:
+        """Return those that are not here, each once, in their order. Those that are here count as used now."""
+        wanted = list(dict.fromkeys(digests))
+        for digest in wanted:
+            if digest in self._values:
+                self._values.move_to_end(digest)
+        return [digest for digest in wanted if digest not in self._values]
+
+    def get(self, digest: bytes) -> bytes:
+        """Return a vector's values, float32 little-endian [hidden].
+
+        Raises:
+            KeyError: It is not here.
+        """
+        return self._values[digest]
+
+    def put(self, vector: tensor_pb2.Vector) -> None:
+        """Check a vector and keep it.
+
+        Raises:
+            Failure: It is not what it says it is, does not fit the model, or there is no room.
+        """
+        self._check(vector)
+        self._values[vector.digest] = vector.values
+        self._values.move_to_end(vector.digest)
+        if len(self._values) > self._capacity:
+            self._evict(keep=vector.digest)
+
+    def is_zero(self, digest: bytes) -> bool:
+        """Tell whether a vector that is here is the zero vector."""
+        return not np.frombuffer(self._values[digest], dtype="<f4").any()
+
+    def _evict(self, keep: bytes) -> None:
+        in_use = self._in_use() | {keep}
+        for digest in self._values:
+            if digest not in in_use:
+                del self._values[digest]
+                return
+        del self._values[keep]
+        raise Failure(
+            Reason.ERROR_REASON_LIMIT_REACHED,
+            f"{self._capacity} vectors are kept, and requests need all of them; try again later.",
+            limit="max_vectors",
+        )
+
+    def _check(self, vector: tensor_pb2.Vector) -> None:
+        name = vector.digest.hex()
+        if vector.dtype != tensor_pb2.DATA_TYPE_FLOAT32:
+            raise Failure(
+                Reason.ERROR_REASON_WRONG_DTYPE,
+                f"Send vectors as float32, not {dtype_name(vector.dtype)}.",
+                dtype=dtype_name(vector.dtype),
+            )
+        length, rest = divmod(len(vector.values), 4)
+        if length != self._hidden_size or rest:
+            raise Failure(
+                Reason.ERROR_REASON_WRONG_LENGTH,
+                f"The vector has {len(vector.values) / 4:g} elements; the model's hidden size is {self._hidden_size}.",
+                length=length,
+                hidden_size=self._hidden_size,
+            )
+        if digest_of_bytes(vector.dtype, vector.values) != vector.digest:
+            raise Failure(
+                Reason.ERROR_REASON_DIGEST_MISMATCH,
+                f"The values do not have the digest {name}; see tensor.proto for the rule.",
+                digest=name,
+            )
+        if not np.isfinite(np.frombuffer(vector.values, dtype="<f4")).all():
+            raise Failure(Reason.ERROR_REASON_BAD_VALUES, f"The vector {name} holds NaN or infinity.", digest=name)
+
+
+class VectorActivator:
+    """Allots rows of the workers' banks to the vectors that running requests use.
+
+    A row belongs to one vector as long as any request uses it. Afterwards the vector stays there, and is there for the
+    next request, until the row is needed for another.
+    """
+
+    def __init__(self, cache: VectorCache, rows: int, load: LoadRows, wait_seconds: float) -> None:
+        """Make an activator for empty banks.
+
+        Args:
+            cache: Where the values are.
+            rows: Rows of each bank.
+            load: Writes vectors into rows of every rank's bank.
+            wait_seconds: How long a request waits for rows before it fails.
+        """
+        self._cache = cache
+        self._load = load
+        self._wait_seconds = wait_seconds
+        self._free = list(range(rows - 1, -1, -1))
+        self._total = rows
+        self._rows: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._users: dict[bytes, int] = {}
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def active(self, digests: Sequence[bytes]) -> AsyncIterator[dict[bytes, int]]:
+        """Hold vectors in the banks, and give their rows, for as long as the context lasts.
+
+        Raises:
+            Failure: A vector is not here any more, or there was no room for too long.
+        """
+        rows = await self._acquire(digests)
+        try:
+            yield rows
+        finally:
+            await asyncio.shield(self._release(digests))
+
+    async def _acquire(self, digests: Sequence[bytes]) -> dict[bytes, int]:
+        if not digests:
+            return {}
+        if len(digests) > self._total:
+            raise self._full(f"The request uses {len(digests)} vectors; at most {self._total} can be active.")
+        async with self._changed:
+            try:
+                await asyncio.wait_for(
+                    self._changed.wait_for(lambda: self._room(digests) >= self._new(digests)), self._wait_seconds
+                )
+            except TimeoutError:
+                raise self._full(f"No room among {self._total} active vectors for {self._wait_seconds:g} s.") from None
+            # The lock is held while the banks are written, so nobody uses a row that is only half there.
+            return await self._activate(digests)
+
+    async def _activate(self, digests: Sequence[bytes]) -> dict[bytes, int]:
+        missing = self._cache.missing(digest for digest in digests if digest not in self._rows)
+        if missing:
+            raise missing_vectors(missing)
+        for digest in digests:
+            self._users[digest] = self._users.get(digest, 0) + 1
+        fresh = {digest: self._take_row() for digest in digests if digest not in self._rows}
+        try:
+            if fresh:
+                await self._load([(row, self._cache.get(digest)) for digest, row in fresh.items()])
+        except BaseException:
+            self._free.extend(fresh.values())
+            self._drop_users(digests)
+            raise
+        self._rows.update(fresh)
+        for digest in digests:
+            self._rows.move_to_end(digest)
+        return {digest: self._rows[digest] for digest in digests}
+
+    async def _release(self, digests: Sequence[bytes]) -> None:
+        async with self._changed:
+            self._drop_users(digests)
+            self._changed.notify_all()
+
+    def _drop_users(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            self._users[digest] -= 1
+            if not self._users[digest]:
+                del self._users[digest]
+
+    def _new(self, digests: Sequence[bytes]) -> int:
+        return sum(digest not in self._rows for digest in digests)
+
+    def _room(self, digests: Sequence[bytes]) -> int:
+        kept = self._users.keys() | set(digests)
+        return len(self._free) + sum(digest not in kept for digest in self._rows)
+
+    def _take_row(self) -> int:
+        if self._free:
+            return self._free.pop()
+        idle = next(digest for digest in self._rows if digest not in self._users)
+        return self._rows.pop(idle)
+
+    def _full(self, message: str) -> Failure:
+        return Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_active_vectors")
+
+
+def missing_vectors(digests: Sequence[bytes]) -> Failure:
+    """Return the failure that asks a client to send vectors."""
+    named = ",".join(digest.hex() for digest in digests[:64])
+    return Failure(
+        Reason.ERROR_REASON_MISSING_VECTORS,
+        f"{len(digests)} of the request's vectors are not on the server; send them with PutVectors and call again.",
+        digests=named,
+    )
