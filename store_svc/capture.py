@@ -1,0 +1,215 @@
+"""The life of a capture: open, sealed, ended, settled. Pure: the caller brings the time and writes what changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from residuum.v1 import capture_pb2, store_pb2
+from store_svc.ledger import Cells, Ledger
+from store_svc.positions import Positions
+
+OPEN = capture_pb2.CAPTURE_STATE_OPEN
+COMPLETE = capture_pb2.CAPTURE_STATE_COMPLETE
+INCOMPLETE = capture_pb2.CAPTURE_STATE_INCOMPLETE
+ABORTED = capture_pb2.CAPTURE_STATE_ABORTED
+
+_TIMED_OUT = capture_pb2.INCOMPLETE_REASON_TIMED_OUT
+
+
+class Capture:
+    """One capture that may still change.
+
+    A capture *ends* when its state is final. It is *settled* when its rows are final too: at once, except that an
+    aborted one still takes the rows that were under way. The writer changes a fork and publishes it after the commit,
+    so whoever holds a Capture that was published reads it without a lock.
+    """
+
+    def __init__(
+        self, number: int, description: capture_pb2.CaptureDescription, open_time: Timestamp, progress: float
+    ) -> None:
+        """Open a capture.
+
+        Args:
+            number: Its internal number, never used again.
+            description: What it is of.
+            open_time: When it was opened, by the wall clock.
+            progress: The monotonic clock now, in seconds; see `progress`.
+        """
+        self.number = number
+        self.ledger = Ledger(description)
+        self.seal: store_pb2.SealCaptureRequest | None = None
+        self.num_losses = 0
+        self.settled = False
+        self.progress = progress
+        """When it was sealed, or a row or a loss came, by the monotonic clock in seconds."""
+        self._loss: store_pb2.RowLoss | None = None
+        self._record = capture_pb2.CaptureManifest(description=description, state=OPEN, open_time=open_time)
+
+    def fork(self) -> Capture:
+        """Return a copy that can be changed while others read this one."""
+        fork = object.__new__(Capture)
+        fork.__dict__.update(self.__dict__)
+        fork.ledger = self.ledger.fork()
+        fork._record = capture_pb2.CaptureManifest()
+        fork._record.CopyFrom(self._record)
+        return fork
+
+    @property
+    def description(self) -> capture_pb2.CaptureDescription:
+        """What it is of."""
+        return self._record.description
+
+    @property
+    def sequences(self) -> Sequence[capture_pb2.SequenceOutcome]:
+        """How its sequences ended; empty until it is sealed."""
+        return self._record.sequences
+
+    @property
+    def state(self) -> capture_pb2.CaptureState.ValueType:
+        """Where it stands."""
+        return self._record.state
+
+    @property
+    def ended(self) -> bool:
+        """Whether its state is final."""
+        return self._record.state != OPEN
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its frames."""
+        return self._record.num_bytes
+
+    def add(self, cells: Cells, frame_bytes: int, progress: float) -> None:
+        """Record a stored frame."""
+        self.ledger.add(cells)
+        self._record.num_bytes += frame_bytes
+        self.progress = progress
+
+    def lose(self, loss: store_pb2.RowLoss, progress: float) -> None:
+        """Record rows that will never come. The first loss gives the reason if the capture ends INCOMPLETE."""
+        positions = Positions.of(sorted(set(loss.positions)))
+        for site in loss.sites:
+            self.ledger.lose(Cells(loss.sequence, site, loss.layers, positions))
+        self._loss = self._loss or loss
+        self.num_losses += 1
+        self.progress = progress
+
+    def close(self, seal: store_pb2.SealCaptureRequest, now: Timestamp, progress: float) -> None:
+        """Seal it: fix what is expected, and with the outcomes ABORTED and INCOMPLETE end it."""
+        self.seal = seal
+        self.progress = progress
+        self._record.seal_time.CopyFrom(now)
+        self._record.sequences.extend(seal.sequences)
+        self.ledger.expect([len(sequence.generated_token_ids) for sequence in seal.sequences])
+        if seal.outcome == INCOMPLETE:
+            self._end_incomplete(seal.incomplete_reason, seal.incomplete_detail, now)
+        elif seal.outcome == ABORTED:
+            self._end(ABORTED, now)
+        self.advance(now)
+
+    def advance(self, now: Timestamp) -> None:
+        """End or settle it if nothing more is to come."""
+        if self.seal is None or self.settled or self.ledger.outstanding:
+            return
+        if self.state == OPEN and not self.ledger.missing:
+            self._end(COMPLETE, now)
+        elif self.state == OPEN and self._loss is not None:
+            self._end_incomplete(self._loss.reason, self._loss.detail, now)
+        self.settled = True
+
+    def time_out(self, now: Timestamp, waited: float) -> None:
+        """Settle it although rows are outstanding: none came for `waited` seconds."""
+        if self.state == OPEN:
+            detail = f"{self.ledger.outstanding} rows did not come; none of them in the last {waited:g} s"
+            self._end_incomplete(_TIMED_OUT, detail, now)
+        self.settled = True
+
+    def manifest(self) -> capture_pb2.CaptureManifest:
+        """Return the manifest as it is now."""
+        manifest = self.record()
+        manifest.num_rows = self.ledger.num_rows
+        manifest.present.extend(map(_row_set, self.ledger.present()))
+        manifest.missing.extend(map(_row_set, self.ledger.absent()))
+        return manifest
+
+    def record(self) -> capture_pb2.CaptureManifest:
+        """Return the manifest without what follows from the frames: rows, and which they are."""
+        record = capture_pb2.CaptureManifest()
+        record.CopyFrom(self._record)
+        return record
+
+    def summary(self) -> store_pb2.CaptureSummary:
+        """Return the capture in short."""
+        return summarize(self._record, self.ledger.num_rows)
+
+    def _end_incomplete(self, reason: capture_pb2.IncompleteReason.ValueType, detail: str, now: Timestamp) -> None:
+        self._record.incomplete_reason = reason
+        self._record.incomplete_detail = detail
+        self._end(INCOMPLETE, now)
+        self.settled = True
+
+    def _end(self, state: capture_pb2.CaptureState.ValueType, now: Timestamp) -> None:
+        self._record.state = state
+        self._record.end_time.CopyFrom(now)
+
+
+def restore(
+    number: int,
+    record: capture_pb2.CaptureManifest,
+    frames: list[tuple[Cells, int]],
+    losses: list[store_pb2.RowLoss],
+    seal: store_pb2.SealCaptureRequest | None,
+    progress: float,
+) -> Capture:
+    """Return the capture that the database describes.
+
+    Args:
+        number: Its internal number.
+        record: Its record.
+        frames: The cells and bytes of each of its frames.
+        losses: Its losses, in the order in which they came.
+        seal: Its seal.
+        progress: The monotonic clock now, in seconds: the wait for missing rows starts anew.
+    """
+    capture = Capture(number, record.description, record.open_time, progress)
+    for cells, frame_bytes in frames:
+        capture.add(cells, frame_bytes, progress)
+    for loss in losses:
+        capture.lose(loss, progress)
+    if seal is not None:
+        capture.close(seal, record.seal_time, progress)
+    return capture
+
+
+def settled_ledger(manifest: capture_pb2.CaptureManifest) -> Ledger:
+    """Return the ledger of a settled capture, as far as its manifest tells: served cells and expectations."""
+    ledger = Ledger(manifest.description)
+    ledger.expect([len(sequence.generated_token_ids) for sequence in manifest.sequences])
+    for item in manifest.present:
+        runs = Positions.of_runs((run.first, run.last) for run in item.positions)
+        ledger.add(Cells(item.sequence, item.site, item.layers, runs))
+    return ledger
+
+
+def summarize(manifest: capture_pb2.CaptureManifest, num_rows: int) -> store_pb2.CaptureSummary:
+    """Return a capture in short."""
+    summary = store_pb2.CaptureSummary(
+        capture_id=manifest.description.capture_id,
+        model=manifest.description.model,
+        state=manifest.state,
+        num_rows=num_rows,
+        num_bytes=manifest.num_bytes,
+        open_time=manifest.open_time,
+    )
+    if manifest.HasField("end_time"):
+        summary.end_time.CopyFrom(manifest.end_time)
+    return summary
+
+
+def _row_set(cells: Cells) -> capture_pb2.RowSet:
+    ranges = [capture_pb2.RowRange(first=first, last=last) for first, last in cells.positions.runs()]
+    return capture_pb2.RowSet(
+        sequence=cells.sequence, site=capture_pb2.Site.ValueType(cells.site), layers=cells.layers, positions=ranges
+    )

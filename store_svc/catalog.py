@@ -1,0 +1,161 @@
+"""What is published of every capture: only what is committed."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, store_pb2
+from store_svc.capture import Capture
+
+
+class Feed:
+    """A capture that is not settled: its rows as they are, and the place to wait for more."""
+
+    def __init__(self, capture: Capture, keys: list[bytes]) -> None:
+        self.condition = threading.Condition()
+        """Notified of each change, and by `Catalog.wake`."""
+        self.capture = capture
+        """The capture as it was last published; it is never changed, only replaced."""
+        self.keys = keys
+        """The keys of its frames, in the order of their commits; the list only grows."""
+        self.deleted = False
+        """Whether it was deleted."""
+
+    def publish(self, capture: Capture, keys: list[bytes]) -> None:
+        """Replace the capture, add the keys of new frames, and wake all that wait."""
+        with self.condition:
+            self.capture = capture
+            self.keys.extend(keys)
+            self.condition.notify_all()
+
+    def delete(self) -> None:
+        """Say that the capture is no more, and wake all that wait."""
+        with self.condition:
+            self.deleted = True
+            self.condition.notify_all()
+
+    def wake(self) -> None:
+        """Wake all that wait, so that they look again."""
+        with self.condition:
+            self.condition.notify_all()
+
+
+class Catalog:
+    """All captures. The writer's thread alone changes it; anyone may read it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[str, int] = {}
+        self._order: list[int] = []
+        self._feeds: dict[int, Feed] = {}
+        self._settled: dict[int, store_pb2.CaptureSummary] = {}
+        self.stopping = False
+        """Whether the store is stopping; waits must end."""
+
+    def number_of(self, capture_id: str) -> int | None:
+        """Return the internal number of a capture, or None if there is no such capture."""
+        return self._numbers.get(capture_id)
+
+    def feed_of(self, number: int) -> Feed | None:
+        """Return the feed of a capture, or None if it is settled or no more."""
+        return self._feeds.get(number)
+
+    def require(self, capture_id: str) -> tuple[int, Feed | None]:
+        """Return a capture's number, and its feed unless it is settled.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE.
+        """
+        with self._lock:
+            number = self._numbers.get(capture_id)
+            if number is None:
+                raise unknown_capture(capture_id)
+            return number, self._feeds.get(number)
+
+    def open(self, capture: Capture, keys: list[bytes]) -> None:
+        """Publish a capture that is new here, with the keys of its frames."""
+        with self._lock:
+            self._insert(capture.description.capture_id, capture.number)
+            self._feeds[capture.number] = Feed(capture, keys)
+
+    def open_settled(self, number: int, summary: store_pb2.CaptureSummary) -> None:
+        """Publish a settled capture that is new here."""
+        with self._lock:
+            self._insert(summary.capture_id, number)
+            self._settled[number] = summary
+
+    def publish(self, capture: Capture, keys: list[bytes]) -> None:
+        """Publish what became of a capture, and the keys of its new frames."""
+        feed = self._feeds[capture.number]
+        feed.publish(capture, keys)
+        if capture.settled:
+            with self._lock:
+                self._settled[capture.number] = capture.summary()
+                del self._feeds[capture.number]
+
+    def delete(self, capture_id: str, number: int) -> None:
+        """Forget a capture."""
+        with self._lock:
+            del self._numbers[capture_id]
+            feed = self._feeds.pop(number, None)
+            self._settled.pop(number, None)
+            del self._order[bisect_left(self._order, number)]
+        if feed:
+            feed.delete()
+
+    def live(self) -> list[Capture]:
+        """Return the captures that are not settled."""
+        with self._lock:
+            return [feed.capture for feed in self._feeds.values()]
+
+    def summaries(self) -> list[store_pb2.CaptureSummary]:
+        """Return all captures in short."""
+        return [summary for _, summary in self.newest()]
+
+    def newest(
+        self,
+        before: int | None = None,
+        prefix: str = "",
+        states: Collection[capture_pb2.CaptureState.ValueType] = (),
+    ) -> Iterator[tuple[int, store_pb2.CaptureSummary]]:
+        """Yield captures with their numbers, the newest first.
+
+        Args:
+            before: Only those with a number below this.
+            prefix: Only those whose id starts with this.
+            states: Only those in one of these states; empty means all.
+        """
+        with self._lock:
+            order = self._order[: None if before is None else bisect_left(self._order, before)]
+        for number in reversed(order):
+            summary = self._summary(number)
+            if summary is None or not summary.capture_id.startswith(prefix):
+                continue
+            if not states or summary.state in states:
+                yield number, summary
+
+    def stop(self) -> None:
+        """Make every wait end."""
+        self.stopping = True
+        with self._lock:
+            feeds = list(self._feeds.values())
+        for feed in feeds:
+            feed.wake()
+
+    def _insert(self, capture_id: str, number: int) -> None:
+        self._numbers[capture_id] = number
+        insort(self._order, number)
+
+    def _summary(self, number: int) -> store_pb2.CaptureSummary | None:
+        with self._lock:
+            feed, settled = self._feeds.get(number), self._settled.get(number)
+        return feed.capture.summary() if feed else settled
+
+
+def unknown_capture(capture_id: str) -> Failure:
+    """Return the Failure that says that there is no such capture."""
+    message = f"The store holds no capture {capture_id!r}: it was never opened, or it was deleted."
+    return Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, message, capture_id=capture_id)

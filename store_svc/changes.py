@@ -1,0 +1,279 @@
+"""What one write transaction does to captures."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.frames import ChunkView
+from store_svc.capture import OPEN, Capture, settled_ledger
+from store_svc.catalog import Catalog, unknown_capture
+from store_svc.checks import check_chunk, check_loss, check_seal
+from store_svc.db import Table, Txn
+from store_svc.keys import FrameKey, pack_loss, pack_number, unpack_number
+from store_svc.ledger import Cells, Ledger
+from store_svc.slicing import cells_of, slice_chunk
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time at which a transaction happens."""
+
+    wall: Timestamp
+    """The wall clock, for manifests."""
+    monotonic: float
+    """The monotonic clock in seconds, for waits."""
+
+    @classmethod
+    def now(cls) -> Clock:
+        """Return the time."""
+        wall = Timestamp()
+        wall.FromNanoseconds(time.time_ns())
+        return cls(wall, time.monotonic())
+
+
+class Batch:
+    """The changes of one transaction, invisible until `publish`, which is called after the commit.
+
+    A Batch that is not published leaves no trace, so a transaction that failed may run again in another one.
+    A method that raises Failure has changed nothing.
+    """
+
+    def __init__(self, txn: Txn, catalog: Catalog) -> None:
+        self._txn = txn
+        self._catalog = catalog
+        self._clock = Clock.now()
+        self._numbers: dict[str, int | None] = {}
+        self._opened: set[int] = set()
+        self._deleted: list[tuple[str, int]] = []
+        self._drafts: dict[int, Capture] = {}
+        self._keys: dict[int, list[bytes]] = {}
+        self._settled_ledgers: dict[int, tuple[capture_pb2.CaptureManifest, Ledger]] = {}
+
+    @property
+    def wrote(self) -> bool:
+        """Whether the transaction changes anything."""
+        return self._txn.wrote
+
+    @property
+    def deletes(self) -> bool:
+        """Whether it deletes captures, so that there are frames to free."""
+        return bool(self._deleted)
+
+    def open(self, description: capture_pb2.CaptureDescription) -> None:
+        """Create a capture, unless there is the same one already.
+
+        Raises:
+            Failure: CAPTURE_EXISTS.
+        """
+        number = self._number(description.capture_id)
+        if number is not None:
+            draft = self._draft(number)
+            if draft is None or draft.state != OPEN or draft.description != description:
+                raise _exists(description.capture_id)
+            return
+        number = self._next_number()
+        capture = Capture(number, description, self._clock.wall, self._clock.monotonic)
+        self._numbers[description.capture_id] = number
+        self._opened.add(number)
+        self._drafts[number] = capture
+        self._txn.put(Table.IDS, description.capture_id.encode(), pack_number(number))
+        self._put_record(capture)
+
+    def append(self, capture_id: str, frame: memoryview, chunk: ChunkView) -> bool:
+        """Store the rows of a chunk that are not there yet.
+
+        Args:
+            capture_id: The capture.
+            frame: The bytes of the Chunk.
+            chunk: The same, parsed; its checksum has been verified.
+
+        Returns:
+            Whether anything was stored.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED or INVALID_FIELD.
+        """
+        number = self._require(capture_id)
+        draft = self._draft(number)
+        if draft is None or draft.settled:
+            self._check_repeat(number, draft, chunk)
+            return False
+        check_chunk(chunk.header, draft.description)
+        cells = cells_of(chunk.header)
+        groups = draft.ledger.fresh(cells)
+        if list(groups.values()) == [list(cells.layers)] and cells.positions in groups:
+            self._put_frame(draft, frame, cells)
+        else:
+            for positions, layers in groups.items():
+                self._put_part(draft, chunk, cells._replace(layers=layers, positions=positions))
+        if groups:
+            self._advance(draft)
+        return bool(groups)
+
+    def lose(self, capture_id: str, loss: store_pb2.RowLoss) -> None:
+        """Record rows that will never come. A settled capture does not change any more.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE or INVALID_FIELD.
+        """
+        draft = self._draft(self._require(capture_id))
+        if draft is None or draft.settled:
+            return
+        check_loss(loss, draft.description)
+        self._txn.put(Table.LOSSES, pack_loss(draft.number, draft.num_losses), loss.SerializeToString())
+        draft.lose(loss, self._clock.monotonic)
+        self._advance(draft)
+
+    def seal(self, seal: store_pb2.SealCaptureRequest) -> capture_pb2.CaptureManifest:
+        """Seal a capture, unless it was sealed alike already; return its manifest.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED or INVALID_FIELD.
+        """
+        number = self._require(seal.capture_id)
+        draft = self._draft(number)
+        if draft is None or draft.seal is not None:
+            return self._sealed_before(number, draft, seal)
+        check_seal(seal, draft.description)
+        draft.close(seal, self._clock.wall, self._clock.monotonic)
+        self._txn.put(Table.SEALS, pack_number(number), seal.SerializeToString())
+        self._put_record(draft)
+        return draft.manifest()
+
+    def delete(self, capture_id: str) -> int:
+        """Delete a capture; its frames are freed bit by bit. Return the bytes of its frames.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE.
+        """
+        number = self._require(capture_id)
+        draft = self._draft(number)
+        num_bytes = draft.num_bytes if draft else self._settled(number)[0].num_bytes
+        key = pack_number(number)
+        self._txn.delete(Table.IDS, capture_id.encode())
+        for table in (Table.LIVE, Table.SETTLED, Table.SEALS):
+            self._txn.delete(table, key)
+        self._txn.put(Table.DOOMED, key, b"")
+        self._numbers[capture_id] = None
+        self._drafts.pop(number, None)
+        self._deleted.append((capture_id, number))
+        return num_bytes
+
+    def time_out(self, number: int, waited: float) -> None:
+        """Settle a capture whose rows did not come for `waited` seconds, unless it changed in the meantime."""
+        draft = self._draft(number)
+        if draft is not None and not draft.settled and self._clock.monotonic - draft.progress >= waited:
+            draft.time_out(self._clock.wall, waited)
+            self._put_record(draft)
+
+    def publish(self) -> list[Capture]:
+        """Let everyone see the changes; return the captures that changed."""
+        for capture_id, number in self._deleted:
+            if number not in self._opened:
+                self._catalog.delete(capture_id, number)
+        for number, draft in self._drafts.items():
+            if number in self._opened:
+                self._catalog.open(draft, [])
+            self._catalog.publish(draft, self._keys.get(number, []))
+        return list(self._drafts.values())
+
+    def _number(self, capture_id: str) -> int | None:
+        if capture_id in self._numbers:
+            return self._numbers[capture_id]
+        return self._catalog.number_of(capture_id)
+
+    def _require(self, capture_id: str) -> int:
+        number = self._number(capture_id)
+        if number is None:
+            raise unknown_capture(capture_id)
+        return number
+
+    def _next_number(self) -> int:
+        value = self._txn.get(Table.META, b"next_number")
+        number = unpack_number(bytes(value)) if value is not None else 1
+        self._txn.put(Table.META, b"next_number", pack_number(number + 1))
+        return number
+
+    def _draft(self, number: int) -> Capture | None:
+        """Return a capture that this batch may change, or None if it was settled before."""
+        draft = self._drafts.get(number)
+        feed = self._catalog.feed_of(number)
+        if draft is None and feed is not None:
+            draft = self._drafts[number] = feed.capture.fork()
+        return draft
+
+    def _settled(self, number: int) -> tuple[capture_pb2.CaptureManifest, Ledger]:
+        if number not in self._settled_ledgers:
+            value = self._txn.get(Table.SETTLED, pack_number(number))
+            manifest = capture_pb2.CaptureManifest.FromString(bytes(value or b""))
+            self._settled_ledgers[number] = manifest, settled_ledger(manifest)
+        return self._settled_ledgers[number]
+
+    def _check_repeat(self, number: int, draft: Capture | None, chunk: ChunkView) -> None:
+        manifest, ledger = (draft.record(), draft.ledger) if draft else self._settled(number)
+        check_chunk(chunk.header, manifest.description)
+        if ledger.fresh(cells_of(chunk.header)):
+            raise _ended(manifest)
+
+    def _sealed_before(
+        self, number: int, draft: Capture | None, seal: store_pb2.SealCaptureRequest
+    ) -> capture_pb2.CaptureManifest:
+        if draft is not None:
+            before, manifest = draft.seal, draft.manifest()
+        else:
+            value = self._txn.get(Table.SEALS, pack_number(number))
+            before = store_pb2.SealCaptureRequest.FromString(bytes(value or b""))
+            manifest = self._settled(number)[0]
+        if before != seal:
+            raise _ended(manifest)
+        return manifest
+
+    def _put_part(self, draft: Capture, chunk: ChunkView, cells: Cells) -> None:
+        layers = [at for at, layer in enumerate(chunk.header.layers) if layer in set(cells.layers)]
+        positions = [at for at, position in enumerate(chunk.header.positions) if position in cells.positions]
+        self._put_frame(draft, slice_chunk(chunk, layers, positions), cells)
+
+    def _put_frame(self, draft: Capture, frame: bytes | memoryview, cells: Cells) -> None:
+        runs = cells.positions.runs()
+        key = FrameKey(
+            number=draft.number,
+            sequence=cells.sequence,
+            site=cells.site,
+            first_layer=cells.layers[0],
+            last_layer=cells.layers[-1],
+            first_position=runs[0][0],
+            last_position=runs[-1][1],
+        ).pack()
+        self._txn.put(Table.FRAMES, key, frame)
+        self._keys.setdefault(draft.number, []).append(key)
+        draft.add(cells, len(frame), self._clock.monotonic)
+
+    def _advance(self, draft: Capture) -> None:
+        draft.advance(self._clock.wall)
+        if draft.settled:
+            self._put_record(draft)
+
+    def _put_record(self, draft: Capture) -> None:
+        key = pack_number(draft.number)
+        if draft.settled:
+            self._txn.delete(Table.LIVE, key)
+            self._txn.put(Table.SETTLED, key, draft.manifest().SerializeToString())
+        else:
+            self._txn.put(Table.LIVE, key, draft.record().SerializeToString())
+
+
+def _exists(capture_id: str) -> Failure:
+    message = f"The store holds another capture {capture_id!r}, or one that has ended. Choose another id."
+    return Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, message, capture_id=capture_id)
+
+
+def _ended(manifest: capture_pb2.CaptureManifest) -> Failure:
+    capture_id = manifest.description.capture_id
+    state = capture_pb2.CaptureState.Name(manifest.state).removeprefix("CAPTURE_STATE_")
+    message = f"The capture {capture_id!r} is {state} and takes no more of this."
+    return Failure(Reason.ERROR_REASON_CAPTURE_ENDED, message, capture_id=capture_id, state=state)

@@ -1,0 +1,119 @@
+"""What a request to the store must look like. Each function raises Failure with the field that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.dtypes import numpy_dtype
+from residuum.wire.ids import is_valid_id
+from residuum.wire.limits import MAX_SEQUENCES
+from residuum.wire.selection import check_positions, resolve_layers
+from store_svc.capture import ABORTED, COMPLETE, INCOMPLETE
+from store_svc.keys import MAX_LAYERS
+
+_SITES = set(capture_pb2.Site.values()) - {capture_pb2.SITE_UNSPECIFIED}
+_LOSS_REASONS = {capture_pb2.INCOMPLETE_REASON_OVERFLOW, capture_pb2.INCOMPLETE_REASON_WRITE_FAILED}
+_REASONS = set(capture_pb2.IncompleteReason.values()) - {capture_pb2.INCOMPLETE_REASON_UNSPECIFIED}
+
+
+def invalid(field: str, message: str) -> Failure:
+    """Return the Failure that says which field is wrong, and how."""
+    return Failure(Reason.ERROR_REASON_INVALID_FIELD, f"{field}: {message}", field=field)
+
+
+def check_description(description: capture_pb2.CaptureDescription) -> None:
+    """Check what a capture is to be of.
+
+    Raises:
+        Failure: INVALID_FIELD.
+    """
+    if not is_valid_id(description.capture_id):
+        raise invalid("description.capture_id", f"{description.capture_id!r} is not a valid id")
+    if not 1 <= description.num_layers <= MAX_LAYERS:
+        raise invalid("description.num_layers", f"must be 1 to {MAX_LAYERS}")
+    if not 1 <= description.num_sequences <= MAX_SEQUENCES:
+        raise invalid("description.num_sequences", f"must be 1 to {MAX_SEQUENCES}")
+    if not description.hidden_size:
+        raise invalid("description.hidden_size", "must be positive")
+    try:
+        numpy_dtype(description.dtype)
+    except ValueError as error:
+        raise invalid("description.dtype", str(error)) from None
+    _check_spec(description.spec, description.num_layers)
+
+
+def _check_spec(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:
+    if spec.layers.WhichOneof("selection") != "list":
+        raise invalid("description.spec.layers", "must be filled in as a list")
+    try:
+        resolve_layers(spec.layers, num_layers)
+    except IndexError as error:
+        raise invalid("description.spec.layers", f"the model has {num_layers} layers, not {error.args[0]}") from None
+    except ValueError as error:
+        raise invalid("description.spec.layers", str(error)) from None
+    if not spec.sites or len(set(spec.sites)) != len(spec.sites) or not _SITES.issuperset(spec.sites):
+        raise invalid("description.spec.sites", "must name at least one site, each once")
+    try:
+        check_positions(spec.positions)
+    except ValueError as error:
+        raise invalid("description.spec.positions", str(error)) from None
+
+
+def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.CaptureDescription) -> None:
+    """Check how a request ended.
+
+    Raises:
+        Failure: INVALID_FIELD.
+    """
+    if seal.outcome not in (COMPLETE, ABORTED, INCOMPLETE):
+        raise invalid("outcome", "must be COMPLETE, ABORTED or INCOMPLETE")
+    if (seal.outcome == INCOMPLETE) != (seal.incomplete_reason in _REASONS):
+        raise invalid("incomplete_reason", "must be set with the outcome INCOMPLETE, and only then")
+    if len(seal.sequences) != description.num_sequences:
+        given, wanted = len(seal.sequences), description.num_sequences
+        raise invalid("sequences", f"the capture has {wanted} sequences, not {given}")
+
+
+def check_chunk(header: capture_pb2.ChunkHeader, description: capture_pb2.CaptureDescription) -> None:
+    """Check that a chunk is one of the capture.
+
+    Raises:
+        Failure: INVALID_FIELD.
+    """
+    _check_place("chunk.header", description, header.sequence, [header.site], header.layers)
+    if header.encoding not in (capture_pb2.ENCODING_UNSPECIFIED, capture_pb2.ENCODING_RAW):
+        raise invalid("chunk.header.encoding", f"unknown encoding {int(header.encoding)}")
+    if header.width != description.hidden_size:
+        raise invalid("chunk.header.width", f"rows have {description.hidden_size} elements, not {header.width}")
+    if header.dtype != description.dtype:
+        raise invalid("chunk.header.dtype", "is not that of the capture")
+
+
+def check_loss(loss: store_pb2.RowLoss, description: capture_pb2.CaptureDescription) -> None:
+    """Check that a loss is of rows of the capture.
+
+    Raises:
+        Failure: INVALID_FIELD.
+    """
+    _check_place("loss", description, loss.sequence, loss.sites, loss.layers)
+    if loss.reason not in _LOSS_REASONS:
+        raise invalid("loss.reason", "must be OVERFLOW or WRITE_FAILED")
+    if not loss.sites or not loss.layers or not loss.positions:
+        raise invalid("loss", "must name at least one site, one layer and one position")
+
+
+def _check_place(
+    field: str,
+    description: capture_pb2.CaptureDescription,
+    sequence: int,
+    sites: Iterable[int],
+    layers: Iterable[int],
+) -> None:
+    if sequence >= description.num_sequences:
+        raise invalid(f"{field}.sequence", f"the capture has {description.num_sequences} sequences, not {sequence}")
+    for site in set(sites) - set(description.spec.sites):
+        raise invalid(f"{field}.site", f"the capture has no site {site}")
+    for layer in set(layers) - set(description.spec.layers.list.layers):
+        raise invalid(f"{field}.layers", f"the capture has no layer {layer}")

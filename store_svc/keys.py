@@ -1,0 +1,69 @@
+"""Keys of the database. Numbers are big-endian, so that LMDB's order of bytes is the order of numbers."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+_NUMBER = struct.Struct(">Q")
+_FRAME = struct.Struct(">QIBHHII")
+_LOSS = struct.Struct(">QI")
+
+MAX_LAYERS = 1 << 16
+"""Layers that a key can tell apart."""
+
+GROUP_BYTES = 17
+"""Length of the part of a frame's key that the frames of one group of layers share."""
+
+
+class FrameKey(NamedTuple):
+    """Names a stored frame.
+
+    The cells (layer, position) of stored frames are disjoint, so no two frames share the first layer and the first
+    position: keys are unique. The last layer and the last position are in the key so that a scan can pass a frame over
+    without touching its page.
+    """
+
+    number: int
+    """The capture's internal number."""
+    sequence: int
+    """The sequence."""
+    site: int
+    """The site."""
+    first_layer: int
+    """The first layer in the frame."""
+    last_layer: int
+    """The last layer in the frame."""
+    first_position: int
+    """The first position in the frame."""
+    last_position: int
+    """The last position in the frame."""
+
+    def pack(self) -> bytes:
+        """Return the key's bytes."""
+        return _FRAME.pack(*self)
+
+
+def unpack_frame(key: bytes) -> FrameKey:
+    """Return the FrameKey of these bytes."""
+    return FrameKey(*_FRAME.unpack(key))
+
+
+def after_group(key: bytes) -> bytes:
+    """Return the least key that sorts after every frame of the same capture, sequence, site and group of layers."""
+    return key[:GROUP_BYTES] + b"\xff" * (_FRAME.size - GROUP_BYTES + 1)
+
+
+def pack_number(number: int) -> bytes:
+    """Return the key of a capture's records, which is also the prefix of its frames' and losses' keys."""
+    return _NUMBER.pack(number)
+
+
+def unpack_number(key: bytes) -> int:
+    """Return the capture's internal number of a record's key."""
+    return int(_NUMBER.unpack(key)[0])
+
+
+def pack_loss(number: int, index: int) -> bytes:
+    """Return the key of a capture's index-th loss."""
+    return _LOSS.pack(number, index)

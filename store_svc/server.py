@@ -1,0 +1,162 @@
+"""Bring-up and end of the store service."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import secrets
+import signal
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health
+
+from residuum.rpc.channels import SERVER_OPTIONS
+from residuum.rpc.logs import configure_logs, get_logger
+from residuum.rpc.serving import (
+    NOT_SERVING,
+    SERVING,
+    ErrorInterceptor,
+    add_health_and_reflection,
+)
+from residuum.rpc.settings import load_settings
+from store_svc.db import DamagedError, Database, Table, Txn
+from store_svc.load import load_catalog
+from store_svc.servicer import SERVICE, StoreServicer
+from store_svc.settings import StoreSettings
+from store_svc.writer import Writer, WriterOptions
+
+_SHORT_CALLS = 32
+"""Threads beyond those for long calls, so that health and short calls are answered in a full house."""
+
+_log = get_logger(__name__)
+
+
+class Store:
+    """A store that serves, in this process.
+
+    Example:
+        store = Store(settings)   # open, and serving
+        store.port                # where
+        store.stop()              # what is acknowledged is on disk
+    """
+
+    def __init__(self, settings: StoreSettings) -> None:
+        """Open the database, load the catalog and serve.
+
+        Raises:
+            DamagedError: The database cannot be used.
+            OSError: The address cannot be listened on.
+        """
+        self._settings = settings
+        self.died = False
+        """Whether the writer could not go on. The process should stop and end with an error."""
+        self.ended = threading.Event()
+        """Set when the store should be stopped: by `request_stop`, or because it died."""
+        self._health = health.HealthServicer()
+        synced = settings.ack == "synced"
+        readers = settings.max_streams + 2 * _SHORT_CALLS
+        self._db = Database(settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers)
+        self._catalog = load_catalog(self._db)
+        options = WriterOptions(synced, settings.sync_interval_seconds, settings.seal_timeout_seconds)
+        self._writer = Writer(self._db, self._catalog, options, self._on_death)
+        self._servicer = StoreServicer(
+            self._db,
+            self._catalog,
+            self._writer,
+            store_id=self._db.write(_store_id),
+            version=_version(),
+            max_streams=settings.max_streams,
+        )
+        self._server = self._make_server()
+        self.port = self._listen()
+        self._writer.start()
+        self._server.start()
+        self._set_health(SERVING)
+        _log.info("serving", listen=settings.listen, port=self.port, path=str(settings.path))
+
+    def request_stop(self) -> None:
+        """Ask for a stop; may be called from a signal handler."""
+        self.ended.set()
+
+    def stop(self) -> None:
+        """Stop: take no more, end what runs, write and sync what was taken, close."""
+        _log.info("stopping")
+        self._health.enter_graceful_shutdown()
+        self._catalog.stop()
+        self._writer.stop()
+        self._servicer.end_streams()
+        self._server.stop(self._settings.grace_seconds).wait()
+        self._db.close()
+        _log.info("stopped")
+
+    def _make_server(self) -> grpc.Server:
+        calls = self._settings.max_streams + _SHORT_CALLS
+        server = grpc.server(
+            ThreadPoolExecutor(calls, thread_name_prefix="call"),
+            interceptors=[ErrorInterceptor(_log)],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=calls,
+        )
+        server.add_generic_rpc_handlers((self._servicer.handler(),))
+        add_health_and_reflection(server, SERVICE, self._health)
+        return server
+
+    def _listen(self) -> int:
+        try:
+            return self._server.add_insecure_port(self._settings.listen)
+        except RuntimeError as error:
+            raise OSError(f"listen: cannot listen on {self._settings.listen}: {error}") from error
+
+    def _set_health(self, status: int) -> None:
+        for name in ("", SERVICE):
+            self._health.set(name, status)
+
+    def _on_death(self) -> None:
+        self.died = True
+        self._set_health(NOT_SERVING)
+        self._catalog.stop()
+        self.ended.set()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the store service until SIGTERM or SIGINT; return the exit status."""
+    settings = load_settings(StoreSettings, "python -m store_svc", arguments)
+    configure_logs(settings.log_level)
+    try:
+        store = Store(settings)
+    except (DamagedError, OSError) as error:
+        _log.error("cannot start", error=str(error))
+        return 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: store.request_stop())
+    if settings.port_file is not None:
+        _write_atomically(settings.port_file, f"{store.port}\n")
+    store.ended.wait()
+    store.stop()
+    return 1 if store.died else 0
+
+
+def _store_id(txn: Txn) -> bytes:
+    """Return the id of this database, made when it is new."""
+    value = txn.get(Table.META, b"store_id")
+    if value is not None:
+        return bytes(value)
+    made = secrets.token_bytes(16)
+    txn.put(Table.META, b"store_id", made)
+    return made
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("residuum")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # run from a checkout that is not installed
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)

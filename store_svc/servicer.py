@@ -1,0 +1,237 @@
+"""The service's methods: each parses, asks the right part, and answers."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import store_pb2
+from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
+from store_svc.append import AppendStream
+from store_svc.catalog import Catalog, unknown_capture
+from store_svc.checks import check_description, invalid
+from store_svc.db import Database, Table
+from store_svc.pages import make_token, read_token
+from store_svc.reader import Reader
+from store_svc.writer import Writer
+
+_Request = TypeVar("_Request", bound=Message)
+
+SERVICE = "residuum.v1.StoreService"
+"""The full name of the service."""
+
+
+class StoreServicer:
+    """The methods of StoreService, over the parts of a store."""
+
+    def __init__(
+        self, db: Database, catalog: Catalog, writer: Writer, *, store_id: bytes, version: str, max_streams: int
+    ) -> None:
+        """Make a servicer.
+
+        Args:
+            db: The database, for figures.
+            catalog: What is published.
+            writer: Where changes go; it must be running.
+            store_id: Binds page tokens to this store.
+            version: The version of the server.
+            max_streams: Calls that last may run at once.
+        """
+        self._db = db
+        self._catalog = catalog
+        self._writer = writer
+        self._reader = Reader(db, catalog)
+        self._store_id = store_id
+        self._version = version
+        self._max_streams = max_streams
+        self._long_calls = threading.BoundedSemaphore(max_streams)
+        self._lock = threading.Lock()
+        self._append_streams: set[AppendStream] = set()
+        self._stopping = False
+        self._start_time = Timestamp()
+        self._start_time.GetCurrentTime()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the handler of all methods. Chunks pass it as bytes: protobuf would copy each payload twice."""
+        unary: dict[str, tuple[Callable[[Any, grpc.ServicerContext], Message], type[Message]]] = {
+            "OpenCapture": (self.open_capture, store_pb2.OpenCaptureRequest),
+            "SealCapture": (self.seal_capture, store_pb2.SealCaptureRequest),
+            "GetCapture": (self.get_capture, store_pb2.GetCaptureRequest),
+            "ListCaptures": (self.list_captures, store_pb2.ListCapturesRequest),
+            "DeleteCapture": (self.delete_capture, store_pb2.DeleteCaptureRequest),
+            "GetStats": (self.get_stats, store_pb2.GetStatsRequest),
+        }
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            name: grpc.unary_unary_rpc_method_handler(_parsed(method, kind), None, _serialize)
+            for name, (method, kind) in unary.items()
+        }
+        methods["AppendChunks"] = grpc.stream_stream_rpc_method_handler(self.append_chunks, None, _serialize)
+        read = _parsed(self.read_chunks, store_pb2.ReadChunksRequest)
+        methods["ReadChunks"] = grpc.unary_stream_rpc_method_handler(read, None, None)
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    def open_capture(
+        self, request: store_pb2.OpenCaptureRequest, _context: grpc.ServicerContext
+    ) -> store_pb2.OpenCaptureResponse:
+        """See store.proto."""
+        check_description(request.description)
+        self._writer.call(lambda batch: batch.open(request.description))
+        return store_pb2.OpenCaptureResponse()
+
+    def append_chunks(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[store_pb2.AppendChunksResponse]:
+        """See store.proto."""
+        with self._long_call(), self._writing() as stream:
+            if context.add_callback(stream.cancel):
+                threading.Thread(target=stream.pump, args=(messages,), name="append", daemon=True).start()
+                yield from stream.responses()
+
+    def seal_capture(
+        self, request: store_pb2.SealCaptureRequest, _context: grpc.ServicerContext
+    ) -> store_pb2.SealCaptureResponse:
+        """See store.proto."""
+        manifest = self._writer.call(lambda batch: batch.seal(request), reserve=True)
+        return store_pb2.SealCaptureResponse(manifest=manifest)
+
+    def get_capture(
+        self, request: store_pb2.GetCaptureRequest, context: grpc.ServicerContext
+    ) -> store_pb2.GetCaptureResponse:
+        """See store.proto."""
+        if request.HasField("wait") and request.wait.ToTimedelta().total_seconds() > 0:
+            with self._long_call():
+                self._wait_for_end(request, context)
+        return store_pb2.GetCaptureResponse(manifest=self._reader.manifest(request.capture_id))
+
+    def list_captures(
+        self, request: store_pb2.ListCapturesRequest, _context: grpc.ServicerContext
+    ) -> store_pb2.ListCapturesResponse:
+        """See store.proto."""
+        before = read_token(self._store_id, request)
+        size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+        response = store_pb2.ListCapturesResponse()
+        last = 0
+        for number, summary in self._catalog.newest(before, request.prefix, request.states):
+            if len(response.captures) == size:
+                response.next_page_token = make_token(self._store_id, request, last)
+                break
+            response.captures.append(summary)
+            last = number
+        return response
+
+    def read_chunks(self, request: store_pb2.ReadChunksRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """See store.proto."""
+        with self._long_call():
+            yield from self._reader.read(
+                request,
+                is_cancelled=lambda: not context.is_active(),
+                feed_seen=lambda feed: context.add_callback(feed.wake),
+            )
+
+    def delete_capture(
+        self, request: store_pb2.DeleteCaptureRequest, _context: grpc.ServicerContext
+    ) -> store_pb2.DeleteCaptureResponse:
+        """See store.proto."""
+        freed = self._writer.call(lambda batch: batch.delete(request.capture_id), reserve=True)
+        return store_pb2.DeleteCaptureResponse(freed_bytes=freed)
+
+    def get_stats(
+        self, _request: store_pb2.GetStatsRequest, _context: grpc.ServicerContext
+    ) -> store_pb2.GetStatsResponse:
+        """See store.proto."""
+        summaries = self._catalog.summaries()
+        states = Counter(summary.state for summary in summaries)
+        with self._db.read() as txn:
+            num_chunks = txn.count(Table.FRAMES)
+        counters = self._writer.counters
+        return store_pb2.GetStatsResponse(
+            captures=[store_pb2.StateCount(state=state, count=count) for state, count in sorted(states.items())],
+            num_bytes=sum(summary.num_bytes for summary in summaries),
+            num_chunks=num_chunks,
+            disk_bytes=self._db.disk_bytes(),
+            max_bytes=self._db.max_bytes,
+            chunks_written=counters.written,
+            chunks_repeated=counters.repeated,
+            chunks_rejected=counters.rejected,
+            commits=counters.commits,
+            start_time=self._start_time,
+            server_version=self._version,
+        )
+
+    def end_streams(self) -> None:
+        """End the streams of writers; the Writer must have stopped, so that everything they sent is acknowledged."""
+        with self._lock:
+            self._stopping = True
+            streams = list(self._append_streams)
+        for stream in streams:
+            stream.fail(_stopping())
+
+    @contextmanager
+    def _writing(self) -> Iterator[AppendStream]:
+        stream = AppendStream(self._writer.queue)
+        with self._lock:
+            if self._stopping:
+                raise _stopping()
+            self._append_streams.add(stream)
+        try:
+            yield stream
+        finally:
+            with self._lock:
+                self._append_streams.discard(stream)
+
+    def _wait_for_end(self, request: store_pb2.GetCaptureRequest, context: grpc.ServicerContext) -> None:
+        _, feed = self._catalog.require(request.capture_id)
+        if feed is None:
+            return
+        context.add_callback(feed.wake)
+        seconds = min(request.wait.ToTimedelta().total_seconds(), MAX_WAIT_SECONDS)
+        with feed.condition:
+            feed.condition.wait_for(
+                lambda: feed.capture.ended or feed.deleted or self._catalog.stopping or not context.is_active(), seconds
+            )
+            if feed.deleted:
+                raise unknown_capture(request.capture_id)
+            if self._catalog.stopping and not feed.capture.ended:
+                raise _stopping()
+
+    @contextmanager
+    def _long_call(self) -> Iterator[None]:
+        """Count a call that lasts: a full house answers at once instead of letting the next caller hang."""
+        if not self._long_calls.acquire(blocking=False):
+            message = f"The store serves {self._max_streams} streams and waits at once; try again later."
+            raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit=self._max_streams)
+        try:
+            yield
+        finally:
+            self._long_calls.release()
+
+
+def _parsed(
+    method: Callable[[_Request, grpc.ServicerContext], Any], kind: type[_Request]
+) -> Callable[[bytes, grpc.ServicerContext], Any]:
+    """Parse the request in the handler: in a deserializer gRPC would answer malformed bytes with INTERNAL."""
+
+    def parse_and_call(data: bytes, context: grpc.ServicerContext) -> Any:
+        try:
+            request = kind.FromString(data)
+        except DecodeError as error:
+            raise invalid("message", f"cannot be parsed as {kind.DESCRIPTOR.name}: {error}") from None
+        return method(request, context)
+
+    return parse_and_call
+
+
+def _stopping() -> Failure:
+    return Failure(Reason.ERROR_REASON_NOT_SERVING, "The store is stopping; try again later.")
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()

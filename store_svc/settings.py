@@ -1,0 +1,58 @@
+"""Settings of the store service: flags, environment variables `RESIDUUM_...` or a TOML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, PositiveFloat
+
+from residuum.rpc.serving import parse_endpoint
+from residuum.rpc.settings import ServiceSettings
+
+_SMALLEST_MAP = 16 << 20
+
+
+def _endpoint(text: str) -> str:
+    parse_endpoint(text)
+    return text
+
+
+def _map_limit(size: ByteSize) -> ByteSize:
+    if size < _SMALLEST_MAP:
+        raise ValueError("at least 16MiB")
+    return size
+
+
+class StoreSettings(ServiceSettings):
+    """Settings of the store service."""
+
+    listen: Annotated[str, AfterValidator(_endpoint)] = "127.0.0.1:50052"
+    """Where to listen, as host:port. Port 0 takes a free one; see `port_file`."""
+
+    path: Path
+    """The folder of the database. It is made if it is not there. One store at a time may use it."""
+
+    ack: Literal["committed", "synced"] = "committed"
+    """What an acknowledgement waits for: `committed` survives the end of the process, `synced` the loss of power."""
+
+    max_bytes: Annotated[ByteSize, AfterValidator(_map_limit)] = ByteSize(64 << 30)
+    """The greatest size that the database may grow to, such as 64GiB."""
+
+    sync_interval_seconds: PositiveFloat = 1.0
+    """After how long without writes what is committed is also synced."""
+
+    seal_timeout_seconds: PositiveFloat = 120.0
+    """A sealed capture whose rows stop coming for this long ends INCOMPLETE. Counted anew after a restart."""
+
+    max_streams: Annotated[int, Field(ge=1, le=4096)] = 256
+    """How many calls that last may run at once: writers, readers, and waits for a capture's end."""
+
+    grace_seconds: NonNegativeFloat = 10.0
+    """How long running calls may take to end after SIGTERM or SIGINT."""
+
+    port_file: Path | None = None
+    """Write the port here when it is open, for programs that chose port 0."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least level that is logged."""

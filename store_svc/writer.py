@@ -1,0 +1,298 @@
+"""The one thread that writes: it groups what has come into transactions, and acknowledges what is committed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.logs import get_logger
+from residuum.rpc.serving import internal_failure
+from residuum.v1 import capture_pb2, store_pb2
+from store_svc.capture import Capture
+from store_svc.catalog import Catalog
+from store_svc.changes import Batch
+from store_svc.db import DamagedError, Database, StoreFullError, Table, Txn
+from store_svc.work import Acks, Append, Command, Work, WorkQueue
+
+_T = TypeVar("_T")
+
+_PURGE_FRAMES = 1024
+"""Frames of deleted captures that are freed in one transaction."""
+
+_log = get_logger(__name__)
+
+
+@dataclass
+class Counters:
+    """What was done since the store started."""
+
+    written: int = 0
+    """Chunks of which rows were stored."""
+    repeated: int = 0
+    """Chunks whose rows were there already."""
+    rejected: int = 0
+    """Messages that can never be written."""
+    commits: int = 0
+    """Transactions."""
+
+
+@dataclass(frozen=True)
+class WriterOptions:
+    """How the writer works."""
+
+    ack_synced: bool
+    """Acknowledge what is synced, not what is committed; the database must then sync every commit wholly."""
+    sync_interval: float
+    """Seconds after which what is committed is synced, if nothing else is written."""
+    seal_timeout: float
+    """Seconds after which a sealed capture without progress is settled."""
+
+
+class Writer:
+    """Owns every write to the database.
+
+    A transaction takes what has come while the one before was written: groups grow with the load, and a lone chunk
+    waits for nothing.
+    """
+
+    def __init__(self, db: Database, catalog: Catalog, options: WriterOptions, on_death: Callable[[], None]) -> None:
+        """Make a writer; `start` starts it.
+
+        Args:
+            db: The database.
+            catalog: Where changes are published.
+            options: How it works.
+            on_death: Called in the writer's thread when it cannot go on; the process should end.
+        """
+        self.counters = Counters()
+        self.queue = WorkQueue()
+        self._db = db
+        self._catalog = catalog
+        self._options = options
+        self._on_death = on_death
+        self._unsynced: dict[Acks, int] = {}
+        self._sync_at: float | None = None
+        self._purging = True  # what was deleted before the last stop may not be freed yet
+        self._thread = threading.Thread(target=self._run, name="writer")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what is queued, sync, and end the thread."""
+        self.queue.close()
+        self._thread.join()
+
+    def call(self, run: Callable[[Batch], _T], *, reserve: bool = False) -> _T:
+        """Run a change in a transaction; return what it returned, once it is committed.
+
+        Args:
+            run: The change; it may run several times, each time in another batch.
+            reserve: It may use the room that is kept for ending and deleting captures.
+
+        Raises:
+            Failure: What the change raised, STORE_FULL, or NOT_SERVING if the store is stopping.
+        """
+        command = Command(run, reserve)
+        self.queue.call(command)
+        result: _T = command.future.result()
+        return result
+
+    def _run(self) -> None:
+        work: Work | None = None
+        try:
+            while (work := self.queue.take(self._seconds_to_next())) is not None:
+                self._commit(work)
+                self._time_out_captures()
+                self._purge()
+                self._sync_if_due(work.endings)
+            self._sync()
+        except Exception:  # noqa: BLE001 - whatever it is, nobody may wait for this thread any more
+            _log.exception("the writer cannot go on")
+            self._die(work)
+
+    def _die(self, work: Work | None) -> None:
+        failure = Failure(Reason.ERROR_REASON_NOT_SERVING, "The store is stopping: it cannot write any more.")
+        self.queue.close()
+        while work is not None:
+            work.fail(failure)
+            work = self.queue.take(0)
+        self._on_death()
+
+    def _commit(self, work: Work) -> None:
+        work.appends = [item for item in work.appends if not item.stream.failed]
+        if not work:
+            return
+        try:
+            batch, outcomes = self._db.write(lambda txn: self._apply(txn, work))
+        except DamagedError:
+            raise
+        except StoreFullError as error:
+            self._commit_when_full(work, error)
+        except Exception:  # noqa: BLE001 - a fault of ours; it is logged with the work that meets it
+            self._commit_one_by_one(work)
+        else:
+            self._publish(batch)
+            self._deliver(work, outcomes)
+
+    def _commit_when_full(self, work: Work, error: StoreFullError) -> None:
+        _log.warning("the store is full", error=str(error))
+        failure = Failure(Reason.ERROR_REASON_STORE_FULL, f"There is no room: {error}.")
+        privileged = Work(commands=[command for command in work.commands if command.reserve])
+        Work([command for command in work.commands if not command.reserve], work.appends).fail(failure)
+        if not privileged:
+            return
+        try:
+            batch, outcomes = self._db.write(lambda txn: self._apply(txn, privileged), reserve=True)
+        except StoreFullError:
+            privileged.fail(failure)
+        else:
+            self._publish(batch)
+            self._deliver(privileged, outcomes)
+
+    def _commit_one_by_one(self, work: Work) -> None:
+        """After a fault of ours: let only the work that meets it fail."""
+        parts = work.parts()
+        if len(parts) == 1:
+            work.fail(internal_failure(_log, "write"))
+            return
+        for part in parts:
+            self._commit(part)
+
+    def _apply(self, txn: Txn, work: Work) -> tuple[Batch, list[object]]:
+        batch = Batch(txn, self._catalog)
+        outcomes: list[object] = [_outcome(command.run, batch) for command in work.commands]
+        outcomes += [_outcome(partial(_append, item), batch) for item in work.appends]
+        return batch, outcomes
+
+    def _publish(self, batch: Batch) -> None:
+        if batch.wrote:
+            self.counters.commits += 1
+            # This commit's sync covered the root page of the one before.
+            self._mark_synced()
+        self._purging = self._purging or batch.deletes
+        self._sync_at = time.monotonic() + self._options.sync_interval
+        for capture in batch.publish():
+            if capture.settled:
+                _log_settled(capture)
+
+    def _deliver(self, work: Work, outcomes: list[object]) -> None:
+        for command, outcome in zip(work.commands, outcomes, strict=False):
+            if isinstance(outcome, Failure):
+                command.future.set_exception(outcome)
+            else:
+                command.future.set_result(outcome)
+        rejections: dict[Acks, list[store_pb2.ChunkRejection]] = {}
+        for item, outcome in zip(work.appends, outcomes[len(work.commands) :], strict=True):
+            refused = rejections.setdefault(item.stream, [])
+            self._count(outcome)
+            if isinstance(outcome, Failure):
+                refused.append(store_pb2.ChunkRejection(number=item.number, error=outcome.to_item_error()))
+            self._unsynced[item.stream] = item.number
+        for stream, refused in rejections.items():
+            self._acknowledge(stream, refused)
+
+    def _acknowledge(self, stream: Acks, rejections: list[store_pb2.ChunkRejection]) -> None:
+        number = self._unsynced[stream]
+        stream.committed(number, rejections)
+        if self._options.ack_synced:
+            stream.synced(number)
+            del self._unsynced[stream]
+
+    def _count(self, outcome: object) -> None:
+        if isinstance(outcome, Failure):
+            self.counters.rejected += 1
+        elif outcome is True:
+            self.counters.written += 1
+        elif outcome is False:
+            self.counters.repeated += 1
+
+    def _sync_if_due(self, endings: list[Acks]) -> None:
+        if endings or (self._sync_at is not None and time.monotonic() >= self._sync_at):
+            self._sync()
+        for stream in endings:
+            stream.finished()
+
+    def _sync(self) -> None:
+        if self._sync_at is None:
+            return
+        self._db.sync()
+        self._sync_at = None
+        self._mark_synced()
+
+    def _mark_synced(self) -> None:
+        for stream, number in self._unsynced.items():
+            stream.synced(number)
+        self._unsynced.clear()
+
+    def _time_out_captures(self) -> None:
+        waited = self._options.seal_timeout
+        late = [capture.number for capture in self._sealed() if time.monotonic() - capture.progress >= waited]
+        if late:
+            self._commit(
+                Work([Command(partial(Batch.time_out, number=number, waited=waited), True) for number in late])
+            )
+
+    def _purge(self) -> None:
+        """Free some frames of deleted captures; the rest is freed after the next work."""
+        if self._purging:
+            self._purging = self._db.write(_purge_some, reserve=True)
+
+    def _sealed(self) -> list[Capture]:
+        return [capture for capture in self._catalog.live() if capture.seal is not None]
+
+    def _seconds_to_next(self) -> float | None:
+        if self._purging:
+            return 0.0
+        due = [capture.progress + self._options.seal_timeout for capture in self._sealed()]
+        if self._sync_at is not None:
+            due.append(self._sync_at)
+        return max(min(due) - time.monotonic(), 0.0) if due else None
+
+
+def _outcome(run: Callable[[Batch], object], batch: Batch) -> object:
+    """Return what a change returned, or the Failure that it raised."""
+    try:
+        return run(batch)
+    except Failure as failure:
+        return failure
+
+
+def _append(item: Append, batch: Batch) -> bool | None:
+    """Do what a message asks for; tell, for a chunk, whether anything was stored."""
+    if isinstance(item.content, Failure):
+        raise item.content
+    if isinstance(item.content, store_pb2.RowLoss):
+        batch.lose(item.capture_id, item.content)
+        return None
+    frame, chunk = item.content
+    return batch.append(item.capture_id, frame, chunk)
+
+
+def _purge_some(txn: Txn) -> bool:
+    """Free some frames of a deleted capture; tell whether there may be more."""
+    key = txn.next_key(Table.DOOMED, b"")
+    if key is None:
+        return False
+    if txn.delete_some(Table.FRAMES, key, _PURGE_FRAMES) < _PURGE_FRAMES:
+        txn.delete_some(Table.LOSSES, key, _PURGE_FRAMES)
+        txn.delete(Table.DOOMED, key)
+    return True
+
+
+def _log_settled(capture: Capture) -> None:
+    state = capture_pb2.CaptureState.Name(capture.state).removeprefix("CAPTURE_STATE_").lower()
+    _log.info(
+        "capture settled",
+        capture_id=capture.description.capture_id,
+        state=state,
+        rows=capture.ledger.num_rows,
+        missing=capture.ledger.missing,
+        bytes=capture.num_bytes,
+    )
