@@ -16,7 +16,6 @@ def main() -> None:
     # After the settings: a bad flag is told at once, and --help needs no vLLM.
     import uvloop
 
-    from inference_svc.engine import EngineDeadError
     from inference_svc.selftest import SelfTestError
     from inference_svc.server import EngineDiedError, InferenceServer
 
@@ -25,7 +24,7 @@ def main() -> None:
 
     try:
         uvloop.run(serve())
-    except (EngineDiedError, EngineDeadError, SelfTestError) as error:
+    except (EngineDiedError, SelfTestError) as error:
         get_logger("inference_svc").error("the service has failed", cause=str(error), kind=type(error).__name__)
         sys.exit(1)
 

@@ -71,7 +71,7 @@ async def _capture(engine: Engine, name: str, operations: tuple[Operation, ...])
 
 
 def _push(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    direction = np.random.default_rng(0).standard_normal(rows.shape[-1]).astype(np.float32)
+    direction = np.random.default_rng(0).standard_normal(size=(rows.shape[-1],)).astype(np.float32)
     length = _PUSH * float(np.linalg.norm(rows, axis=-1).max())
     pushed: npt.NDArray[np.float32] = direction / np.linalg.norm(direction) * np.float32(length)
     return pushed

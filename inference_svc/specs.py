@@ -86,8 +86,9 @@ def check_sampling(parameters: inference_pb2.SamplingParameters) -> None:
         Failure: One is out of range; the metadata name the field.
     """
     p = parameters
+    max_tokens = p.max_tokens if p.HasField("max_tokens") else DEFAULT_MAX_TOKENS
     rules = (
-        ("max_tokens", not p.HasField("max_tokens") or p.max_tokens >= 1, "at least 1"),
+        ("max_tokens", max_tokens >= 1, "at least 1"),
         ("temperature", not p.HasField("temperature") or 0 <= p.temperature <= _MAX_TEMPERATURE, "from 0 to 2"),
         ("top_p", not p.HasField("top_p") or 0 < p.top_p <= 1, "above 0 and at most 1"),
         ("stop", len(p.stop) <= MAX_STOP_TEXTS and all(p.stop), f"at most {MAX_STOP_TEXTS} texts, none empty"),

@@ -7,7 +7,7 @@ INTERNAL with an incident number: the text is logged, never sent.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -15,8 +15,9 @@ from grpc_status import rpc_status
 
 from residuum.v1 import errors_pb2
 
+
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Iterable, Mapping
 
 DOMAIN = "residuum.dev"
 """The `domain` of every ErrorInfo that these services send."""
@@ -120,6 +121,6 @@ def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
 
 def _status_from_metadata(error: grpc.RpcError) -> status_pb2.Status | None:
     # rpc_status.from_call serves grpc.Call alone; an AioRpcError has the same metadata but is no Call.
-    metadata = {key: value for key, value in error.trailing_metadata() or ()}  # noqa: C416 - typed as tuples
+    metadata: Mapping[str, object] = dict(cast("Iterable[tuple[str, object]]", error.trailing_metadata() or ()))
     data = metadata.get("grpc-status-details-bin")
     return status_pb2.Status.FromString(data) if isinstance(data, bytes) else None
