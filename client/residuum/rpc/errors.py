@@ -15,7 +15,6 @@ from grpc_status import rpc_status
 
 from residuum.v1 import errors_pb2
 
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
