@@ -181,8 +181,8 @@ __all__ = [
     "Unreachable",
     "Usage",
     "Vector",
-    "load_vectors",
     "__version__",
+    "load_vectors",
 ]
 
 

@@ -1,9 +1,10 @@
-"""Many generations at once, in threads."""
+"""Many generations at once, in threads or as tasks."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 from residuum._progress import progress_bar
@@ -89,3 +90,31 @@ class _Batch:
             self._stopped.set()
             for stream in self._running:
                 stream.close()
+
+
+async def run_async_batch(
+    run: Callable[[Prompt], Awaitable[Reply]], prompts: Sequence[Prompt], *, max_concurrency: int, progress: bool
+) -> list[Reply]:
+    """Run one generation for each prompt, some at once; see `AsyncClient.generate_many`."""
+    room = asyncio.Semaphore(check_concurrency(max_concurrency))
+    replies: list[Reply | None] = [None] * len(prompts)
+    errors: dict[int, ResiduumError] = {}
+    with progress_bar("generating", len(prompts), enabled=progress) as advance:
+
+        async def run_one(at: int, prompt: Prompt) -> None:
+            try:
+                async with room:
+                    replies[at] = await run(prompt)
+            except ResiduumError as error:
+                errors[at] = error
+            advance(1)
+
+        tasks = [asyncio.ensure_future(run_one(at, prompt)) for at, prompt in enumerate(prompts)]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:  # cancelled, or a mistake in the call: stop what runs
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+    return collect(replies, errors)

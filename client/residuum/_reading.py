@@ -15,7 +15,7 @@ from residuum._rows import Block, RowGrid, Wanted, partial_block, whole_block
 from residuum.activations import Activations
 from residuum.capture import SITE_NAMES, site_numbers
 from residuum.manifest import Manifest
-from residuum.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection
+from residuum.selections import LayersLike, Positions, PositionsLike, index_list, layer_selection
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import ChunkView, FrameError, parse_read
 from residuum.wire.selection import expected_rows
@@ -68,7 +68,10 @@ def plan_read(
     if sites is not None:
         request.sites.extend(site_numbers(sites))
     if sequences is not None:
-        request.sequences.extend(layer_list(sequences))
+        numbers = index_list("sequence", sequences)
+        if numbers[0] < 0:
+            raise exc.InvalidRequest(f"Sequences count from 0, so {numbers[0]} is none.", reason="INVALID_FIELD")
+        request.sequences.extend(numbers)
     chosen = Positions.of(positions)
     if chosen != Positions():
         request.positions.CopyFrom(chosen.to_proto())

@@ -23,7 +23,7 @@ Prompt = Union[str, Sequence[int], Sequence[Mapping[str, str]]]  # noqa: UP007 -
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are chosen: the keyword arguments of every call that generates. Unset ones are the server's default."""
+    """How tokens are chosen: keyword arguments of every call that generates. Unset ones are the server's default."""
 
     max_tokens: int
     """Tokens to generate at most in each sequence, at least 1. Default 16."""
@@ -156,7 +156,9 @@ def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingPa
     """
     unknown = sorted(set(sampling) - set(Sampling.__annotations__))
     if unknown:
-        raise TypeError(f"There is no sampling parameter {unknown[0]!r}; there are {', '.join(Sampling.__annotations__)}.")
+        raise TypeError(
+            f"There is no sampling parameter {unknown[0]!r}; there are {', '.join(Sampling.__annotations__)}."
+        )
     given = {name: value for name, value in sampling.items() if value is not None}
     for name, (low, high) in _INTEGERS.items():
         _check_integer(name, given.get(name, low), low, high)
@@ -165,7 +167,9 @@ def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingPa
     if given.get("top_p") == 0:
         raise InvalidRequest("top_p must be above 0.", reason="INVALID_FIELD", metadata={"field": "top_p"})
     if given.get("min_tokens", 0) > given.get("max_tokens", _DEFAULT_MAX_TOKENS):
-        raise InvalidRequest("min_tokens is above max_tokens.", reason="INVALID_FIELD", metadata={"field": "min_tokens"})
+        raise InvalidRequest(
+            "min_tokens is above max_tokens.", reason="INVALID_FIELD", metadata={"field": "min_tokens"}
+        )
     given["stop"] = _stop_texts(given.get("stop", ()))
     given["num_sequences"] = given.pop("n", None)
     return inference_pb2.SamplingParameters(**given)

@@ -90,7 +90,7 @@ class RowGrid:
         return np.flatnonzero(self._column[:length] >= 0)
 
     def mark(self, sets: Sequence[tuple[Iterable[int], Sequence[tuple[int, int]]]]) -> npt.NDArray[np.bool_]:
-        """Return a mask shaped like `have`, true for each (layers, runs of positions) in `sets`; runs include both ends."""
+        """Return a mask like `have`, true for each (layers, runs of positions) in `sets`; runs include both ends."""
         self._cover(max((last + 1 for _, runs in sets for _, last in runs), default=0))
         mask = np.zeros_like(self.have)
         for layers, runs in sets:
@@ -108,7 +108,9 @@ class RowGrid:
         """
         header = chunk.header
         if (header.width, header.dtype) != (self._wanted.width, self._wanted.dtype):
-            raise ServerFault(f"A chunk does not hold rows of the capture's width and type ({header.width}, {header.dtype}).")
+            raise ServerFault(
+                f"A chunk does not hold rows of the capture's width and type ({header.width}, {header.dtype})."
+            )
         positions = np.array(header.positions, dtype=np.int64)
         self._cover(int(positions[-1]) + 1)
         from_layers = [i for i, layer in enumerate(header.layers) if layer in self._layer_index]
@@ -119,7 +121,9 @@ class RowGrid:
             return None
         columns = columns[from_columns]
         rows = chunk.rows()[_span(np.array(from_layers))][:, _span(from_columns)]
-        return self._place(AddedRows(layers, positions[from_columns], rows, ~self.have[np.ix_(layers, columns)]), columns)
+        return self._place(
+            AddedRows(layers, positions[from_columns], rows, ~self.have[np.ix_(layers, columns)]), columns
+        )
 
     def _place(self, added: AddedRows, columns: npt.NDArray[np.int64]) -> AddedRows:
         layers, width = _span(added.layers), _span(columns)

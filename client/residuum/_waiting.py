@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Iterable
 
@@ -61,3 +62,11 @@ def list_request(prefix: str, states: str | Iterable[str]) -> store_pb2.ListCapt
     return store_pb2.ListCapturesRequest(
         prefix=prefix, states=[numbers[name] for name in names], page_size=MAX_PAGE_SIZE
     )
+
+
+def get_request(capture_id: str, wait: float) -> store_pb2.GetCaptureRequest:
+    """Build the question for a manifest that may wait so many seconds for the capture's end."""
+    request = store_pb2.GetCaptureRequest(capture_id=capture_id)
+    if wait:
+        request.wait.FromTimedelta(datetime.timedelta(seconds=wait))
+    return request

@@ -155,9 +155,8 @@ class Activations(Mapping[int, FloatArray]):
         """
         key = (self.sequence if sequence is None else sequence, self.site if site is None else site)
         if key not in self._blocks:
-            raise KeyError(
-                f"sequence {key[0]} at {key[1]} is not here; sequences: {list(self.sequences)}, sites: {list(self.sites)}"
-            )
+            here = f"sequences: {list(self.sequences)}, sites: {list(self.sites)}"
+            raise KeyError(f"sequence {key[0]} at {key[1]} is not here; {here}")
         return Activations(self._manifest, self._layers, self._blocks, key)
 
     def to_safetensors(self, path: str | os.PathLike[str]) -> None:
@@ -210,7 +209,8 @@ class Activations(Mapping[int, FloatArray]):
         shape = f"{len(self)} layers × {len(self.positions)} positions × {self.hidden_size}"
         more = f", {len(self.sequences)} sequences" if len(self.sequences) > 1 else ""
         more += f", sites {', '.join(self.sites)}" if len(self.sites) > 1 else ""
-        return f"Activations({self._manifest.capture_id!r}, {self._manifest.state}: {shape}{more}, {self._manifest.dtype})"
+        what = self._manifest
+        return f"Activations({what.capture_id!r}, {what.state}: {shape}{more}, {what.dtype})"
 
     @property
     def _block(self) -> Block:

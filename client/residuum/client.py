@@ -7,30 +7,27 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from residuum import _vectors, exceptions as exc
+from residuum import _vectors
+from residuum import exceptions as exc
 from residuum._batch import run_batch
 from residuum._connect import HEALTH_CHECK
 from residuum._failures import from_rpc_error
 from residuum._requests import GenerationPlan, Prompt, check_id, plan_generation, plan_spec
 from residuum.capture import Capture
+from residuum.manifest import to_datetime
 from residuum.reading import CaptureClient
 from residuum.replies import Health, PutResult, Registration, Reply
-from residuum.manifest import to_datetime
 from residuum.steering import Operation, operation_list
 from residuum.streams import Stream
 from residuum.v1 import inference_pb2
 from residuum.vector import Vector
 
 if TYPE_CHECKING:
-    import sys
     from types import TracebackType
 
-    from residuum._requests import Sampling
+    from typing_extensions import Self, Unpack
 
-    if sys.version_info >= (3, 11):
-        from typing import Unpack
-    else:
-        from typing_extensions import Unpack
+    from residuum._requests import Sampling
 
 
 class Client(CaptureClient):
@@ -52,6 +49,12 @@ class Client(CaptureClient):
         ...     client.activations(reply.request_id)[12].shape
         (20, 576)
     """
+
+    def __init__(
+        self, endpoint: str, *, store: str | Iterable[str] | None = None, timeout: float | None = 30.0
+    ) -> None:
+        super().__init__(endpoint, store=store, timeout=timeout)
+        self._ledger = _vectors.VectorLedger()
 
     def generate(
         self,
@@ -206,8 +209,8 @@ class Client(CaptureClient):
         plan = plan_spec(capture, steer, request_id, model)
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
         answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
-        self._ledger.add(plan.vectors)
         self._send(_vectors.only(plan.vectors, answer.missing_digests))
+        self._ledger.add(plan.vectors)
         seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
         return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors)
 
@@ -260,7 +263,7 @@ class Client(CaptureClient):
         for channel in self._channels.drain():
             channel.close()
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -270,12 +273,6 @@ class Client(CaptureClient):
 
     def __repr__(self) -> str:
         return f"Client({self.endpoint!r})"
-
-    def __init__(
-        self, endpoint: str, *, store: str | Iterable[str] | None = None, timeout: float | None = 30.0
-    ) -> None:
-        super().__init__(endpoint, store=store, timeout=timeout)
-        self._ledger = _vectors.VectorLedger()
 
     def _start(self, plan: GenerationPlan, timeout: float | None) -> Stream:
         return Stream(self._inference.Generate(plan.request, timeout=timeout), self.endpoint)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf import duration_pb2
 
 from residuum import exceptions as exc
 from residuum._connect import READ_CHUNKS, Backoff, Channels, StoreDirectory, check_endpoint
@@ -15,7 +14,7 @@ from residuum._failures import from_rpc_error
 from residuum._progress import progress_bar
 from residuum._reading import Piece, Reading, plan_read
 from residuum._requests import check_id
-from residuum._waiting import Deadline, list_request
+from residuum._waiting import Deadline, get_request, list_request
 from residuum.activations import Activations
 from residuum.manifest import Manifest
 from residuum.replies import CaptureSummary, ModelInfo, StoreStats
@@ -135,14 +134,14 @@ class CaptureClient:
             >>> client.manifest(reply.request_id, wait=10).state
             'complete'
         """
-        store = self._store(self._store_of(check_id(request_id)))
+        endpoint = self._store_of(check_id(request_id))
         deadline = Deadline.of_wait(wait)
         while True:
             seconds = deadline.slice()
-            request = store_pb2.GetCaptureRequest(capture_id=request_id)
-            if seconds:
-                request.wait.CopyFrom(duration_pb2.Duration(nanos=int(seconds % 1 * 1e9), seconds=int(seconds)))
-            answer = self._call(store.endpoint, store.stub.GetCapture, request, extra=seconds, capture_id=request_id)
+            request = get_request(request_id, seconds)
+            answer = self._call(
+                endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=request_id
+            )
             manifest = Manifest.from_proto(answer.manifest)
             if manifest.is_final or deadline.is_over():
                 return manifest
@@ -173,17 +172,16 @@ class CaptureClient:
         Raises:
             UnknownCapture: There is no such capture.
         """
-        store = self._store(self._store_of(check_id(request_id)))
+        endpoint = self._store_of(check_id(request_id))
         request = store_pb2.DeleteCaptureRequest(capture_id=request_id)
-        return self._call(store.endpoint, store.stub.DeleteCapture, request, capture_id=request_id).freed_bytes
+        return self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=request_id).freed_bytes
 
     def stats(self) -> list[StoreStats]:
         """Return what each store holds and has done."""
-        stores = [self._store(endpoint) for endpoint in self.store_endpoints()]
         request = store_pb2.GetStatsRequest()
         return [
-            StoreStats.from_proto(store.endpoint, self._call(store.endpoint, store.stub.GetStats, request))
-            for store in stores
+            StoreStats.from_proto(endpoint, self._call(endpoint, self._store(endpoint).GetStats, request))
+            for endpoint in self.store_endpoints()
         ]
 
     def info(self) -> ModelInfo:
@@ -213,8 +211,8 @@ class CaptureClient:
     def _inference(self) -> inference_pb2_grpc.InferenceServiceStub:
         return inference_pb2_grpc.InferenceServiceStub(self._channels.get(self.endpoint))
 
-    def _store(self, endpoint: str) -> _Store:
-        return _Store(endpoint, store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint)))
+    def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceStub:
+        return store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint))
 
     def _store_of(self, capture_id: str) -> str:
         known = self._stores.known(capture_id)
@@ -222,9 +220,8 @@ class CaptureClient:
             return known
         endpoints = self.store_endpoints()
         for endpoint in endpoints[:-1]:  # the last one is the answer when it is in none of the others
-            request = store_pb2.GetCaptureRequest(capture_id=capture_id)
             try:
-                self._call(endpoint, self._store(endpoint).stub.GetCapture, request)
+                self._call(endpoint, self._store(endpoint).GetCapture, get_request(capture_id, 0.0))
             except exc.UnknownCapture:
                 continue
             return endpoint
@@ -249,7 +246,7 @@ class CaptureClient:
         for endpoint in self.store_endpoints():
             request.page_token = ""
             while True:
-                page = self._call(endpoint, self._store(endpoint).stub.ListCaptures, request)
+                page = self._call(endpoint, self._store(endpoint).ListCaptures, request)
                 yield from map(CaptureSummary.from_proto, page.captures)
                 request.page_token = page.next_page_token
                 if not request.page_token:
@@ -272,12 +269,13 @@ class CaptureClient:
                 for data in call:
                     backoff.progress()
                     yield data
-                return
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, endpoint, capture_id=capture_id)
                 delay = backoff.seconds_after(failure)
                 if delay is None:
                     raise failure from None
+            else:
+                return
             finally:
                 call.cancel()
             time.sleep(delay)
@@ -289,11 +287,3 @@ class CaptureClient:
             request_serializer=store_pb2.ReadChunksRequest.SerializeToString,
             response_deserializer=None,
         )
-
-
-class _Store:
-    """A store and its stub."""
-
-    def __init__(self, endpoint: str, stub: store_pb2_grpc.StoreServiceStub) -> None:
-        self.endpoint = endpoint
-        self.stub = stub

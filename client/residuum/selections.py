@@ -8,7 +8,7 @@ from typing import Literal, Union
 
 import numpy as np
 
-from residuum.exceptions import InvalidRequest
+from residuum.exceptions import InvalidRequest, UnknownLayer
 from residuum.v1 import selection_pb2
 from residuum.wire.limits import MAX_RANGES
 from residuum.wire.selection import check_positions
@@ -128,22 +128,33 @@ def layer_list(layers: int | Iterable[int]) -> list[int]:
     """Return layer numbers ascending and distinct.
 
     Raises:
-        InvalidRequest: There is none, or one is below 0.
+        InvalidRequest: There is none.
+        UnknownLayer: One is below 0.
         TypeError: They are something else than whole numbers.
     """
-    items = [layers] if isinstance(layers, (int, np.integer)) else list(layers)
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
-            raise TypeError(f"A layer is a whole number, not {item!r}.")
-    numbers = sorted({int(item) for item in items})
-    if not numbers:
-        raise InvalidRequest("Name at least one layer, or layers='all'.", reason="INVALID_FIELD")
+    numbers = index_list("layer", layers)
     if numbers[0] < 0:
-        raise InvalidRequest(
+        raise UnknownLayer(
             f"Layers count from 0, so {numbers[0]} is none; the last one is client.info().num_layers - 1.",
             reason="UNKNOWN_LAYER",
         )
     return numbers
+
+
+def index_list(kind: str, values: int | Iterable[int]) -> list[int]:
+    """Return whole numbers ascending and distinct; `kind` says in messages what they number.
+
+    Raises:
+        InvalidRequest: There is none.
+        TypeError: They are something else than whole numbers.
+    """
+    items = [values] if isinstance(values, (int, np.integer)) else list(values)
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise TypeError(f"A {kind} is a whole number, not {item!r}.")
+    if not items:
+        raise InvalidRequest(f"Name at least one {kind}, or leave the choice out for all.", reason="INVALID_FIELD")
+    return sorted({int(item) for item in items})
 
 
 def _of_word(word: str) -> Positions:

@@ -18,6 +18,8 @@ from residuum.v1 import inference_pb2
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from typing_extensions import Self
+
     class SyncCall(Iterator[inference_pb2.GenerateResponse], Protocol):
         """What grpc returns for a stream: an iterator that can be cancelled."""
 
@@ -91,7 +93,7 @@ class Stream(Iterator[TokenDelta]):
             self.close()
             raise
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -164,7 +166,7 @@ class AsyncStream(AsyncIterator[TokenDelta]):
                 raise
             raise _closed(self._builder) from None  # grpc.aio reports aclose() as if the task were cancelled
 
-    async def __aenter__(self) -> AsyncStream:
+    async def __aenter__(self) -> Self:
         await self.open()
         return self
 

@@ -91,7 +91,11 @@ class Vector:
     def __len__(self) -> int:
         return int(self._values.size)
 
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[np.generic]:
+    def __array__(
+        self,
+        dtype: npt.DTypeLike | None = None,
+        copy: bool | None = None,  # noqa: FBT001 - numpy's protocol
+    ) -> npt.NDArray[np.generic]:
         return np.array(self._values, dtype=dtype) if copy else np.asarray(self._values, dtype=dtype)
 
     def __eq__(self, other: object) -> bool:

@@ -1,0 +1,211 @@
+"""The store's side of the asyncio client; see `residuum.reading`, which has the same methods without await."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from residuum import exceptions as exc
+from residuum._connect import READ_CHUNKS, Backoff, Channels, StoreDirectory, check_endpoint
+from residuum._failures import from_rpc_error
+from residuum._progress import progress_bar
+from residuum._reading import Piece, Reading, plan_read
+from residuum._requests import check_id
+from residuum._waiting import Deadline, get_request, list_request
+from residuum.activations import Activations
+from residuum.manifest import Manifest
+from residuum.replies import CaptureSummary, ModelInfo, StoreStats
+from residuum.rpc.channels import open_aio_channel
+from residuum.selections import LayersLike, PositionsLike
+from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
+
+_Answer = TypeVar("_Answer")
+
+
+class AsyncCaptureClient:
+    """What both services' addresses are needed for. Use it as part of `residuum.AsyncClient`."""
+
+    def __init__(
+        self, endpoint: str, *, store: str | Iterable[str] | None = None, timeout: float | None = 30.0
+    ) -> None:
+        self.endpoint = check_endpoint(endpoint)
+        self._timeout = timeout
+        self._stores = StoreDirectory(store)
+        self._channels: Channels[grpc.aio.Channel] = Channels(open_aio_channel)
+
+    async def activations(
+        self,
+        request_id: str,
+        *,
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        progress: bool = False,
+    ) -> Activations:
+        """Return the captured rows of a request, when all of them are there; see `Client.activations`.
+
+        Example:
+            >>> acts = await client.activations(reply.request_id, layers=[12])
+        """
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
+            follow=wait, allow_partial=allow_partial,
+        )  # fmt: skip
+        reading = Reading(plan)
+        with progress_bar(f"reading {request_id}", None, enabled=progress, of_bytes=True) as advance:
+            async for data in self._read(reading, timeout):
+                reading.add(data)
+                advance(len(data))
+        return reading.activations()
+
+    async def follow(
+        self,
+        request_id: str,
+        *,
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequence: int = 0,
+        positions: PositionsLike = None,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+    ) -> AsyncIterator[Piece]:
+        """Yield rows while the model generates; see `Client.follow`.
+
+        Example:
+            >>> async for site, layer, positions, rows in client.follow(stream.request_id, layers=[12]):
+            ...     print(layer, positions, rows.shape)
+        """
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequence, positions=positions,
+            follow=True, allow_partial=allow_partial,
+        )  # fmt: skip
+        reading = Reading(plan, keep_values=False)
+        async for data in self._read(reading, timeout):
+            for piece in reading.add(data):
+                yield piece
+        reading.manifest()
+
+    async def manifest(self, request_id: str, *, wait: bool | float = False) -> Manifest:
+        """Return what is known of a capture; see `Client.manifest`."""
+        endpoint = await self._store_of(check_id(request_id))
+        deadline = Deadline.of_wait(wait)
+        while True:
+            seconds = deadline.slice()
+            request = get_request(request_id, seconds)
+            answer = await self._call(
+                endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=request_id
+            )
+            manifest = Manifest.from_proto(answer.manifest)
+            if manifest.is_final or deadline.is_over():
+                return manifest
+
+    async def captures(self, *, prefix: str = "", states: str | Iterable[str] = ()) -> AsyncIterator[CaptureSummary]:
+        """Yield the captures of all stores, newest first in each, page by page; see `Client.captures`."""
+        request = list_request(prefix, states)
+        for endpoint in await self.store_endpoints():
+            request.page_token = ""
+            while True:
+                page = await self._call(endpoint, self._store(endpoint).ListCaptures, request)
+                for summary in page.captures:
+                    yield CaptureSummary.from_proto(summary)
+                request.page_token = page.next_page_token
+                if not request.page_token:
+                    break
+
+    async def delete(self, request_id: str) -> int:
+        """Delete a capture, and return the bytes that were freed; see `Client.delete`."""
+        endpoint = await self._store_of(check_id(request_id))
+        request = store_pb2.DeleteCaptureRequest(capture_id=request_id)
+        answer = await self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=request_id)
+        return answer.freed_bytes
+
+    async def stats(self) -> list[StoreStats]:
+        """Return what each store holds and has done."""
+        request = store_pb2.GetStatsRequest()
+        endpoints = await self.store_endpoints()
+        answers = [await self._call(endpoint, self._store(endpoint).GetStats, request) for endpoint in endpoints]
+        return [StoreStats.from_proto(endpoint, answer) for endpoint, answer in zip(endpoints, answers, strict=True)]
+
+    async def info(self) -> ModelInfo:
+        """Return what the server serves, and within which limits; see `Client.info`."""
+        request = inference_pb2.GetModelInfoRequest()
+        return ModelInfo.from_proto(await self._call(self.endpoint, self._inference.GetModelInfo, request))
+
+    async def store_endpoints(self) -> tuple[str, ...]:
+        """Return where the stores are: as given to the client, or else as the inference service says."""
+        known = self._stores.endpoints
+        return known or self._stores.learn((await self.info()).store_endpoints, self.endpoint)
+
+    @property
+    def _inference(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
+        return inference_pb2_grpc.InferenceServiceStub(self._channels.get(self.endpoint))
+
+    def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceAsyncStub:
+        return store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint))
+
+    async def _store_of(self, capture_id: str) -> str:
+        known = self._stores.known(capture_id)
+        if known is not None:
+            return known
+        endpoints = await self.store_endpoints()
+        for endpoint in endpoints[:-1]:  # the last one is the answer when it is in none of the others
+            try:
+                await self._call(endpoint, self._store(endpoint).GetCapture, get_request(capture_id, 0.0))
+            except exc.UnknownCapture:
+                continue
+            return endpoint
+        return endpoints[-1]
+
+    async def _call(
+        self,
+        endpoint: str,
+        method: Callable[..., Awaitable[_Answer]],
+        request: Any,
+        *,
+        extra: float = 0.0,
+        **facts: str,
+    ) -> _Answer:
+        """Make a unary call with the client's deadline and `extra` seconds on top of it."""
+        try:
+            return await method(request, timeout=None if self._timeout is None else self._timeout + extra)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, endpoint, **facts) from None
+
+    async def _read(self, reading: Reading, timeout: float | None) -> AsyncIterator[bytes]:
+        """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
+        capture_id = reading.request.capture_id
+        endpoint = await self._store_of(capture_id)
+        deadline, backoff = Deadline(timeout), Backoff()
+        while True:
+            reading.begin()
+            call = self._reader(endpoint)(reading.request, timeout=deadline.remaining())
+            try:
+                async for data in call:
+                    backoff.progress()
+                    yield data
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, endpoint, capture_id=capture_id)
+                delay = backoff.seconds_after(failure)
+                if delay is None:
+                    raise failure from None
+            else:
+                return
+            finally:
+                call.cancel()
+            await asyncio.sleep(delay)
+
+    def _reader(self, endpoint: str) -> grpc.aio.UnaryStreamMultiCallable[store_pb2.ReadChunksRequest, bytes]:
+        # No deserializer: rows are copied from the message's own bytes to where they belong.
+        return self._channels.get(endpoint, "reads").unary_stream(
+            READ_CHUNKS,
+            request_serializer=store_pb2.ReadChunksRequest.SerializeToString,
+            response_deserializer=None,
+        )

@@ -1,0 +1,239 @@
+"""Captures on their way back: complete, partial, open, broken, resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from peer import HIDDEN, LAYERS, rows
+
+import residuum
+from residuum.v1 import capture_pb2
+
+POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
+
+
+async def test_whole_capture_comes_back_exactly(client):
+    reply = await client.generate("a bb ccc dddd", max_tokens=7, capture=residuum.Capture(layers="all"))
+    acts = await client.activations(reply.request_id)
+    assert reply.captured
+    assert acts.manifest.is_complete
+    assert acts.layers == tuple(range(LAYERS))
+    assert acts.positions.tolist() == list(range(10))  # 4 + 7 - 1
+    for layer in acts:
+        assert acts[layer].dtype == np.float32
+        assert np.array_equal(acts[layer], rows(0, POST, layer, range(10)).astype(np.float32))
+        assert np.array_equal(acts.raw(layer), rows(0, POST, layer, range(10)))
+    assert acts.raw(0).dtype == ml_dtypes.bfloat16
+    assert acts.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert acts.prompt_tokens == 4
+    assert acts.present.all()
+
+
+async def test_one_generated_token_leaves_the_prompts_rows(client):
+    reply = await client.generate("a bb", max_tokens=1, capture=residuum.Capture(layers=3))
+    acts = await client.activations(reply.request_id)
+    assert acts[3].shape == (2, HIDDEN)
+
+
+async def test_selecting_while_reading(client):
+    capture = residuum.Capture(layers=[0, 2, 5], sites=("resid_pre", "resid_post"))
+    reply = await client.generate("a bb ccc", max_tokens=4, capture=capture, n=2)
+    acts = await client.activations(
+        reply.request_id, layers=[5, 2], sites="resid_pre", sequences=1, positions=slice(1, 4)
+    )
+    assert acts.layers == (2, 5)
+    assert (acts.sites, acts.sequences) == (("resid_pre",), (1,))
+    assert np.array_equal(acts[5], rows(1, PRE, 5, [1, 2, 3]).astype(np.float32))
+    assert acts.token_ids.tolist() == [2, 3, 104]
+
+
+async def test_all_sequences_and_sites(client):
+    capture = residuum.Capture(layers=[1], sites=("resid_post", "resid_pre"))
+    reply = await client.generate("a bb ccc", max_tokens=4, capture=capture, n=3)
+    acts = await client.activations(reply.request_id)
+    assert acts.sequences == (0, 1, 2)
+    assert acts.sites == ("resid_post", "resid_pre")
+    chosen = acts.select(sequence=2, site="resid_pre")
+    assert np.array_equal(chosen[1], rows(2, PRE, 1, range(6)).astype(np.float32))
+    assert chosen.token_ids.tolist() == [1, 2, 3, 204, 205, 206]
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [("prompt", [0, 1, 2]), ("generated", [3, 4, 5, 6]), ("last_prompt", [2]), (slice(-2, None, None), [1, 2, 3, 4, 5, 6])],
+)
+async def test_positions_of_the_capture(client, positions, expected):
+    capture = residuum.Capture(layers=[4], positions=positions)
+    reply = await client.generate("a bb ccc", max_tokens=5, capture=capture)
+    acts = await client.activations(reply.request_id)
+    assert acts.positions.tolist() == expected
+    assert np.array_equal(acts[4], rows(0, POST, 4, expected).astype(np.float32))
+
+
+async def test_rows_past_the_end_are_dropped(client, peer):
+    peer.script.extra_rows = 3
+    reply = await client.generate("a bb ccc", max_tokens=4, capture=residuum.Capture(layers=[0]))
+    acts = await client.activations(reply.request_id)
+    assert acts.positions.tolist() == list(range(6))
+
+
+async def test_waits_for_the_seal(client, peer):
+    peer.script.delay_seal = threading.Event()
+    reply = await client.generate("a bb", max_tokens=200, capture=residuum.Capture())
+    with pytest.raises(residuum.OpenCapture, match="still being written") as caught:
+        await client.activations(reply.request_id, wait=False)
+    assert caught.value.manifest.state == "open"
+    open_acts = await client.activations(reply.request_id, wait=False, allow_partial=True)
+    assert np.array_equal(open_acts[5], rows(0, POST, 5, open_acts.positions).astype(np.float32))
+    waiting = asyncio.ensure_future(asyncio.to_thread(asyncio.run, _read(client, reply.request_id)))
+    peer.script.delay_seal.set()
+    acts = await waiting
+    assert acts.manifest.is_complete
+    assert np.array_equal(acts[5], rows(0, POST, 5, range(201)).astype(np.float32))
+
+
+async def _read(face, request_id):
+    """Read with a client of the same kind in another thread; an asyncio client belongs to one loop."""
+    if isinstance(face.client, residuum.Client):
+        return face.client.activations(request_id)
+    async with residuum.AsyncClient(face.client.endpoint) as client:
+        return await client.activations(request_id)
+
+
+async def test_time_to_wait_is_over(client, peer):
+    peer.script.delay_seal = threading.Event()
+    reply = await client.generate("a bb", max_tokens=4, capture=residuum.Capture())
+    with pytest.raises(residuum.DeadlineExceeded, match="timeout") as caught:
+        await client.activations(reply.request_id, timeout=0.2)
+    peer.script.delay_seal.set()
+    assert caught.value.capture_id == reply.request_id
+    assert isinstance(caught.value, TimeoutError)
+
+
+async def test_incomplete_is_never_handed_out_silently(client, peer):
+    peer.script.lost_layers = (1, 2)
+    reply = await client.generate("a bb ccc", max_tokens=4, capture=residuum.Capture(layers=[0, 1, 2]))
+    with pytest.raises(residuum.IncompleteCapture, match=r"OVERFLOW.*layers 1-2.*positions 0-5.*allow_partial") as caught:
+        await client.activations(reply.request_id)
+    assert caught.value.reason == "OVERFLOW"
+    assert caught.value.capture_id == reply.request_id
+    assert caught.value.missing[0].layers == (1, 2)
+    assert caught.value.manifest.state == "incomplete"
+
+
+async def test_partial_rows_are_nan_where_missing(client, peer):
+    peer.script.lost_layers = (1,)
+    reply = await client.generate("a bb ccc", max_tokens=4, capture=residuum.Capture(layers=[0, 1, 2]))
+    acts = await client.activations(reply.request_id, allow_partial=True)
+    assert np.array_equal(acts[2], rows(0, POST, 2, range(6)).astype(np.float32))
+    assert np.isnan(acts[1]).all()
+    assert acts.present.all(axis=1).tolist() == [True, False, True]
+
+
+async def test_aborted_capture(client, peer, endpoint):
+    peer.script.hold = threading.Event()
+    with residuum.Client(endpoint) as other, other.stream("a bb", max_tokens=9, capture=residuum.Capture()) as stream:
+        next(stream)
+        other.abort(stream.request_id)
+        peer.script.hold.set()
+        with pytest.raises(residuum.RequestAborted):
+            list(stream)
+    manifest = await client.manifest(stream.request_id, wait=True)
+    assert manifest.state == "aborted"
+    with pytest.raises(residuum.AbortedCapture, match="stopped") as caught:
+        await client.activations(stream.request_id)
+    assert isinstance(caught.value, residuum.ResiduumError)
+    acts = await client.activations(stream.request_id, allow_partial=True)
+    assert acts.manifest.state == "aborted"
+    assert np.array_equal(acts[0], rows(0, POST, 0, acts.positions).astype(np.float32))
+
+
+async def test_follow_yields_each_row_once(client, peer):
+    peer.script.delay_seal = threading.Event()
+    reply = await client.generate("a bb", max_tokens=40, capture=residuum.Capture(layers=[1, 4]))
+    peer.script.delay_seal.set()
+    pieces = await client.follow(reply.request_id, layers=[4])
+    positions = np.concatenate([piece.positions for piece in pieces])
+    assert sorted(positions.tolist()) == list(range(41))
+    for site, layer, at, values in pieces:
+        assert (site, layer, values.dtype) == ("resid_post", 4, np.float32)
+        assert np.array_equal(values, rows(0, POST, 4, at).astype(np.float32))
+
+
+async def test_follow_ends_with_the_truth(client, peer):
+    peer.script.lost_layers = (1,)
+    reply = await client.generate("a bb", max_tokens=4, capture=residuum.Capture(layers=[0, 1]))
+    with pytest.raises(residuum.IncompleteCapture):
+        await client.follow(reply.request_id)
+    assert len(await client.follow(reply.request_id, allow_partial=True)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"layers": [-1]}, residuum.UnknownLayer),
+        ({"layers": []}, residuum.InvalidRequest),
+        ({"layers": 5}, residuum.InvalidRequest),  # not captured; the store says so
+        ({"sites": "resid_mid"}, residuum.UnknownSite),
+        ({"sites": "resid_pre"}, residuum.InvalidRequest),
+        ({"positions": "now"}, residuum.InvalidRequest),
+    ],
+)
+async def test_reading_what_is_not_there(client, arguments, error):
+    reply = await client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[0]))
+    with pytest.raises(error):
+        await client.activations(reply.request_id, **arguments)
+
+
+async def test_unknown_capture(client):
+    for call in (client.activations, client.manifest, client.delete, client.follow):
+        with pytest.raises(residuum.UnknownCapture) as caught:
+            await call("never-was")
+        assert caught.value.capture_id == "never-was"
+        assert caught.value.reason == "UNKNOWN_CAPTURE"
+
+
+async def test_bad_id_is_refused_here(client, peer):
+    with pytest.raises(residuum.InvalidRequest, match="cannot name a request"):
+        await client.activations("../etc")
+    assert peer.calls == []
+
+
+async def test_manifest_says_what_was_captured(client):
+    joy = residuum.Vector.from_array(np.ones(HIDDEN))
+    reply = await client.generate(
+        "a bb", max_tokens=3, capture=residuum.Capture(layers=[1]), steer=residuum.Add(joy, layer=1)
+    )
+    manifest = await client.manifest(reply.request_id, wait=5.0)
+    assert (manifest.state, manifest.model, manifest.dtype) == ("complete", "peer", "bfloat16")
+    assert (manifest.layers, manifest.sites, manifest.hidden_size) == ((1,), ("resid_post",), HIDDEN)
+    assert manifest.prompt_token_ids == (1, 2)
+    assert manifest.sequences[0].generated_token_ids == (3, 4, 5)
+    assert manifest.steered
+    assert manifest.open_time.tzinfo is not None
+    assert residuum.Manifest.from_json(manifest.to_json()) == manifest
+
+
+async def test_list_and_delete(client):
+    ids = [f"listed-{i}-{id(client)}" for i in range(3)]
+    for name in ids:
+        await client.generate("a", max_tokens=2, capture=residuum.Capture(layers=[0]), request_id=name)
+        await client.manifest(name, wait=True)
+    found = await client.captures(prefix="listed-", states=["complete"])
+    assert {summary.capture_id for summary in found} >= set(ids)
+    assert all(summary.num_rows == 2 for summary in found)
+    assert await client.delete(ids[0]) > 0
+    assert ids[0] not in {summary.capture_id for summary in await client.captures()}
+    with pytest.raises(residuum.InvalidRequest, match="not a state"):
+        await client.captures(states="done")
+
+
+async def test_stats(client, store):
+    await client.generate("a", max_tokens=2, capture=residuum.Capture(layers=[0]))
+    stats = (await client.stats())[0]
+    assert stats.endpoint == store.endpoint
+    assert stats.num_chunks >= 1
