@@ -106,7 +106,7 @@ class StoreServicer:
         self, request: store_pb2.GetCaptureRequest, context: grpc.ServicerContext
     ) -> store_pb2.GetCaptureResponse:
         """See store.proto."""
-        if request.HasField("wait") and request.wait.ToTimedelta().total_seconds() > 0:
+        if _seconds(request) > 0:
             with self._long_call():
                 self._wait_for_end(request, context)
         return store_pb2.GetCaptureResponse(manifest=self._reader.manifest(request.capture_id))
@@ -192,10 +192,10 @@ class StoreServicer:
         if feed is None:
             return
         context.add_callback(feed.wake)
-        seconds = min(request.wait.ToTimedelta().total_seconds(), MAX_WAIT_SECONDS)
         with feed.condition:
             feed.condition.wait_for(
-                lambda: feed.capture.ended or feed.deleted or self._catalog.stopping or not context.is_active(), seconds
+                lambda: feed.capture.ended or feed.deleted or self._catalog.stopping or not context.is_active(),
+                _seconds(request),
             )
             if feed.deleted:
                 raise unknown_capture(request.capture_id)
@@ -227,6 +227,10 @@ def _parsed(
         return method(request, context)
 
     return parse_and_call
+
+
+def _seconds(request: store_pb2.GetCaptureRequest) -> float:
+    return min(request.wait.seconds + request.wait.nanos / 1e9, MAX_WAIT_SECONDS)
 
 
 def _stopping() -> Failure:

@@ -36,7 +36,7 @@ class StoreSettings(ServiceSettings):
     ack: Literal["committed", "synced"] = "committed"
     """What an acknowledgement waits for: `committed` survives the end of the process, `synced` the loss of power."""
 
-    max_bytes: Annotated[ByteSize, AfterValidator(_map_limit)] = ByteSize(64 << 30)
+    max_bytes: Annotated[ByteSize, AfterValidator(_map_limit)] = Field(default="64GiB", validate_default=True)
     """The greatest size that the database may grow to, such as 64GiB."""
 
     sync_interval_seconds: PositiveFloat = 1.0

@@ -1,0 +1,262 @@
+"""What the store's tests share: small captures whose every value follows from its place, and a plain client."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from residuum.rpc.channels import open_channel
+from residuum.rpc.errors import Failure, failure_from_rpc_error
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
+from residuum.wire.frames import append_prefix, checksum, chunk_prefix
+from store_svc.server import Store
+from store_svc.settings import StoreSettings
+
+POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
+OPEN, COMPLETE = capture_pb2.CAPTURE_STATE_OPEN, capture_pb2.CAPTURE_STATE_COMPLETE
+INCOMPLETE, ABORTED = capture_pb2.CAPTURE_STATE_INCOMPLETE, capture_pb2.CAPTURE_STATE_ABORTED
+WIDTH = 4
+
+Cell = tuple[int, int, int, int]
+"""Sequence, site, layer, position."""
+
+
+def describe(
+    capture_id: str = "a",
+    *,
+    layers: Sequence[int] = (0, 1, 2),
+    sites: Sequence[int] = (POST,),
+    prompt: int = 4,
+    sequences: int = 1,
+    **spec: object,
+) -> capture_pb2.CaptureDescription:
+    description = capture_pb2.CaptureDescription(
+        capture_id=capture_id,
+        model="tiny",
+        hidden_size=WIDTH,
+        num_layers=max(layers) + 1,
+        dtype=tensor_pb2.DATA_TYPE_FLOAT32,
+        spec=capture_pb2.CaptureSpec(sites=sites, encoding=capture_pb2.ENCODING_RAW, **spec),
+        prompt_token_ids=range(prompt),
+        num_sequences=sequences,
+    )
+    description.spec.layers.list.layers.extend(layers)
+    return description
+
+
+def row(cell: Cell) -> np.ndarray:
+    """The row of a cell, float32 [WIDTH]: each cell has another one."""
+    sequence, site, layer, position = cell
+    return (np.arange(WIDTH) + 10 * position + 10_000 * layer + 100_000 * site + 1_000_000 * sequence).astype("<f4")
+
+
+def make_chunk(
+    layers: Sequence[int], positions: Sequence[int], *, sequence: int = 0, site: int = POST, **header: object
+) -> bytes:
+    rows = [[row((sequence, site, layer, position)) for position in positions] for layer in layers]
+    payload = np.array(rows).tobytes()
+    fields = {"dtype": tensor_pb2.DATA_TYPE_FLOAT32, "width": WIDTH, "encoding": capture_pb2.ENCODING_RAW, **header}
+    head = capture_pb2.ChunkHeader(sequence=sequence, site=site, layers=layers, positions=positions, **fields)
+    return chunk_prefix(head, checksum(payload), len(payload)) + payload
+
+
+def message(number: int, capture_id: str, chunk: bytes) -> bytes:
+    return append_prefix(number, capture_id, len(chunk)) + chunk
+
+
+def loss_message(number: int, capture_id: str, loss: store_pb2.RowLoss) -> bytes:
+    return store_pb2.AppendChunksRequest(number=number, capture_id=capture_id, loss=loss).SerializeToString()
+
+
+def seal_request(
+    capture_id: str = "a", generated: Sequence[int] = (2,), outcome: int = COMPLETE, **fields: object
+) -> store_pb2.SealCaptureRequest:
+    sequences = [
+        capture_pb2.SequenceOutcome(generated_token_ids=range(count), finish_reason="stop") for count in generated
+    ]
+    return store_pb2.SealCaptureRequest(capture_id=capture_id, sequences=sequences, outcome=outcome, **fields)
+
+
+def cells_of(row_sets: Iterable[capture_pb2.RowSet]) -> set[Cell]:
+    """The cells that a manifest's row sets name; fails if one is named twice."""
+    cells = [
+        (item.sequence, item.site, layer, position)
+        for item in row_sets
+        for layer in item.layers
+        for run in item.positions
+        for position in range(run.first, run.last + 1)
+    ]
+    assert len(cells) == len(set(cells))
+    return set(cells)
+
+
+def grid(layers: Iterable[int], positions: Iterable[int], sequence: int = 0, site: int = POST) -> set[Cell]:
+    positions = list(positions)
+    return {(sequence, site, layer, position) for layer in layers for position in positions}
+
+
+class Rows:
+    """The rows of a ReadChunks call: takes chunks, fails on a row that comes twice or has another value than it should."""
+
+    def __init__(self) -> None:
+        self.cells: set[Cell] = set()
+
+    def take(self, chunk: capture_pb2.Chunk) -> None:
+        header = chunk.header
+        assert checksum(chunk.payload) == chunk.crc32c
+        shape = (len(header.layers), len(header.positions), header.width)
+        values = np.frombuffer(chunk.payload, dtype="<f4").reshape(shape)
+        for at, layer in enumerate(header.layers):
+            for to, position in enumerate(header.positions):
+                cell = (header.sequence, header.site, layer, position)
+                assert cell not in self.cells, f"{cell} came twice"
+                np.testing.assert_array_equal(values[at, to], row(cell))
+                self.cells.add(cell)
+
+
+class Client:
+    """The store as any language's stub meets it, and a stream that takes ready bytes."""
+
+    def __init__(self, port: int) -> None:
+        self.target = f"127.0.0.1:{port}"
+        self.channel = open_channel(self.target)
+        self.stub = store_pb2_grpc.StoreServiceStub(self.channel)
+        self.raw_append = self.channel.stream_stream(
+            "/residuum.v1.StoreService/AppendChunks", None, store_pb2.AppendChunksResponse.FromString
+        )
+
+    def open(self, description: capture_pb2.CaptureDescription | None = None) -> None:
+        self.stub.OpenCapture(store_pb2.OpenCaptureRequest(description=description or describe()))
+
+    def append(self, chunks: Iterable[bytes], capture_id: str = "a") -> list[store_pb2.AppendChunksResponse]:
+        """Append chunks in one stream; return the answers, after checking that they are cumulative."""
+        messages = [message(number, capture_id, chunk) for number, chunk in enumerate(chunks, start=1)]
+        return self.send(messages)
+
+    def send(self, messages: Iterable[bytes]) -> list[store_pb2.AppendChunksResponse]:
+        answers = list(self.raw_append(iter(messages), timeout=30))
+        assert all(a.committed_through <= b.committed_through for a, b in zip(answers, answers[1:], strict=False))
+        assert all(a.synced_through <= b.synced_through for a, b in zip(answers, answers[1:], strict=False))
+        assert all(answer.synced_through <= answer.committed_through for answer in answers)
+        return answers
+
+    def seal(self, *args: object, **fields: object) -> capture_pb2.CaptureManifest:
+        return self.stub.SealCapture(seal_request(*args, **fields)).manifest
+
+    def get(self, capture_id: str = "a", wait: float = 0.0) -> capture_pb2.CaptureManifest:
+        request = store_pb2.GetCaptureRequest(capture_id=capture_id)
+        if wait:
+            request.wait.FromMilliseconds(int(wait * 1000))
+        return self.stub.GetCapture(request, timeout=60).manifest
+
+    def read(self, capture_id: str = "a", **fields: object) -> tuple[set[Cell], capture_pb2.CaptureManifest]:
+        """Read rows; return the cells that came, each once and with its right value, and the last manifest."""
+        request = store_pb2.ReadChunksRequest(capture_id=capture_id, **fields)
+        answers = list(self.stub.ReadChunks(request, timeout=30))
+        assert [answer.WhichOneof("content") for answer in (answers[0], answers[-1])] == ["manifest", "manifest"]
+        rows = Rows()
+        for answer in answers[1:-1]:
+            rows.take(answer.chunk)
+        return rows.cells, answers[-1].manifest
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+class OpenStream:
+    """A stream of a writer that stays open and waits for acknowledgements."""
+
+    def __init__(self, client: Client) -> None:
+        self._messages: queue.Queue[bytes | None] = queue.Queue()
+        self._next = 1
+        self.answers = client.raw_append(iter(self._messages.get, None), timeout=30)
+
+    def send(self, chunk: bytes, capture_id: str = "a") -> int:
+        """Send a chunk; return its number."""
+        number, self._next = self._next, self._next + 1
+        self._messages.put(message(number, capture_id, chunk))
+        return number
+
+    def until_acked(self, number: int) -> store_pb2.AppendChunksResponse:
+        return next(answer for answer in self.answers if answer.committed_through >= number)
+
+    def half_close(self) -> None:
+        self._messages.put(None)
+
+    def cancel(self) -> None:
+        self.answers.cancel()
+        self._messages.put(None)
+
+
+def rejections(answers: Iterable[store_pb2.AppendChunksResponse]) -> dict[int, int]:
+    """The reason of each message that was rejected."""
+    return {item.number: item.error.reason for answer in answers for item in answer.rejections}
+
+
+@contextmanager
+def failing_with(reason: int) -> Iterator[list[Failure]]:
+    """Expect a call to fail with this reason."""
+    caught: list[Failure] = []
+    try:
+        yield caught
+    except grpc.RpcError as error:
+        failure = failure_from_rpc_error(error)
+        assert failure is not None, error
+        assert failure.reason == reason, failure.message
+        assert error.code() == failure.code
+        caught.append(failure)
+    assert caught, "the call did not fail"
+
+
+@contextmanager
+def serving(path: Path, **fields: object) -> Iterator[tuple[Store, Client]]:
+    """A store in this process."""
+    settings = StoreSettings(listen="127.0.0.1:0", path=path, **{"grace_seconds": 1.0, **fields})
+    store = Store(settings)
+    client = Client(store.port)
+    try:
+        yield store, client
+    finally:
+        client.close()
+        store.stop()
+
+
+class Process:
+    """A store in a process of its own."""
+
+    def __init__(self, path: Path, *flags: str) -> None:
+        port_file = path.with_name("port")
+        port_file.unlink(missing_ok=True)
+        self.log_path = path.with_name("log")
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "store_svc", "--listen", "127.0.0.1:0", "--path", str(path)),
+                    *("--port-file", str(port_file), *flags),
+                ],
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        deadline = time.monotonic() + 30
+        while not port_file.exists():  # written when the port is open: there is nothing else to wait on
+            assert self.process.poll() is None, self.log_path.read_text()
+            assert time.monotonic() < deadline, "the store did not start"
+            time.sleep(0.02)
+        self.client = Client(int(port_file.read_text()))
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal, and return the exit status."""
+        self.process.send_signal(number)
+        status = self.process.wait(timeout=30)
+        self.client.close()
+        return status

@@ -1,0 +1,280 @@
+"""From open to settled, through a real server."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from residuum.rpc.errors import Reason
+from residuum.v1 import capture_pb2, selection_pb2, store_pb2
+from tests.store.support import (
+    ABORTED,
+    COMPLETE,
+    INCOMPLETE,
+    OPEN,
+    POST,
+    PRE,
+    Client,
+    cells_of,
+    describe,
+    failing_with,
+    grid,
+    loss_message,
+    make_chunk,
+    message,
+    rejections,
+    serving,
+)
+
+OVERFLOW = capture_pb2.INCOMPLETE_REASON_OVERFLOW
+LAYERS = [0, 1, 2]
+
+
+def test_a_capture_is_complete_when_the_seal_comes_last(client: Client) -> None:
+    client.open()
+    client.append([make_chunk(LAYERS, [0, 1, 2]), make_chunk(LAYERS, [3, 4])])
+    before = client.get()
+    assert (before.state, before.num_rows) == (OPEN, 15)
+    assert not before.HasField("seal_time")
+    manifest = client.seal(generated=[2])
+    assert manifest.state == COMPLETE
+    assert cells_of(manifest.present) == grid(LAYERS, range(5))
+    assert manifest.num_rows == 15
+    assert not manifest.missing
+    assert manifest.HasField("end_time")
+    assert client.get() == manifest
+
+
+def test_a_capture_is_complete_when_the_last_chunk_comes_last(client: Client) -> None:
+    client.open()
+    client.append([make_chunk(LAYERS, [0, 1, 2])])
+    manifest = client.seal(generated=[2])
+    assert manifest.state == OPEN
+    assert cells_of(manifest.missing) == grid(LAYERS, [3, 4])
+    client.append([make_chunk([0, 1], [3, 4]), make_chunk([2], [3])])
+    assert client.get().state == OPEN
+    client.append([make_chunk([2], [4])])
+    assert client.get().state == COMPLETE
+
+
+def test_every_sequence_and_site_counts(client: Client) -> None:
+    client.open(describe(layers=[0], sites=[POST, PRE], prompt=2, sequences=2))
+    chunks = [make_chunk([0], [0, 1], sequence=sequence, site=site) for sequence in (0, 1) for site in (POST, PRE)]
+    client.append(chunks[:-1])
+    assert client.seal(generated=[1, 1]).state == OPEN
+    client.append(chunks[-1:])
+    assert client.get().state == COMPLETE
+
+
+def test_only_wanted_positions_are_expected(client: Client) -> None:
+    every_third = selection_pb2.PositionSelection(every=3)
+    client.open(describe(layers=[0], positions=every_third))
+    client.append([make_chunk([0], [0, 3, 4, 6])])  # 4 was not asked for
+    manifest = client.seal(generated=[4])
+    assert manifest.state == COMPLETE
+    assert cells_of(manifest.present) == grid([0], [0, 3, 6])
+    assert manifest.num_rows == 3
+    assert client.read()[0] == grid([0], [0, 3, 6])
+
+
+def test_the_row_past_the_end_is_trimmed(client: Client) -> None:
+    client.open()
+    client.append([make_chunk(LAYERS, range(7))])  # expected are 4 + 2 - 1 = 5
+    manifest = client.seal(generated=[2])
+    assert manifest.state == COMPLETE
+    assert cells_of(manifest.present) == grid(LAYERS, range(5))
+    assert manifest.num_rows == 15
+    assert client.read()[0] == grid(LAYERS, range(5))
+
+
+def test_a_late_row_past_the_end_is_acknowledged_and_dropped(client: Client) -> None:
+    client.open()
+    client.append([make_chunk(LAYERS, range(4))])
+    client.seal(generated=[2])
+    late = client.append([make_chunk(LAYERS, [5, 6]), make_chunk(LAYERS, [4, 5])])
+    assert rejections(late) == {}
+    assert client.get().state == COMPLETE
+    assert rejections(client.append([make_chunk(LAYERS, [5, 6])])) == {}
+    assert client.read()[0] == grid(LAYERS, range(5))
+
+
+def test_an_aborted_prompt_expects_the_prompt(client: Client) -> None:
+    client.open()
+    client.append([make_chunk(LAYERS, [0, 1])])
+    manifest = client.seal(generated=[0], outcome=ABORTED)
+    assert manifest.state == ABORTED
+    assert cells_of(manifest.missing) == grid(LAYERS, [2, 3])
+
+
+def test_an_aborted_capture_takes_what_was_under_way(client: Client) -> None:
+    client.open()
+    assert client.seal(generated=[2], outcome=ABORTED).state == ABORTED
+    late = client.append([make_chunk(LAYERS, range(3)), make_chunk(LAYERS, range(3, 9))])
+    assert rejections(late) == {}
+    manifest = client.get()
+    assert manifest.state == ABORTED
+    assert cells_of(manifest.present) == grid(LAYERS, range(5))
+    assert not manifest.missing
+    assert client.read()[0] == grid(LAYERS, range(5))
+
+
+def test_an_incomplete_outcome_ends_at_once(client: Client) -> None:
+    client.open()
+    client.append([make_chunk(LAYERS, [0])])
+    died = capture_pb2.INCOMPLETE_REASON_ENGINE_DIED
+    manifest = client.seal(generated=[2], outcome=INCOMPLETE, incomplete_reason=died, incomplete_detail="why")
+    assert (manifest.state, manifest.incomplete_reason, manifest.incomplete_detail) == (INCOMPLETE, died, "why")
+    assert cells_of(manifest.missing) == grid(LAYERS, range(1, 5))
+    answers = client.append([make_chunk(LAYERS, [0]), make_chunk(LAYERS, [0, 1])])
+    assert rejections(answers) == {2: Reason.ERROR_REASON_CAPTURE_ENDED}
+    assert client.get() == manifest
+
+
+def loss_of(positions: list[int]) -> store_pb2.RowLoss:
+    return store_pb2.RowLoss(sites=[POST], layers=[1], positions=positions, reason=OVERFLOW, detail="ring full")
+
+
+@pytest.mark.parametrize("sealed_first", [True, False])
+def test_a_loss_makes_it_incomplete_once_the_rest_is_there(client: Client, sealed_first: bool) -> None:
+    client.open()
+    client.append([make_chunk(LAYERS, [0, 1, 2, 3])])
+    messages = [loss_message(1, "a", loss_of([4])), message(2, "a", make_chunk([0, 2], [4]))]
+    if sealed_first:
+        client.seal(generated=[2])
+        client.send(messages[:1])
+        assert client.get().state == OPEN, "rows that may still come are worth waiting for"
+        client.send(messages[1:])
+    else:
+        client.send(messages)
+        client.seal(generated=[2])
+    manifest = client.get()
+    assert (manifest.state, manifest.incomplete_reason) == (INCOMPLETE, OVERFLOW)
+    assert manifest.incomplete_detail == "ring full"
+    assert cells_of(manifest.missing) == grid([1], [4])
+
+
+def test_a_loss_that_does_not_matter_is_no_loss(client: Client) -> None:
+    client.open()
+    client.send([loss_message(1, "a", loss_of([2, 17])), message(2, "a", make_chunk(LAYERS, range(5)))])
+    assert client.seal(generated=[2]).state == COMPLETE  # 2 came all the same, 17 was never expected
+
+
+def test_rows_that_do_not_come_time_out(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", seal_timeout_seconds=0.2) as (_, client):
+        client.open()
+        client.append([make_chunk(LAYERS, range(4))])
+        client.seal(generated=[2])
+        manifest = client.get(wait=20)
+        assert (manifest.state, manifest.incomplete_reason) == (INCOMPLETE, capture_pb2.INCOMPLETE_REASON_TIMED_OUT)
+        assert cells_of(manifest.missing) == grid(LAYERS, [4])
+        answers = client.append([make_chunk(LAYERS, [4])])
+        assert rejections(answers) == {1: Reason.ERROR_REASON_CAPTURE_ENDED}
+
+
+def test_an_open_capture_does_not_time_out(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", seal_timeout_seconds=0.05) as (_, client):
+        client.open()
+        assert client.get(wait=0.3).state == OPEN
+
+
+def test_waiting_ends_with_the_capture(client: Client) -> None:
+    client.open()
+    manifests: list[capture_pb2.CaptureManifest] = []
+    waiter = threading.Thread(target=lambda: manifests.append(client.get(wait=30)))
+    waiter.start()
+    client.append([make_chunk(LAYERS, range(5))])
+    client.seal(generated=[2])
+    waiter.join(timeout=10)
+    assert [manifest.state for manifest in manifests] == [COMPLETE]
+
+
+def test_sealing_again_is_answered_as_before(client: Client) -> None:
+    client.open()
+    first = client.seal(generated=[2])
+    assert client.seal(generated=[2]) == first
+    client.append([make_chunk(LAYERS, range(5))])
+    assert client.seal(generated=[2]).state == COMPLETE
+    with failing_with(Reason.ERROR_REASON_CAPTURE_ENDED) as caught:
+        client.seal(generated=[3])
+    assert caught[0].metadata == {"capture_id": "a", "state": "COMPLETE"}
+
+
+def test_opening_again_is_answered_as_before_while_it_is_open(client: Client) -> None:
+    client.open()
+    client.append([make_chunk(LAYERS, [0])])
+    client.open()
+    assert client.get().num_rows == 3
+    with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
+        client.open(describe(prompt=5))
+    client.seal(generated=[2], outcome=ABORTED)
+    with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
+        client.open()
+
+
+def test_a_deleted_capture_is_no_more_and_its_name_is_free(client: Client) -> None:
+    client.open()
+    client.append([make_chunk(LAYERS, range(5))])
+    num_bytes = client.get().num_bytes
+    assert client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a")).freed_bytes == num_bytes > 0
+    with failing_with(Reason.ERROR_REASON_UNKNOWN_CAPTURE):
+        client.get()
+    assert rejections(client.append([make_chunk(LAYERS, [0])])) == {1: Reason.ERROR_REASON_UNKNOWN_CAPTURE}
+    client.open(describe(prompt=2))
+    assert client.get().num_rows == 0
+    assert client.read()[0] == set()
+    client.seal(generated=[1])
+    client.append([make_chunk(LAYERS, [0, 1])])
+    assert client.get().state == COMPLETE
+    client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+    with failing_with(Reason.ERROR_REASON_UNKNOWN_CAPTURE):
+        client.get()
+
+
+def test_figures(client: Client) -> None:
+    client.open(describe("a"))
+    client.open(describe("b"))
+    chunks = [make_chunk(LAYERS, [0, 1]), make_chunk(LAYERS, [1, 2]), make_chunk(LAYERS, [0])]
+    client.append([*chunks, make_chunk([5], [0])])
+    client.seal("b", generated=[2], outcome=ABORTED)
+    stats = client.stub.GetStats(store_pb2.GetStatsRequest())
+    assert {item.state: item.count for item in stats.captures} == {OPEN: 1, ABORTED: 1}
+    assert (stats.num_chunks, stats.chunks_written, stats.chunks_repeated, stats.chunks_rejected) == (2, 2, 1, 1)
+    assert stats.num_bytes == client.get().num_bytes
+    assert 0 < stats.disk_bytes < stats.max_bytes == 64 << 30
+    assert stats.commits >= 3
+    assert stats.server_version
+
+
+def listed(client: Client, **fields: object) -> tuple[list[str], str]:
+    answer = client.stub.ListCaptures(store_pb2.ListCapturesRequest(**fields))
+    return [summary.capture_id for summary in answer.captures], answer.next_page_token
+
+
+def test_lists_come_newest_first_in_pages(client: Client) -> None:
+    for name in ("a1", "b1", "a2", "a3", "b2"):
+        client.open(describe(name))
+    client.seal("a2", generated=[1], outcome=ABORTED)
+    assert listed(client) == (["b2", "a3", "a2", "b1", "a1"], "")
+    assert listed(client, states=[ABORTED]) == (["a2"], "")
+    page, token = listed(client, prefix="a", page_size=2)
+    assert page == ["a3", "a2"]
+    client.open(describe("a4"))  # what is new does not disturb the pages
+    assert listed(client, prefix="a", page_size=2, page_token=token) == (["a1"], "")
+    for wrong in ({"prefix": "b"}, {"prefix": "a", "states": [ABORTED]}):
+        with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
+            listed(client, page_token=token, **wrong)
+
+
+def test_a_summary_says_what_the_manifest_says(client: Client) -> None:
+    client.open()
+    client.append([make_chunk(LAYERS, range(5))])
+    for state in (OPEN, COMPLETE):
+        if state == COMPLETE:
+            client.seal(generated=[2])
+        manifest = client.get()
+        summary = client.stub.ListCaptures(store_pb2.ListCapturesRequest()).captures[0]
+        assert summary.state == manifest.state == state
+        assert (summary.num_rows, summary.num_bytes) == (manifest.num_rows, manifest.num_bytes)
+        assert (summary.open_time, summary.end_time) == (manifest.open_time, manifest.end_time)

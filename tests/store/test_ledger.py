@@ -1,0 +1,124 @@
+"""The ledger against sets of cells."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from residuum.v1 import selection_pb2
+from residuum.wire.selection import expected_rows, wanted_positions
+from store_svc.ledger import Cells, Ledger
+from store_svc.positions import Positions
+from tests.store.support import POST, PRE, Cell, describe
+
+LAYERS = (0, 2, 3)
+PROMPT = 5
+LONGEST = 24
+
+cells = st.builds(
+    Cells,
+    st.integers(0, 1),
+    st.sampled_from([POST, PRE]),
+    st.sets(st.sampled_from(LAYERS), min_size=1).map(sorted),
+    st.sets(st.integers(0, LONGEST), min_size=1).map(lambda numbers: Positions.of(sorted(numbers))),
+)
+selections = st.sampled_from(
+    [
+        selection_pb2.PositionSelection(),
+        selection_pb2.PositionSelection(every=3),
+        selection_pb2.PositionSelection(phases=[selection_pb2.PHASE_GENERATED]),
+        selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=-2)]),
+    ]
+)
+events = st.lists(st.tuples(st.sampled_from(["chunk", "chunk", "loss"]), cells), max_size=12)
+
+
+def plain(many: list[Cells]) -> set[Cell]:
+    listed = [
+        (*row, position)
+        for item in many
+        for row in item.rows()
+        for first, last in item.positions.runs()
+        for position in range(first, last + 1)
+    ]
+    assert len(listed) == len(set(listed))
+    return set(listed)
+
+
+class Model:
+    """The same by sets of cells."""
+
+    def __init__(self, selection: selection_pb2.PositionSelection) -> None:
+        self.wanted = wanted_positions(selection, PROMPT, 0, LONGEST + 1)
+        self.stored: set[Cell] = set()
+        self.lost: set[Cell] = set()
+        self.expected: set[Cell] | None = None
+
+    def served(self) -> set[Cell]:
+        if self.expected is not None:
+            return self.stored & self.expected
+        return {cell for cell in self.stored if self.wanted[cell[3]]}
+
+    def expect(self, generated: list[int]) -> None:
+        self.expected = {
+            (sequence, site, layer, position)
+            for sequence, count in enumerate(generated)
+            for site in (POST, PRE)
+            for layer in LAYERS
+            for position in range(expected_rows(PROMPT, count))
+            if self.wanted[position]
+        }
+
+
+@given(selections, events, events, st.lists(st.integers(0, 20), min_size=2, max_size=2))
+def test_the_ledger_counts_what_sets_count(
+    selection: selection_pb2.PositionSelection,
+    before: list[tuple[str, Cells]],
+    after: list[tuple[str, Cells]],
+    generated: list[int],
+) -> None:
+    description = describe(layers=LAYERS, sites=(POST, PRE), prompt=PROMPT, sequences=2, positions=selection)
+    ledger, model = Ledger(description), Model(selection)
+    for step in (*before, None, *after):
+        if step is None:
+            ledger.expect(generated)
+            model.expect(generated)
+        else:
+            ledger = ledger.fork()
+            play(ledger, model, *step)
+        check(ledger, model)
+
+
+def play(ledger: Ledger, model: Model, kind: str, item: Cells) -> None:
+    if kind == "loss":
+        ledger.lose(item)
+        model.lost |= plain([item])
+        return
+    groups = [item._replace(layers=layers, positions=positions) for positions, layers in ledger.fresh(item).items()]
+    new = plain([item]) - model.stored
+    if model.expected is None:
+        assert plain(groups) == new
+    else:
+        assert new & model.expected <= plain(groups) <= new
+    for group in groups:
+        ledger.add(group)
+    model.stored |= plain(groups)
+
+
+def check(ledger: Ledger, model: Model) -> None:
+    missing = model.expected - model.stored if model.expected is not None else set()
+    assert plain(ledger.present()) == model.served()
+    assert plain(ledger.absent()) == missing
+    assert ledger.num_rows == len(model.served())
+    assert ledger.missing == len(missing)
+    assert ledger.outstanding == len(missing - model.lost)
+
+
+def test_a_fork_leaves_the_original_as_it_was() -> None:
+    ledger = Ledger(describe())
+    fork = ledger.fork()
+    fork.add(Cells(0, POST, [0], Positions.of([1, 2])))
+    fork.lose(Cells(0, POST, [1], Positions.of([1])))
+    assert ledger.present() == []
+    assert ledger.num_rows == 0
+    assert fork.num_rows == 2

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store_svc.positions import Positions
+
+sets = st.sets(st.one_of(st.integers(0, 80), st.integers(1000, 1050), st.integers(0, 2**32 - 1)), max_size=60)
+
+
+def positions(numbers: set[int]) -> Positions:
+    return Positions.of(sorted(numbers))
+
+
+def numbers(these: Positions) -> set[int]:
+    return {number for first, last in these.runs() for number in range(first, last + 1)}
+
+
+@given(sets, sets)
+def test_sets_behave_as_sets(a: set[int], b: set[int]) -> None:
+    assert numbers(positions(a)) == a
+    assert numbers(positions(a) | positions(b)) == a | b
+    assert numbers(positions(a) & positions(b)) == a & b
+    assert numbers(positions(a) - positions(b)) == a - b
+    assert len(positions(a)) == len(a)
+    assert bool(positions(a)) == bool(a)
+    assert all((number in positions(a)) == (number in a) for number in a | b)
+
+
+@given(sets, sets)
+def test_equal_sets_are_equal_however_they_were_made(a: set[int], b: set[int]) -> None:
+    assert positions(a) | positions(b) == positions(a | b)
+    assert hash(positions(a) | positions(b)) == hash(positions(a | b))
+    assert (positions(a) == positions(b)) == (a == b)
+
+
+@given(sets)
+def test_runs_ascend_and_do_not_touch(a: set[int]) -> None:
+    runs = positions(a).runs()
+    assert all(first <= last for first, last in runs)
+    assert all(left[1] + 1 < right[0] for left, right in zip(runs, runs[1:], strict=False))
+    assert Positions.of_runs(runs) == positions(a)
+
+
+@given(st.lists(st.booleans(), max_size=3000))
+def test_where_takes_the_true_ones(mask: list[bool]) -> None:
+    assert numbers(Positions.where(np.array(mask, dtype=np.bool_))) == {at for at, on in enumerate(mask) if on}
+
+
+@given(sets)
+def test_that_keeps_what_is_wanted(a: set[int]) -> None:
+    kept = positions(a).that(lambda first, count: np.arange(first, first + count) % 3 == 0)
+    assert numbers(kept) == {number for number in a if number % 3 == 0}
