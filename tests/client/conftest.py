@@ -3,59 +3,31 @@
 from __future__ import annotations
 
 import inspect
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import grpc
 import pytest
 
 import residuum
-from residuum.rpc.channels import open_channel
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages; this folder's helpers are plain modules
 
+from flaky_store import FlakyStore
 from peer import RunningPeer
-
-ROOT = Path(__file__).parents[2]
-
-
-class RunningStore:
-    """`python -m store_svc` on a free port."""
-
-    def __init__(self, folder: Path, port: int = 0) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        port_file = folder / "port"
-        port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "store_svc", "--listen", f"127.0.0.1:{port}"]
-        command += ["--port-file", str(port_file), "--path", str(folder / "db"), "--log-level", "warning"]
-        command += ["--seal-timeout-seconds", "5", "--max-bytes", "64MiB"]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'client'}:{ROOT}"}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment)
-        self.port = self._port(port_file)
-        self.endpoint = f"127.0.0.1:{self.port}"
-        with open_channel(self.endpoint) as channel:
-            grpc.channel_ready_future(channel).result(timeout=30)
-
-    def _port(self, file: Path) -> int:
-        while not (file.exists() and file.read_text().strip()):
-            try:  # waits for the process, and so either notices its end or looks again
-                self.process.wait(0.05)
-            except subprocess.TimeoutExpired:
-                continue
-            raise RuntimeError(f"the store ended with {self.process.returncode}")
-        return int(file.read_text())
-
-    def stop(self, how: int = signal.SIGTERM) -> None:
-        self.process.send_signal(how)
-        self.process.wait(30)
+from running_store import RunningStore
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory):
     running = RunningStore(tmp_path_factory.mktemp("store"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def flaky(store):
+    """A way to the store on which things go wrong as a test says."""
+    running = FlakyStore(store.endpoint)
     yield running
     running.stop()
 

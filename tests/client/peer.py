@@ -37,6 +37,7 @@ from residuum.wire.selection import expected_rows, resolve_layers, wanted_positi
 LAYERS, HIDDEN = 6, 8
 SERVICE = "residuum.v1.InferenceService"
 BLOCK = 4
+POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
 
 
 def row(sequence: int, site: int, layer: int, position: int) -> np.ndarray:
@@ -55,7 +56,7 @@ def rows(sequence: int, site: int, layer: int, positions) -> np.ndarray:
 class Script:
     """What the peer is to do besides answering well. Tests change it; `Peer.reset` makes it anew."""
 
-    failures: list = field(default_factory=list)  # raised by the next calls of any method but health
+    failures: list = field(default_factory=list)  # one for each of the next calls; None: it goes well
     store_endpoints: list | None = None  # None: the real one
     hold: threading.Event | None = None  # generation waits here after its first token
     drop_vectors: bool = False  # forget all vectors before the next Generate
@@ -88,8 +89,9 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
     def _begin(self, name: str, request) -> None:
         self.calls.append(name)
         self.requests.append(request)
-        if self.script.failures:
-            raise self.script.failures.pop(0)
+        failure = self.script.failures.pop(0) if self.script.failures else None
+        if failure:
+            raise failure
 
     def GetModelInfo(self, request, context):
         self._begin("GetModelInfo", request)
@@ -329,9 +331,7 @@ def _numbered(message, number):
 
 
 def _digests(spec):
-    return [
-        getattr(operation, operation.WhichOneof("operation")).digest for operation in spec.steering.operations
-    ]
+    return [getattr(operation, operation.WhichOneof("operation")).digest for operation in spec.steering.operations]
 
 
 def _tokens(request) -> list[int]:

@@ -8,12 +8,9 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from peer import HIDDEN, LAYERS, rows
+from peer import HIDDEN, LAYERS, POST, PRE, rows
 
 import residuum
-from residuum.v1 import capture_pb2
-
-POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
 
 
 async def test_whole_capture_comes_back_exactly(client):
@@ -64,7 +61,12 @@ async def test_all_sequences_and_sites(client):
 
 @pytest.mark.parametrize(
     ("positions", "expected"),
-    [("prompt", [0, 1, 2]), ("generated", [3, 4, 5, 6]), ("last_prompt", [2]), (slice(-2, None, None), [1, 2, 3, 4, 5, 6])],
+    [
+        ("prompt", [0, 1, 2]),
+        ("generated", [3, 4, 5, 6]),
+        ("last_prompt", [2]),
+        (slice(-2, None, None), [1, 2, 3, 4, 5, 6]),
+    ],
 )
 async def test_positions_of_the_capture(client, positions, expected):
     capture = residuum.Capture(layers=[4], positions=positions)
@@ -117,7 +119,9 @@ async def test_time_to_wait_is_over(client, peer):
 async def test_incomplete_is_never_handed_out_silently(client, peer):
     peer.script.lost_layers = (1, 2)
     reply = await client.generate("a bb ccc", max_tokens=4, capture=residuum.Capture(layers=[0, 1, 2]))
-    with pytest.raises(residuum.IncompleteCapture, match=r"OVERFLOW.*layers 1-2.*positions 0-5.*allow_partial") as caught:
+    with pytest.raises(
+        residuum.IncompleteCapture, match=r"OVERFLOW.*layers 1-2.*positions 0-5.*allow_partial"
+    ) as caught:
         await client.activations(reply.request_id)
     assert caught.value.reason == "OVERFLOW"
     assert caught.value.capture_id == reply.request_id

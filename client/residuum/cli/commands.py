@@ -1,0 +1,204 @@
+"""The commands, but for `doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import sys
+from typing import Any
+
+import residuum
+from residuum.cli.output import Output, size
+from residuum.selections import LayersLike
+from residuum.vector import load_vectors
+
+SAMPLING: dict[str, type] = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "seed": int,
+    "min_tokens": int,
+}
+"""The sampling parameters that are plain numbers."""
+
+
+def open_client(options: argparse.Namespace) -> residuum.Client:
+    """Return a client for the endpoints of a command line."""
+    return residuum.Client(options.endpoint, store=options.store, timeout=options.timeout)
+
+
+def info(options: argparse.Namespace, output: Output) -> int:
+    """Show what is served."""
+    with open_client(options) as client:
+        output.facts(dataclasses.asdict(client.info()))
+    return 0
+
+
+def generate(options: argparse.Namespace, output: Output) -> int:
+    """Generate, printing the text as it is made."""
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    sampling: Any = {name: value for name in (*SAMPLING, "stop") if (value := getattr(options, name)) is not None}
+    with open_client(options) as client:
+        stream = client.stream(
+            [{"role": "user", "content": prompt}] if options.chat else prompt,
+            capture=_capture(options),
+            steer=[*map(_addition, options.add), *map(_ablation, options.ablate)],
+            request_id=options.request_id,
+            **sampling,
+        )
+        with stream:
+            for delta in stream:
+                output.write(delta.text)
+        _show_reply(stream.reply, output)
+    return 0
+
+
+def list_captures(options: argparse.Namespace, output: Output) -> int:
+    """List captures."""
+    with open_client(options) as client:
+        summaries = client.captures(prefix=options.prefix, states=options.state)
+        output.rows(
+            ("capture_id", "state", "num_rows", "num_bytes", "model", "open_time"),
+            (_summary_row(item, output) for item in itertools.islice(summaries, options.limit)),
+        )
+    return 0
+
+
+def pull(options: argparse.Namespace, output: Output) -> int:
+    """Fetch a capture into a file."""
+    path = options.out or f"{options.id}.safetensors"
+    with open_client(options) as client:
+        acts = client.activations(
+            options.id,
+            layers=parse_layers(options.layers) if options.layers else None,
+            wait=not options.no_wait,
+            allow_partial=options.allow_partial,
+            progress=not output.as_json,
+        )
+    acts.to_safetensors(path)
+    if output.as_json:
+        shape = [len(acts.layers), len(acts.positions), acts.hidden_size]
+        output.json({"path": path, "capture_id": options.id, "state": acts.manifest.state, "shape": shape})
+    else:
+        output.say(f"{path}: {acts!r}, {size(acts.nbytes)}")
+    return 0
+
+
+def remove(options: argparse.Namespace, output: Output) -> int:
+    """Delete captures; go on after one that is not there, and fail at the end."""
+    failed = 0
+    with open_client(options) as client:
+        for name in options.ids:
+            try:
+                freed = client.delete(name)
+            except (residuum.NotFound, residuum.InvalidRequest) as error:
+                output.error(str(error))
+                failed += 1
+                continue
+            if output.as_json:
+                output.json({"capture_id": name, "freed_bytes": freed})
+            else:
+                output.say(f"{name}: deleted, {size(freed)} freed")
+    return 1 if failed else 0
+
+
+def put_vectors(options: argparse.Namespace, output: Output) -> int:
+    """Send the vectors of files that the server lacks."""
+    vectors = _load(options.files)
+    with open_client(options) as client:
+        result = client.put_vectors(vectors.values())
+    names = [{"name": name, "digest": vector.hexdigest} for name, vector in vectors.items()]
+    if output.as_json:
+        output.json({"vectors": names, "sent": result.sent, "bytes_sent": result.bytes_sent})
+        return 0
+    output.rows(("name", "digest"), names)
+    output.say(f"{result.sent} of {len(names)} sent, {size(result.bytes_sent)}")
+    return 0
+
+
+def find_vectors(options: argparse.Namespace, output: Output) -> int:
+    """Say which vectors of files the server has; fail if one is missing."""
+    vectors = _load(options.files)
+    with open_client(options) as client:
+        missing = set(client.find_missing_vectors(vectors.values()))
+    output.rows(
+        ("name", "digest", "present"),
+        (
+            {"name": name, "digest": vector.hexdigest, "present": vector not in missing}
+            for name, vector in vectors.items()
+        ),
+    )
+    return 1 if missing else 0
+
+
+def parse_layers(text: str) -> LayersLike:
+    """Return the layers of a text such as "all", "12" or "0,5,10-20" (both ends included).
+
+    Raises:
+        InvalidRequest: It is something else.
+    """
+    if text == "all":
+        return "all"
+    layers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise residuum.InvalidRequest(f"{text!r} does not name layers; write all, 12 or 0,5,10-20.")
+        layers.extend(range(int(first), int(last or first) + 1))
+    return layers
+
+
+def _capture(options: argparse.Namespace) -> residuum.Capture | None:
+    if options.capture is None:
+        return None
+    return residuum.Capture(layers=parse_layers(options.capture), positions=options.positions)
+
+
+def _addition(text: str) -> residuum.Add:
+    place, star, scale = text.rpartition("*")
+    vector, layers = _placed(place if star else text)
+    try:
+        return residuum.Add(vector, layers=layers, scale=float(scale) if star else 1.0)
+    except ValueError as error:
+        raise residuum.InvalidRequest(f"--add {text}: {error}") from None
+
+
+def _ablation(text: str) -> residuum.Ablate:
+    vector, layers = _placed(text)
+    return residuum.Ablate(vector, layers=layers)
+
+
+def _placed(text: str) -> tuple[residuum.Vector, LayersLike]:
+    source, at, layers = text.rpartition("@")
+    if not at:
+        raise residuum.InvalidRequest(f"{text!r} does not say where; write VECTOR@LAYERS, such as joy.npy@12.")
+    path, colon, name = source.rpartition(":")
+    vectors = load_vectors(path if colon else source)
+    if not colon and len(vectors) == 1:
+        return next(iter(vectors.values())), parse_layers(layers)
+    if name not in vectors or not colon:
+        raise residuum.InvalidRequest(f"{source}: name one of its vectors: {', '.join(vectors)}.")
+    return vectors[name], parse_layers(layers)
+
+
+def _load(files: list[str]) -> dict[str, residuum.Vector]:
+    return {name: vector for file in files for name, vector in load_vectors(file).items()}
+
+
+def _show_reply(reply: residuum.Reply, output: Output) -> None:
+    if output.as_json:
+        output.json({**dataclasses.asdict(reply), "text": reply.text})
+        return
+    output.say("")
+    if reply.captured:
+        # On stderr, so that a pipe gets the text alone.
+        print(f"captured: residuum pull {reply.request_id}", file=sys.stderr)
+
+
+def _summary_row(summary: residuum.CaptureSummary, output: Output) -> dict[str, Any]:
+    row = dataclasses.asdict(summary)
+    if output.is_terminal:
+        row["num_bytes"] = size(summary.num_bytes)
+    return row

@@ -1,0 +1,59 @@
+"""A store behind which the real one answers, and in front of which things go wrong as a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from residuum.rpc.channels import SERVER_OPTIONS, open_channel
+from residuum.rpc.errors import Failure
+from residuum.v1 import store_pb2
+
+Change = Callable[[int, list[bytes]], Iterator[bytes]]
+"""Makes of the messages of the n-th read (from 0) what the reader gets; may raise a Failure, or a bare gRPC code."""
+
+READ = "/residuum.v1.StoreService/ReadChunks"
+
+
+class Unknown(Exception):
+    """A failure with a gRPC code and no reason, as gRPC itself makes them."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class FlakyStore(grpc.GenericRpcHandler):
+    def __init__(self, endpoint: str) -> None:
+        self.change: Change = lambda number, messages: iter(messages)
+        self.reads = 0
+        self._channel = open_channel(endpoint)
+        self._server = grpc.server(ThreadPoolExecutor(8), handlers=[self], options=SERVER_OPTIONS)
+        self.endpoint = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def service(self, handler_call_details):
+        method = handler_call_details.method
+        if method == READ:
+            return grpc.unary_stream_rpc_method_handler(self._read)
+        return grpc.unary_unary_rpc_method_handler(lambda data, _: self._channel.unary_unary(method)(data, timeout=10))
+
+    def _read(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        number, self.reads = self.reads, self.reads + 1
+        messages = list(self._channel.unary_stream(READ)(data, timeout=10))
+        try:
+            yield from self.change(number, messages)
+        except Failure as failure:
+            context.abort_with_status(failure.to_status())
+        except Unknown as failure:
+            context.abort(failure.code, "as the test says")
+
+    def stop(self) -> None:
+        self._server.stop(0).wait()
+        self._channel.close()
+
+
+def parsed(message: bytes) -> store_pb2.ReadChunksResponse:
+    return store_pb2.ReadChunksResponse.FromString(message)

@@ -1,0 +1,145 @@
+"""Reads on which something goes wrong: they are taken up again, or fail with the truth; never half a capture."""
+
+from __future__ import annotations
+
+import grpc
+import numpy as np
+import pytest
+from flaky_store import Unknown, parsed
+from peer import POST, rows
+
+import residuum
+from residuum.rpc.errors import Failure, Reason
+
+
+@pytest.fixture
+async def capture_id(endpoint):
+    with residuum.Client(endpoint) as client:
+        reply = client.generate("a bb ccc", max_tokens=30, capture=residuum.Capture(layers=[0, 3]))
+        assert client.manifest(reply.request_id, wait=True).is_complete
+        return reply.request_id
+
+
+@pytest.fixture
+def reader(make, endpoint, flaky):
+    return make(endpoint, store=flaky.endpoint, timeout=10)
+
+
+def is_whole(acts):
+    return acts.manifest.is_complete and np.array_equal(acts[3], rows(0, POST, 3, range(32)).astype(np.float32))
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, "stopping"])
+async def test_a_broken_read_is_taken_up_again(reader, flaky, capture_id, code):
+    def change(number, messages):
+        yield from messages[: 2 + number]
+        if number < 4:
+            raise Failure(Reason.ERROR_REASON_NOT_SERVING, "Stopping.") if code == "stopping" else Unknown(code)
+        yield from messages[2 + number :]
+
+    flaky.change = change
+    assert is_whole(await reader.activations(capture_id))
+    assert flaky.reads == 5
+
+
+async def test_a_broken_follow_yields_each_row_once(reader, flaky, capture_id):
+    def change(number, messages):
+        yield from messages[:4]
+        if number < 2:
+            raise Unknown(grpc.StatusCode.UNAVAILABLE)
+        yield from messages[4:]
+
+    flaky.change = change
+    pieces = await reader.follow(capture_id, layers=3)
+    assert sorted(np.concatenate([piece.positions for piece in pieces]).tolist()) == list(range(32))
+
+
+async def test_a_store_that_stays_away_is_given_up(reader, flaky, capture_id):
+    def change(number, messages):
+        raise Unknown(grpc.StatusCode.UNAVAILABLE)
+
+    flaky.change = change
+    with pytest.raises(residuum.Unreachable, match=flaky.endpoint):
+        await reader.activations(capture_id)
+    assert flaky.reads == 3
+
+
+async def test_an_error_that_does_not_pass_is_not_tried_again(reader, flaky, capture_id):
+    def change(number, messages):
+        yield messages[0]
+        raise Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, "The stored chunk is damaged.", capture_id=capture_id)
+
+    flaky.change = change
+    with pytest.raises(residuum.DamagedCapture):
+        await reader.activations(capture_id)
+    assert flaky.reads == 1
+
+
+async def test_a_changed_byte_is_noticed(reader, flaky, capture_id):
+    def change(number, messages):
+        for message in messages:
+            yield message[:-1] + bytes([message[-1] ^ 1]) if parsed(message).HasField("chunk") else message
+
+    flaky.change = change
+    with pytest.raises(residuum.DamagedCapture, match="checksum"):
+        await reader.activations(capture_id)
+
+
+async def test_a_message_that_is_none(reader, flaky, capture_id):
+    flaky.change = lambda number, messages: iter([messages[0], b"\xff\xff\xff"])
+    with pytest.raises(residuum.DamagedCapture, match="damaged message"):
+        await reader.activations(capture_id)
+
+
+async def test_missing_rows_are_noticed_whatever_the_store_says(reader, flaky, capture_id):
+    flaky.change = lambda number, messages: iter(messages[:2] + messages[3:])
+    with pytest.raises(residuum.DamagedCapture, match="did not send all"):
+        await reader.activations(capture_id)
+    with pytest.raises(residuum.DamagedCapture, match="did not send all"):
+        await reader.activations(capture_id, allow_partial=True)
+    with pytest.raises(residuum.DamagedCapture, match="did not send all"):
+        await reader.follow(capture_id)
+
+
+async def test_a_missing_last_manifest_is_noticed(reader, flaky, capture_id):
+    flaky.change = lambda number, messages: iter(messages[:-1])
+    with pytest.raises(residuum.ServerFault, match="closing manifest"):
+        await reader.activations(capture_id)
+
+
+async def test_rows_before_the_manifest(reader, flaky, capture_id):
+    flaky.change = lambda number, messages: iter(messages[1:])
+    with pytest.raises(residuum.ServerFault, match="before the manifest"):
+        await reader.activations(capture_id)
+
+
+async def test_rows_of_another_width(reader, flaky, capture_id):
+    def change(number, messages):
+        first = parsed(messages[0])
+        first.manifest.description.hidden_size += 1
+        yield first.SerializeToString()
+        yield from messages[1:]
+
+    flaky.change = change
+    with pytest.raises(residuum.ServerFault, match="width"):
+        await reader.activations(capture_id)
+
+
+async def test_order_and_repeats_do_not_matter(reader, flaky, capture_id):
+    def change(number, messages):
+        middle = messages[1:-1]
+        yield messages[0]
+        yield from middle[::-1]
+        yield from middle[:2]
+        yield messages[-1]
+
+    flaky.change = change
+    assert is_whole(await reader.activations(capture_id))
+
+
+def test_dropping_a_follow_ends_the_call(endpoint, capture_id, flaky):
+    with residuum.Client(endpoint, store=flaky.endpoint) as client:
+        pieces = client.follow(capture_id)
+        next(pieces)
+        pieces.close()
+    flaky.stop()  # returns only when no call is left
