@@ -96,8 +96,8 @@ class Dispatcher:
 
     @property
     def num_links(self) -> int:
-        """Shippers that are connected."""
-        return len(self._links)
+        """Shippers that are connected and take more."""
+        return sum(not link.leaving for link in self._links)
 
     def start(self) -> None:
         """Start the thread."""

@@ -48,7 +48,7 @@ class ProducerStats:
     seconds_waited: float
     """What those calls waited, together."""
     connected_shippers: int
-    """Shippers that are connected now."""
+    """Shippers that are connected now and take more."""
 
 
 class RingProducer:

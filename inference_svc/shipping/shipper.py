@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,21 +59,18 @@ class Shipper:
         Returns:
             The exit status: 0 if all that was handed over was delivered.
         """
-        # Blocked in every thread, and waited for in this one: no handler ever runs in the middle of anything.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signals = _signal_socket()
         self._uploader.start()
         for client in self._clients:
             client.start()
         _log.info("shipper started", store=self._settings.store_endpoint, workers=len(self._clients))
-        why = self._watch()
-        return self._stop(why)
+        return self._stop(self._watch(signals))
 
-    def _watch(self) -> str:
+    def _watch(self, signals: socket.socket) -> str:
         """Wait for a reason to stop, and keep an eye on the stream; return the reason."""
         while True:
-            arrived = signal.sigtimedwait(_SIGNALS, _TICK_SECONDS)
-            if arrived is not None:
-                return signal.Signals(arrived.si_signo).name
+            with contextlib.suppress(TimeoutError):
+                return signal.Signals(signals.recv(1)[0]).name
             if self._settings.parent_pid not in (None, os.getppid()):
                 return "the parent is gone"
             if not self._uploader.is_alive():
@@ -109,3 +108,18 @@ class Shipper:
                 return False
             self._check_progress()
         return True
+
+
+def _signal_socket() -> socket.socket:
+    """Return a socket from which the number of each signal can be read, as it comes.
+
+    Python writes it there whichever thread the system hands the signal to, some library's among them, and nothing has
+    to run in a handler, in the middle of who knows what.
+    """
+    receiver, sender = socket.socketpair()
+    receiver.settimeout(_TICK_SECONDS)
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.detach())
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: None)
+    return receiver

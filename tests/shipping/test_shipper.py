@@ -98,8 +98,8 @@ def test_what_a_dead_worker_handed_over_is_delivered_and_its_successor_served(
     command = [sys.executable, "-c", WORKER, str(control_path)]
     worker = subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        start_shipper(store.endpoint)
         assert worker.stdout.readline() == b"published\n"
+        start_shipper(store.endpoint)  # now, so that it is handed everything at once
         store.wait_for(lambda: store.messages)
     finally:
         worker.kill()
@@ -118,10 +118,15 @@ def test_sigterm_delivers_what_was_handed_over_and_takes_nothing_more(work, star
     shipper = start_shipper(store.endpoint)
     publish_some(work, count=8)
     store.wait_for(lambda: store.messages)
+    handed_over = dict(work.expected)
     shipper.terminate()
+    wait_until(lambda: work.producer.stats().connected_shippers == 0)
+    work.publish("later", range(4))
     gate.set()
     assert shipper.wait(DEADLINE) == 0
-    assert work.producer.drain(0)
+    assert store.rows == handed_over
+    start_shipper(store.endpoint)
+    assert work.producer.drain(DEADLINE)
     assert store.rows == work.expected
 
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from inference_svc.shipping import uploader as uploader_module
+from inference_svc.shipping.backoff import Backoff
 from inference_svc.shipping.control import ControlClient
 from inference_svc.shipping.outbox import Outbox
 from inference_svc.shipping.uploader import Uploader
@@ -151,9 +152,8 @@ def test_no_more_than_the_limit_is_under_way(work, start_store, start_uploader):
     slot_bytes = 4 * 32 * 64 * 4
     _, outbox = start_uploader(store.endpoint, max_unacked_bytes=3 * slot_bytes)
     publish_some(work, count=8)
-    wait_until(lambda: len(outbox._under_way) == 3)
-    with outbox._changed:
-        assert (outbox._unacked_bytes, len(outbox._waiting)) == (3 * slot_bytes, 5)
+    wait_until(lambda: (len(outbox._under_way), len(outbox._waiting)) == (3, 5))
+    assert outbox._unacked_bytes == 3 * slot_bytes
     gate.set()
     assert work.producer.drain(DEADLINE)
     assert store.rows == work.expected
@@ -224,7 +224,12 @@ def test_one_unreadable_message_costs_only_its_own_rows(work, start_store, start
     assert store.rows == {key: row for key, row in work.expected.items() if key[2] not in range(64, 96)}
 
 
-def test_a_stream_that_the_store_ends_politely_is_opened_again(work, start_store, start_uploader):
+def test_a_stream_that_the_store_ends_politely_is_opened_again_after_a_delay(
+    work, start_store, start_uploader, monkeypatch
+):
+    delays = []
+    monkeypatch.setattr(Backoff, "next_delay", lambda self: delays.append(0.01) or 0.01)
+
     def say_goodbye_twice(store, request, context):
         if store.streams <= 2:
             raise EndOfStream
@@ -234,4 +239,4 @@ def test_a_stream_that_the_store_ends_politely_is_opened_again(work, start_store
     publish_some(work)
     assert work.producer.drain(DEADLINE)
     assert store.rows == work.expected
-    assert store.streams == 3
+    assert (store.streams, len(delays)) == (3, 2)
