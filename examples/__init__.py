@@ -1,0 +1,1 @@
+"""Programs that show residuum at work, through its public client alone."""

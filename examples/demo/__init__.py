@@ -1,0 +1,1 @@
+"""`make demo`: a real language model captured, checked against transformers, and steered."""

@@ -1,0 +1,48 @@
+"""`make serve`: leaves both services running, and says how to use them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from rich.console import Console
+
+from examples.model import default_model
+from examples.services import ServiceFailedError, running_services
+
+_TO_TRY = """\
+import residuum
+client = residuum.Client("{endpoint}")
+print(client.generate("The capital of France is", max_tokens=8).text)"""
+
+
+def main() -> None:
+    """Serve until Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="examples.serve", description=__doc__)
+    parser.add_argument("--model", help="the model's folder, or its name on the Hugging Face hub (default: SmolLM2)")
+    parser.add_argument(
+        "--eager", action="store_true", help="do not compile the model: starts sooner, runs more slowly"
+    )
+    options = parser.parse_args()
+    console = Console(highlight=False)
+    console.print("Starting the store and the inference service ...")
+    try:
+        with running_services(
+            options.model or default_model(), inference_arguments=["--enforce-eager"] if options.eager else []
+        ) as (store, inference):
+            console.print(f"store      {store.endpoint}\ninference  {inference.endpoint}\n")
+            console.print("Three lines to try in .venv/bin/python:\n")
+            console.print(_TO_TRY.format(endpoint=inference.endpoint), markup=False)
+            console.print("\nCtrl-C stops both.")
+            while inference.process.poll() is None and store.process.poll() is None:
+                time.sleep(0.5)
+            sys.exit("a service has ended by itself")
+    except KeyboardInterrupt:
+        console.print("stopped")
+    except ServiceFailedError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
