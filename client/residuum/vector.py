@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -122,16 +123,31 @@ def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:
         FileNotFoundError: There is no such file.
     """
     file = Path(path)
-    if file.suffix == ".safetensors":
-        from safetensors.numpy import load_file
-
-        arrays = dict(load_file(file))
-    elif file.suffix == ".npy":
-        loaded = np.load(file, allow_pickle=False)
-        arrays = {file.stem: loaded} if loaded.ndim == 1 else {f"{file.stem}.{i}": row for i, row in enumerate(loaded)}
-    else:
+    readers = {".npy": _read_npy, ".safetensors": _read_safetensors}
+    if file.suffix not in readers:
         raise BadVector(f"{file.name}: vectors are read from .npy and .safetensors files.", reason="INVALID_FIELD")
+    arrays = readers[file.suffix](file)
     return {name: _named(name, array) for name, array in arrays.items()}
+
+
+def _read_npy(file: Path) -> dict[str, npt.NDArray[Any]]:
+    try:
+        loaded = np.load(file, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise BadVector(f"{file.name} is not a .npy file of numbers: {error}", reason="INVALID_FIELD") from None
+    if loaded.ndim != 2:  # noqa: PLR2004 - [count, hidden]
+        return {file.stem: loaded}
+    return {f"{file.stem}.{number}": row for number, row in enumerate(loaded)}
+
+
+def _read_safetensors(file: Path) -> dict[str, npt.NDArray[Any]]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return dict(load_file(file))
+    except SafetensorError as error:
+        raise BadVector(f"{file.name} is not a safetensors file: {error}", reason="INVALID_FIELD") from None
 
 
 def _named(name: str, array: npt.ArrayLike) -> Vector:

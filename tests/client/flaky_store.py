@@ -17,7 +17,7 @@ Change = Callable[[int, list[bytes]], Iterator[bytes]]
 READ = "/residuum.v1.StoreService/ReadChunks"
 
 
-class Unknown(Exception):
+class Unknown(Exception):  # noqa: N818 - gRPC's own name for a code without a reason
     """A failure with a gRPC code and no reason, as gRPC itself makes them."""
 
     def __init__(self, code: grpc.StatusCode) -> None:

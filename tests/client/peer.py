@@ -83,6 +83,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         self.requests: list = []
         self.vectors_received = 0
         self.cancelled = threading.Event()
+        self.generating = threading.Event()
         self.running: dict[str, threading.Event] = {}
         self.sealers: list[threading.Thread] = []
 
@@ -200,48 +201,51 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _events(self, name, spec, prompt, count, sequences, context):
         script, captures = self.script, spec.HasField("capture")
-        handle = capture_pb2_handle(name, self.store_endpoint) if captures else None
-        stop = self.running[name] = threading.Event()
+        handle = None
+        if captures:
+            handle = inference_pb2.CaptureHandle(capture_id=name, store_endpoint=self.store_endpoint)
         done: list[list[int]] = [[] for _ in range(sequences)]
+        started = inference_pb2.GenerationStarted(request_id=name, prompt_token_ids=prompt, capture=handle)
+        if not script.bad_order:
+            yield inference_pb2.GenerateResponse(started=started)
+        self.generating.set()
+        try:
+            yield from self._deltas(name, prompt, count, done, context)
+        except Failure:
+            self._end_capture(spec, name, prompt, done, capture_pb2.CAPTURE_STATE_ABORTED, script)
+            raise
+        self._end_capture(spec, name, prompt, done, script.outcome, script)
+        if not script.truncate:
+            yield inference_pb2.GenerateResponse(finished=_finished(prompt, done, handle))
+
+    def _deltas(self, name, prompt, count, done, context):
+        """Make tokens until there are enough or somebody stops it; `done` is filled."""
+        stop = self.running[name] = threading.Event()
         ended = threading.Event()
+        hold = self.script.hold
 
         def on_end() -> None:
             stop.set()
             if not ended.is_set():
                 self.cancelled.set()
-                if script.hold:
-                    script.hold.set()
+                if hold:
+                    hold.set()
 
         context.add_callback(on_end)
-        started = inference_pb2.GenerationStarted(request_id=name, prompt_token_ids=prompt, capture=handle)
-        if not script.bad_order:
-            yield inference_pb2.GenerateResponse(started=started)
         for step in range(count):
-            for sequence in range(sequences):
-                token = prompt[-1] + step + 1 + 100 * sequence
-                done[sequence].append(token)
-                delta = inference_pb2.TokenDelta(sequence=sequence, text=f" {token}", token_ids=[token])
+            for sequence, tokens in enumerate(done):
+                tokens.append(prompt[-1] + step + 1 + 100 * sequence)
+                delta = inference_pb2.TokenDelta(sequence=sequence, text=f" {tokens[-1]}", token_ids=[tokens[-1]])
                 yield inference_pb2.GenerateResponse(delta=delta)
-            if script.hold:
-                script.hold.wait(30)
+            if hold:
+                hold.wait(30)
             if stop.is_set():
-                self._end_capture(spec, name, prompt, done, capture_pb2.CAPTURE_STATE_ABORTED, script)
                 ended.set()
                 raise Failure(Reason.ERROR_REASON_ABORTED, "The request was aborted.", request_id=name)
         ended.set()
-        if captures:
-            self._end_capture(spec, name, prompt, done, script.outcome, script)
         del self.running[name]
-        if script.truncate:
-            return
-        finishes = [
-            inference_pb2.SequenceFinish(finish_reason="length", generated_tokens=len(tokens)) for tokens in done
-        ]
-        usage = inference_pb2.Usage(prompt_tokens=len(prompt), generated_tokens=sum(map(len, done)))
-        finished = inference_pb2.GenerationFinished(sequences=finishes, usage=usage, capture=handle)
-        yield inference_pb2.GenerateResponse(finished=finished)
 
-    # ------------------------------------------------------------------------------------ the capture's way to the store
+    # -------------------------------------------------------------------------------- the capture's way to the store
 
     @property
     def store(self):
@@ -321,8 +325,10 @@ def chunk(sequence, site, layers, positions) -> capture_pb2.Chunk:
     return capture_pb2.Chunk(header=header, crc32c=checksum(payload), payload=payload)
 
 
-def capture_pb2_handle(name: str, endpoint: str) -> inference_pb2.CaptureHandle:
-    return inference_pb2.CaptureHandle(capture_id=name, store_endpoint=endpoint)
+def _finished(prompt, done, handle) -> inference_pb2.GenerationFinished:
+    finishes = [inference_pb2.SequenceFinish(finish_reason="length", generated_tokens=len(tokens)) for tokens in done]
+    usage = inference_pb2.Usage(prompt_tokens=len(prompt), generated_tokens=sum(map(len, done)))
+    return inference_pb2.GenerationFinished(sequences=finishes, usage=usage, capture=handle)
 
 
 def _numbered(message, number):

@@ -114,7 +114,7 @@ async def test_unset_sampling_stays_unset(client, peer):
     assert not peer.requests[-1].HasField("sampling")
 
 
-# ---------------------------------------------------------------------------------------------------------- vectors
+# -------------------------------------------------------------------------------------------------------------- vectors
 
 
 async def test_a_vector_travels_once(client, peer):
@@ -177,7 +177,7 @@ async def test_what_is_no_vector(client):
         await client.put_vectors([np.ones(HIDDEN)])
 
 
-# ------------------------------------------------------------------------------------------------------ registrations
+# -------------------------------------------------------------------------------------------------------- registrations
 
 
 async def test_register_then_generate(client, peer):
@@ -229,7 +229,7 @@ async def test_registered_vectors_that_were_dropped_are_sent_again(client, peer)
     assert peer.vectors_received == 2
 
 
-# ------------------------------------------------------------------------------------------------------- the server's no
+# ------------------------------------------------------------------------------------------------------ the server's no
 
 
 async def test_a_layer_that_the_model_lacks(client):
@@ -294,7 +294,7 @@ async def test_a_server_that_breaks_the_contract(client, peer, flaw):
         await client.generate("a", max_tokens=2)
 
 
-# -------------------------------------------------------------------------------------------------- info, health, ends
+# --------------------------------------------------------------------------------------------------- info, health, ends
 
 
 async def test_info(client):
@@ -317,7 +317,7 @@ async def test_health(client, running_peer, store):
 
 async def test_nothing_listens(make):
     lonely = make("127.0.0.1:1")
-    with pytest.raises(residuum.Unreachable, match="127.0.0.1:1") as caught:
+    with pytest.raises(residuum.Unreachable, match=r"127\.0\.0\.1:1") as caught:
         await lonely.generate("a")
     assert caught.value.endpoint == "127.0.0.1:1"
     assert isinstance(caught.value, ConnectionError)
@@ -331,7 +331,7 @@ async def test_store_of_its_own(make, store, endpoint, client):
     apart = make("127.0.0.1:1", store=store.endpoint)
     assert (await apart.activations(reply.request_id)).manifest.is_complete
     lost = make(endpoint, store="127.0.0.1:1", timeout=5)
-    with pytest.raises(residuum.Unreachable, match="127.0.0.1:1"):
+    with pytest.raises(residuum.Unreachable, match=r"127\.0\.0\.1:1"):
         await lost.activations(reply.request_id)
 
 
@@ -377,7 +377,7 @@ async def test_a_deadline(client, peer):
     assert peer.cancelled.wait(10)
 
 
-# ------------------------------------------------------------------------------------------------------------- streams
+# -------------------------------------------------------------------------------------------------------------- streams
 
 
 def test_stream_sync(endpoint, peer):
@@ -422,8 +422,7 @@ async def test_dropping_a_stream_stops_the_request_async(endpoint, peer, how):
     async with residuum.AsyncClient(endpoint) as client:
         if how == "cancel":
             task = asyncio.ensure_future(client.generate("a", max_tokens=100))
-            while "Generate" not in peer.calls:  # until the call has arrived
-                await asyncio.sleep(0)
+            await asyncio.to_thread(peer.generating.wait, 10)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -477,7 +476,7 @@ async def test_abort_seen_by_an_async_stream(endpoint, peer):
     assert caught.value.reason == "ABORTED"
 
 
-# ------------------------------------------------------------------------------------------------------------- batches
+# -------------------------------------------------------------------------------------------------------------- batches
 
 
 async def test_many_come_back_in_order(client):

@@ -1,0 +1,129 @@
+"""Activations in memory and in a safetensors file."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from peer import HIDDEN, POST, PRE, rows
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import residuum
+
+
+@pytest.fixture
+def acts(endpoint):
+    with residuum.Client(endpoint) as client:
+        capture = residuum.Capture(layers=[1, 4], sites=("resid_post", "resid_pre"), positions=slice(1, None))
+        reply = client.generate("a bb ccc", max_tokens=4, capture=capture, n=2)
+        return client.activations(reply.request_id)
+
+
+@pytest.fixture
+def partial(endpoint, peer):
+    peer.script.lost_layers = (1,)
+    with residuum.Client(endpoint) as client:
+        reply = client.generate("a bb ccc", max_tokens=4, capture=residuum.Capture(layers=[1, 4]))
+        return client.activations(reply.request_id, allow_partial=True)
+
+
+def test_a_mapping_of_layers(acts):
+    assert list(acts) == [1, 4]
+    assert len(acts) == 2
+    assert 4 in acts
+    assert 2 not in acts
+    assert acts.get(2) is None
+    assert {layer: values.shape for layer, values in acts.items()} == {1: (5, HIDDEN), 4: (5, HIDDEN)}
+    assert acts == acts  # noqa: PLR0124 - the arrays' own comparison would raise here
+    assert isinstance(hash(acts), int)
+
+
+def test_stack(acts):
+    assert acts.stack().shape == (2, 5, HIDDEN)
+    assert acts.stack().dtype == np.float32
+    assert np.array_equal(acts.stack([4])[0], acts[4])
+    assert np.array_equal(acts.stack([4, 1])[1], acts[1])
+
+
+@pytest.mark.parametrize("look", [lambda a: a[2], lambda a: a.raw(2), lambda a: a.stack([2]), lambda a: a["x"]])
+def test_a_layer_that_is_not_here(acts, look):
+    with pytest.raises(KeyError, match=r"layers: \[1, 4\]"):
+        look(acts)
+
+
+def test_a_sequence_or_site_that_is_not_here(acts):
+    with pytest.raises(KeyError, match=r"sequences: \[0, 1\]"):
+        acts.select(sequence=2)
+    with pytest.raises(KeyError, match="resid_pre"):
+        acts.select(site="mlp_out")
+
+
+def test_repr_tells_shapes(acts):
+    assert "complete: 2 layers × 5 positions × 8, 2 sequences, sites resid_post, resid_pre, bfloat16" in repr(acts)
+
+
+def test_each_look_is_your_own_copy_and_raw_is_not(acts):
+    acts[1][:] = 0
+    assert np.array_equal(acts[1], rows(0, POST, 1, range(1, 6)).astype(np.float32))
+    with pytest.raises(ValueError, match="read-only"):
+        acts.raw(1)[:] = 0
+
+
+def test_file_and_back(acts, tmp_path):
+    path = tmp_path / "x.safetensors"
+    acts.to_safetensors(path)
+    again = residuum.Activations.from_safetensors(path)
+    assert repr(again) == repr(acts)
+    assert again.manifest == acts.manifest
+    for sequence in (0, 1):
+        for name, site in (("resid_post", POST), ("resid_pre", PRE)):
+            chosen = again.select(sequence=sequence, site=name)
+            assert np.array_equal(chosen.raw(4), rows(sequence, site, 4, range(1, 6)))
+            assert chosen.token_ids.tolist() == acts.select(sequence=sequence).token_ids.tolist()
+            assert chosen.positions.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_other_programs_read_the_file(acts, tmp_path):
+    path = tmp_path / "x.safetensors"
+    acts.to_safetensors(str(path))
+    arrays = load_file(path)
+    assert arrays["resid_post.4"].dtype == ml_dtypes.bfloat16
+    assert np.array_equal(arrays["sequence1/resid_pre.1"], rows(1, PRE, 1, range(1, 6)))
+    assert arrays["resid_post.positions"].tolist() == [1, 2, 3, 4, 5]
+    with safe_open(path, framework="np") as file:
+        assert json.loads(file.metadata()["manifest"])["description"]["captureId"] == acts.manifest.capture_id
+
+
+def test_torch_reads_the_file(acts, tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file as load_torch
+
+    path = tmp_path / "x.safetensors"
+    acts.to_safetensors(path)
+    tensor = load_torch(path)["resid_post.4"]
+    assert tensor.dtype == torch.bfloat16
+    assert np.array_equal(tensor.float().numpy(), acts[4])
+
+
+def test_a_partial_file_stays_partial(partial, tmp_path):
+    path = tmp_path / "x.safetensors"
+    partial.to_safetensors(path)
+    again = residuum.Activations.from_safetensors(path)
+    assert np.array_equal(again.present, partial.present)
+    assert np.isnan(again[1]).all()
+    assert again.manifest.state == "incomplete"
+
+
+def test_files_that_are_something_else(tmp_path):
+    save_file({"a": np.ones(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "text.safetensors").write_text("hello")
+    for name in ("other", "text"):
+        with pytest.raises(residuum.InvalidRequest, match=name):
+            residuum.Activations.from_safetensors(tmp_path / f"{name}.safetensors")
+    with pytest.raises(FileNotFoundError):
+        residuum.Activations.from_safetensors(tmp_path / "none.safetensors")
+    with pytest.raises(residuum.InvalidRequest):
+        residuum.Manifest.from_json("hello")

@@ -1,0 +1,154 @@
+"""The public names, and how light they are to import."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+import residuum
+from residuum import _failures, exceptions
+from residuum.v1 import errors_pb2
+
+ROOT = Path(__file__).parents[2]
+
+NAMES = """
+    Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadVector BatchFailed Cap Capture
+    CaptureEnded CaptureExists CaptureNotComplete CaptureSummary Client ClientClosed DamagedCapture DeadlineExceeded
+    EmptyPrompt EngineDead Health IncompleteCapture InvalidRequest LimitReached Manifest MissingVectors ModelInfo
+    NoStore NotFound NotServing OpenCapture Piece Positions PromptTooLong PutResult Registration Reply RequestAborted
+    RequestExists ResiduumError ResourceExhausted RowSet Sampling Sequence SequenceOutcome ServerFault StoreFull
+    StoreStats StoreUnreachable Stream TokenDelta Unavailable UnknownCapture UnknownLayer UnknownModel UnknownOperation
+    UnknownRequest UnknownSite Unreachable Usage Vector __version__ load_vectors
+""".split()  # noqa: SIM905 - one name a line would fill the screen
+
+
+def test_public_names():
+    assert sorted(residuum.__all__) == sorted(NAMES)
+    for name in NAMES:
+        assert getattr(residuum, name) is not None
+        assert name in dir(residuum)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = residuum.nothing
+
+
+def test_both_clients_have_the_same_methods():
+    def methods(kind):
+        return {name: value for name, value in inspect.getmembers(kind, callable) if not name.startswith("_")}
+
+    ours, theirs = methods(residuum.Client), methods(residuum.AsyncClient)
+    assert set(ours) == set(theirs)
+    for name, method in ours.items():
+        assert inspect.signature(method).parameters == inspect.signature(theirs[name]).parameters, name
+
+
+def test_everything_public_is_documented():
+    for name in set(NAMES) - {"__version__"}:
+        value = getattr(residuum, name)
+        assert value.__doc__, name
+        if inspect.isclass(value):
+            for member, thing in vars(value).items():
+                if not member.startswith("_") and (callable(thing) or isinstance(thing, property)):
+                    assert inspect.getdoc(getattr(value, member)), f"{name}.{member}"
+
+
+def loaded_by(code):
+    script = f"import sys; {code}; print(' '.join(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(ROOT / "client")},
+    )
+    return set(result.stdout.split())
+
+
+def test_import_is_light():
+    modules = loaded_by("import residuum")
+    assert not modules & {"grpc", "numpy", "rich", "torch", "vllm", "lmdb", "google.protobuf"}
+
+
+def test_the_client_is_light():
+    modules = loaded_by("import residuum; residuum.Client; residuum.AsyncClient; residuum.Activations")
+    assert not modules & {"rich", "torch", "vllm", "lmdb", "pydantic", "structlog", "safetensors"}
+
+
+def test_what_the_services_share_comes_without_the_client():
+    modules = loaded_by("import residuum.wire.frames, residuum.rpc.errors, residuum.v1.store_pb2")
+    assert not modules & {"residuum.client", "residuum.exceptions", "residuum.activations"}
+
+
+def test_every_reason_has_an_exception():
+    names = {name.removeprefix("ERROR_REASON_") for name in errors_pb2.ErrorReason.keys()} - {"UNSPECIFIED"}  # noqa: SIM118
+    assert set(_failures.EXCEPTIONS) == names
+    assert all(issubclass(kind, residuum.ResiduumError) for kind in _failures.EXCEPTIONS.values())
+
+
+def test_the_tree_in_the_docstring_is_the_tree():
+    drawn = exceptions.__doc__
+    for name, kind in inspect.getmembers(exceptions, inspect.isclass):
+        if issubclass(kind, BaseException):
+            assert f"{name} " in drawn.replace("\n", " "), name
+
+
+class BareError(grpc.RpcError):
+    def __init__(self, code):
+        self._code = code
+
+    def code(self):
+        return self._code
+
+    def details(self):
+        return "some detail"
+
+    def trailing_metadata(self):
+        return ()
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+def test_bare_codes(code):
+    error = _failures.from_rpc_error(BareError(code), "host:1", request_id="r")
+    expected = {
+        "UNAVAILABLE": residuum.Unreachable,
+        "DEADLINE_EXCEEDED": residuum.DeadlineExceeded,
+        "NOT_FOUND": residuum.NotFound,
+        "INVALID_ARGUMENT": residuum.InvalidRequest,
+        "OUT_OF_RANGE": residuum.InvalidRequest,
+        "ALREADY_EXISTS": residuum.AlreadyExists,
+        "RESOURCE_EXHAUSTED": residuum.ResourceExhausted,
+        "DATA_LOSS": residuum.DamagedCapture,
+        "CANCELLED": residuum.RequestAborted,
+    }
+    assert type(error) is expected.get(code.name, residuum.ServerFault)
+    assert "host:1" in str(error)
+    assert error.request_id == error.capture_id == "r"
+    assert error.reason == ""
+
+
+def test_a_newer_servers_reason_is_mapped_by_its_code():
+    class NewerError(BareError):
+        def trailing_metadata(self):
+            from google.rpc import error_details_pb2, status_pb2
+
+            info = error_details_pb2.ErrorInfo(reason="SOMETHING_NEW", domain="residuum.dev")
+            status = status_pb2.Status(code=5)
+            status.details.add().Pack(info)
+            return (("grpc-status-details-bin", status.SerializeToString()),)
+
+    assert type(_failures.from_rpc_error(NewerError(grpc.StatusCode.NOT_FOUND), "host:1")) is residuum.NotFound
+
+
+def test_clients_work_in_a_notebook(endpoint):
+    """Inside a running event loop, as in a notebook's cell."""
+
+    async def cell():
+        with residuum.Client(endpoint) as client:
+            return client.generate("a", max_tokens=2).text
+
+    assert asyncio.run(cell()) == " 2 3"

@@ -1,0 +1,296 @@
+"""What a user writes: vectors, operations, captures, positions; and what the contract makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+import residuum
+from residuum.selections import Positions, layer_selection
+from residuum.v1 import capture_pb2, tensor_pb2
+from residuum.wire.selection import wanted_positions
+
+ROOT = Path(__file__).parents[2]
+joy = residuum.Vector.from_array([3.0, 4.0])
+ZERO = residuum.Vector.from_array([0.0, 0.0])
+
+# ------------------------------------------------------------------------------------------------------------- vectors
+
+
+def test_digests_are_those_of_the_contract():
+    cases = json.loads((ROOT / "protos/residuum/v1/vector_digests.json").read_text())["vectors"]
+    checked = 0
+    for case in cases:
+        values = np.frombuffer(bytes.fromhex(case["values_hex"]), "<f4")
+        if case["dtype"] == "DATA_TYPE_FLOAT32" and values.size and np.isfinite(values).all():
+            assert residuum.Vector.from_array(values).hexdigest == case["digest_hex"], case["name"]
+            checked += 1
+    assert checked >= 3
+
+
+def test_vector():
+    assert joy.hexdigest == joy.digest.hex()
+    assert len(joy.digest) == 32
+    assert (len(joy), joy.norm) == (2, 5.0)
+    assert joy == residuum.Vector.from_array(np.array([3, 4], np.int64))
+    assert joy != ZERO
+    assert joy != "x"
+    assert {joy, residuum.Vector.from_array((3, 4))} == {joy}
+    assert repr(joy).startswith("Vector(2 elements, norm 5, digest ")
+    assert joy.message.dtype == tensor_pb2.DATA_TYPE_FLOAT32
+
+
+def test_vector_is_a_copy_and_read_only():
+    array = np.ones(4, np.float32)
+    vector = residuum.Vector.from_array(array)
+    array[0] = 7
+    assert vector.values[0] == 1
+    with pytest.raises(ValueError, match="read-only"):
+        vector.values[0] = 2
+    assert np.asarray(vector).dtype == np.float32
+    assert np.array(vector, copy=True).flags.writeable
+
+
+@pytest.mark.parametrize("dtype", ["<f8", ">f4", "float16", ml_dtypes.bfloat16, "int32", "bool"])
+def test_vectors_of_any_number_type(dtype):
+    assert residuum.Vector.from_array(np.array([1, 0, 1], dtype)).values.tolist() == [1, 0, 1]
+
+
+def test_vectors_of_strided_arrays():
+    table = np.arange(12.0).reshape(3, 4)
+    assert residuum.Vector.from_array(table[:, 1]).values.tolist() == [1, 5, 9]
+    assert residuum.Vector.from_array(table[:, 1]) == residuum.Vector.from_array([1, 5, 9])
+
+
+def test_torch_tensors_without_torch():
+    class Tensor:  # as a CUDA bfloat16 tensor behaves: numpy cannot read it until it was converted
+        def detach(self):
+            return self
+
+        cpu = float = detach
+
+        def numpy(self):
+            return np.array([1.0, 2.0], np.float32)
+
+    assert residuum.Vector.from_array(Tensor()).values.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        ([[1.0, 2.0]], "WRONG_LENGTH"),
+        (1.0, "WRONG_LENGTH"),
+        ([], "WRONG_LENGTH"),
+        ([1.0, float("nan")], "BAD_VALUES"),
+        ([1.0, float("inf")], "BAD_VALUES"),
+        ([1e39], "BAD_VALUES"),
+        (["a"], "WRONG_DTYPE"),
+        ([[1.0], [1.0, 2.0]], "WRONG_DTYPE"),
+        (None, "BAD_VALUES"),
+        ([1j], "WRONG_DTYPE"),
+    ],
+)
+def test_arrays_that_are_no_vector(array, reason):
+    with pytest.raises(residuum.BadVector) as caught:
+        residuum.Vector.from_array(array)
+    assert caught.value.reason in (reason, "WRONG_LENGTH")
+
+
+def test_load_vectors(tmp_path):
+    np.save(tmp_path / "joy.npy", np.array([3.0, 4.0]))
+    np.save(tmp_path / "table.npy", np.eye(2))
+    save_file({"a": np.ones(2, np.float32)}, tmp_path / "many.safetensors")
+    assert residuum.load_vectors(tmp_path / "joy.npy") == {"joy": joy}
+    assert list(residuum.load_vectors(tmp_path / "table.npy")) == ["table.0", "table.1"]
+    assert residuum.load_vectors(str(tmp_path / "many.safetensors"))["a"].values.tolist() == [1, 1]
+
+
+def test_files_that_hold_no_vectors(tmp_path):
+    np.save(tmp_path / "bad.npy", np.array([[1.0], [np.nan]]))
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
+    (tmp_path / "text.npy").write_text("hello")
+    (tmp_path / "text.safetensors").write_text("hello")
+    with pytest.raises(residuum.BadVector, match=r"bad\.1"):
+        residuum.load_vectors(tmp_path / "bad.npy")
+    for name in ("objects.npy", "text.npy", "text.safetensors", "vector.txt"):
+        with pytest.raises(residuum.BadVector, match=name):
+            residuum.load_vectors(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        residuum.load_vectors(tmp_path / "none.npy")
+
+
+# ---------------------------------------------------------------------------------------------------------- operations
+
+
+def test_operations_as_they_travel():
+    add = residuum.Add(joy, layer=12, scale=6.0, positions="generated").to_proto()
+    assert (add.add.digest, add.add.scale, list(add.layers.list.layers)) == (joy.digest, 6.0, [12])
+    assert len(add.positions.phases) == 1
+    ablate = residuum.Ablate(joy, layers="all").to_proto()
+    assert ablate.layers.all
+    assert ablate.ablate.scale == 1.0
+    assert not ablate.HasField("positions")
+    cap = residuum.Cap(joy, layers=iter([3, 1]), max=2.0).to_proto()
+    assert list(cap.layers.list.layers) == [1, 3]
+    assert not cap.cap.HasField("min")
+    assert cap.cap.max == 2.0
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: residuum.Add(joy), residuum.InvalidRequest),
+        (lambda: residuum.Add(joy, layer=1, layers=[2]), residuum.InvalidRequest),
+        (lambda: residuum.Add(joy, layer=-1), residuum.UnknownLayer),
+        (lambda: residuum.Add(joy, layers=[]), residuum.InvalidRequest),
+        (lambda: residuum.Add(joy, layer="most"), residuum.InvalidRequest),
+        (lambda: residuum.Add(joy, layer=1.5), TypeError),
+        (lambda: residuum.Add(joy, layer=True), TypeError),
+        (lambda: residuum.Add([1.0], layer=1), TypeError),
+        (lambda: residuum.Add(joy, layer=1, scale=float("nan")), residuum.InvalidRequest),
+        (lambda: residuum.Add(joy, layer=1, scale=1e39), residuum.InvalidRequest),
+        (lambda: residuum.Add(joy, layer=1, positions="later"), residuum.InvalidRequest),
+        (lambda: residuum.Ablate(ZERO, layer=1), residuum.BadVector),
+        (lambda: residuum.Ablate(joy, layer=1, scale=float("inf")), residuum.InvalidRequest),
+        (lambda: residuum.Cap(joy, layer=1), residuum.InvalidRequest),
+        (lambda: residuum.Cap(joy, layer=1, min=2.0, max=1.0), residuum.InvalidRequest),
+        (lambda: residuum.Cap(joy, layer=1, min=float("nan")), residuum.InvalidRequest),
+        (lambda: residuum.Cap(ZERO, layer=1, max=1.0), residuum.BadVector),
+    ],
+)
+def test_operations_that_cannot_be_meant(make, error):
+    with pytest.raises(error):
+        make()
+
+
+def test_operations_are_values():
+    assert residuum.Add(joy, layer=[1, 2]) == residuum.Add(joy, layer=(2, 1))
+    assert hash(residuum.Add(joy, layer=1)) == hash(residuum.Add(joy, layer=1))
+
+
+def test_steer_takes_operations_only():
+    from residuum.steering import operation_list
+
+    assert operation_list(None) == []
+    assert len(operation_list([residuum.Add(joy, layer=1)] * 256)) == 256
+    with pytest.raises(TypeError, match=r"residuum\.Add"):
+        operation_list([joy])
+    with pytest.raises(residuum.InvalidRequest, match="256"):
+        operation_list([residuum.Add(joy, layer=1)] * 257)
+
+
+# ------------------------------------------------------------------------------------------------------------ captures
+
+
+def test_captures_as_they_travel():
+    whole = residuum.Capture().to_proto()
+    assert whole.layers.all
+    assert list(whole.sites) == [capture_pb2.SITE_RESID_POST]
+    assert not whole.HasField("positions")
+    assert (whole.encoding, whole.overflow) == (capture_pb2.ENCODING_RAW, capture_pb2.OVERFLOW_POLICY_WAIT)
+    some = residuum.Capture(
+        layers=range(4), sites="mlp_out", positions="prompt", overflow="shed", before_steering=True
+    ).to_proto()
+    assert list(some.layers.list.layers) == [0, 1, 2, 3]
+    assert list(some.sites) == [capture_pb2.SITE_MLP_OUT]
+    assert some.overflow == capture_pb2.OVERFLOW_POLICY_SHED
+    assert some.before_steering
+    assert residuum.Capture(layers=iter([2, 1])) == residuum.Capture(layers=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"layers": "some"}, residuum.InvalidRequest),
+        ({"layers": []}, residuum.InvalidRequest),
+        ({"layers": -3}, residuum.UnknownLayer),
+        ({"layers": ["1"]}, TypeError),
+        ({"layers": None}, TypeError),
+        ({"sites": "resid"}, residuum.UnknownSite),
+        ({"sites": []}, residuum.InvalidRequest),
+        ({"sites": ["resid_pre", "resid_pre"]}, residuum.InvalidRequest),
+        ({"encoding": "zip"}, residuum.InvalidRequest),
+        ({"overflow": "hope"}, residuum.InvalidRequest),
+        ({"positions": slice(5, 5)}, residuum.InvalidRequest),
+    ],
+)
+def test_captures_that_cannot_be_meant(arguments, error):
+    with pytest.raises(error):
+        residuum.Capture(**arguments)
+
+
+# ----------------------------------------------------------------------------------------------------------- positions
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, Positions()),
+        ("all", Positions()),
+        ("prompt", Positions(phases=("prompt",))),
+        ("last_prompt", Positions(ranges=((-1, -1),))),
+        (7, Positions(ranges=((7, 7),))),
+        (-2, Positions(ranges=((-2, -2),))),
+        (slice(None), Positions()),
+        (slice(4), Positions(ranges=((0, 3),))),
+        (slice(2, None), Positions(ranges=((2, None),))),
+        (slice(-4, -1), Positions(ranges=((-4, -2),))),
+        (slice(0, None, 4), Positions(every=4)),
+        (slice(8, 20, 4), Positions(ranges=((8, 19),), every=4)),
+        (range(3, 6), Positions(ranges=((3, 5),))),
+        ([3, 1, 2, 9], Positions(ranges=((1, 3), (9, 9)))),
+        ([(0, 3), slice(10, 12), (20, None)], Positions(ranges=((0, 3), (10, 11), (20, None)))),
+        ([5, 5], Positions(ranges=((5, 5),))),
+        (Positions(every=2), Positions(every=2)),
+    ],
+)
+def test_positions(value, expected):
+    assert Positions.of(value) == expected
+    assert Positions.from_proto(expected.to_proto()) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "later", [], slice(3, 3), slice(5, 2), slice(0, 0), range(0), slice(1, None, 2), slice(None, None, -1),
+        [slice(0, 9, 3)], [0, *range(2, 200, 2)], 1 << 31, [(5, 2)], "generatd",
+    ],
+)  # fmt: skip
+def test_positions_that_cannot_be_meant(value):
+    with pytest.raises(residuum.InvalidRequest):
+        Positions.of(value)
+
+
+@pytest.mark.parametrize("value", [["a"], [(1, 2, 3)], [None]])
+def test_positions_of_the_wrong_kind(value):
+    with pytest.raises(TypeError):
+        Positions.of(value)
+
+
+@pytest.mark.parametrize("arguments", [{"phases": ["later"]}, {"every": 0}, {"ranges": [(3, 1)]}])
+def test_positions_by_hand_that_cannot_be_meant(arguments):
+    with pytest.raises(residuum.InvalidRequest):
+        Positions(**arguments)
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 5))
+def test_slices_mean_what_python_means(start, length, step):
+    start -= start % step
+    value = slice(start, start + length, step)
+    if not length or start + length == 0:
+        return
+    selection = Positions.of(value).to_proto()
+    assert np.flatnonzero(wanted_positions(selection, 10, 0, 100)).tolist() == list(range(100))[value]
+
+
+def test_numpy_numbers_are_numbers():
+    assert list(layer_selection(np.arange(3)).list.layers) == [0, 1, 2]
+    assert Positions.of(np.int64(3)) == Positions.of(3)
+    assert Positions.of(np.array([3, 4])) == Positions.of([3, 4])
