@@ -1,0 +1,161 @@
+"""From a ring to the pages of a real store, and back: every row, whatever dies in between."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from residuum.rpc.channels import open_channel
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
+from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
+
+LAYERS, WIDTH = 4, 64
+
+
+class RealStore:
+    """A store service in a process of its own, which can be killed and started again at the same port."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.port = 0
+        self.process = None
+        self.start()
+        self.channel = open_channel(self.endpoint)
+        self.stub = store_pb2_grpc.StoreServiceStub(self.channel)
+
+    @property
+    def endpoint(self):
+        return f"127.0.0.1:{self.port}"
+
+    def start(self):
+        port_file = self.folder / "port"
+        port_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "store_svc", "--listen", self.endpoint, "--path", str(self.folder / "data")]
+        self.process = subprocess.Popen([*command, "--port-file", str(port_file)], env=ENVIRONMENT)
+        wait_until(lambda: port_file.exists() and port_file.read_text().strip(), "the store's port")
+        self.port = int(port_file.read_text())
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def close(self):
+        self.channel.close()
+        self.kill()
+
+    def open(self, capture_id, positions):
+        description = capture_pb2.CaptureDescription(
+            capture_id=capture_id,
+            model="tiny",
+            hidden_size=WIDTH,
+            num_layers=LAYERS,
+            dtype=tensor_pb2.DATA_TYPE_FLOAT32,
+            spec=capture_pb2.CaptureSpec(sites=[capture_pb2.SITE_RESID_POST], encoding=capture_pb2.ENCODING_RAW),
+            prompt_token_ids=range(positions),
+            num_sequences=1,
+        )
+        description.spec.layers.list.layers.extend(range(LAYERS))
+        self.stub.OpenCapture(store_pb2.OpenCaptureRequest(description=description), wait_for_ready=True)
+
+    def seal(self, capture_id):
+        """Seal with one generated token, so that the prompt's rows are those expected; return the final manifest."""
+        outcome = capture_pb2.SequenceOutcome(generated_token_ids=[1], finish_reason="length")
+        request = store_pb2.SealCaptureRequest(
+            capture_id=capture_id, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_COMPLETE
+        )
+        self.stub.SealCapture(request, wait_for_ready=True)
+        wait = store_pb2.GetCaptureRequest(capture_id=capture_id)
+        wait.wait.FromSeconds(int(DEADLINE))
+        return self.stub.GetCapture(wait).manifest
+
+    def read(self, capture_id):
+        rows = {}
+        for response in self.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id=capture_id)):
+            if response.HasField("chunk"):
+                header = response.chunk.header
+                shape = (len(header.layers), len(header.positions), WIDTH)
+                values = np.frombuffer(response.chunk.payload, "<f4").reshape(shape)
+                for number, layer in enumerate(header.layers):
+                    for at, position in enumerate(header.positions):
+                        assert (capture_id, layer, position) not in rows
+                        rows[capture_id, layer, position] = values[number, at].tobytes()
+        return rows
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = RealStore(tmp_path)
+    yield store
+    store.close()
+
+
+def test_rows_come_back_as_they_were(store, start_producer, start_shipper):
+    work = Work(start_producer())
+    start_shipper(store.endpoint)
+    for name in ("a", "b"):
+        store.open(name, 40)
+        work.publish(name, range(32))
+        work.publish(name, range(32, 40))
+    assert work.producer.drain(DEADLINE)
+    for name in ("a", "b"):
+        assert store.seal(name).state == capture_pb2.CAPTURE_STATE_COMPLETE
+    assert store.read("a") | store.read("b") == work.expected
+
+
+def test_a_reported_loss_ends_its_capture_incomplete_and_no_other(store, start_producer, start_shipper):
+    work = Work(start_producer())
+    start_shipper(store.endpoint)
+    for name in ("lost", "whole"):
+        store.open(name, 8)
+        work.publish(name, range(4))
+    work.publish("whole", range(4, 8))
+    loss = store_pb2.RowLoss(
+        sites=[capture_pb2.SITE_RESID_POST],
+        layers=range(LAYERS),
+        positions=range(4, 8),
+        reason=capture_pb2.INCOMPLETE_REASON_OVERFLOW,
+        detail="the ring was full",
+    )
+    work.producer.report_loss("lost", loss)
+    assert work.producer.drain(DEADLINE)
+    manifest = store.seal("lost")
+    assert manifest.state == capture_pb2.CAPTURE_STATE_INCOMPLETE
+    assert manifest.incomplete_reason == capture_pb2.INCOMPLETE_REASON_OVERFLOW
+    assert store.seal("whole").state == capture_pb2.CAPTURE_STATE_COMPLETE
+
+
+def test_rows_for_captures_that_are_gone_do_not_hold_up_others(store, start_producer, start_shipper):
+    work = Work(start_producer())
+    start_shipper(store.endpoint)
+    store.open("kept", 4)
+    work.publish("never-opened", range(4))
+    work.publish("kept", range(4))
+    assert work.producer.drain(DEADLINE)
+    assert store.seal("kept").state == capture_pb2.CAPTURE_STATE_COMPLETE
+
+
+def test_a_store_killed_in_mid_stream_misses_nothing_after_it_is_back(store, start_producer, start_shipper):
+    slots = 400
+    work = Work(start_producer(num_slots=8))
+    start_shipper(store.endpoint)
+    store.open("capture", slots * 8)
+
+    def generate():
+        for number in range(slots):
+            work.publish("capture", range(number * 8, number * 8 + 8), LAYERS, WIDTH)
+
+    model = threading.Thread(target=generate, daemon=True)
+    model.start()
+    for freed in (20, 120, 220):
+        wait_until(lambda freed=freed: work.producer.stats().freed >= freed)
+        store.kill()
+        assert work.producer.stats().freed < slots  # in mid-stream indeed
+        store.start()
+    model.join(DEADLINE)
+    assert work.producer.drain(DEADLINE)
+    assert store.seal("capture").state == capture_pb2.CAPTURE_STATE_COMPLETE
+    assert store.read("capture") == work.expected
