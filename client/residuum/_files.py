@@ -23,13 +23,18 @@ _Arrays = dict[str, npt.NDArray[Any]]
 
 def save(acts: Activations, path: str | os.PathLike[str]) -> None:
     """Write activations; see `Activations.to_safetensors`."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     arrays: _Arrays = {}
     for sequence in acts.sequences:
         for site in acts.sites:
             arrays.update(_arrays(acts.select(sequence=sequence, site=site)))
-    save_file(arrays, os.fspath(path), metadata={"format": FORMAT, "manifest": acts.manifest.to_json()})
+    metadata = {"format": FORMAT, "manifest": acts.manifest.to_json()}
+    try:
+        save_file(arrays, os.fspath(path), metadata=metadata)
+    except SafetensorError as error:  # its name for whatever the file system says
+        raise OSError(f"{os.fspath(path)} cannot be written: {error}") from None
 
 
 def _arrays(acts: Activations) -> _Arrays:
