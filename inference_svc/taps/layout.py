@@ -134,13 +134,14 @@ class StepPlanner:
                 wanted_positions(capture.positions, prompt_tokens, state.next_position, first - state.next_position)
             )
             self._layout.skipped.append((capture, skipped.tolist()))
-        start, stop = max(first, state.next_position), first + count
-        state.next_position = max(state.next_position, stop)
+        known, stop = state.next_position, first + count
+        start = max(first, known)
+        state.next_position = max(known, stop)
         wanted = wanted_positions(capture.positions, prompt_tokens, start, max(stop - start, 0))
         positions = start + np.flatnonzero(wanted)
         border = int(np.searchsorted(positions, prompt_tokens))
         self._fill(state, pool, positions[:border], row - first)
-        if start < prompt_tokens <= stop:
+        if known < prompt_tokens <= stop:
             self._close(state)  # the prompt's rows need not wait for generated ones
         self._fill(state, pool, positions[border:], row - first)
 

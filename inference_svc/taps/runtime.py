@@ -44,7 +44,8 @@ class TapRuntime:
         for request_id, extra_args in admitted:
             plan = RequestPlan.from_extra_args(extra_args)
             if plan is not None:
-                self._requests[request_id] = RequestState(plan)
+                # Some runners announce a preempted request again, as if it were new; what is captured stays captured.
+                self._requests.setdefault(request_id, RequestState(plan))
 
     def place(self, rows: StepRows) -> None:
         """Lay out the step's rows, once the runner has fixed their order."""
