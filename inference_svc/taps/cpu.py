@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from inference_svc.taps.operations import apply_batch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from inference_svc.taps.bank import VectorBank
@@ -39,18 +43,25 @@ class CpuTap:
         for group in layout.captures:
             if group.before_steering and layer in group.layers:
                 self._store(group, hidden, residual, layer)
-        for batch in layout.steering.get(layer, ()):
-            self._steer(batch, hidden, residual)
+        if layer in layout.steering:
+            self._steer(layout.steering[layer], hidden, residual)
         for group in layout.captures:
             if not group.before_steering and layer in group.layers:
                 self._store(group, hidden, residual, layer)
 
-    def _steer(self, batch: OperationBatch, hidden: Tensor, residual: Tensor | None) -> None:
-        delayed = residual[batch.rows].float() if residual is not None else 0.0
-        x = hidden[batch.rows].float() + delayed
-        vectors = self._bank.vectors[batch.vectors]
-        steered = apply_batch(x, vectors, self._bank.inverse_norms[batch.vectors], batch)
-        hidden[batch.rows] = (steered - delayed).to(hidden.dtype)
+    def _steer(self, batches: Sequence[OperationBatch], hidden: Tensor, residual: Tensor | None) -> None:
+        # Rounded to the model's dtype once, after the last operation. Only the difference is written back: a row that
+        # no operation moves stays as it is to the bit, which hidden + residual - residual would not.
+        rows = torch.cat([batch.rows for batch in batches]).unique()  # sorted
+        before = hidden[rows].float()
+        x = before if residual is None else before + residual[rows].float()
+        steered = x.clone()
+        for batch in batches:
+            at = torch.searchsorted(rows, batch.rows)
+            vectors = self._bank.vectors[batch.vectors]
+            inverse_norms = self._bank.inverse_norms[batch.vectors]
+            steered[at] = apply_batch(steered[at], vectors, inverse_norms, batch)
+        hidden[rows] = (before + (steered - x)).to(hidden.dtype)
 
     def _store(self, group: CaptureGroup, hidden: Tensor, residual: Tensor | None, layer: int) -> None:
         assert self._pool is not None  # noqa: S101 - a rank without a pool lays out no captures
