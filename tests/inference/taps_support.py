@@ -1,0 +1,248 @@
+"""What the tests of the taps share: plans in short words, a ring in this process, and a model of what must come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from inference_svc.taps.bank import VectorBank
+from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.cpu import CpuTap
+from inference_svc.taps.layout import StepRows
+from inference_svc.taps.plan import Capture, Kind, RequestPlan
+from inference_svc.taps.runtime import TapRuntime
+from inference_svc.taps.sink import BlockSink, RowFormat
+from residuum.v1 import selection_pb2, tensor_pb2
+
+DTYPES = {
+    torch.float32: (np.dtype("<f4"), tensor_pb2.DATA_TYPE_FLOAT32),
+    torch.bfloat16: (np.dtype(ml_dtypes.bfloat16), tensor_pb2.DATA_TYPE_BFLOAT16),
+}
+PROMPT, GENERATED = selection_pb2.PHASE_PROMPT, selection_pb2.PHASE_GENERATED
+CPU = torch.device("cpu")
+
+
+def select(*ranges, phases=(), every=0):
+    """A position selection; a range is (first, last), with None for "to the end"."""
+    return selection_pb2.PositionSelection(
+        phases=phases,
+        ranges=[selection_pb2.PositionRange(first=first, last=last) for first, last in ranges],
+        every=every,
+    )
+
+
+def capture(capture_id="capture", layers=(0,), positions=None, **options):
+    return Capture(capture_id, 0, tuple(layers), positions or select(), **options)
+
+
+def is_wanted(selection, prompt_tokens, position):
+    """The rule of selection.proto for one position, word by word."""
+    if selection.phases and (PROMPT if position < prompt_tokens else GENERATED) not in selection.phases:
+        return False
+    if selection.every > 1 and position % selection.every:
+        return False
+    for item in selection.ranges:
+        first = item.first if item.first >= 0 else item.first + prompt_tokens
+        last = item.last if item.last >= 0 else item.last + prompt_tokens
+        if first <= position and (position <= last or not item.HasField("last")):
+            return True
+    return not selection.ranges
+
+
+def steer(x, operation, vector):
+    """The formulas of steering.proto for one row, in float64."""
+    if operation.kind == Kind.ADD:
+        return x + operation.scale * vector
+    unit = vector / np.linalg.norm(vector)
+    projection = x @ unit
+    if operation.kind == Kind.ABLATE:
+        return x - operation.scale * projection * unit
+    return x + (min(max(projection, operation.low), operation.high) - projection) * unit
+
+
+@dataclass
+class Chunk:
+    """A slot that was published, with its bytes as they were at that moment."""
+
+    capture_id: str
+    header: object
+    rows: np.ndarray
+    """[layers, positions, hidden]"""
+
+    @property
+    def positions(self):
+        return list(self.header.positions)
+
+
+class Ring:
+    """Stands in for RingProducer: keeps what is published. `slots` says how many may be taken; None: any number."""
+
+    def __init__(self, slot_bytes, slots=None):
+        self.free = slots
+        self.chunks = []
+        self.losses = []
+        self._slot_bytes = slot_bytes
+        self._taken = {}
+
+    def acquire(self, block):
+        if self.free == 0:
+            assert not block, "a producer would wait for the store here"
+            return None
+        if self.free is not None:
+            self.free -= 1
+        index = len(self.chunks) + len(self._taken)
+        self._taken[index] = np.full(self._slot_bytes, 0xEE, dtype=np.uint8)
+        return index
+
+    def slot(self, index):
+        return self._taken[index]
+
+    def publish(self, index, capture_id, header):
+        dtype = next(numpy_type for numpy_type, wire in DTYPES.values() if wire == header.dtype)
+        shape = (len(header.layers), len(header.positions), header.width)
+        data = self._taken.pop(index)[: int(np.prod(shape)) * dtype.itemsize]
+        self.chunks.append(Chunk(capture_id, header, data.view(dtype).reshape(shape)))
+
+    def report_loss(self, capture_id, loss):
+        self.losses.append((capture_id, loss))
+
+    def take(self):
+        """Return what was published since the last call."""
+        chunks, self.chunks = self.chunks, []
+        return chunks
+
+
+class Worker:
+    """The taps of a worker process, with an engine that does as it is told."""
+
+    def __init__(
+        self, *, hidden=8, layers=range(2), dtype=torch.float32, blocks=16, vectors=(), slots=None, captures=True
+    ):
+        self.dtype = dtype
+        self.layers = layers
+        self.bank = VectorBank(max(len(vectors), 1), hidden, CPU)
+        self.bank.load((row, np.asarray(vector, dtype="<f4").tobytes()) for row, vector in enumerate(vectors))
+        self.pool = BlockPool(blocks, len(layers), hidden, dtype, CPU) if captures else None
+        self.ring = Ring(self.pool.block_bytes, slots) if captures else None
+        row_format = RowFormat(layers[0], len(layers), hidden, DTYPES[dtype][1])
+        self.sink = BlockSink(self.pool, row_format, self.ring) if captures else None
+        self.tap = CpuTap(self.bank, self.pool, layers[0])
+        self.runtime = TapRuntime(self.tap, self.pool, self.sink)
+        self.hidden = hidden
+
+    def step(self, rows, *, admitted=(), finished=(), tensors=None):
+        """Run one step.
+
+        Args:
+            rows: (request id, first position, count) for each request, in the order of the batch.
+            admitted: (request id, plan or None) of new requests.
+            finished: Ids of requests that ended.
+            tensors: For each layer (hidden, residual or None), changed in place. None: zeros.
+        """
+        self.runtime.begin_step(finished, [(name, plan.to_extra_args() if plan else None) for name, plan in admitted])
+        if rows:
+            self.runtime.place(StepRows(*(list(column) for column in zip(*rows, strict=True))))
+            total = sum(count for _, _, count in rows)
+            tensors = tensors or {
+                layer: (torch.zeros(total, self.hidden, dtype=self.dtype), None) for layer in self.layers
+            }
+            for layer, (hidden, residual) in tensors.items():
+                self.tap.tap(hidden, residual, layer)
+        self.runtime.finish_step()
+
+
+@dataclass
+class Tracked:
+    """What the model knows of a request."""
+
+    plan: RequestPlan
+    next_position: int = 0
+    pending: list = field(default_factory=list)
+    """Positions that were captured and have not left."""
+
+
+class Model:
+    """What must come out of the taps, told the slow way: row by row, with lists and float64."""
+
+    def __init__(self, layers, vectors):
+        self.layers = layers
+        self.vectors = [np.asarray(vector, dtype=np.float64) for vector in vectors]
+        self.requests = {}
+        self.rows = {}
+        """(capture id, layer, position) -> the row that must be shipped."""
+        self.lost = set()
+        """(capture id, layer, position)"""
+
+    def begin_step(self, finished, admitted):
+        """Take the scheduler's news; return the blocks that leave: (capture id, positions)."""
+        left = []
+        for name in finished:
+            request = self.requests.pop(name, None)
+            if request and request.pending:
+                left.append((request.plan.capture.capture_id, request.pending))
+        for name, plan in admitted:
+            if plan and name not in self.requests:
+                self.requests[name] = Tracked(plan)
+        return left
+
+    def steered(self, name, position, layer, hidden, residual):
+        """Return what `hidden` must be after the tap, float64; None if it must not be touched."""
+        request = self.requests.get(name)
+        operations = [
+            operation
+            for operation in (request.plan.operations if request else ())
+            if layer in operation.layers and is_wanted(operation.positions, request.plan.prompt_tokens, position)
+        ]
+        if not operations:
+            return None
+        delayed = 0.0 if residual is None else residual.astype(np.float64)
+        x = hidden.astype(np.float64) + delayed
+        for operation in operations:
+            x = steer(x, operation, self.vectors[operation.row])
+        return x - delayed
+
+    def run(self, rows, before, after):
+        """Take in a step's rows; return the blocks that leave with it: (capture id, positions).
+
+        Args:
+            rows: As for `Worker.step`.
+            before: For each layer, the sums hidden + residual before the tap, [rows, hidden].
+            after: The same after the tap.
+        """
+        left, row = [], 0
+        for name, first, count in rows:
+            request = self.requests.get(name)
+            if request and request.plan.capture:
+                left += self._capture(request, row, first, count, before, after)
+            row += count
+        return left
+
+    def _capture(self, request, row, first, count, before, after):
+        wanted, prompt = request.plan.capture, request.plan.prompt_tokens
+        source = before if wanted.before_steering else after
+        left = []
+        for position in range(request.next_position, first):
+            if is_wanted(wanted.positions, prompt, position):
+                self.lost |= {(wanted.capture_id, layer, position) for layer in self._own(wanted)}
+        reached = max(request.next_position, first + count)
+        if request.next_position < prompt <= first and request.pending:
+            left.append(self._leave(request))
+        for position in range(max(first, request.next_position), first + count):
+            if is_wanted(wanted.positions, prompt, position):
+                request.pending.append(position)
+                for layer in self._own(wanted):
+                    self.rows[wanted.capture_id, layer, position] = source[layer][row + position - first]
+            if request.pending and (len(request.pending) == 32 or position == prompt - 1):
+                left.append(self._leave(request))
+        request.next_position = reached
+        return left
+
+    def _leave(self, request):
+        block, request.pending = (request.plan.capture.capture_id, request.pending), []
+        return block
+
+    def _own(self, wanted):
+        return [layer for layer in wanted.layers if layer in self.layers]

@@ -1,0 +1,332 @@
+"""The taps of a worker as a whole, against a slow model of what must come out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.plan import Kind, Operation, RequestPlan
+from tests.inference.taps_support import DTYPES, GENERATED, PROMPT, Model, Worker, capture, select
+
+HIDDEN = 6
+MODEL_LAYERS = range(5)
+VECTORS = np.random.default_rng(1).standard_normal((4, HIDDEN)).astype(np.float32)
+MAX_CHUNK = 70
+
+
+@st.composite
+def selections(draw):
+    ranges = []
+    for _ in range(draw(st.integers(0, 2))):
+        first = draw(st.integers(-40, 80))
+        last = draw(st.none() | st.integers(first, 80 if first >= 0 else -1))
+        ranges.append((first, last))
+    phases = draw(st.lists(st.sampled_from([PROMPT, GENERATED]), unique=True))
+    return select(*ranges, phases=phases, every=draw(st.sampled_from([0, 0, 1, 2, 7])))
+
+
+def layer_sets():
+    return st.sets(st.sampled_from(MODEL_LAYERS), min_size=1).map(sorted).map(tuple)
+
+
+@st.composite
+def operations(draw):
+    bounds = sorted(draw(st.lists(st.floats(-3, 3, width=32), min_size=2, max_size=2)))
+    return Operation(
+        kind=draw(st.sampled_from(list(Kind))),
+        row=draw(st.integers(0, len(VECTORS) - 1)),
+        layers=draw(layer_sets()),
+        positions=draw(selections()),
+        scale=draw(st.floats(-4, 4, width=32)),
+        low=draw(st.sampled_from([bounds[0], float("-inf")])),
+        high=draw(st.sampled_from([bounds[1], float("inf")])),
+    )
+
+
+@st.composite
+def plans(draw, name):
+    """A plan, or None for a request that the taps have nothing to do with."""
+    wanted = draw(
+        st.none()
+        | st.builds(
+            capture,
+            st.just(f"capture of {name}"),
+            layer_sets(),
+            selections(),
+            before_steering=st.booleans(),
+        )
+    )
+    steering = tuple(draw(st.lists(operations(), max_size=3)))
+    if not wanted and not steering:
+        return None
+    return RequestPlan(draw(st.integers(1, 100)), wanted, steering)
+
+
+@dataclass
+class Request:
+    """A request as a scheduler sees it."""
+
+    name: str
+    plan: RequestPlan | None
+    prompt: int
+    known: int
+    """Tokens of the prompt and generated so far."""
+    computed: int
+    """Tokens that lie in the KV cache. Not 0 at the start: the prompt's head was read from the prefix cache."""
+    admitted: bool = False
+
+
+@dataclass
+class Step:
+    """The arguments of `Worker.step`."""
+
+    rows: list
+    admitted: list
+    finished: list
+    padding: int
+
+
+@st.composite
+def schedules(draw):
+    """Steps as vLLM makes them: chunked prefill, decodes, preemption and ends at any time, in any order of rows."""
+    random = draw(st.randoms(use_true_random=False))
+    waiting = [_request(draw, f"r{number}") for number in range(draw(st.integers(1, 4)))]
+    running, steps, ended = [], [], []
+    while (waiting or running or ended) and len(steps) < 60:
+        if waiting and (not running or random.random() < 0.5):
+            running.append(waiting.pop())
+        step = Step([], [], ended + ["nobody"] * (random.random() < 0.1), random.choice([0, 0, 3]))
+        ended = []
+        for request in list(running):
+            _schedule(random, request, step)
+            if request.admitted and random.random() < 0.08:
+                running.remove(request)
+                ended.append(request.name)
+        random.shuffle(step.rows)
+        steps.append(step)
+    steps.append(Step([], [], ended + [request.name for request in running], 0))
+    return steps
+
+
+def _request(draw, name):
+    plan = draw(plans(name))
+    prompt = plan.prompt_tokens if plan else draw(st.integers(1, 100))
+    cached = draw(st.just(0) | st.integers(0, prompt - 1))
+    return Request(name, plan, prompt, prompt, cached)
+
+
+def _schedule(random, request, step):
+    """Let one request take its part in a step, or wait, or lose its memory to others."""
+    fate = random.random()
+    if request.admitted and fate < 0.08:
+        request.computed = 0
+        return
+    if request.admitted and fate < 0.2:
+        return
+    if not request.admitted or (request.computed == 0 and random.random() < 0.5):
+        step.admitted.append((request.name, request.plan))  # a preempted one may be announced anew
+        request.admitted = True
+    count = random.randint(1, min(request.known - request.computed, MAX_CHUNK))
+    step.rows.append((request.name, request.computed, count))
+    request.computed += count
+    request.known += request.computed == request.known
+
+
+def make_tensors(step, number, layers, dtype, with_residual):
+    total = sum(count for _, _, count in step.rows) + step.padding
+    random = torch.Generator().manual_seed(number)
+    return {
+        layer: tuple(
+            torch.randn(total, HIDDEN, generator=random).to(dtype) if wanted else None
+            for wanted in (True, with_residual)
+        )
+        for layer in layers
+    }
+
+
+def as_numpy(tensor, dtype):
+    kind = DTYPES[dtype][0]
+    return None if tensor is None else tensor.view(torch.uint8).numpy().copy().view(kind)
+
+
+def sums(tensors, dtype):
+    """The residual stream of each layer, rounded as the model rounds it."""
+    result = {}
+    for layer, (hidden, residual) in tensors.items():
+        total = as_numpy(hidden, dtype)
+        result[layer] = total if residual is None else total + as_numpy(residual, dtype)
+    return result
+
+
+def check_steering(model, step, tensors, originals, dtype):
+    owners = [(name, first + at) for name, first, count in step.rows for at in range(count)]
+    owners += [("padding", 0)] * step.padding
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
+    for layer, (hidden, residual) in tensors.items():
+        now, delayed = as_numpy(hidden, dtype), as_numpy(residual, dtype)
+        for row, (name, position) in enumerate(owners):
+            before = originals[layer][row]
+            wanted = model.steered(name, position, layer, before, None if delayed is None else delayed[row])
+            if wanted is None:
+                assert now[row].tobytes() == before.tobytes(), f"{name}'s row was touched"
+            else:
+                np.testing.assert_allclose(now[row].astype(np.float64), wanted, rtol=rounding, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=schedules(),
+    stage=st.sampled_from([range(5), range(1, 4)]),
+    with_residual=st.booleans(),
+)
+def test_taps_do_what_the_model_says(dtype, steps, stage, with_residual):
+    worker, model = (
+        Worker(hidden=HIDDEN, layers=stage, dtype=dtype, blocks=pool_size(steps), vectors=VECTORS),
+        Model(stage, VECTORS),
+    )
+    for number, step in enumerate(steps):
+        tensors = make_tensors(step, number, stage, dtype, with_residual)
+        originals = {layer: as_numpy(hidden, dtype) for layer, (hidden, _) in tensors.items()}
+        before = sums(tensors, dtype)
+        worker.step(step.rows, admitted=step.admitted, finished=step.finished, tensors=tensors)
+        left = model.begin_step(step.finished, step.admitted)
+        check_steering(model, step, tensors, originals, dtype)
+        left += model.run(step.rows, before, sums(tensors, dtype))
+        check_shipped(model, worker.ring.take(), left)
+        assert worker.pool.free_blocks == pool_size(steps) - sum(bool(r.pending) for r in model.requests.values())
+    assert lost_rows(worker) == model.lost
+    assert not model.rows, "wanted rows were not shipped"
+    assert worker.pool.free_blocks == pool_size(steps)
+    assert worker.runtime.open_requests == 0
+
+
+def pool_size(steps):
+    """What the worker would allot for the largest step and the most requests of this schedule."""
+    alive, most = set(), 1
+    for step in steps:
+        alive = (alive - set(step.finished)) | {name for name, _ in step.admitted}
+        most = max(most, len(alive))
+    return BlockPool.blocks_needed(max(sum(count for _, _, count in step.rows) for step in steps), most)
+
+
+def check_shipped(model, chunks, left):
+    """Check that these chunks are the blocks that had to leave, and take their rows out of the model."""
+    own = {request_id: layers for request_id, layers in wanted_layers(model, left).items() if layers}
+    expected = Counter((capture_id, tuple(positions)) for capture_id, positions in left if capture_id in own)
+    assert Counter((chunk.capture_id, tuple(chunk.positions)) for chunk in chunks) == expected
+    for chunk in chunks:
+        assert list(chunk.header.layers) == own[chunk.capture_id]
+        for layer, rows in zip(chunk.header.layers, chunk.rows, strict=True):
+            for position, row in zip(chunk.positions, rows, strict=True):
+                assert row.tobytes() == model.rows.pop((chunk.capture_id, layer, position)).tobytes()
+
+
+def wanted_layers(model, left):
+    """The layers of this stage that each of these captures wants."""
+    return {name: sorted({layer for capture_id, layer, _ in model.rows if capture_id == name}) for name, _ in left}
+
+
+def lost_rows(worker):
+    return {
+        (capture_id, layer, position)
+        for capture_id, loss in worker.ring.losses
+        for layer in loss.layers
+        for position in loss.positions
+    }
+
+
+def test_requests_are_steered_by_their_own_vectors_alone():
+    """Rows of one request are the same to the bit, whatever the requests beside it do."""
+
+    def run(neighbours_row):
+        worker = Worker(hidden=HIDDEN, vectors=VECTORS)
+        mine = RequestPlan(8, None, (Operation(Kind.ABLATE, 0, (1,), select()),))
+        theirs = RequestPlan(8, None, (Operation(Kind.ADD, neighbours_row, (1,), select(), scale=3.0),))
+        tensors = {1: (torch.randn(16, HIDDEN, generator=torch.Generator().manual_seed(0)), None)}
+        worker.step(
+            [("theirs", 0, 4), ("mine", 0, 8), ("others", 0, 4)],
+            admitted=[("mine", mine), ("theirs", theirs), ("others", theirs)],
+            tensors=tensors,
+        )
+        return tensors[1][0]
+
+    one, other = run(1), run(2)
+    assert torch.equal(one[4:12], other[4:12])
+    assert not torch.equal(one[:4], other[:4])
+
+
+def test_operations_on_a_layer_round_once():
+    """The second operation sees the first one's float32 result, not what bfloat16 makes of it."""
+    vectors = [[1.0, 0.0, 0.0, 0.0]]
+    add_and_back = tuple(Operation(Kind.ADD, 0, (0,), select(), scale=scale) for scale in (1000.0, -1000.0))
+    worker = Worker(hidden=4, dtype=torch.bfloat16, vectors=vectors)
+    hidden = torch.full((1, 4), 0.75, dtype=torch.bfloat16)
+    worker.step([("a", 0, 1)], admitted=[("a", RequestPlan(1, None, add_and_back))], tensors={0: (hidden, None)})
+    assert hidden.tolist() == [[0.75] * 4]
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        Operation(Kind.ADD, 0, (0,), select(), scale=0.0),
+        Operation(Kind.ABLATE, 0, (0,), select(), scale=0.0),
+        Operation(Kind.CAP, 0, (0,), select(), low=-1e9, high=1e9),
+    ],
+    ids=["add", "ablate", "cap"],
+)
+def test_an_operation_that_moves_nothing_leaves_the_row_to_the_bit(idle):
+    """Also beside a residual that is so large that adding and taking it away again would lose digits."""
+    worker = Worker(hidden=HIDDEN, vectors=VECTORS)
+    hidden, residual = torch.full((1, HIDDEN), 0.1), torch.full((1, HIDDEN), 1e4)
+    worker.step([("a", 0, 1)], admitted=[("a", RequestPlan(1, None, (idle,)))], tensors={0: (hidden, residual)})
+    assert torch.equal(hidden, torch.full((1, HIDDEN), 0.1))
+
+
+def test_a_rank_that_only_steers_captures_nothing():
+    worker = Worker(hidden=HIDDEN, vectors=VECTORS, captures=False)
+    plan = RequestPlan(2, capture(), (Operation(Kind.ADD, 0, (0,), select()),))
+    hidden = torch.zeros(2, HIDDEN)
+    worker.step([("a", 0, 2)], admitted=[("a", plan)], tensors={0: (hidden, None)})
+    worker.step([], finished=["a"])
+    np.testing.assert_array_equal(hidden, np.stack([VECTORS[0]] * 2))
+
+
+def test_between_steps_the_tap_does_nothing():
+    worker = Worker(hidden=HIDDEN, vectors=VECTORS)
+    plan = RequestPlan(1, capture(), (Operation(Kind.ADD, 0, (0,), select()),))
+    worker.step([("a", 0, 1)], admitted=[("a", plan)])
+    hidden = torch.zeros(1, HIDDEN)
+    worker.tap.tap(hidden, None, 0)
+    assert not hidden.any()
+    assert len(worker.ring.take()) == 1
+
+
+def test_one_block_never_holds_prompt_and_generated_rows():
+    """Not even when a step computes rows on both sides of the border."""
+    worker = Worker()
+    worker.step([("a", 0, 30)], admitted=[("a", RequestPlan(20, capture(layers=(0, 1))))])
+    worker.step([], finished=["a"])
+    assert [chunk.positions for chunk in worker.ring.take()] == [[*range(20)], [*range(20, 30)]]
+
+
+def test_rows_that_the_engine_skipped_are_reported_as_lost():
+    """A gap over the prompt's end: the prompt's rows leave, the rows in the gap are lost, the rest is captured."""
+    worker = Worker()
+    plan = RequestPlan(20, capture(layers=(0, 1), positions=select(every=2)))
+    worker.step([("a", 0, 10)], admitted=[("a", plan)])
+    worker.step([("a", 23, 2)])
+    worker.step([], finished=["a"])
+    assert [chunk.positions for chunk in worker.ring.take()] == [[0, 2, 4, 6, 8], [24]]
+    ((capture_id, loss),) = worker.ring.losses
+    assert capture_id == "capture"
+    assert list(loss.positions) == [10, 12, 14, 16, 18, 20, 22]
+    assert list(loss.layers) == [0, 1]
+    assert "cache" in loss.detail
