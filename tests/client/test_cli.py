@@ -120,7 +120,7 @@ def test_pull(cli, captured, tmp_path):
     assert code == 0
     assert "2 layers × 6 positions × 8" in out
     assert residuum.Activations.from_safetensors(path).layers == (1, 4)
-    code, out, _ = cli("pull", captured, "--out", path, "--layers", "4", "--json")
+    _, out, _ = cli("pull", captured, "--out", path, "--layers", "4", "--json")
     assert json.loads(out)["shape"] == [1, 6, HIDDEN]
 
 
@@ -167,7 +167,7 @@ def test_vectors(endpoint, capsys, tmp_path, peer):
     assert run("find") == (1, f"joy\t{digest}\tno\n")
     assert run("put") == (0, f"joy\t{digest}\n1 of 1 sent, 32 B\n")
     assert run("find") == (0, f"joy\t{digest}\tyes\n")
-    code, out = run("put", "--json")
+    _, out = run("put", "--json")
     assert json.loads(out) == {"vectors": [{"name": "joy", "digest": digest}], "sent": 0, "bytes_sent": 0}
 
 
@@ -196,7 +196,7 @@ def test_nothing_listens(cli):
     assert cli("info", at="nonsense")[0] == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------- doctor
+# --------------------------------------------------------------------------------------------------------------- doctor
 
 
 def findings(out):
@@ -260,7 +260,7 @@ def test_doctor_suspects_an_address_of_the_other_machines_own():
     assert _hint("gpu-host:50052", "gpu-host:50051") == ""
 
 
-# --------------------------------------------------------------------------------------------- as a process of its own
+# ---------------------------------------------------------------------------------------------- as a process of its own
 
 
 def test_interrupt_cancels_the_call(endpoint, peer):

@@ -1,0 +1,210 @@
+"""The error catalogue, and its passage through real servers of both kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import structlog
+
+from residuum.rpc import channels
+from residuum.rpc.errors import CODES, DOMAIN, Failure, Reason, failure_from_rpc_error
+from residuum.rpc.serving import AioErrorInterceptor, ErrorInterceptor
+from residuum.v1 import errors_pb2
+
+PROTO = Path(__file__).parents[2] / "protos" / "residuum" / "v1" / "errors.proto"
+METHODS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
+
+
+def codes_in_the_comments():
+    """Reason -> gRPC code, as errors.proto says it: `// CODE: words` above `ERROR_REASON_NAME = n;`."""
+    text = PROTO.read_text()
+    found = {}
+    for comment, name in re.findall(r"((?:  //[^\n]*\n)+)  (ERROR_REASON_\w+) = \d+;", text):
+        match = re.match(r"\s*// ([A-Z_]+): ", comment)
+        if match:
+            found[name] = match.group(1)
+    return found
+
+
+def test_every_reason_has_the_code_that_its_comment_says():
+    said = codes_in_the_comments()
+    assert {Reason.Name(reason): code.name for reason, code in CODES.items()} == said
+    assert set(said) == set(Reason.keys()) - {"ERROR_REASON_UNSPECIFIED"}
+
+
+def test_names_are_what_google_allows_in_error_info():
+    for name in Reason.keys():  # noqa: SIM118 - an enum's wrapper is no mapping
+        assert re.fullmatch(r"[A-Z][A-Z0-9_]+[A-Z0-9]", name.removeprefix("ERROR_REASON_"))
+        assert len(name) <= 63
+    assert len(DOMAIN) > 0
+
+
+FAILURE = Failure(Reason.ERROR_REASON_UNKNOWN_LAYER, "Kein Layer 31 — es gibt 30.", layer=31, layers=30)
+
+
+def handlers(behave, *, aio):
+    """Methods of each kind that call `behave`, under /residuum.test/."""
+
+    def plain(request, context):
+        behave()
+        return b"ok"
+
+    def stream(request, context):
+        yield b"first"
+        behave()
+
+    async def aio_plain(request, context):
+        behave()
+        return b"ok"
+
+    async def aio_stream(request, context):
+        yield b"first"
+        behave()
+
+    one, many = (aio_plain, aio_stream) if aio else (plain, stream)
+    made = {
+        name: getattr(grpc, f"{name}_rpc_method_handler")(many if name.endswith("stream") else one) for name in METHODS
+    }
+    return grpc.method_handlers_generic_handler("residuum.test", made)
+
+
+def call(channel, method):
+    """Call a method to its end; the gRPC error that it ends with."""
+    request = iter([b"x"]) if method.startswith("stream") else b"x"
+    try:
+        list(getattr(channel, method)(f"/residuum.test/{method}")(request, timeout=10))
+    except grpc.RpcError as error:
+        return error
+    raise AssertionError("the call went well")
+
+
+async def aio_call(channel, method):
+    request = iter([b"x"]) if method.startswith("stream") else b"x"
+    answer = getattr(channel, method)(f"/residuum.test/{method}")(request, timeout=10)
+    try:
+        if method.endswith("stream"):
+            _ = [part async for part in answer]
+        else:
+            await answer
+    except grpc.RpcError as error:
+        return error
+    raise AssertionError("the call went well")
+
+
+class Log:
+    def __init__(self):
+        self.incidents = []
+
+    def exception(self, event, *, method, incident):
+        self.incidents.append((method, incident))
+
+
+@pytest.fixture
+def served():
+    """Serves `behave` on a sync server in threads: (endpoint, log)."""
+    behaviour, log = [], Log()
+
+    def behave():
+        behaviour[0]()
+
+    server = grpc.server(ThreadPoolExecutor(4), interceptors=[ErrorInterceptor(log)], options=channels.SERVER_OPTIONS)
+    server.add_generic_rpc_handlers([handlers(behave, aio=False)])
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield endpoint, behaviour, log
+    server.stop(0).wait()
+
+
+def fail():
+    raise FAILURE
+
+
+def blunder():
+    raise KeyError("secret")
+
+
+def same(failure):
+    return (failure.reason, failure.message, failure.metadata, failure.code) == (
+        FAILURE.reason, FAILURE.message, {"layer": "31", "layers": "30"}, grpc.StatusCode.INVALID_ARGUMENT,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_failure_passes_a_sync_server(served, method):
+    endpoint, behaviour, log = served
+    behaviour.append(fail)
+    with channels.open_channel(endpoint) as channel:
+        error = call(channel, method)
+    assert same(failure_from_rpc_error(error))
+    assert log.incidents == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_blunder_is_logged_and_not_told(served, method):
+    endpoint, behaviour, log = served
+    behaviour.append(blunder)
+    with channels.open_channel(endpoint) as channel:
+        failure = failure_from_rpc_error(call(channel, method))
+    assert failure.reason == Reason.ERROR_REASON_INTERNAL
+    assert "secret" not in failure.message
+    assert log.incidents == [(f"/residuum.test/{method}", failure.metadata["incident"])]
+
+
+async def aio_served(behave, log, inside):
+    server = grpc.aio.server(interceptors=[AioErrorInterceptor(log)], options=channels.SERVER_OPTIONS)
+    server.add_generic_rpc_handlers([handlers(behave, aio=True)])
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        return await inside(endpoint)
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("by_thread", [False, True])
+async def test_a_failure_passes_an_asyncio_server(method, by_thread):
+    async def inside(endpoint):
+        if by_thread:  # a sync client of an asyncio server
+            with channels.open_channel(endpoint) as channel:
+                return await asyncio.to_thread(call, channel, method)
+        async with channels.open_aio_channel(endpoint) as channel:
+            return await aio_call(channel, method)
+
+    assert same(failure_from_rpc_error(await aio_served(fail, Log(), inside)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_blunder_of_an_asyncio_server(method):
+    log = Log()
+
+    async def inside(endpoint):
+        async with channels.open_aio_channel(endpoint) as channel:
+            return await aio_call(channel, method)
+
+    failure = failure_from_rpc_error(await aio_served(blunder, log, inside))
+    assert failure.reason == Reason.ERROR_REASON_INTERNAL
+    assert log.incidents == [(f"/residuum.test/{method}", failure.metadata["incident"])]
+
+
+def test_an_error_that_is_not_ours():
+    with channels.open_channel("127.0.0.1:1") as channel:
+        assert failure_from_rpc_error(call(channel, "unary_unary")) is None
+
+
+def test_item_errors():
+    item = FAILURE.to_item_error()
+    assert (item.reason, item.message) == (FAILURE.reason, FAILURE.message)
+    assert FAILURE.reason_name == "UNKNOWN_LAYER"
+    assert isinstance(item, errors_pb2.ItemError)
+
+
+def test_the_interceptors_take_the_services_own_log():
+    ErrorInterceptor(structlog.get_logger("x"))
+    AioErrorInterceptor(structlog.get_logger("x"))
