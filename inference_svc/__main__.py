@@ -17,6 +17,7 @@ def main() -> None:
     import uvloop
 
     from inference_svc.selftest import SelfTestError
+    from residuum.rpc.errors import Failure
     from inference_svc.server import EngineDiedError, InferenceServer
 
     async def serve() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
 
     try:
         uvloop.run(serve())
-    except (EngineDiedError, SelfTestError) as error:
+    except (EngineDiedError, SelfTestError, Failure) as error:
         get_logger("inference_svc").error("the service has failed", cause=str(error), kind=type(error).__name__)
         sys.exit(1)
 
