@@ -33,7 +33,8 @@ def selections(draw):
 
 
 def layer_sets():
-    return st.sets(st.sampled_from(MODEL_LAYERS), min_size=1).map(sorted).map(tuple)
+    """Few, so that requests often share theirs."""
+    return st.sampled_from([tuple(MODEL_LAYERS), (0, 4), (1, 2, 3), (2,)])
 
 
 @st.composite
@@ -181,7 +182,7 @@ def check_steering(model, step, tensors, originals, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     steps=schedules(),
     stage=st.sampled_from([range(5), range(1, 4)]),

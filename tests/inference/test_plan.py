@@ -1,0 +1,130 @@
+"""Plans: from a checked spec, through vLLM's serialisation, to the worker."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.plans import make_plan
+from inference_svc.requests import Running
+from inference_svc.specs import ResolvedSpec
+from inference_svc.taps.plan import KEY, Capture, Kind, Operation, RequestPlan
+from residuum.v1 import capture_pb2, selection_pb2, steering_pb2
+from tests.inference.taps_support import PROMPT, select
+
+selections = st.builds(
+    lambda first, every, phases: select((first, None), phases=phases, every=every),
+    st.integers(-(2**31), 2**31 - 1),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([(), (PROMPT,)]),
+)
+layers = st.lists(st.integers(0, 200), unique=True, min_size=1).map(sorted).map(tuple)
+plans = st.builds(
+    RequestPlan,
+    st.integers(1, 2**31),
+    st.none()
+    | st.builds(
+        Capture, st.text(), st.integers(0, 63), layers, selections, st.booleans(), st.booleans(), st.booleans()
+    ),
+    st.lists(
+        st.builds(
+            Operation,
+            st.sampled_from(Kind),
+            st.integers(0, 255),
+            layers,
+            selections,
+            st.floats(allow_nan=False),
+            st.floats(allow_nan=False),
+            st.floats(allow_nan=False),
+        )
+    ).map(tuple),
+)
+
+
+@settings(deadline=None)
+@given(plans)
+def test_a_plan_survives_the_way_to_the_worker(plan):
+    carried = msgspec.msgpack.decode(msgspec.msgpack.encode(plan.to_extra_args()))
+    assert RequestPlan.from_extra_args(carried) == plan
+
+
+def test_a_restored_operation_has_a_kind_and_not_a_number():
+    plan = RequestPlan(1, None, (Operation(Kind.CAP, 0, (0,), select()),))
+    (operation,) = RequestPlan.from_extra_args(plan.to_extra_args()).operations
+    assert operation.kind is Kind.CAP
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"somebody": "else"}])
+def test_a_request_without_a_plan_has_none(extra_args):
+    assert RequestPlan.from_extra_args(extra_args) is None
+
+
+def test_others_may_use_extra_args_as_well():
+    plan = RequestPlan(3)
+    assert RequestPlan.from_extra_args({"other": 1, **plan.to_extra_args()}) == plan
+    assert list(plan.to_extra_args()) == [KEY]
+
+
+def running(capture=None, *operations):
+    steering = steering_pb2.SteeringSpec(operations=operations) if operations else None
+    return Running("request", ResolvedSpec("request", capture, steering), was_registered=False)
+
+
+def layer_list(*numbers):
+    return selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=numbers))
+
+
+A, B = b"a" * 32, b"b" * 32
+
+
+def test_nothing_to_do_needs_no_plan():
+    assert make_plan(running(), 0, 5, {}) is None
+
+
+def test_a_capture_goes_by_the_requests_name_and_the_sequence():
+    spec = capture_pb2.CaptureSpec(
+        layers=layer_list(0, 3),
+        positions=select((-1, None)),
+        overflow=capture_pb2.OVERFLOW_POLICY_SHED,
+        before_steering=True,
+    )
+    plan = make_plan(running(spec), 2, 5, {})
+    assert plan == RequestPlan(
+        5, Capture("request", 2, (0, 3), select((-1, None)), sheds=True, before_steering=True, is_probe=False)
+    )
+
+
+def test_a_capture_waits_unless_it_may_shed():
+    spec = capture_pb2.CaptureSpec(layers=layer_list(0), overflow=capture_pb2.OVERFLOW_POLICY_WAIT)
+    assert not make_plan(running(spec), 0, 5, {}).capture.sheds
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"add": steering_pb2.Add(digest=B, scale=2.5)}, (Kind.ADD, 2.5, -math.inf, math.inf)),
+        ({"ablate": steering_pb2.Ablate(digest=B)}, (Kind.ABLATE, 1.0, -math.inf, math.inf)),
+        ({"ablate": steering_pb2.Ablate(digest=B, scale=0.0)}, (Kind.ABLATE, 0.0, -math.inf, math.inf)),
+        ({"cap": steering_pb2.Cap(digest=B, max=0.0)}, (Kind.CAP, 1.0, -math.inf, 0.0)),
+        ({"cap": steering_pb2.Cap(digest=B, min=-2.0)}, (Kind.CAP, 1.0, -2.0, math.inf)),
+    ],
+    ids=["add", "ablate", "ablate nothing", "cap above", "cap below"],
+)
+def test_an_operation_is_resolved_to_the_banks_row(fields, expected):
+    item = steering_pb2.SteeringOperation(layers=layer_list(1, 2), positions=select(every=3), **fields)
+    (operation,) = make_plan(running(None, item), 0, 5, {A: 0, B: 7}).operations
+    assert (operation.kind, operation.scale, operation.low, operation.high) == expected
+    assert (operation.row, operation.layers, operation.positions) == (7, (1, 2), select(every=3))
+
+
+def test_operations_keep_their_order():
+    items = [
+        steering_pb2.SteeringOperation(layers=layer_list(0), add=steering_pb2.Add(digest=digest, scale=1.0))
+        for digest in (A, B, A)
+    ]
+    plan = make_plan(running(None, *items), 0, 5, {A: 3, B: 1})
+    assert [operation.row for operation in plan.operations] == [3, 1, 3]

@@ -1,0 +1,58 @@
+"""The adapter to vLLM's first model runner, on runners made of what the adapter uses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from inference_svc.taps.layout import StepRows
+from inference_svc.taps.runner_v1 import IncompatibleEngineError, attach
+
+
+class Runner:
+    """As much of vLLM's runner as the adapter touches."""
+
+    def __init__(self):
+        self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=np.zeros(8, dtype=np.int32))
+
+    def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
+        # Here vLLM brings the order of rows up to date.
+        self.input_batch.req_ids = ["b", "a"]
+        self.input_batch.num_computed_tokens_cpu[:3] = [7, 0, 99]
+        return scheduler_output, num_scheduled_tokens
+
+
+def test_rows_are_told_in_the_order_of_the_batch():
+    runner, placed = Runner(), []
+    attach(runner, placed.append, "1.2.3")
+    output = SimpleNamespace(num_scheduled_tokens={"a": 5, "b": 1})
+    assert runner._prepare_inputs(output, num_scheduled_tokens=6) == (output, 6)
+    assert placed == [StepRows(request_ids=["b", "a"], firsts=[7, 0], counts=[1, 5])]
+
+
+def without(name):
+    runner = Runner()
+    delattr(runner.input_batch, name)
+    return runner
+
+
+class OtherSignature(Runner):
+    def _prepare_inputs(self, plan):
+        """What another vLLM might call it."""
+
+
+@pytest.mark.parametrize(
+    ("runner", "missing"),
+    [
+        (without("req_ids"), "input_batch.req_ids"),
+        (without("num_computed_tokens_cpu"), "input_batch.num_computed_tokens_cpu"),
+        (OtherSignature(), r"_prepare_inputs\(scheduler_output"),
+        (SimpleNamespace(), r"_prepare_inputs.* and no input_batch.req_ids and no input_batch.num_computed_tokens_cpu"),
+    ],
+    ids=["req_ids", "num_computed_tokens_cpu", "signature", "everything"],
+)
+def test_a_missing_name_is_told_with_the_version(runner, missing):
+    with pytest.raises(IncompatibleEngineError, match=rf"vLLM 9\.8\.7: {type(runner).__name__} has no .*{missing}"):
+        attach(runner, print, "9.8.7")

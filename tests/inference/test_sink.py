@@ -1,0 +1,153 @@
+"""Where blocks go: the ring, the store's ear when rows are lost, or the self-test."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from inference_svc.shipping.producer import RingProducer
+from inference_svc.shipping.protocol import Done, MessageReader, SlotReady
+from inference_svc.taps.blocks import BlockPool, PoolExhaustedError
+from inference_svc.taps.plan import RequestPlan
+from inference_svc.taps.sink import BlockSink, RowFormat
+from residuum.v1 import capture_pb2, tensor_pb2
+from tests.inference.taps_support import CPU, Worker, capture, select
+
+
+def run_request(worker, plan, tokens):
+    """Compute a prompt in one step and end the request."""
+    rows = torch.arange(tokens * worker.hidden, dtype=worker.dtype).view(tokens, worker.hidden)
+    tensors = {layer: (rows + 1000 * layer, None) for layer in worker.layers}
+    worker.step([("a", 0, tokens)], admitted=[("a", plan)], tensors=tensors)
+    worker.step([], finished=["a"])
+    return tensors
+
+
+def test_a_full_ring_sheds_what_may_be_shed_and_says_so():
+    worker = Worker(slots=1)
+    run_request(worker, RequestPlan(70, capture("c", layers=(0, 1), sheds=True)), 70)
+    assert [chunk.positions for chunk in worker.ring.take()] == [[*range(32)]]
+    assert [name for name, _ in worker.ring.losses] == ["c", "c"]
+    for (_, loss), positions in zip(worker.ring.losses, (range(32, 64), range(64, 70)), strict=True):
+        assert loss.reason == capture_pb2.INCOMPLETE_REASON_OVERFLOW
+        assert (list(loss.layers), list(loss.positions)) == ([0, 1], list(positions))
+        assert (loss.sequence, list(loss.sites)) == (0, [capture_pb2.SITE_RESID_POST])
+    assert worker.pool.free_blocks == 16
+
+
+def test_a_full_ring_holds_up_the_step_of_what_must_not_be_shed():
+    worker = Worker(slots=1)
+    with pytest.raises(AssertionError, match="would wait"):
+        run_request(worker, RequestPlan(70, capture("c", layers=(0, 1))), 70)
+
+
+def test_a_probe_stays_in_the_worker():
+    worker = Worker(layers=range(3), dtype=torch.bfloat16)
+    plan = RequestPlan(40, capture("probe", layers=(0, 2), is_probe=True))
+    tensors = run_request(worker, plan, 40)
+    assert not worker.ring.chunks
+    blocks = worker.sink.take_probe("probe")
+    assert [positions for positions, _ in blocks] == [[*range(32)], [*range(32, 40)]]
+    rows = torch.cat([block for _, block in blocks], dim=1)
+    assert torch.equal(rows, torch.stack([tensors[0][0], tensors[2][0]]))
+    assert worker.sink.take_probe("probe") == []
+    assert worker.pool.free_blocks == 16
+
+
+def test_a_probe_outlives_its_block():
+    worker = Worker(blocks=2)
+    run_request(worker, RequestPlan(4, capture("probe", is_probe=True)), 4)
+    ((_, rows),) = worker.sink.take_probe("probe")
+    kept = rows.clone()
+    worker.pool.memory.fill_(7)
+    assert torch.equal(rows, kept)
+
+
+def test_a_capture_of_another_stages_layers_ships_nothing_here():
+    worker = Worker(layers=range(4, 6))
+    run_request(worker, RequestPlan(40, capture("c", layers=(0, 1))), 40)
+    assert worker.ring.chunks == worker.ring.losses == []
+    assert worker.pool.free_blocks == 16
+
+
+def test_a_chunk_says_what_it_holds():
+    worker = Worker(dtype=torch.bfloat16, hidden=4)
+    run_request(worker, RequestPlan(3, capture("c", layers=(1,), positions=select((1, None)))), 3)
+    (chunk,) = worker.ring.take()
+    assert chunk.header == capture_pb2.ChunkHeader(
+        site=capture_pb2.SITE_RESID_POST,
+        layers=[1],
+        positions=[1, 2],
+        dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+        width=4,
+        encoding=capture_pb2.ENCODING_RAW,
+    )
+
+
+def test_a_pool_that_is_too_small_fails_loudly():
+    pool = BlockPool(1, 1, 4, torch.float32, CPU)
+    pool.take(capture())
+    with pytest.raises(PoolExhaustedError, match="too small"):
+        pool.take(capture())
+
+
+def test_a_block_travels_through_the_real_ring(tmp_path):
+    """The sink's rows are in shared memory, as the header says, when a shipper hears of them."""
+    pool = BlockPool(2, 2, 4, torch.bfloat16, CPU)
+    producer = RingProducer(tmp_path / "ring", num_slots=2, slot_bytes=pool.block_bytes)
+    producer.start()
+    try:
+        sink = BlockSink(pool, RowFormat(0, 2, 4, tensor_pb2.DATA_TYPE_BFLOAT16), producer)
+        block = pool.take(capture("c", layers=(0, 1)))
+        block.positions.extend([5, 6, 7])
+        pool.memory[block.index] = torch.arange(2 * 32 * 4).view(2, 32, 4)
+        sink.send(block)
+        with socket.socket(socket.AF_UNIX) as shipper:
+            shipper.settimeout(20)
+            shipper.connect(str(tmp_path / "ring"))
+            ready = receive_slot(shipper)
+            assert (ready.capture_id, list(ready.header.positions)) == ("c", [5, 6, 7])
+            expected = torch.arange(2 * 32 * 4).to(torch.bfloat16).view(2, 32, 4)[:, :3].contiguous()
+            expected_bytes = expected.view(torch.uint8).numpy().ravel()
+            np.testing.assert_array_equal(producer.slot(ready.index)[: len(expected_bytes)], expected_bytes)
+            shipper.sendall(Done(ready.ticket).encode())
+            assert producer.drain(20)
+    finally:
+        producer.close()
+
+
+def receive_slot(shipper):
+    reader = MessageReader()
+    while True:
+        for message in reader.feed(shipper.recv(1 << 16)):
+            if isinstance(message, SlotReady):
+                return message
+
+
+def test_the_real_ring_holds_up_a_step_until_a_slot_is_free(tmp_path):
+    pool = BlockPool(3, 1, 4, torch.float32, CPU)
+    producer = RingProducer(tmp_path / "ring", num_slots=1, slot_bytes=pool.block_bytes)
+    producer.start()
+    sink = BlockSink(pool, RowFormat(0, 1, 4, tensor_pb2.DATA_TYPE_FLOAT32), producer)
+    try:
+        held = producer.acquire(block=True)
+        step = threading.Thread(target=send_one, args=(pool, sink))
+        step.start()
+        while not producer.stats().waits:  # it cannot end before it has waited
+            assert step.is_alive()
+        producer.release(held)
+        step.join(20)
+        assert not step.is_alive()
+        assert producer.stats().published == 1
+    finally:
+        producer.close()
+
+
+def send_one(pool, sink):
+    block = pool.take(capture("c"))
+    block.positions.append(0)
+    sink.send(block)
