@@ -217,7 +217,7 @@ class _Run:
             self._token_ids,
             sampling_params(self._sampling, index),
             plan,
-            self.running.spec.cache_salt,
+            self.running.spec.cache_salt(len(self._token_ids)),
         )
         try:
             async for delta in stream:

@@ -48,15 +48,22 @@ class ResolvedSpec:
         operations = self.steering.operations if self.steering else ()
         return {digest_of(item) for item in operations if item.WhichOneof("operation") != "add"}
 
-    @property
-    def cache_salt(self) -> str | None:
-        """What keeps the KV cache of differently steered requests apart; None if it is not steered.
+    def cache_salt(self, prompt_tokens: int) -> str | None:
+        """Return what keeps the KV cache of differently steered requests apart; None if the request is not steered.
 
         Equal steering shares KV: the salt is a fingerprint of the operations, their vectors, factors and positions.
+        Where positions are counted from the prompt's end, or chosen by phase, equal means of prompts of equal length,
+        too: else a longer prompt would read rows that were steered as another's last, or as generated ones.
+
+        Args:
+            prompt_tokens: Tokens of the request's prompt.
         """
         if self.steering is None:
             return None
-        return hashlib.sha256(self.steering.SerializeToString(deterministic=True)).hexdigest()
+        fingerprint = hashlib.sha256(self.steering.SerializeToString(deterministic=True))
+        if any(_depends_on_prompt(operation.positions) for operation in self.steering.operations):
+            fingerprint.update(prompt_tokens.to_bytes(8, "little"))
+        return fingerprint.hexdigest()
 
 
 def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> ResolvedSpec:
@@ -135,6 +142,10 @@ def digest_of(operation: steering_pb2.SteeringOperation) -> bytes:
     return bytes(getattr(operation, kind).digest) if kind else b""
 
 
+def _depends_on_prompt(positions: selection_pb2.PositionSelection) -> bool:
+    return bool(positions.phases) or any(item.first < 0 or item.last < 0 for item in positions.ranges)
+
+
 def _resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture_pb2.CaptureSpec:
     sites = list(spec.sites) or [capture_pb2.SITE_RESID_POST]
     for site in sites:
@@ -196,8 +207,8 @@ def _check_bounds(field: str, cap: steering_pb2.Cap) -> None:
     given = [name for name in ("min", "max") if cap.HasField(name)]
     if not given:
         raise _invalid(f"{field}.cap", "Set min, max or both; a cap without a bound does nothing.")
-    if any(math.isnan(getattr(cap, name)) for name in given):
-        raise _invalid(f"{field}.cap", "A bound is not a number.")
+    if not all(math.isfinite(getattr(cap, name)) for name in given):
+        raise _invalid(f"{field}.cap", "A bound must be finite; leave it unset for none.")
     if len(given) == 2 and cap.max < cap.min:  # noqa: PLR2004 - both
         raise _invalid(f"{field}.cap", f"max ({cap.max}) is below min ({cap.min}).")
 
