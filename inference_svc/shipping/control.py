@@ -55,6 +55,10 @@ class ControlClient:
         """Start the thread."""
         self._thread.start()
 
+    def is_alive(self) -> bool:
+        """Tell whether the thread runs: it ends when told to, or by a defect."""
+        return self._thread.is_alive()
+
     def leave(self) -> None:
         """Ask the worker for nothing more. What it has handed over is still given back."""
         with self._lock:
@@ -117,7 +121,7 @@ class _Session:
         try:
             while data:
                 for message in reader.feed(data):
-                    self._handle(message, descriptors)
+                    self._take(message, descriptors)
                 data = self._connection.recv(_RECEIVE_BYTES)
         finally:
             for descriptor in descriptors:
@@ -141,6 +145,12 @@ class _Session:
         """Close the connection."""
         with self._sending:
             self._connection.close()
+
+    def _take(self, message: Message, descriptors: list[int]) -> None:
+        try:
+            self._handle(message, descriptors)
+        except (IndexError, ValueError) as error:
+            raise ProtocolError(f"{type(message).__name__} does not fit the ring: {error}") from error
 
     def _handle(self, message: Message, descriptors: list[int]) -> None:
         if isinstance(message, Hello) and self._ring is None and descriptors:

@@ -73,8 +73,8 @@ class Shipper:
                 return signal.Signals(signals.recv(1)[0]).name
             if self._settings.parent_pid not in (None, os.getppid()):
                 return "the parent is gone"
-            if not self._uploader.is_alive():
-                return "the uploader failed"
+            if not (self._uploader.is_alive() and all(client.is_alive() for client in self._clients)):
+                return "a thread failed"
             self._check_progress()
 
     def _check_progress(self) -> None:

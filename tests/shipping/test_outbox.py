@@ -120,6 +120,15 @@ def test_a_malformed_message_is_found_by_sending_one_by_one(outbox):
     assert take_all(outbox, outbox.start_stream(), 1) == [(1, "c")]
 
 
+def test_an_ack_ends_sending_one_by_one(outbox):
+    outbox.put(parcel(name) for name in "abc")
+    outbox.suspect()
+    stream = outbox.start_stream()
+    take_all(outbox, stream, 1)
+    outbox.acknowledge(ack(1))
+    assert take_all(outbox, stream, 2) == [(2, "b"), (3, "c")]
+
+
 def test_closing_ends_a_stream_when_nothing_waits(outbox):
     outbox.put([parcel("a")])
     outbox.close()

@@ -232,6 +232,18 @@ def test_a_leaving_shipper_keeps_what_it_has_and_gets_no_more(start_producer, co
         shipper.socket.recv(1)
 
 
+def test_what_comes_back_goes_out_before_what_is_newer(start_producer, connect):
+    producer = start_producer()
+    publish(producer, "a", "b")
+    leaving = connect(producer)
+    leaving.send(Leaving())
+    wait_until(lambda: producer.stats().connected_shippers == 0)
+    publish(producer, "c")
+    leaving.close()
+    other = connect(producer)
+    assert [other.receive().capture_id for _ in range(3)] == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize("data", [b"\xff" * 64, Done(99).encode(), Hello(1, 1, 1).encode()])
 def test_a_peer_that_talks_nonsense_is_dropped_alone(start_producer, connect, data):
     producer = start_producer()
