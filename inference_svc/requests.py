@@ -118,7 +118,13 @@ class RequestRegistry:
             self._ended.popitem(last=False)
 
     def release(self, running: Running) -> None:
-        """Take back the start of a request that could not begin, so that the same call may be tried again."""
+        """Take back the start of a request that could not begin, so that the same call may be tried again.
+
+        One that was aborted meanwhile has ended.
+        """
+        if running.aborted.is_set():
+            self.end(running)
+            return
         self._running.pop(running.request_id, None)
         if running.was_registered:
             self._registered[running.request_id] = Registration(running.spec, self._clock() + self.time_to_live)
@@ -135,7 +141,7 @@ class RequestRegistry:
         elif self._registered.pop(request_id, None) is None and request_id not in self._ended:
             raise _unknown(request_id, "Check the id, or whether it has lapsed.")
 
-    def registered_digests(self) -> set[bytes]:
+    def digests_in_use(self) -> set[bytes]:
         """The digests of the vectors that waiting and running requests need."""
         self._drop_lapsed()
         specs = [item.spec for item in self._registered.values()] + [item.spec for item in self._running.values()]

@@ -116,7 +116,7 @@ class InferenceServer:
     def _assemble(self, engine: Engine) -> Parts:
         settings = self._settings
         registry = RequestRegistry(settings.registration_seconds, settings.max_registrations)
-        cache = VectorCache(settings.max_vectors, engine.facts.hidden_size, registry.registered_digests)
+        cache = VectorCache(settings.max_vectors, engine.facts.hidden_size, registry.digests_in_use)
         activator = VectorActivator(
             cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )
