@@ -155,7 +155,7 @@ class VectorActivator:
                 await asyncio.wait_for(
                     self._changed.wait_for(lambda: self._room(digests) >= self._new(digests)), self._wait_seconds
                 )
-            except TimeoutError:
+            except asyncio.TimeoutError:  # the built-in TimeoutError only since Python 3.11
                 raise self._full(f"No room among {self._total} active vectors for {self._wait_seconds:g} s.") from None
             # The lock is held while the banks are written, so nobody uses a row that is only half there.
             return await self._activate(digests)
