@@ -1,0 +1,300 @@
+"""Checking a request's spec: every bad input by its reason and metadata, every default filled in, and the salt."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from inference_svc.specs import check_prompt, check_sampling, resolve_spec
+from residuum.rpc.errors import Failure
+from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
+from residuum.wire.limits import MAX_OPERATIONS, MAX_RANGES
+from tests.inference.taps_support import GENERATED, PROMPT, select
+
+FACTS = SimpleNamespace(name="tiny", num_layers=4, max_model_len=32)
+"""What the checks need of ModelFacts, which cannot be imported without vLLM."""
+A, B = b"a" * 32, b"b" * 32
+ALL = selection_pb2.LayerSelection(all=True)
+
+
+def layer_list(*layers):
+    return selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=layers))
+
+
+def capturing(layers=ALL, **fields):
+    return inference_pb2.RequestSpec(capture=capture_pb2.CaptureSpec(layers=layers, **fields))
+
+
+def steered(*operations):
+    return inference_pb2.RequestSpec(steering=steering_pb2.SteeringSpec(operations=operations))
+
+
+def add(digest=A, scale=1.0, layers=ALL, positions=None):
+    return steering_pb2.SteeringOperation(
+        layers=layers, positions=positions, add=steering_pb2.Add(digest=digest, scale=scale)
+    )
+
+
+def ablate(digest=A, **fields):
+    return steering_pb2.SteeringOperation(layers=ALL, ablate=steering_pb2.Ablate(digest=digest, **fields))
+
+
+def cap(digest=A, **fields):
+    return steering_pb2.SteeringOperation(layers=ALL, cap=steering_pb2.Cap(digest=digest, **fields))
+
+
+def operation_without_kind():
+    """What an operation looks like that a newer client knows and this server does not."""
+    return steering_pb2.SteeringOperation(layers=ALL)
+
+
+def refusal(call, *arguments):
+    with pytest.raises(Failure) as caught:
+        call(*arguments)
+    return caught.value
+
+
+BAD_SPECS = {
+    "id": (inference_pb2.RequestSpec(request_id="-x"), "INVALID_FIELD", {"field": "request_id"}),
+    "long id": (inference_pb2.RequestSpec(request_id="x" * 129), "INVALID_FIELD", {"field": "request_id"}),
+    "model": (inference_pb2.RequestSpec(model="huge"), "UNKNOWN_MODEL", {"model": "huge", "serving": "tiny"}),
+    "layer": (capturing(layer_list(0, 4)), "UNKNOWN_LAYER", {"layer": "4", "layers": "4"}),
+    "no layer": (capturing(layer_list()), "INVALID_FIELD", {"field": "capture.layers"}),
+    "layers unset": (capturing(None), "INVALID_FIELD", {"field": "capture.layers"}),
+    "layers not all": (
+        capturing(selection_pb2.LayerSelection(all=False)),
+        "INVALID_FIELD",
+        {"field": "capture.layers"},
+    ),
+    "layers descend": (capturing(layer_list(2, 1)), "INVALID_FIELD", {"field": "capture.layers"}),
+    "layer twice": (capturing(layer_list(1, 1)), "INVALID_FIELD", {"field": "capture.layers"}),
+    "site not armed": (
+        capturing(sites=[capture_pb2.SITE_MLP_OUT]),
+        "UNKNOWN_SITE",
+        {"site": "SITE_MLP_OUT", "armed": "SITE_RESID_POST"},
+    ),
+    "unknown site": (capturing(sites=[77]), "UNKNOWN_SITE", {"site": "77", "armed": "SITE_RESID_POST"}),
+    "site twice": (
+        capturing(sites=[capture_pb2.SITE_RESID_POST] * 2),
+        "INVALID_FIELD",
+        {"field": "capture.sites"},
+    ),
+    "encoding": (capturing(encoding=9), "INVALID_FIELD", {"field": "capture.encoding"}),
+    "overflow": (capturing(overflow=9), "INVALID_FIELD", {"field": "capture.overflow"}),
+    "phase": (capturing(positions=select(phases=[0])), "INVALID_FIELD", {"field": "capture.positions"}),
+    "empty range": (capturing(positions=select((5, 4))), "INVALID_FIELD", {"field": "capture.positions"}),
+    "empty range from the end": (
+        capturing(positions=select((-4, -5))),
+        "INVALID_FIELD",
+        {"field": "capture.positions"},
+    ),
+    "ranges": (
+        capturing(positions=select(*[(0, None)] * (MAX_RANGES + 1))),
+        "INVALID_FIELD",
+        {"field": "capture.positions"},
+    ),
+    "operation": (
+        steered(add(), operation_without_kind()),
+        "UNKNOWN_OPERATION",
+        {"field": "steering.operations[1]"},
+    ),
+    "operations": (steered(*[add()] * (MAX_OPERATIONS + 1)), "INVALID_FIELD", {"field": "steering.operations"}),
+    "operation's layer": (steered(add(layers=layer_list(9))), "UNKNOWN_LAYER", {"layer": "9", "layers": "4"}),
+    "operation's layers": (
+        steered(add(layers=layer_list())),
+        "INVALID_FIELD",
+        {"field": "steering.operations[0].layers"},
+    ),
+    "operation's positions": (
+        steered(add(positions=select((5, 4)))),
+        "INVALID_FIELD",
+        {"field": "steering.operations[0].positions"},
+    ),
+    "digest": (steered(add(digest=b"short")), "INVALID_FIELD", {"field": "steering.operations[0].add.digest"}),
+    "scale": (steered(add(scale=math.nan)), "INVALID_FIELD", {"field": "steering.operations[0].add.scale"}),
+    "infinite scale": (
+        steered(ablate(scale=math.inf)),
+        "INVALID_FIELD",
+        {"field": "steering.operations[0].ablate.scale"},
+    ),
+    "no bound": (steered(cap()), "INVALID_FIELD", {"field": "steering.operations[0].cap"}),
+    "bound": (steered(cap(min=math.nan)), "INVALID_FIELD", {"field": "steering.operations[0].cap"}),
+    "infinite bound": (steered(cap(min=math.inf)), "INVALID_FIELD", {"field": "steering.operations[0].cap"}),
+    "bounds": (steered(cap(min=1.0, max=0.0)), "INVALID_FIELD", {"field": "steering.operations[0].cap"}),
+}
+
+
+@pytest.mark.parametrize(("spec", "reason", "metadata"), BAD_SPECS.values(), ids=BAD_SPECS)
+def test_bad_specs_are_refused(spec, reason, metadata):
+    failure = refusal(resolve_spec, spec, FACTS)
+    assert (failure.reason_name, failure.metadata) == (reason, metadata)
+
+
+def test_what_is_wrong_is_told_with_what_is_right():
+    assert "0 to 3; 7 is not" in refusal(resolve_spec, capturing(layer_list(7)), FACTS).message
+    assert "serves tiny" in refusal(resolve_spec, inference_pb2.RequestSpec(model="x"), FACTS).message
+
+
+def test_the_empty_spec_is_good():
+    resolved = resolve_spec(inference_pb2.RequestSpec(), FACTS)
+    assert (resolved.request_id, resolved.capture, resolved.steering, resolved.digests) == ("", None, None, [])
+
+
+def test_the_served_models_name_is_good():
+    assert resolve_spec(inference_pb2.RequestSpec(model="tiny"), FACTS).capture is None
+
+
+def test_a_captures_defaults_are_filled_in():
+    assert resolve_spec(capturing(), FACTS).capture == capture_pb2.CaptureSpec(
+        layers=layer_list(0, 1, 2, 3),
+        sites=[capture_pb2.SITE_RESID_POST],
+        encoding=capture_pb2.ENCODING_RAW,
+        overflow=capture_pb2.OVERFLOW_POLICY_WAIT,
+    )
+
+
+def test_what_a_capture_names_stays():
+    spec = capture_pb2.CaptureSpec(
+        layers=layer_list(1, 3),
+        sites=[capture_pb2.SITE_RESID_POST],
+        positions=select((-3, None), phases=[PROMPT], every=2),
+        encoding=capture_pb2.ENCODING_RAW,
+        overflow=capture_pb2.OVERFLOW_POLICY_SHED,
+        before_steering=True,
+    )
+    assert resolve_spec(inference_pb2.RequestSpec(capture=spec), FACTS).capture == spec
+
+
+def test_an_operations_layers_become_a_list():
+    (operation,) = resolve_spec(steered(add()), FACTS).steering.operations
+    assert operation == add(layers=layer_list(0, 1, 2, 3))
+
+
+def test_steering_without_operations_is_none():
+    assert resolve_spec(steered(), FACTS).steering is None
+
+
+def test_the_clients_spec_is_not_changed():
+    spec = capturing()
+    resolve_spec(spec, FACTS)
+    assert spec == capturing()
+
+
+def test_each_vector_is_needed_once_and_in_order():
+    resolved = resolve_spec(steered(add(B), ablate(A), add(B)), FACTS)
+    assert resolved.digests == [B, A]
+
+
+def test_vectors_that_need_a_direction_are_known():
+    resolved = resolve_spec(steered(add(b"c" * 32), ablate(A), cap(B, max=1.0), add(A)), FACTS)
+    assert resolved.directions == {A, B}
+
+
+def salt(*operations, prompt_tokens=10):
+    return resolve_spec(steered(*operations), FACTS).cache_salt(prompt_tokens)
+
+
+def test_requests_that_are_not_steered_share_their_cache():
+    assert salt() is None
+    assert resolve_spec(capturing(), FACTS).cache_salt(10) is None
+
+
+def test_equal_steering_shares_its_cache():
+    assert salt(add(), cap(max=2.0)) == salt(add(), cap(max=2.0))
+    assert salt(add(layers=ALL)) == salt(add(layers=layer_list(0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [add(B)],
+        [add(scale=1.5)],
+        [add(layers=layer_list(1))],
+        [add(positions=select((3, None)))],
+        [ablate(scale=1.0)],
+        [add(), add()],
+    ],
+    ids=["digest", "scale", "layers", "positions", "kind", "number"],
+)
+def test_other_steering_has_another_cache(other):
+    assert salt(*other) != salt(add())
+
+
+def test_the_order_of_operations_counts():
+    assert salt(add(), ablate()) != salt(ablate(), add())
+
+
+@pytest.mark.parametrize("positions", [None, select((0, 7)), select((3, None), every=2)])
+def test_the_prompts_length_does_not_matter_to_absolute_positions(positions):
+    assert salt(add(positions=positions), prompt_tokens=10) == salt(add(positions=positions), prompt_tokens=11)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [select((-1, None)), select((0, -2)), select(phases=[PROMPT]), select(phases=[GENERATED])],
+    ids=["last token", "all but the last", "prompt", "generated"],
+)
+def test_where_the_prompt_ends_matters_to_positions_that_depend_on_it(positions):
+    """A chat's second turn has the first as its head, and steers other positions of it."""
+    first, second = (salt(add(), add(positions=positions), prompt_tokens=tokens) for tokens in (10, 11))
+    assert first != second
+
+
+BAD_SAMPLING = {
+    "max_tokens": {"max_tokens": 0},
+    "temperature": {"temperature": 2.5},
+    "top_p": {"top_p": 0.0},
+    "stop": {"stop": ["x"] * 17},
+    "num_sequences": {"num_sequences": 0},
+    "min_tokens": {"min_tokens": 17},
+    "seed": {"seed": 1 << 63},
+    "top_k": {"top_k": 1 << 31},
+}
+OTHER_BAD_SAMPLING = [
+    ("temperature", {"temperature": -0.1}),
+    ("temperature", {"temperature": math.nan}),
+    ("top_p", {"top_p": 1.1}),
+    ("top_p", {"top_p": math.nan}),
+    ("stop", {"stop": ["x", ""]}),
+    ("num_sequences", {"num_sequences": 65}),
+    ("min_tokens", {"min_tokens": 4, "max_tokens": 3}),
+]
+
+
+@pytest.mark.parametrize(("field", "parameters"), [*BAD_SAMPLING.items(), *OTHER_BAD_SAMPLING])
+def test_sampling_out_of_range_is_refused(field, parameters):
+    failure = refusal(check_sampling, inference_pb2.SamplingParameters(**parameters))
+    assert (failure.reason_name, failure.metadata) == ("INVALID_FIELD", {"field": f"sampling.{field}"})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0},
+        {"max_tokens": 1, "min_tokens": 1, "temperature": 2.0, "num_sequences": 64, "stop": ["x"] * 16},
+        {"seed": (1 << 63) - 1, "min_tokens": 16},
+    ],
+)
+def test_sampling_in_range_is_good(parameters):
+    check_sampling(inference_pb2.SamplingParameters(**parameters))
+
+
+def test_a_prompt_needs_tokens():
+    assert refusal(check_prompt, [], inference_pb2.SamplingParameters(), FACTS).reason_name == "EMPTY_PROMPT"
+
+
+@pytest.mark.parametrize(("tokens", "parameters"), [(17, {}), (30, {"max_tokens": 3})])
+def test_prompt_and_reply_must_fit_the_context(tokens, parameters):
+    failure = refusal(check_prompt, [1] * tokens, inference_pb2.SamplingParameters(**parameters), FACTS)
+    assert (failure.reason_name, failure.metadata) == (
+        "PROMPT_TOO_LONG",
+        {"prompt_tokens": str(tokens), "limit": "32"},
+    )
+
+
+@pytest.mark.parametrize(("tokens", "parameters"), [(16, {}), (31, {"max_tokens": 1})])
+def test_prompt_and_reply_may_fill_the_context(tokens, parameters):
+    check_prompt([1] * tokens, inference_pb2.SamplingParameters(**parameters), FACTS)
