@@ -12,7 +12,6 @@ from residuum.v1 import inference_pb2
 
 _Channel = TypeVar("_Channel")
 
-HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 READ_CHUNKS = "/residuum.v1.StoreService/ReadChunks"
 
 

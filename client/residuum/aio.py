@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import grpc
-
-from residuum import _vectors
+from residuum import _health, _vectors
 from residuum import exceptions as exc
 from residuum._batch import run_async_batch
-from residuum._connect import HEALTH_CHECK
 from residuum._events import ReplyBuilder
-from residuum._failures import from_rpc_error
 from residuum._requests import GenerationPlan, Prompt, check_id, plan_generation, plan_spec
 from residuum.aio_reading import AsyncCaptureClient
 from residuum.capture import Capture
@@ -26,6 +22,7 @@ from residuum.vector import Vector
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import grpc.aio
     from typing_extensions import Self, Unpack
 
     from residuum._requests import Sampling
@@ -231,16 +228,9 @@ class AsyncClient(AsyncCaptureClient):
         _vectors.check_results(vectors, answer)
 
     async def _status(self, endpoint: str) -> str:
-        from grpc_health.v1 import health_pb2
-
-        check = self._channels.get(endpoint).unary_unary(
-            HEALTH_CHECK,
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
+        # No serializers: bytes go in and come out.
+        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channels.get(endpoint).unary_unary(_health.CHECK)
         try:
-            answer = await check(health_pb2.HealthCheckRequest(), timeout=self._timeout)
-        except grpc.RpcError as error:
-            failure = from_rpc_error(error, endpoint)
-            return "UNREACHABLE" if isinstance(failure, (exc.Unreachable, exc.DeadlineExceeded)) else str(failure)
-        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+            return _health.status_of_answer(await self._call(endpoint, check, _health.REQUEST))
+        except exc.ResiduumError as failure:
+            return _health.status_of_failure(failure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
     from typing import Any, NoReturn
 
     import structlog
@@ -133,11 +134,12 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):
 
         return guarded
 
-    def _streaming(self, call: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., Any]:
+    def _streaming(self, call: Callable[..., AsyncGenerator[Any, None]], method: str) -> Callable[..., Any]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
-                async for response in call(request, context):
-                    yield response
+                async with contextlib.aclosing(call(request, context)) as responses:
+                    async for response in responses:
+                        yield response
             except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
                 await self._abort(error, context, method)
 

@@ -1,0 +1,64 @@
+"""Many prompts at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from peer import HIDDEN
+
+import residuum
+
+
+def vector(seed=0):
+    return residuum.Vector.from_array(np.random.default_rng(seed).normal(size=HIDDEN))
+
+
+async def test_many_come_back_in_order(client):
+    prompts = ["a " * n for n in range(1, 30)]
+    replies = await client.generate_many(prompts, max_tokens=2, max_concurrency=8, capture=residuum.Capture(layers=[0]))
+    assert [len(reply.prompt_token_ids) for reply in replies] == list(range(1, 30))
+    assert all(reply.captured for reply in replies)
+
+
+async def test_one_bad_prompt_loses_no_other(client):
+    with pytest.raises(residuum.BatchFailed, match="2 of 4 prompts failed; the first is number 1") as caught:
+        await client.generate_many(["a", "", "bb", [1] * 5000], max_tokens=1)
+    assert [reply and reply.text for reply in caught.value.replies] == [" 2", None, " 3", None]
+    assert {index: type(error) for index, error in caught.value.errors.items()} == {
+        1: residuum.EmptyPrompt,
+        3: residuum.PromptTooLong,
+    }
+
+
+async def test_no_prompts(client):
+    assert await client.generate_many([]) == []
+
+
+async def test_a_batch_of_none_at_once(client):
+    with pytest.raises(residuum.InvalidRequest, match="max_concurrency"):
+        await client.generate_many(["a"], max_concurrency=0)
+
+
+async def test_a_mistake_in_the_call_ends_the_batch(client):
+    with pytest.raises(TypeError, match="max_token"):
+        await client.generate_many(["a"] * 50, max_token=1)
+
+
+async def test_a_batch_steers_all(client, peer):
+    steer = iter([residuum.Add(vector(10), layer=1)])
+    await client.generate_many(["a", "b", "c"], max_tokens=1, steer=steer)
+    generations = [item for item, name in zip(peer.requests, peer.calls, strict=True) if name == "Generate"]
+    assert [len(item.spec.steering.operations) for item in generations] == [1, 1, 1]
+    assert peer.vectors_received <= 3
+
+
+def test_many_threads_share_a_client(endpoint, peer):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with residuum.Client(endpoint) as client, ThreadPoolExecutor(8) as pool:
+
+        def one(number):
+            reply = client.generate("a " * (number + 1), max_tokens=3, capture=residuum.Capture(layers=[2]))
+            return client.activations(reply.request_id)[2].shape[0]
+
+        assert list(pool.map(one, range(24))) == [number + 3 for number in range(24)]
