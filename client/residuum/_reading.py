@@ -229,7 +229,8 @@ def not_complete(manifest: Manifest) -> exc.CaptureNotComplete:
         return exc.OpenCapture(f"{name} is still being written; wait for it, or follow() it. {rest}", manifest)
     missing = manifest.describe_missing()
     if manifest.state == "aborted":
-        return exc.AbortedCapture(f"{name} was aborted: its request was stopped. Missing: {missing}. {rest}", manifest)
+        lost = f" Missing: {missing}." if manifest.missing else ""
+        return exc.AbortedCapture(f"{name} was aborted: its request was stopped before its end.{lost} {rest}", manifest)
     why = ": ".join(part for part in (manifest.reason, manifest.detail) if part) or "no reason given"
     return exc.IncompleteCapture(
         f"{name} is incomplete ({why}). Missing: {missing}. {rest}", manifest, reason=manifest.reason
