@@ -10,6 +10,9 @@ loss of power never leaves a damaged tree, as far as the disk keeps what fdatasy
 `sync=False` would let the kernel write the root before the pages it points to, and LMDB writes over pages that were
 freed since: a loss of power could then damage what was synced long ago. It is not offered. `writemap` is not used
 either: a file with holes and a full disk would end the process by SIGBUS instead of raising.
+
+The map is as large as the database may ever become: that costs address space, not memory, and the file grows with what
+is written. So the map never moves, and readers need no lock.
 """
 
 from __future__ import annotations
@@ -17,9 +20,7 @@ from __future__ import annotations
 import enum
 import errno
 import fcntl
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -28,11 +29,10 @@ import lmdb
 _T = TypeVar("_T")
 
 _FORMAT = b"1"
-_FIRST_MAP = 256 << 20
-_RESERVE = 64 << 20
-"""Room beyond the limit for what must work in a full store: ending and deleting captures."""
+_LARGEST_RESERVE = 64 << 20
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""What LMDB raises when the disk is full: a write that was cut short is EIO, like one that met a bad disk."""
 
 
 class Table(enum.Enum):
@@ -114,6 +114,11 @@ class Txn:
             found = found and bool(cursor.key())
         return deleted
 
+    def used_pages(self) -> int:
+        """Return how many pages the tables take, this transaction's own included."""
+        stats = (self._raw.stat(table) for table in self._tables.values())
+        return sum(int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) for stat in stats)
+
 
 class Database:
     """An LMDB environment in a folder of its own, locked against a second process."""
@@ -132,14 +137,13 @@ class Database:
         """
         path.mkdir(parents=True, exist_ok=True)
         self.max_bytes = max_bytes
+        self._ordinary_bytes = max_bytes - min(max_bytes // 8, _LARGEST_RESERVE)
         self._data = path / "data.mdb"
         self._lock = _lock(path / "store.lock")
-        self._gate = _Gate()
-        size = self._data.stat().st_size if self._data.exists() else 0
         try:
             self._env = lmdb.Environment(
                 str(path),
-                map_size=max(min(_FIRST_MAP, max_bytes), size),
+                map_size=max_bytes,
                 max_dbs=len(Table),
                 max_readers=max_readers,
                 sync=True,
@@ -147,6 +151,7 @@ class Database:
                 writemap=False,
                 readahead=False,  # one layer of one capture is a few pages here and there
             )
+            self._page_bytes = int(self._env.stat()["psize"])
             self._tables = {table: self._env.open_db(table.value) for table in Table}
         except lmdb.Error as error:
             raise DamagedError(f"cannot open the database in {path}: {error}") from error
@@ -154,14 +159,14 @@ class Database:
 
     def read(self) -> _Reading:
         """Return a context manager that yields a short read transaction. Copy out what is wanted and end it."""
-        return _Reading(self._env, self._tables, self._gate)
+        return _Reading(self._env, self._tables)
 
     def write(self, change: Callable[[Txn], _T], *, reserve: bool = False) -> _T:
-        """Run a change in a transaction and commit it. The map grows as far as it may, and the change runs again.
+        """Run a change in a transaction and commit it.
 
         Args:
-            change: What to do; it may run several times, and must have no effect but on its transaction.
-            reserve: The change may use the room that is kept for ending and deleting captures.
+            change: What to do. When it raises, nothing is written.
+            reserve: It may use the room that is kept for ending and deleting captures, which must work in a full store.
 
         Returns:
             What the change returned.
@@ -170,19 +175,19 @@ class Database:
             StoreFullError: There is no room. Nothing was written.
             DamagedError: LMDB cannot go on.
         """
-        limit = self.max_bytes + (_RESERVE if reserve else 0)
-        while True:
-            try:
-                with self._env.begin(write=True, buffers=True) as raw:
-                    return change(Txn(raw, self._tables))
-            except lmdb.MapFullError:
-                self._grow(limit)
-            except lmdb.Error as error:
-                if error.code in _FULL:
-                    raise StoreFullError(f"the disk is full: {error}") from error
-                raise DamagedError(str(error)) from error
-            finally:
-                self._shrink(reserve)
+        try:
+            with self._env.begin(write=True, buffers=True) as raw:
+                txn = Txn(raw, self._tables)
+                result = change(txn)
+                if txn.wrote and not reserve and txn.used_pages() * self._page_bytes > self._ordinary_bytes:
+                    raise StoreFullError(self._limit_text())
+                return result
+        except lmdb.MapFullError:
+            raise StoreFullError(self._limit_text()) from None
+        except lmdb.Error as error:
+            if error.code in _NO_ROOM:
+                raise StoreFullError(f"the disk is full, or fails: {error}") from error
+            raise DamagedError(str(error)) from error
 
     def sync(self) -> None:
         """Sync everything that is committed."""
@@ -200,18 +205,8 @@ class Database:
         self._env.close()
         self._lock.close()
 
-    def _grow(self, limit: int) -> None:
-        size = self._env.info()["map_size"]
-        if size >= limit:
-            raise StoreFullError(f"the database has reached its limit of {self.max_bytes} bytes")
-        ceiling = self.max_bytes if size < self.max_bytes else limit
-        with self._gate.alone():  # LMDB moves the map: a reader's views would point nowhere
-            self._env.set_mapsize(min(size * 2, ceiling))
-
-    def _shrink(self, reserve: bool) -> None:  # noqa: FBT001 - one private caller
-        if reserve and self._env.info()["map_size"] > self.max_bytes:
-            with self._gate.alone():
-                self._env.set_mapsize(self.max_bytes)
+    def _limit_text(self) -> str:
+        return f"the database has reached its limit of {self.max_bytes} bytes"
 
     def _check_format(self, path: Path) -> None:
         with self.read() as txn:
@@ -223,55 +218,21 @@ class Database:
             raise DamagedError(f"{path} holds a database of format {found!r}; this version reads {_FORMAT!r}")
 
 
-class _Gate:
-    """Many readers, or one that moves the map. py-lmdb does not keep them apart."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._readers = 0
-        self._moving = False
-
-    def enter(self) -> None:
-        with self._condition:
-            self._condition.wait_for(lambda: not self._moving)
-            self._readers += 1
-
-    def leave(self) -> None:
-        with self._condition:
-            self._readers -= 1
-            if self._moving and not self._readers:
-                self._condition.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._condition:
-            self._moving = True
-            self._condition.wait_for(lambda: not self._readers)
-            try:
-                yield
-            finally:
-                self._moving = False
-                self._condition.notify_all()
-
-
 class _Reading:
-    """The context manager of a read transaction."""
+    """The context manager of a read transaction; a class, for it is entered once for each frame that is read."""
 
-    def __init__(self, env: Any, tables: dict[Table, Any], gate: _Gate) -> None:
-        self._env, self._tables, self._gate = env, tables, gate
+    def __init__(self, env: Any, tables: dict[Table, Any]) -> None:
+        self._env, self._tables = env, tables
 
     def __enter__(self) -> Txn:
-        self._gate.enter()
         try:
             self._raw = self._env.begin(buffers=True)
         except lmdb.Error as error:
-            self._gate.leave()
             raise DamagedError(str(error)) from error
         return Txn(self._raw, self._tables)
 
     def __exit__(self, *_: object) -> None:
         self._raw.abort()
-        self._gate.leave()
 
 
 def _lock(path: Path) -> IO[bytes]:

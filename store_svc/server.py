@@ -31,6 +31,9 @@ from store_svc.writer import Writer, WriterOptions
 _SHORT_CALLS = 32
 """Threads beyond those for long calls, so that health and short calls are answered in a full house."""
 
+_FLUSH_SECONDS = 0.5
+"""For the last answers to leave, once no call runs. Health watches would use up the whole grace period."""
+
 _log = get_logger(__name__)
 
 
@@ -55,6 +58,7 @@ class Store:
         """Whether the writer could not go on. The process should stop and end with an error."""
         self.ended = threading.Event()
         """Set when the store should be stopped: by `request_stop`, or because it died."""
+        self._stopped = False
         self._health = health.HealthServicer()
         synced = settings.ack == "synced"
         readers = settings.max_streams + 2 * _SHORT_CALLS
@@ -82,13 +86,18 @@ class Store:
         self.ended.set()
 
     def stop(self) -> None:
-        """Stop: take no more, end what runs, write and sync what was taken, close."""
+        """Stop: take no more, end what runs, write and sync what was taken, close. A second time does nothing."""
+        if self._stopped:
+            return
+        self._stopped = True
         _log.info("stopping")
         self._health.enter_graceful_shutdown()
         self._catalog.stop()
         self._writer.stop()
         self._servicer.end_streams()
-        self._server.stop(self._settings.grace_seconds).wait()
+        self._server.stop(self._settings.grace_seconds)
+        self._servicer.calls.wait_until_idle(self._settings.grace_seconds)
+        self._server.stop(min(self._settings.grace_seconds, _FLUSH_SECONDS)).wait()
         self._db.close()
         _log.info("stopped")
 

@@ -16,6 +16,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
 from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
 from store_svc.append import AppendStream
+from store_svc.calls import Calls
 from store_svc.catalog import Catalog, unknown_capture
 from store_svc.checks import check_description, invalid
 from store_svc.db import Database, Table
@@ -51,8 +52,8 @@ class StoreServicer:
         self._reader = Reader(db, catalog)
         self._store_id = store_id
         self._version = version
-        self._max_streams = max_streams
-        self._long_calls = threading.BoundedSemaphore(max_streams)
+        self.calls = Calls(max_streams)
+        """The calls that run."""
         self._lock = threading.Lock()
         self._append_streams: set[AppendStream] = set()
         self._stopping = False
@@ -70,13 +71,21 @@ class StoreServicer:
             "GetStats": (self.get_stats, store_pb2.GetStatsRequest),
         }
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            name: grpc.unary_unary_rpc_method_handler(_parsed(method, kind), None, _serialize)
+            name: grpc.unary_unary_rpc_method_handler(self._unary(method, kind), None, _serialize)
             for name, (method, kind) in unary.items()
         }
         methods["AppendChunks"] = grpc.stream_stream_rpc_method_handler(self.append_chunks, None, _serialize)
-        read = _parsed(self.read_chunks, store_pb2.ReadChunksRequest)
-        methods["ReadChunks"] = grpc.unary_stream_rpc_method_handler(read, None, None)
+        methods["ReadChunks"] = grpc.unary_stream_rpc_method_handler(self.read_chunks, None, None)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    def _unary(
+        self, method: Callable[[_Request, grpc.ServicerContext], Message], kind: type[_Request]
+    ) -> Callable[[bytes, grpc.ServicerContext], Message]:
+        def call(data: bytes, context: grpc.ServicerContext) -> Message:
+            with self.calls.running():
+                return method(_parse(kind, data), context)
+
+        return call
 
     def open_capture(
         self, request: store_pb2.OpenCaptureRequest, _context: grpc.ServicerContext
@@ -90,7 +99,7 @@ class StoreServicer:
         self, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[store_pb2.AppendChunksResponse]:
         """See store.proto."""
-        with self._long_call(), self._writing() as stream:
+        with self.calls.running(), self.calls.lasting(), self._writing() as stream:
             if context.add_callback(stream.cancel):
                 threading.Thread(target=stream.pump, args=(messages,), name="append", daemon=True).start()
                 yield from stream.responses()
@@ -107,7 +116,7 @@ class StoreServicer:
     ) -> store_pb2.GetCaptureResponse:
         """See store.proto."""
         if _seconds(request) > 0:
-            with self._long_call():
+            with self.calls.lasting():
                 self._wait_for_end(request, context)
         return store_pb2.GetCaptureResponse(manifest=self._reader.manifest(request.capture_id))
 
@@ -127,9 +136,10 @@ class StoreServicer:
             last = number
         return response
 
-    def read_chunks(self, request: store_pb2.ReadChunksRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See store.proto."""
-        with self._long_call():
+        request = _parse(store_pb2.ReadChunksRequest, data)
+        with self.calls.running(), self.calls.lasting():
             yield from self._reader.read(
                 request,
                 is_cancelled=lambda: not context.is_active(),
@@ -202,31 +212,13 @@ class StoreServicer:
             if self._catalog.stopping and not feed.capture.ended:
                 raise _stopping()
 
-    @contextmanager
-    def _long_call(self) -> Iterator[None]:
-        """Count a call that lasts: a full house answers at once instead of letting the next caller hang."""
-        if not self._long_calls.acquire(blocking=False):
-            message = f"The store serves {self._max_streams} streams and waits at once; try again later."
-            raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit=self._max_streams)
-        try:
-            yield
-        finally:
-            self._long_calls.release()
 
-
-def _parsed(
-    method: Callable[[_Request, grpc.ServicerContext], Any], kind: type[_Request]
-) -> Callable[[bytes, grpc.ServicerContext], Any]:
-    """Parse the request in the handler: in a deserializer gRPC would answer malformed bytes with INTERNAL."""
-
-    def parse_and_call(data: bytes, context: grpc.ServicerContext) -> Any:
-        try:
-            request = kind.FromString(data)
-        except DecodeError as error:
-            raise invalid("message", f"cannot be parsed as {kind.DESCRIPTOR.name}: {error}") from None
-        return method(request, context)
-
-    return parse_and_call
+def _parse(kind: type[_Request], data: bytes) -> _Request:
+    """Parse a request. A deserializer of gRPC's would answer malformed bytes with INTERNAL."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise invalid("message", f"cannot be parsed as {kind.DESCRIPTOR.name}: {error}") from None
 
 
 def _seconds(request: store_pb2.GetCaptureRequest) -> float:

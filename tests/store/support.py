@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
 import numpy as np
+import pytest
 
 from residuum.rpc.channels import open_channel
 from residuum.rpc.errors import Failure, failure_from_rpc_error
@@ -106,7 +108,7 @@ def grid(layers: Iterable[int], positions: Iterable[int], sequence: int = 0, sit
 
 
 class Rows:
-    """The rows of a ReadChunks call: takes chunks, fails on a row that comes twice or has another value than it should."""
+    """The rows of a ReadChunks call: takes chunks, fails on a row that comes twice or has a wrong value."""
 
     def __init__(self) -> None:
         self.cells: set[Cell] = set()
@@ -145,8 +147,8 @@ class Client:
 
     def send(self, messages: Iterable[bytes]) -> list[store_pb2.AppendChunksResponse]:
         answers = list(self.raw_append(iter(messages), timeout=30))
-        assert all(a.committed_through <= b.committed_through for a, b in zip(answers, answers[1:], strict=False))
-        assert all(a.synced_through <= b.synced_through for a, b in zip(answers, answers[1:], strict=False))
+        assert all(a.committed_through <= b.committed_through for a, b in pairwise(answers))
+        assert all(a.synced_through <= b.synced_through for a, b in pairwise(answers))
         assert all(answer.synced_through <= answer.committed_through for answer in answers)
         return answers
 
@@ -207,15 +209,13 @@ def rejections(answers: Iterable[store_pb2.AppendChunksResponse]) -> dict[int, i
 def failing_with(reason: int) -> Iterator[list[Failure]]:
     """Expect a call to fail with this reason."""
     caught: list[Failure] = []
-    try:
+    with pytest.raises(grpc.RpcError) as info:
         yield caught
-    except grpc.RpcError as error:
-        failure = failure_from_rpc_error(error)
-        assert failure is not None, error
-        assert failure.reason == reason, failure.message
-        assert error.code() == failure.code
-        caught.append(failure)
-    assert caught, "the call did not fail"
+    failure = failure_from_rpc_error(info.value)
+    assert failure is not None, info.value
+    assert failure.reason == reason, failure.message
+    assert info.value.code() == failure.code
+    caught.append(failure)
 
 
 @contextmanager

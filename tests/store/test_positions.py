@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,7 +41,7 @@ def test_equal_sets_are_equal_however_they_were_made(a: set[int], b: set[int]) -
 def test_runs_ascend_and_do_not_touch(a: set[int]) -> None:
     runs = positions(a).runs()
     assert all(first <= last for first, last in runs)
-    assert all(left[1] + 1 < right[0] for left, right in zip(runs, runs[1:], strict=False))
+    assert all(left[1] + 1 < right[0] for left, right in pairwise(runs))
     assert Positions.of_runs(runs) == positions(a)
 
 

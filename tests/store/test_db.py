@@ -1,0 +1,177 @@
+"""The database at its limits."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
+from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.frames import checksum, chunk_prefix
+from store_svc.db import DamagedError, Database, StoreFullError, Table, Txn
+from tests.store.support import (
+    ABORTED,
+    POST,
+    Client,
+    Process,
+    describe,
+    failing_with,
+    message,
+    serving,
+)
+
+MIB = 1 << 20
+
+
+def put(name: bytes, size: int):
+    def change(txn: Txn) -> None:
+        txn.put(Table.META, name, bytes(size))
+
+    return change
+
+
+@pytest.mark.parametrize("size", [MIB, 3 * MIB, 20_000])
+def test_the_file_never_outgrows_its_limit(tmp_path: Path, size: int) -> None:
+    db = Database(tmp_path / "db", 24 * MIB, sync_roots=False)
+    with pytest.raises(StoreFullError, match="limit"):
+        for at in range(10_000):
+            db.write(put(b"%d" % at, size))
+    assert at * size > 16 * MIB, "it was full too early"
+    db.write(put(b"end", 10_000), reserve=True)
+    db.write(lambda txn: txn.delete_some(Table.META, b"", 10_000), reserve=True)
+    db.write(put(b"format", 1), reserve=True)  # pages are used again two transactions after they were freed
+    for again in range(at):
+        db.write(put(b"%d" % again, size))
+    assert (tmp_path / "db" / "data.mdb").stat().st_size <= 24 * MIB
+    db.close()
+
+
+def test_a_change_that_raises_leaves_nothing(tmp_path: Path) -> None:
+    db = Database(tmp_path / "db", 16 * MIB, sync_roots=False)
+
+    def change(txn: Txn) -> None:
+        txn.put(Table.META, b"a", b"b")
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        db.write(change)
+    with db.read() as txn:
+        assert txn.get(Table.META, b"a") is None
+    db.close()
+
+
+def test_a_folder_belongs_to_one_store(tmp_path: Path) -> None:
+    db = Database(tmp_path / "db", 16 * MIB, sync_roots=False)
+    with pytest.raises(DamagedError, match="in use"):
+        Database(tmp_path / "db", 16 * MIB, sync_roots=False)
+    db.close()
+    Database(tmp_path / "db", 16 * MIB, sync_roots=False).close()
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    db = Database(tmp_path / "db", 16 * MIB, sync_roots=False)
+    db.write(lambda txn: txn.put(Table.META, b"format", b"99"))
+    db.close()
+    with pytest.raises(DamagedError, match="format"):
+        Database(tmp_path / "db", 16 * MIB, sync_roots=False)
+
+
+WIDE = MIB // 4
+
+
+def wide_chunk(position: int) -> bytes:
+    """One row of 1 MiB."""
+    payload = np.full(WIDE, position, dtype="<f4").tobytes()
+    header = capture_pb2.ChunkHeader(site=POST, layers=[0], positions=[position], dtype=1, width=WIDE)
+    return chunk_prefix(header, checksum(payload), len(payload)) + payload
+
+
+def open_wide(client: Client, name: str) -> None:
+    description = describe(name, layers=[0], prompt=1000)
+    description.hidden_size = WIDE
+    client.open(description)
+
+
+def append_until_full(client: Client, name: str) -> int:
+    """Append rows one by one; return how many were acknowledged before the store was full."""
+    for position in range(1000):
+        failure = try_to_append(client, name, position)
+        if failure is not None:
+            assert failure.reason == Reason.ERROR_REASON_STORE_FULL
+            return position
+    return pytest.fail("the store was never full")
+
+
+def try_to_append(client: Client, name: str, position: int) -> Failure | None:
+    try:
+        answers = client.append([wide_chunk(position)], name)
+    except grpc.RpcError as error:
+        return failure_from_rpc_error(error)
+    assert answers[-1].committed_through == 1
+    return None
+
+
+def append_when_there_is_room(client: Client, name: str) -> None:
+    """LMDB uses freed pages again two transactions later: try until then, as the contract says."""
+    for _ in range(20):
+        failure = try_to_append(client, name, 0)
+        if failure is None:
+            return
+        assert failure.reason == Reason.ERROR_REASON_STORE_FULL
+    pytest.fail("there is no room although everything was deleted")
+
+
+def positions_of(client: Client, name: str) -> list[int]:
+    answers = list(client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id=name)))[1:-1]
+    for answer in answers:
+        assert checksum(answer.chunk.payload) == answer.chunk.crc32c
+    return [position for answer in answers for position in answer.chunk.header.positions]
+
+
+def test_a_full_map_loses_nothing_and_recovers(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", max_bytes=32 * MIB) as (_, client):
+        open_wide(client, "a")
+        count = append_until_full(client, "a")
+        assert count >= 24
+        assert positions_of(client, "a") == list(range(count))
+        assert client.get("a").num_rows == count
+        assert client.seal("a", generated=[1], outcome=ABORTED).state == ABORTED, "ending works in a full store"
+        client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+        open_wide(client, "b")
+        append_when_there_is_room(client, "b")
+        assert append_until_full(client, "b") >= count - 2
+    assert (tmp_path / "store" / "data.mdb").stat().st_size <= 33 * MIB
+
+
+def test_a_stream_that_meets_a_full_store_says_how_far_it_came(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", max_bytes=32 * MIB) as (_, client):
+        open_wide(client, "a")
+        acked = 0
+        messages = (message(at + 1, "a", wide_chunk(at)) for at in range(200))
+        with failing_with(Reason.ERROR_REASON_STORE_FULL):
+            for answer in client.raw_append(messages, timeout=30):
+                acked = answer.committed_through
+        assert positions_of(client, "a") == list(range(acked))
+
+
+def test_a_full_disk_loses_nothing_and_recovers(start: Callable[..., Process]) -> None:
+    process = start()
+    client, pid = process.client, process.process.pid
+    open_wide(client, "a")
+    client.append([wide_chunk(900)], "a")
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (8 * MIB, limits[1]))  # a write past it fails as on a full disk
+    count = append_until_full(client, "a")
+    assert 3 <= count <= 8
+    assert sorted(positions_of(client, "a")) == [*range(count), 900]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+    client.append([wide_chunk(position) for position in range(count, 12)], "a")
+    assert sorted(positions_of(client, "a")) == [*range(12), 900]
+    assert process.end() == 0
+    client = start().client
+    assert sorted(positions_of(client, "a")) == [*range(12), 900]

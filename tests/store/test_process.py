@@ -1,0 +1,245 @@
+"""The store as a process: started, killed, stopped."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from residuum.rpc.errors import Reason
+from residuum.rpc.settings import load_settings
+from residuum.v1 import capture_pb2, store_pb2
+from store_svc.settings import StoreSettings
+from tests.store.support import (
+    ABORTED,
+    COMPLETE,
+    OPEN,
+    Client,
+    OpenStream,
+    Process,
+    cells_of,
+    describe,
+    failing_with,
+    grid,
+    loss_message,
+    make_chunk,
+    message,
+    serving,
+)
+
+LAYERS = [0, 1, 2]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+Start = Callable[..., Process]
+
+
+def write_until_killed(process: Process, chunks: list[bytes], acks_before_kill: int) -> int:
+    """Send chunks, kill the store after some acks; return how many chunks were acknowledged."""
+    acked = 0
+    messages = (message(number, "a", chunk) for number, chunk in enumerate(chunks, start=1))
+    answers = process.client.raw_append(messages, timeout=30)
+    try:
+        for at, answer in enumerate(answers):
+            acked = answer.committed_through
+            if at == acks_before_kill:
+                process.process.send_signal(signal.SIGKILL)
+    except grpc.RpcError:
+        pass
+    assert answers.code() == grpc.StatusCode.UNAVAILABLE
+    process.process.wait()
+    return acked
+
+
+def test_what_was_acknowledged_outlives_a_kill(start: Start) -> None:
+    chooser = random.Random(7)
+    length = 3000
+    chunks = [make_chunk(LAYERS, [position]) for position in range(length)]
+    process = start()
+    process.client.open(describe(prompt=length))
+    done = 0
+    for _ in range(3):
+        acked = write_until_killed(process, chunks[done:], chooser.randrange(4))
+        process = start()
+        cells, manifest = process.client.read()
+        assert cells >= grid(LAYERS, range(done + acked)), "an acknowledged row is gone"
+        assert cells == cells_of(manifest.present)
+        assert manifest.num_rows == len(cells)
+        done += acked
+        assert done < length, "the kill came too late to show anything"
+    process.client.seal(generated=[1])
+    process.client.append(chunks[done:])
+    cells, manifest = process.client.read()
+    assert manifest.state == COMPLETE
+    assert cells == grid(LAYERS, range(length))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_everything_is_as_it_was_after_a_restart(start: Start, number: int) -> None:
+    process = start()
+    client = process.client
+    names = ["open", "sealed", "complete", "aborted", "lossy", "gone"]
+    for name in names:
+        client.open(describe(name))
+        client.append([make_chunk(LAYERS, [0, 1]), make_chunk([0], [3])], name)
+    client.send([loss_message(1, "lossy", store_pb2.RowLoss(sites=[1], layers=[1], positions=[2], reason=1))])
+    client.append([make_chunk(LAYERS, range(5))], "complete")
+    for name in ("sealed", "complete", "lossy"):
+        client.seal(name, generated=[2])
+    client.seal("aborted", generated=[2], outcome=ABORTED)
+    client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="gone"))
+    before = {name: client.get(name) for name in names[:-1]}
+    page = store_pb2.ListCapturesRequest(page_size=2)
+    listed = client.stub.ListCaptures(page)
+    process.end(number)
+
+    client = start().client
+    assert {name: client.get(name) for name in before} == before
+    assert client.stub.ListCaptures(page) == listed, "page tokens hold across restarts"
+    stats = client.stub.GetStats(store_pb2.GetStatsRequest())
+    assert stats.num_bytes == sum(manifest.num_bytes for manifest in before.values())
+
+    for name in ("sealed", "aborted", "lossy"):
+        client.append([make_chunk(LAYERS, range(5))], name)
+    assert client.get("sealed").state == COMPLETE
+    assert client.get("lossy").state == COMPLETE, "the lost row came after all"
+    assert (client.get("aborted").state, client.get("aborted").num_rows) == (ABORTED, 15)
+    assert client.get("open").state == OPEN
+    client.open(describe("gone"))
+    assert client.get("gone").num_rows == 0
+
+
+def test_the_wait_for_rows_starts_anew_after_a_restart(start: Start) -> None:
+    process = start()
+    process.client.open()
+    process.client.seal(generated=[2])
+    assert process.end() == 0
+    process = start("--seal-timeout-seconds", "0.3")
+    assert process.client.get(wait=20).incomplete_reason == capture_pb2.INCOMPLETE_REASON_TIMED_OUT
+
+
+def test_frames_of_a_deleted_capture_are_freed_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("store_svc.writer._PURGE_FRAMES", 0)  # a store that never comes to it
+    with serving(tmp_path / "store") as (_, client):
+        client.open()
+        client.append([make_chunk(LAYERS, [position]) for position in range(50)])
+        client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+        assert client.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks == 50
+    monkeypatch.setattr("store_svc.writer._PURGE_FRAMES", 7)
+    with serving(tmp_path / "store") as (_, client):
+        for _ in range(10):
+            client.open(describe("b"))  # each answer comes after another transaction
+            client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="b"))
+        assert client.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks == 0
+
+
+def test_a_stop_writes_and_acknowledges_what_was_sent(start: Start) -> None:
+    process = start()
+    process.client.open()
+    stream = OpenStream(process.client)
+    stream.until_acked(stream.send(make_chunk(LAYERS, [0])))
+    process.process.send_signal(signal.SIGTERM)
+    seen = [0]
+    with failing_with(Reason.ERROR_REASON_NOT_SERVING):
+        seen.extend(answer.synced_through for answer in stream.answers)
+    assert seen[-1] == 1
+    assert process.process.wait(timeout=20) == 0
+    assert start().client.get().num_rows == 3
+
+
+def test_it_says_that_it_serves_and_that_it_stops(start: Start) -> None:
+    process = start()
+    health = health_pb2_grpc.HealthStub(process.client.channel)
+    service = "residuum.v1.StoreService"
+    for name in ("", service):
+        assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == SERVING
+    watch = health.Watch(health_pb2.HealthCheckRequest(service=service), timeout=20)
+    assert next(watch).status == SERVING
+    process.process.send_signal(signal.SIGINT)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert process.process.wait(timeout=20) == 0
+
+
+def test_reflection_names_the_service(client: Client) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(client.channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    (answer,) = stub.ServerReflectionInfo(iter([request]))
+    assert "residuum.v1.StoreService" in {item.name for item in answer.list_services_response.service}
+
+
+def run(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "store_svc", *flags],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_the_help_explains_every_setting() -> None:
+    text = run("--help").stdout
+    for name in StoreSettings.model_fields:
+        assert "--" + name.replace("_", "-") in text
+    assert "the loss of power" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--path", "{path}", "--listen", "nowhere"], "--listen"),
+        (["--path", "{path}", "--max-bytes", "lots"], "--max-bytes"),
+        (["--path", "{path}", "--max-bytes", "1MiB"], "--max-bytes"),
+        (["--path", "{path}", "--ack", "maybe"], "--ack"),
+        (["--path", "{path}", "--seal-timeout-seconds", "0"], "--seal-timeout-seconds"),
+        ([], "--path"),
+    ],
+)
+def test_a_bad_setting_is_named(tmp_path: Path, flags: list[str], name: str) -> None:
+    done = run(*(flag.format(path=tmp_path / "store") for flag in flags))
+    assert done.returncode != 0
+    assert name in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_settings_come_from_the_environment_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "store.toml"
+    file.write_text(f'path = "{tmp_path}"\nmax_bytes = "1GiB"\nack = "synced"\n')
+    monkeypatch.setenv("RESIDUUM_MAX_BYTES", "2GiB")
+    settings = load_settings(StoreSettings, "store", ["--config", str(file), "--listen", "127.0.0.1:1"])
+    assert (settings.max_bytes, settings.ack, settings.path) == (2 << 30, "synced", tmp_path)
+    assert settings.listen == "127.0.0.1:1"
+
+
+def test_a_port_that_is_taken_and_a_folder_in_use_are_said(tmp_path: Path, start: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run("--listen", endpoint, "--path", str(tmp_path / "other"))
+        assert (done.returncode, endpoint in done.stderr) == (1, True)
+    start()
+    done = run("--listen", "127.0.0.1:0", "--path", str(tmp_path / "store"))
+    assert (done.returncode, "in use" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "method", ["OpenCapture", "SealCapture", "GetCapture", "ListCaptures", "DeleteCapture", "GetStats", "ReadChunks"]
+)
+def test_malformed_requests_are_the_callers_fault(client: Client, method: str) -> None:
+    path = f"/residuum.v1.StoreService/{method}"
+    with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
+        if method == "ReadChunks":
+            list(client.channel.unary_stream(path)(b"\xff\xff"))
+        else:
+            client.channel.unary_unary(path)(b"\xff\xff")
+    client.open()

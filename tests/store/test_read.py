@@ -1,0 +1,189 @@
+"""Reading rows back: filters, slices and damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from residuum.rpc.errors import Reason
+from residuum.v1 import capture_pb2, selection_pb2, store_pb2
+from residuum.wire.frames import ChunkView, checksum, chunk_prefix, parse_chunk, parse_read
+from residuum.wire.selection import wanted_positions
+from store_svc.slicing import slice_chunk
+from tests.store.support import (
+    ABORTED,
+    COMPLETE,
+    OPEN,
+    POST,
+    PRE,
+    Client,
+    describe,
+    failing_with,
+    grid,
+    make_chunk,
+    serving,
+)
+
+LAYERS = [0, 1, 2, 5, 6, 9]
+PROMPT, GENERATED = 30, 41
+LENGTH = PROMPT + GENERATED - 1
+
+
+def fill(client: Client, capture_id: str = "a") -> None:
+    """Write a capture of two sequences and two sites, the layers in groups, the positions by 32."""
+    client.open(describe(capture_id, layers=LAYERS, sites=[POST, PRE], prompt=PROMPT, sequences=2))
+    chunks = [
+        make_chunk(layers, range(first, min(first + 32, LENGTH + 1)), sequence=sequence, site=site)
+        for sequence in (0, 1)
+        for site in (POST, PRE)
+        for first in (32, 0, 64)
+        for layers in ([0, 1, 2], [5, 6, 9])
+    ]
+    client.append(chunks, capture_id)
+
+
+selections = st.builds(
+    selection_pb2.PositionSelection,
+    phases=st.lists(st.sampled_from([selection_pb2.PHASE_PROMPT, selection_pb2.PHASE_GENERATED]), max_size=1),
+    ranges=st.lists(
+        st.builds(selection_pb2.PositionRange, first=st.integers(-5, 80), last=st.none() | st.integers(81, 90)),
+        max_size=2,
+    ),
+    every=st.integers(0, 7),
+)
+subsets = st.builds(
+    dict,
+    layers=st.sets(st.sampled_from(LAYERS)),
+    sites=st.sets(st.sampled_from([POST, PRE])),
+    sequences=st.sets(st.sampled_from([0, 1])),
+)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_exactly_the_wanted_rows_come(tmp_path: Path, sealed: bool) -> None:
+    with serving(tmp_path / "store") as (_, client):
+        fill(client)
+        if sealed:
+            assert client.seal(generated=[GENERATED, GENERATED - 8]).state == COMPLETE
+
+        @settings(max_examples=40, deadline=None)
+        @given(subsets, selections)
+        def check(subset: dict[str, set[int]], positions: selection_pb2.PositionSelection) -> None:
+            lengths = [LENGTH, LENGTH - 8] if sealed else [LENGTH + 1] * 2
+            wanted = set()
+            for sequence in subset["sequences"] or (0, 1):
+                mask = wanted_positions(positions, PROMPT, 0, lengths[sequence])
+                for site in subset["sites"] or (POST, PRE):
+                    wanted |= grid(subset["layers"] or LAYERS, np.flatnonzero(mask).tolist(), sequence, site)
+            cells, manifest = client.read(**subset, positions=positions)
+            assert cells == wanted
+            assert manifest == client.get()
+
+        check()
+
+
+def test_a_frame_that_is_wanted_whole_is_sent_as_it_came(client: Client) -> None:
+    client.open()
+    chunk = make_chunk([0, 1, 2], range(5))
+    client.append([chunk])
+    client.seal(generated=[2])
+    raw = client.channel.unary_stream("/residuum.v1.StoreService/ReadChunks")
+    for layers in ([], [0, 1, 2]):
+        request = store_pb2.ReadChunksRequest(capture_id="a", layers=layers)
+        answers = list(raw(request.SerializeToString()))
+        view = parse_read(answers[1])
+        assert isinstance(view, ChunkView)
+        assert answers[1].endswith(chunk)
+        assert len(answers) == 3
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.data(),
+    st.sampled_from([(1, "<f4"), (2, "<f2"), (3, "<u2")]),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(1, 5),
+)
+def test_a_slice_equals_numpys(
+    data: st.DataObject, dtype: tuple[int, str], layers: int, positions: int, width: int
+) -> None:
+    number, name = dtype
+    rows = np.arange(layers * positions * width).astype(name).reshape(layers, positions, width)
+    header = capture_pb2.ChunkHeader(
+        sequence=3, site=PRE, layers=range(7, 7 + layers), positions=range(positions), dtype=number, width=width
+    )
+    some = data.draw(st.sets(st.integers(0, layers - 1), min_size=1).map(sorted))
+    few = data.draw(st.sets(st.integers(0, positions - 1), min_size=1).map(sorted))
+    cut = parse_chunk(slice_chunk(ChunkView(header, 0, memoryview(rows.tobytes())), some, few))
+    assert cut.verify()
+    assert (cut.header.sequence, cut.header.site, cut.header.dtype) == (3, PRE, number)
+    assert (list(cut.header.layers), list(cut.header.positions)) == ([7 + at for at in some], few)
+    assert cut.rows().tobytes() == rows[np.ix_(some, few)].tobytes()
+
+
+def test_layers_are_numbers_not_text(client: Client) -> None:
+    client.open(describe(layers=range(12), prompt=1))
+    client.append([make_chunk([layer], [0]) for layer in range(12)])
+    client.seal(generated=[1])
+    assert client.read(layers=[2, 10])[0] == grid([2, 10], [0])
+
+
+def test_what_the_capture_does_not_have_is_refused(client: Client) -> None:
+    client.open()
+    with failing_with(Reason.ERROR_REASON_UNKNOWN_LAYER) as caught:
+        client.read(layers=[1, 3])
+    assert caught[0].metadata == {"layer": "3", "layers": "3"}
+    with failing_with(Reason.ERROR_REASON_UNKNOWN_SITE):
+        client.read(sites=[PRE])
+    with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
+        client.read(sequences=[1])
+    with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
+        empty = selection_pb2.PositionRange(first=5, last=3)
+        client.read(positions=selection_pb2.PositionSelection(ranges=[empty]))
+    with failing_with(Reason.ERROR_REASON_UNKNOWN_CAPTURE):
+        client.read("b")
+
+
+@pytest.mark.parametrize("state", [OPEN, ABORTED, COMPLETE])
+def test_a_capture_that_is_deleted_while_it_is_read(client: Client, state: int) -> None:
+    """A reader that does not read on while the capture is deleted: most of it cannot be in the pipe yet."""
+    description = describe(layers=[0], prompt=64)
+    description.hidden_size = width = 1 << 17
+    client.open(description)
+    payload = bytes(width * 4)
+    for position in range(64):
+        header = capture_pb2.ChunkHeader(site=POST, layers=[0], positions=[position], dtype=1, width=width)
+        client.append([chunk_prefix(header, checksum(payload), len(payload)) + payload])
+    if state != OPEN:
+        client.seal(generated=[9 if state == ABORTED else 1], outcome=state)
+    assert client.get().state == state
+    answers = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a"))
+    next(answers)
+    client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+    with failing_with(Reason.ERROR_REASON_UNKNOWN_CAPTURE):
+        list(answers)
+
+
+def test_a_damaged_chunk_is_never_sent(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with serving(path) as (_, client):
+        client.open()
+        client.append([make_chunk([0, 1, 2], range(5))])
+        client.seal(generated=[2])
+    with lmdb.open(str(path), max_dbs=16) as env:
+        frames = env.open_db(b"frames")
+        with env.begin(write=True, db=frames) as txn:
+            ((key, value),) = txn.cursor()
+            txn.put(key, value[:-1] + bytes([value[-1] ^ 1]))
+    with serving(path) as (_, client):
+        for layers in ([], [2]):
+            with failing_with(Reason.ERROR_REASON_CHECKSUM_MISMATCH) as caught:
+                client.read(layers=layers)
+            assert caught[0].metadata == {"capture_id": "a"}
+        assert client.get().state == COMPLETE
