@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, store_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
     from inference_svc.captures import CaptureKeeper
     from inference_svc.engine import Delta, Engine
@@ -57,7 +57,7 @@ class Generator:
         self._activator = activator
         self._keeper = keeper
 
-    async def run(self, request: inference_pb2.GenerateRequest) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def run(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Run a request; its events are those of InferenceService.Generate.
 
         Raises:
@@ -68,8 +68,8 @@ class Generator:
         token_ids = self._engine.tokenize(request)
         check_prompt(token_ids, request.sampling, self._engine.facts)
         running = self._start(request)
-        async with self._begun(running, token_ids, request.sampling) as run:
-            async for event in run.events():
+        async with self._begun(running, token_ids, request.sampling) as run, aclosing(run.events()) as events:
+            async for event in events:
                 yield event
 
     def _start(self, request: inference_pb2.GenerateRequest) -> Running:
@@ -128,24 +128,30 @@ class Generator:
             vllm_version=facts.vllm_version,
         )
         description.request_time.GetCurrentTime()
-        await keeper.open(description)
+        try:
+            await keeper.open(description)
+        except asyncio.CancelledError:
+            # The client has gone, but the store may have opened the capture: nobody else would ever end it.
+            self._registry.end(running)
+            unheard = [capture_pb2.SequenceOutcome(finish_reason="abort")] * _num_sequences(sampling)
+            keeper.seal(_aborted(running.request_id, unheard))
+            raise
         return inference_pb2.CaptureHandle(capture_id=running.request_id, store_endpoint=keeper.advertised)
 
     @asynccontextmanager
     async def _sealed(self, run: _Run) -> AsyncIterator[None]:
         """Seal the run's capture however the run ends."""
-        seal = store_pb2.SealCaptureRequest(
-            capture_id=run.running.request_id, outcome=capture_pb2.CAPTURE_STATE_ABORTED
-        )
+        seal = _aborted(run.running.request_id, [])
         try:
             yield
-            seal.outcome = capture_pb2.CAPTURE_STATE_COMPLETE
         except Exception as error:
             if not (isinstance(error, Failure) and error.reason == Reason.ERROR_REASON_ABORTED):
                 _blame(seal, error)
             raise
         finally:
-            # Cancellation (the client dropped the stream) comes here as well, as ABORTED.
+            # Cancellation (the client dropped the stream) comes here as well: ABORTED, unless all was generated.
+            if run.has_generated:
+                seal.outcome = capture_pb2.CAPTURE_STATE_COMPLETE
             if run.handle is not None:
                 seal.sequences.extend(run.outcomes(default="abort"))
                 require_keeper(self._keeper).seal(seal)
@@ -169,6 +175,8 @@ class _Run:
         self._sampling = sampling
         self._rows = rows
         self.handle = handle
+        self.has_generated = False
+        """Whether every sequence has ended by itself."""
         self._sequences = [_Sequence() for _ in range(_num_sequences(sampling))]
         self._queue: asyncio.Queue[tuple[int, Delta] | _Ended] = asyncio.Queue()
 
@@ -179,7 +187,7 @@ class _Run:
             for item in self._sequences
         ]
 
-    async def events(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Yield the events of the generation, in the order that the contract gives."""
         yield inference_pb2.GenerateResponse(
             started=inference_pb2.GenerationStarted(
@@ -196,6 +204,7 @@ class _Run:
                     open_sequences -= 1
                 else:
                     yield self._delta(*item)
+        self.has_generated = True
         yield inference_pb2.GenerateResponse(finished=self._finished())
 
     @asynccontextmanager
@@ -207,8 +216,7 @@ class _Run:
         finally:
             for task in tasks:
                 task.cancel()  # closes the engine's generators, which stops their requests
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate(self, index: int) -> None:
         plan = make_plan(self.running, index, len(self._token_ids), self._rows)
@@ -276,6 +284,12 @@ def require_keeper(keeper: CaptureKeeper | None) -> CaptureKeeper:
             endpoint="",
         )
     return keeper
+
+
+def _aborted(capture_id: str, sequences: Sequence[capture_pb2.SequenceOutcome]) -> store_pb2.SealCaptureRequest:
+    return store_pb2.SealCaptureRequest(
+        capture_id=capture_id, sequences=sequences, outcome=capture_pb2.CAPTURE_STATE_ABORTED
+    )
 
 
 def _blame(seal: store_pb2.SealCaptureRequest, error: Exception) -> None:

@@ -120,13 +120,11 @@ class RequestRegistry:
     def release(self, running: Running) -> None:
         """Take back the start of a request that could not begin, so that the same call may be tried again.
 
-        One that was aborted meanwhile has ended.
+        One that was aborted meanwhile, or has ended already, stays so.
         """
         if running.aborted.is_set():
             self.end(running)
-            return
-        self._running.pop(running.request_id, None)
-        if running.was_registered:
+        elif self._running.pop(running.request_id, None) and running.was_registered:
             self._registered[running.request_id] = Registration(running.spec, self._clock() + self.time_to_live)
 
     def abort(self, request_id: str) -> None:

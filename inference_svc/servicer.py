@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -125,8 +126,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See inference.proto."""
         del context
-        async for event in self._require().generator.run(request):
-            yield event
+        async with aclosing(self._require().generator.run(request)) as events:
+            async for event in events:
+                yield event
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         """See inference.proto."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -76,8 +77,8 @@ class ErrorInterceptor(grpc.ServerInterceptor):
             return None
         method = handler_call_details.method
         if handler.response_streaming:
-            return _rewrap(handler, self._streaming(_call_of(handler), method))
-        return _rewrap(handler, self._unary(_call_of(handler), method))
+            return _rewrap(handler, self._streaming(_decoding(handler), method))
+        return _rewrap(handler, self._unary(_decoding(handler), method))
 
     def _unary(self, call: Callable[..., Any], method: str) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Any:
@@ -122,8 +123,8 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):
             return handler
         method = handler_call_details.method
         if handler.response_streaming:
-            return _rewrap(handler, self._streaming(_call_of(handler), method))
-        return _rewrap(handler, self._unary(_call_of(handler), method))
+            return _rewrap(handler, self._streaming(_aio_decoding(handler), method))
+        return _rewrap(handler, self._unary(_aio_decoding(handler), method))
 
     def _unary(self, call: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Any]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -165,6 +166,46 @@ def _call_of(handler: _Handler) -> Callable[..., Any]:
     return call
 
 
+def _decoding(handler: _Handler) -> Callable[..., Any]:
+    """Return a sync handler's call, taking messages as bytes: so that one that cannot be parsed is answered by us.
+
+    gRPC itself would answer INTERNAL (sync) or UNKNOWN (asyncio), as if the server had a fault.
+    """
+    call, decode = _call_of(handler), _decoder(handler)
+    if handler.request_streaming:
+        return lambda messages, context: call(map(decode, messages), context)
+    return lambda message, context: call(decode(message), context)
+
+
+def _aio_decoding(handler: _Handler) -> Callable[..., Any]:
+    """Return an asyncio handler's call, taking messages as bytes; see `_decoding`."""
+    call, decode = _call_of(handler), _decoder(handler)
+
+    async def decoded(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for message in messages:
+            yield decode(message)
+
+    if handler.request_streaming:
+        return lambda messages, context: call(decoded(messages), context)
+    return lambda message, context: call(decode(message), context)
+
+
+def _decoder(handler: _Handler) -> Callable[[bytes], Any]:
+    deserialize = handler.request_deserializer
+
+    def decode(message: bytes) -> Any:
+        try:
+            return deserialize(message) if deserialize else message
+        except DecodeError:
+            raise Failure(
+                Reason.ERROR_REASON_INVALID_FIELD,
+                "The message is not the one that the contract names for this call; it cannot be parsed.",
+                field="",
+            ) from None
+
+    return decode
+
+
 def _rewrap(handler: _Handler, call: Callable[..., Any]) -> _Handler:
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -172,4 +213,4 @@ def _rewrap(handler: _Handler, call: Callable[..., Any]) -> _Handler:
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[handler.request_streaming, handler.response_streaming]
-    return make(call, handler.request_deserializer, handler.response_serializer)
+    return make(call, None, handler.response_serializer)
