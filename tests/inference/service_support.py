@@ -1,0 +1,259 @@
+"""An engine and a store that do as a test says, and the service between them, over real gRPC on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from inference_svc.captures import CaptureKeeper
+from inference_svc.engine import Delta, ModelFacts
+from inference_svc.generation import Generator
+from inference_svc.requests import RequestRegistry
+from inference_svc.servicer import InferenceServicer, Parts
+from inference_svc.settings import InferenceSettings
+from inference_svc.vectors import VectorActivator, VectorCache
+from residuum.rpc.channels import SERVER_OPTIONS, open_aio_channel
+from residuum.rpc.errors import Failure, failure_from_rpc_error
+from residuum.rpc.logs import get_logger
+from residuum.rpc.serving import AioErrorInterceptor
+from residuum.v1 import (
+    capture_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    selection_pb2,
+    steering_pb2,
+    store_pb2,
+    store_pb2_grpc,
+    tensor_pb2,
+)
+from residuum.wire.digests import vector_message
+
+HIDDEN = 4
+FACTS = ModelFacts(
+    name="tiny",
+    num_layers=3,
+    hidden_size=HIDDEN,
+    dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+    max_model_len=64,
+    vocab_size=100,
+    tensor_parallel_size=2,
+    pipeline_parallel_size=1,
+    eager=True,
+    vllm_version="1.2.3",
+    max_num_seqs=8,
+    pool_bytes=1000,
+    ring_bytes=2000,
+    control_paths=(),
+)
+DEADLINE = 20.0
+"""For what must happen, in seconds."""
+LAYERS = selection_pb2.LayerSelection(all=True)
+CAPTURE = capture_pb2.CaptureSpec(layers=LAYERS)
+
+
+def vector(*values):
+    return vector_message(np.array(values or (1,) * HIDDEN, dtype=np.float32))
+
+
+JOY = vector(1, 2, 3, 4)
+ADD_JOY = steering_pb2.SteeringOperation(layers=LAYERS, add=steering_pb2.Add(digest=JOY.digest, scale=2.0))
+
+
+def spec(request_id="", capture=None, operations=()):
+    steering = steering_pb2.SteeringSpec(operations=operations) if operations else None
+    return inference_pb2.RequestSpec(request_id=request_id, capture=capture, steering=steering)
+
+
+def ask(target="", ids=(5, 6, 7), **sampling):
+    """A GenerateRequest by id, or with the spec inline."""
+    by = {"request_id": target} if isinstance(target, str) and target else {"spec": target or spec()}
+    parameters = inference_pb2.SamplingParameters(**sampling)
+    return inference_pb2.GenerateRequest(**by, token_ids=inference_pb2.TokenIds(ids=ids), sampling=parameters)
+
+
+@dataclass
+class EngineCall:
+    """What the engine was asked for."""
+
+    engine_id: str
+    prompt: list
+    sampling: Any
+    plan: Any
+    cache_salt: str | None
+
+
+class FakeEngine:
+    """Takes the place of `inference_svc.engine.Engine`; `script` is an async generator of deltas for each call."""
+
+    def __init__(self):
+        self.facts = FACTS
+        self.script = three_tokens
+        self.calls = []
+        self.closed = []
+        """Engine ids of the generators that have ended, however they did."""
+        self.bank = {}
+        self.changed = asyncio.Condition()
+
+    def tokenize(self, request):
+        return list(request.token_ids.ids)
+
+    async def generate(self, engine_id, prompt_token_ids, sampling, plan, cache_salt):
+        call = EngineCall(engine_id, list(prompt_token_ids), sampling, plan, cache_salt)
+        try:
+            await self.note(self.calls, call)
+            async for delta in self.script(call):
+                yield delta
+        finally:
+            await self.note(self.closed, engine_id)
+
+    async def load_vectors(self, rows):
+        self.bank.update(rows)
+
+    async def note(self, log, item):
+        log.append(item)
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def until(self, condition):
+        async with self.changed:
+            await asyncio.wait_for(self.changed.wait_for(condition), DEADLINE)
+
+
+async def three_tokens(call):
+    for number in (1, 2):
+        yield Delta(text=f"t{number}", token_ids=[number])
+    yield Delta(text="t3", token_ids=[3], finish_reason="length")
+
+
+def stuck_after(*deltas):
+    """A script that makes these deltas and then nothing, for ever."""
+
+    async def script(call):
+        for delta in deltas:
+            yield delta
+        await asyncio.Event().wait()
+
+    return script
+
+
+class FakeStore(store_pb2_grpc.StoreServiceServicer):
+    """Remembers what it is told. `refuse` is a reason to answer OpenCapture with; while `gate` is not set, it hangs."""
+
+    def __init__(self):
+        self.opened = []
+        self.seals = []
+        self.changed = asyncio.Condition()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.refuse = None
+        self.failing_seals = 0
+
+    async def OpenCapture(self, request, context):
+        async with self.changed:
+            self.opened.append(request.description)
+            self.changed.notify_all()
+        await self.gate.wait()
+        if self.refuse:
+            raise Failure(self.refuse, "scripted")
+        return store_pb2.OpenCaptureResponse()
+
+    async def SealCapture(self, request, context):
+        if self.failing_seals:
+            self.failing_seals -= 1
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "scripted")
+        async with self.changed:
+            self.seals.append(request)
+            self.changed.notify_all()
+        return store_pb2.SealCaptureResponse()
+
+    async def GetStats(self, request, context):
+        return store_pb2.GetStatsResponse()
+
+    async def until(self, condition):
+        async with self.changed:
+            await asyncio.wait_for(self.changed.wait_for(condition), DEADLINE)
+
+    async def seal(self):
+        """Wait for the one seal and return it."""
+        await self.until(lambda: self.seals)
+        (seal,) = self.seals
+        return seal
+
+
+@asynccontextmanager
+async def listening(add, servicer):
+    """Serve on a free port of loopback, and yield the endpoint."""
+    server = grpc.aio.server(interceptors=[AioErrorInterceptor(get_logger("test"))], options=SERVER_OPTIONS)
+    add(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+class Service:
+    """The inference service with its parts in reach, and a client's stub to it."""
+
+    def __init__(self, engine, keeper, settings):
+        self.engine = engine
+        self.registry = RequestRegistry(settings.registration_seconds, settings.max_registrations)
+        self.cache = VectorCache(settings.max_vectors, HIDDEN, self.registry.digests_in_use)
+        activator = VectorActivator(
+            self.cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
+        )
+        generator = Generator(engine, self.registry, self.cache, activator, keeper)
+        self.parts = Parts(engine, self.registry, self.cache, generator, keeper, settings)
+        self.servicer = InferenceServicer()
+        self.stub = None
+        self.channel = None
+
+    def serve(self):
+        self.servicer.load(self.parts)
+        self.servicer.set_serving(serving=True)
+
+    async def register(self, request_spec):
+        return await self.stub.RegisterRequest(inference_pb2.RegisterRequestRequest(spec=request_spec))
+
+    async def put(self, *vectors):
+        messages = [inference_pb2.PutVectorsRequest(vector=item) for item in vectors]
+        return (await self.stub.PutVectors(iter(messages))).results
+
+    async def events(self, request):
+        return [event async for event in self.stub.Generate(request)]
+
+    async def abort(self, request_id):
+        await self.stub.Abort(inference_pb2.AbortRequest(request_id=request_id))
+
+
+@asynccontextmanager
+async def running_service(store_endpoint=None, **settings):
+    """Start the service on a fake engine; `store_endpoint` None: without a store."""
+    values = InferenceSettings(model="tiny", **settings)
+    keeper = CaptureKeeper(store_endpoint, "store.example:1") if store_endpoint else None
+    service = Service(FakeEngine(), keeper, values)
+    add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
+    async with listening(add, service.servicer) as endpoint, open_aio_channel(endpoint) as channel:
+        service.stub, service.channel = inference_pb2_grpc.InferenceServiceStub(channel), channel
+        service.serve()
+        yield service
+    if keeper:
+        await keeper.close(0)
+
+
+async def failure_of(call):
+    """Await a call that must fail by the contract, and return the Failure that the client sees."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    failure = failure_from_rpc_error(caught.value)
+    assert failure is not None, f"the error carries no reason: {caught.value}"
+    assert failure.code == caught.value.code()
+    return failure

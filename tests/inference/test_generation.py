@@ -1,0 +1,330 @@
+"""Generate: its events, what the engine and the store are told, and every way it can end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from inference_svc.engine import Delta
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
+from tests.inference.service_support import (
+    ADD_JOY,
+    CAPTURE,
+    FACTS,
+    JOY,
+    LAYERS,
+    ask,
+    failure_of,
+    spec,
+    stuck_after,
+    three_tokens,
+    vector,
+)
+
+ABORTED, COMPLETE, INCOMPLETE = (
+    capture_pb2.CAPTURE_STATE_ABORTED,
+    capture_pb2.CAPTURE_STATE_COMPLETE,
+    capture_pb2.CAPTURE_STATE_INCOMPLETE,
+)
+
+
+async def test_events_come_in_order(service):
+    request_id = (await service.register(spec("r", CAPTURE))).request_id
+    events = await service.events(ask(request_id))
+    handle = inference_pb2.CaptureHandle(capture_id="r", store_endpoint="store.example:1")
+    started, *deltas, finished = events
+    assert started.started == inference_pb2.GenerationStarted(
+        request_id="r", prompt_token_ids=[5, 6, 7], capture=handle
+    )
+    assert [(item.delta.sequence, item.delta.text, list(item.delta.token_ids)) for item in deltas] == [
+        (0, "t1", [1]),
+        (0, "t2", [2]),
+        (0, "t3", [3]),
+    ]
+    assert finished.finished == inference_pb2.GenerationFinished(
+        sequences=[inference_pb2.SequenceFinish(finish_reason="length", generated_tokens=3)],
+        usage=inference_pb2.Usage(prompt_tokens=3, generated_tokens=3),
+        capture=handle,
+    )
+
+
+async def test_a_request_that_captures_nothing_has_no_handle(service, store):
+    started, *_, finished = await service.events(ask())
+    assert started.started.request_id
+    assert not started.started.HasField("capture")
+    assert not finished.finished.HasField("capture")
+    assert not store.opened
+
+
+async def test_the_capture_is_opened_with_everything_that_is_known(service, store):
+    await service.put(JOY)
+    await service.events(ask(spec("r", CAPTURE, [ADD_JOY]), num_sequences=2))
+    (description,) = store.opened
+    resolved = capture_pb2.CaptureDescription(
+        capture_id="r",
+        model=FACTS.name,
+        hidden_size=FACTS.hidden_size,
+        num_layers=FACTS.num_layers,
+        dtype=FACTS.dtype,
+        prompt_token_ids=[5, 6, 7],
+        num_sequences=2,
+        layout=capture_pb2.ParallelLayout(tensor_parallel_size=2, pipeline_parallel_size=1),
+        vllm_version=FACTS.vllm_version,
+    )
+    assert list(description.spec.layers.list.layers) == [0, 1, 2]
+    assert list(description.steering.operations[0].layers.list.layers) == [0, 1, 2]
+    assert description.request_time.seconds > 0
+    for field in ("spec", "steering", "request_time"):
+        description.ClearField(field)
+    assert description == resolved
+
+
+async def test_the_engine_gets_plan_salt_and_sampling(service):
+    await service.put(JOY)
+    await service.events(ask(spec("r", CAPTURE, [ADD_JOY]), max_tokens=9, seed=40))
+    (call,) = service.engine.calls
+    assert call.prompt == [5, 6, 7]
+    assert (call.sampling.max_tokens, call.sampling.seed) == (9, 40)
+    assert call.plan.prompt_tokens == 3
+    assert call.plan.capture.capture_id == "r"
+    (operation,) = call.plan.operations
+    assert service.engine.bank[operation.row] == JOY.values
+    assert call.cache_salt
+
+
+async def test_a_plain_request_has_neither_plan_nor_salt(service):
+    await service.events(ask())
+    (call,) = service.engine.calls
+    assert (call.plan, call.cache_salt) == (None, None)
+
+
+async def test_a_complete_request_is_sealed_with_its_tokens(service, store):
+    await service.events(ask(spec("r", CAPTURE)))
+    seal = await store.seal()
+    assert (seal.capture_id, seal.outcome) == ("r", COMPLETE)
+    assert list(seal.sequences) == [capture_pb2.SequenceOutcome(generated_token_ids=[1, 2, 3], finish_reason="length")]
+
+
+async def test_sequences_are_generated_each_for_itself(service, store):
+    async def script(call):
+        number = int(call.engine_id[-1])
+        for token in range(number + 1):
+            last = token == number
+            yield Delta("x", [10 * number + token], "stop" if last else None, f"end{number}" if last else "")
+
+    service.engine.script = script
+    *_, finished = await service.events(ask(spec("r", CAPTURE), num_sequences=3, seed=7))
+    assert [(item.finish_reason, item.stop_reason, item.generated_tokens) for item in finished.finished.sequences] == [
+        ("stop", "end0", 1),
+        ("stop", "end1", 2),
+        ("stop", "end2", 3),
+    ]
+    assert finished.finished.usage == inference_pb2.Usage(prompt_tokens=3, generated_tokens=6)
+    assert sorted((call.sampling.seed, call.plan.capture.sequence) for call in service.engine.calls) == [
+        (7, 0),
+        (8, 1),
+        (9, 2),
+    ]
+    seal = await store.seal()
+    assert [list(item.generated_token_ids) for item in seal.sequences] == [[0], [10, 11], [20, 21, 22]]
+
+
+async def test_abort_stops_every_sequence_and_seals_as_aborted(service, store):
+    service.engine.script = stuck_after(Delta("x", [1]))
+    stream = service.stub.Generate(ask(spec("r", CAPTURE), num_sequences=2))
+    for _ in range(3):  # started, and a token of each sequence
+        await stream.read()
+    await service.abort("r")
+    failure = await failure_of(stream.read())
+    assert (failure.reason_name, failure.metadata) == ("ABORTED", {"request_id": "r"})
+    assert failure.code == grpc.StatusCode.CANCELLED
+    assert sorted(service.engine.closed) == ["r#0", "r#1"]
+    seal = await store.seal()
+    assert seal.outcome == ABORTED
+    assert [(list(item.generated_token_ids), item.finish_reason) for item in seal.sequences] == [([1], "abort")] * 2
+
+
+async def test_a_client_that_drops_the_stream_stops_the_engine(service, store):
+    service.engine.script = stuck_after(Delta("x", [1]))
+    stream = service.stub.Generate(ask(spec("r", CAPTURE)))
+    await stream.read()
+    await stream.read()
+    stream.cancel()
+    await service.engine.until(lambda: service.engine.closed == ["r#0"])
+    seal = await store.seal()
+    assert (seal.outcome, list(seal.sequences[0].generated_token_ids)) == (ABORTED, [1])
+    assert service.registry.running == ()
+
+
+async def test_a_client_that_reads_nothing_and_leaves_stops_the_engine(service, store):
+    """The service is held up in sending then, not in waiting for the engine."""
+
+    async def flood(call):
+        for _ in range(10_000):
+            yield Delta("x" * 50_000, [1])
+            await asyncio.sleep(0)
+
+    service.engine.script = flood
+    stream = service.stub.Generate(ask(spec("r", CAPTURE)))
+    await service.engine.until(lambda: service.engine.calls)
+    stream.cancel()
+    await service.engine.until(lambda: service.engine.closed == ["r#0"])
+    assert (await store.seal()).outcome == ABORTED
+
+
+async def test_a_client_that_leaves_with_the_last_event_has_a_complete_capture(service, store):
+    """Everything was generated: whether it waits for the call's status makes no difference to the capture."""
+    run = service.parts.generator.run(ask(spec("r", CAPTURE)))
+    async for event in run:
+        if event.HasField("finished"):
+            break
+    await run.aclose()
+    assert (await store.seal()).outcome == COMPLETE
+
+
+async def test_a_failure_of_one_sequence_ends_the_request_as_incomplete(service, store):
+    async def script(call):
+        if call.engine_id.endswith("#1"):
+            raise RuntimeError("CUDA took a walk")
+        yield Delta("x", [1])
+        await asyncio.Event().wait()
+
+    service.engine.script = script
+    failure = await failure_of(service.events(ask(spec("r", CAPTURE), num_sequences=2)))
+    assert failure.reason_name == "INTERNAL"
+    assert "CUDA" not in failure.message
+    seal = await store.seal()
+    assert seal.outcome == INCOMPLETE
+    assert seal.incomplete_reason == capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED
+    assert seal.incomplete_detail == "CUDA took a walk"
+    assert sorted(service.engine.closed) == ["r#0", "r#1"]
+
+
+async def test_a_dead_engine_is_told_and_blamed(service, store):
+    async def script(call):
+        yield Delta("x", [1])
+        raise Failure(Reason.ERROR_REASON_ENGINE_DEAD, "dead")
+
+    service.engine.script = script
+    failure = await failure_of(service.events(ask(spec("r", CAPTURE))))
+    assert failure.reason_name == "ENGINE_DEAD"
+    seal = await store.seal()
+    assert (seal.outcome, seal.incomplete_reason) == (INCOMPLETE, capture_pb2.INCOMPLETE_REASON_ENGINE_DIED)
+    assert list(seal.sequences[0].generated_token_ids) == [1]
+
+
+async def test_sealing_is_tried_until_the_store_has_heard_it(service, store):
+    store.failing_seals = 2
+    await service.events(ask(spec("r", CAPTURE)))
+    assert (await store.seal()).outcome == COMPLETE
+
+
+async def test_an_id_can_be_used_once(service):
+    await service.events(ask(spec("r")))
+    failure = await failure_of(service.events(ask(spec("r"))))
+    assert (failure.reason_name, failure.metadata) == ("REQUEST_EXISTS", {"request_id": "r"})
+
+
+async def test_an_id_that_is_running_is_refused_and_goes_on_running(service):
+    service.engine.script = stuck_after(Delta("x", [1]))
+    stream = service.stub.Generate(ask(spec("r")))
+    await stream.read()
+    failure = await failure_of(service.events(ask(spec("r"))))
+    assert failure.reason_name == "REQUEST_EXISTS"
+    assert (await stream.read()).delta.text == "x"
+    stream.cancel()
+
+
+async def test_an_unknown_registration_is_refused(service):
+    failure = await failure_of(service.events(ask("nobody")))
+    assert (failure.reason_name, failure.metadata) == ("UNKNOWN_REQUEST", {"request_id": "nobody"})
+    assert failure.code == grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_lapsed_registration_is_refused(service, monkeypatch):
+    await service.register(spec("r"))
+    later = time.monotonic() + service.registry.time_to_live + 1
+    monkeypatch.setattr(service.registry, "_clock", lambda: later)
+    failure = await failure_of(service.events(ask("r")))
+    assert (failure.reason_name, failure.metadata) == ("UNKNOWN_REQUEST", {"request_id": "r"})
+
+
+async def test_missing_vectors_leave_the_registration_usable(service):
+    registered = await service.register(spec("r", CAPTURE, [ADD_JOY]))
+    assert list(registered.missing_digests) == [JOY.digest]
+    failure = await failure_of(service.events(ask("r")))
+    assert (failure.reason_name, failure.metadata) == ("MISSING_VECTORS", {"digests": JOY.digest.hex()})
+    assert failure.code == grpc.StatusCode.FAILED_PRECONDITION
+    await service.put(JOY)
+    assert (await service.events(ask("r")))[-1].HasField("finished")
+
+
+@pytest.mark.parametrize("kind", ["ablate", "cap"])
+async def test_the_zero_vector_has_no_direction(service, kind):
+    zero = vector(0, 0, 0, 0)
+    await service.put(zero)
+    operation = steering_pb2.SteeringOperation(layers=LAYERS)
+    getattr(operation, kind).digest = zero.digest
+    if kind == "cap":
+        operation.cap.max = 1.0
+    failure = await failure_of(service.events(ask(spec("r", None, [operation]))))
+    assert (failure.reason_name, failure.metadata) == ("BAD_VALUES", {"digest": zero.digest.hex()})
+
+
+async def test_the_zero_vector_can_be_added(service):
+    zero = vector(0, 0, 0, 0)
+    await service.put(zero)
+    operation = steering_pb2.SteeringOperation(layers=LAYERS, add=steering_pb2.Add(digest=zero.digest, scale=1.0))
+    assert (await service.events(ask(spec("r", None, [operation]))))[-1].HasField("finished")
+
+
+BAD_REQUESTS = {
+    "empty prompt": (ask("r", ids=()), "EMPTY_PROMPT"),
+    "long prompt": (ask("r", ids=[1] * 60, max_tokens=5), "PROMPT_TOO_LONG"),
+    "max_tokens": (ask("r", max_tokens=0), "INVALID_FIELD"),
+}
+
+
+@pytest.mark.parametrize(("request_", "reason"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+async def test_a_bad_request_leaves_the_registration_usable(service, request_, reason):
+    await service.register(spec("r"))
+    failure = await failure_of(service.events(request_))
+    assert failure.reason_name == reason
+    assert (await service.events(ask("r")))[-1].HasField("finished")
+
+
+async def test_a_store_that_refuses_leaves_the_registration_usable(service, store):
+    await service.register(spec("r", CAPTURE))
+    store.refuse = Reason.ERROR_REASON_CAPTURE_EXISTS
+    assert (await failure_of(service.events(ask("r")))).reason_name == "CAPTURE_EXISTS"
+    assert not service.engine.calls
+    store.refuse = None
+    assert (await service.events(ask("r")))[-1].HasField("finished")
+
+
+async def test_a_client_that_leaves_while_the_capture_is_opened_leaves_none_open(service, store):
+    """The store may have opened it by then, so it is ended, and the id is used up."""
+    store.gate.clear()
+    stream = service.stub.Generate(ask(spec("r", CAPTURE), num_sequences=2))
+    await store.until(lambda: store.opened)
+    stream.cancel()
+    seal = await store.seal()
+    assert (seal.capture_id, seal.outcome, len(seal.sequences)) == ("r", ABORTED, 2)
+    assert service.registry.running == ()
+    assert (await failure_of(service.events(ask(spec("r"))))).reason_name == "REQUEST_EXISTS"
+    assert not service.engine.calls
+
+
+async def test_requests_run_side_by_side(service):
+    """One waits for ever; another comes and goes meanwhile."""
+    service.engine.script = stuck_after()
+    stuck = service.stub.Generate(ask(spec("stuck")))
+    await stuck.read()
+    service.engine.script = three_tokens
+    assert (await service.events(ask(spec("quick"))))[-1].HasField("finished")
+    assert [running.request_id for running in service.registry.running] == ["stuck"]
+    stuck.cancel()

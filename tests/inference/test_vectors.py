@@ -1,0 +1,335 @@
+"""Steering vectors: the cache on the host and the rows of the banks."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import numpy as np
+import pytest
+
+from inference_svc.vectors import VectorActivator, VectorCache
+from residuum.rpc.errors import Failure
+from residuum.v1 import tensor_pb2
+from residuum.wire.digests import digest_of_bytes, vector_message
+
+HIDDEN = 4
+SOON = 0.05
+"""A wait that a test lets run out, in seconds."""
+LONG = 20.0
+"""A wait that must not run out."""
+
+
+def vector(*values):
+    return vector_message(np.array(values or (1,) * HIDDEN, dtype=np.float32))
+
+
+def numbered(number):
+    return vector(*[float(number)] * HIDDEN)
+
+
+def message(values, dtype=tensor_pb2.DATA_TYPE_FLOAT32, digest=None):
+    digest = digest_of_bytes(dtype, values) if digest is None else digest
+    return tensor_pb2.Vector(digest=digest, dtype=dtype, values=values)
+
+
+class Users:
+    """Stands in for the registry: the digests that requests need."""
+
+    def __init__(self):
+        self.digests = set()
+
+    def __call__(self):
+        return self.digests
+
+
+@pytest.fixture
+def users():
+    return Users()
+
+
+@pytest.fixture
+def cache(users):
+    return VectorCache(3, HIDDEN, users)
+
+
+BAD_VECTORS = {
+    "float16": (
+        message(b"\0" * 8, tensor_pb2.DATA_TYPE_FLOAT16),
+        "WRONG_DTYPE",
+        {"dtype": "float16"},
+    ),
+    "no dtype": (message(b"\0" * 16, 0, digest=b"d" * 32), "WRONG_DTYPE", {"dtype": "unknown"}),
+    "short": (vector(1.0, 2.0), "WRONG_LENGTH", {"length": "2", "hidden_size": "4"}),
+    "empty": (message(b""), "WRONG_LENGTH", {"length": "0", "hidden_size": "4"}),
+    "torn": (message(b"\0" * 18, digest=b"d" * 32), "WRONG_LENGTH", {"length": "4", "hidden_size": "4"}),
+    "digest": (
+        message(b"\0" * 16, digest=b"d" * 32),
+        "DIGEST_MISMATCH",
+        {"digest": (b"d" * 32).hex()},
+    ),
+    "NaN": (vector(1, float("nan"), 1, 1), "BAD_VALUES", {"digest": vector(1, float("nan"), 1, 1).digest.hex()}),
+    "infinity": (
+        vector(1, -float("inf"), 1, 1),
+        "BAD_VALUES",
+        {"digest": vector(1, -float("inf"), 1, 1).digest.hex()},
+    ),
+}
+
+
+@pytest.mark.parametrize(("bad", "reason", "metadata"), BAD_VECTORS.values(), ids=BAD_VECTORS)
+def test_bad_vectors_are_refused_and_not_kept(cache, bad, reason, metadata):
+    with pytest.raises(Failure) as caught:
+        cache.put(bad)
+    assert (caught.value.reason_name, caught.value.metadata) == (reason, metadata)
+    assert cache.missing([bad.digest]) == [bad.digest]
+
+
+def test_what_was_put_is_there(cache):
+    cache.put(numbered(1))
+    cache.put(numbered(1))  # again is harmless
+    assert cache.get(numbered(1).digest) == numbered(1).values
+    assert cache.missing([numbered(1).digest]) == []
+
+
+def test_missing_vectors_are_named_once_and_in_order(cache):
+    cache.put(numbered(2))
+    one, two, three = (numbered(number).digest for number in (1, 2, 3))
+    assert cache.missing([three, one, two, three]) == [three, one]
+
+
+def test_the_vector_that_was_not_used_for_longest_goes_first(cache):
+    for number in (1, 2, 3):
+        cache.put(numbered(number))
+    cache.missing([numbered(1).digest])  # asking for it is a use
+    cache.put(numbered(4))
+    assert cache.missing([numbered(number).digest for number in (1, 2, 3, 4)]) == [numbered(2).digest]
+
+
+def test_a_vector_in_use_is_not_dropped(cache, users):
+    for number in (1, 2, 3):
+        cache.put(numbered(number))
+    users.digests = {numbered(1).digest, numbered(2).digest}
+    cache.put(numbered(4))
+    assert cache.missing([numbered(number).digest for number in (1, 2, 3, 4)]) == [numbered(3).digest]
+
+
+def test_no_room_is_told_and_changes_nothing(cache, users):
+    kept = [numbered(number) for number in (1, 2, 3)]
+    for item in kept:
+        cache.put(item)
+    users.digests = {item.digest for item in kept}
+    with pytest.raises(Failure) as caught:
+        cache.put(numbered(4))
+    assert (caught.value.reason_name, caught.value.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors"})
+    assert cache.missing([item.digest for item in [*kept, numbered(4)]]) == [numbered(4).digest]
+    cache.put(kept[0])  # sending one that is here needs no room
+
+
+def test_the_zero_vector_is_known_as_such(cache):
+    cache.put(vector(0, -0.0, 0, 0))
+    cache.put(vector(0, 0, 0, 1e-30))
+    assert cache.is_zero(vector(0, -0.0, 0, 0).digest)
+    assert not cache.is_zero(vector(0, 0, 0, 1e-30).digest)
+
+
+class Bank:
+    """Stands in for the workers' banks. While `gate` is not set, loading waits; with `error`, it fails."""
+
+    def __init__(self):
+        self.rows = {}
+        self.loads = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.entered = asyncio.Event()
+        self.error = None
+
+    async def load(self, rows):
+        self.loads += 1
+        self.entered.set()
+        await self.gate.wait()
+        if self.error:
+            raise self.error
+        self.rows.update(rows)
+
+
+class Bench:
+    """An activator of two rows, with vectors 1 to 5 in its cache."""
+
+    def __init__(self, wait_seconds):
+        self.bank = Bank()
+        self.cache = VectorCache(5, HIDDEN, set)
+        self.activator = VectorActivator(self.cache, 2, self.bank.load, wait_seconds)
+        for number in range(1, 6):
+            self.cache.put(numbered(number))
+
+    def active(self, *numbers):
+        return self.activator.active([numbered(number).digest for number in numbers])
+
+    async def hold(self, numbers, until):
+        async with self.active(*numbers) as rows:
+            self.check(rows)
+            await until.wait()
+
+    def check(self, rows):
+        """Check that the rows hold the vectors that they should."""
+        for digest, row in rows.items():
+            assert self.bank.rows[row] == self.cache.get(digest)
+
+    async def check_untouched(self):
+        """Check that every row can still be had: nothing of what failed is left."""
+        async with self.active(1, 2) as rows:
+            self.check(rows)
+            assert sorted(rows.values()) == [0, 1]
+        async with self.active(3, 4) as rows:
+            self.check(rows)
+
+
+@pytest.fixture
+async def bench():
+    return Bench(LONG)
+
+
+async def settle():
+    """Let every task run until it waits for something."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_no_vectors_need_no_rows(bench):
+    async with bench.active() as rows:
+        assert rows == {}
+    assert not bench.bank.loads
+
+
+async def test_requests_share_a_vectors_row(bench):
+    async with bench.active(1) as first, bench.active(1, 2) as second:
+        assert first.items() <= second.items()
+        bench.check(second)
+    assert bench.bank.loads == 2
+
+
+async def test_an_idle_vector_is_still_there_for_the_next_request(bench):
+    async with bench.active(1):
+        pass
+    async with bench.active(1) as rows:
+        bench.check(rows)
+    assert bench.bank.loads == 1
+
+
+async def test_the_row_that_was_idle_for_longest_is_used_again(bench):
+    for number in (1, 2, 1):
+        async with bench.active(number):
+            pass
+    async with bench.active(3):
+        pass
+    async with bench.active(1):  # still there
+        pass
+    assert bench.bank.loads == 3
+
+
+async def test_a_row_is_shared_until_its_last_user_is_done(bench):
+    async with AsyncExitStack() as first:
+        await first.enter_async_context(bench.active(1, 2))
+        async with bench.active(1):
+            await first.aclose()
+            async with bench.active(3) as rows:  # takes 2's row, not 1's
+                bench.check(rows)
+                async with bench.active(1) as kept:
+                    bench.check(kept)
+    assert bench.bank.loads == 2
+
+
+async def test_a_request_waits_for_room(bench):
+    done = asyncio.Event()
+    holder = asyncio.create_task(bench.hold((1, 2), done))
+    waiter = asyncio.create_task(bench.hold((3,), done))
+    await settle()
+    assert bench.bank.loads == 1
+    holder.cancel()
+    await settle()
+    assert bench.bank.loads == 2
+    done.set()
+    await waiter
+    await bench.check_untouched()
+
+
+async def test_a_request_whose_vectors_are_active_does_not_wait(bench):
+    async with bench.active(1, 2), bench.active(2, 1) as rows:
+        bench.check(rows)
+
+
+async def test_waiting_ends_with_a_failure():
+    bench = Bench(SOON)
+    async with bench.active(1, 2):
+        with pytest.raises(Failure) as caught:
+            await bench.active(3).__aenter__()
+        assert (caught.value.reason_name, caught.value.metadata) == ("LIMIT_REACHED", {"limit": "max_active_vectors"})
+    await bench.check_untouched()
+
+
+async def test_more_vectors_than_rows_fail_at_once(bench):
+    with pytest.raises(Failure) as caught:
+        await bench.active(1, 2, 3).__aenter__()
+    assert caught.value.reason_name == "LIMIT_REACHED"
+    assert "uses 3 vectors; at most 2" in caught.value.message
+    await bench.check_untouched()
+
+
+async def test_a_vector_that_is_not_here_any_more_is_asked_for(bench):
+    with pytest.raises(Failure) as caught:
+        await bench.active(9, 8).__aenter__()
+    missing = ",".join(numbered(number).digest.hex() for number in (9, 8))
+    assert (caught.value.reason_name, caught.value.metadata) == ("MISSING_VECTORS", {"digests": missing})
+    assert not bench.bank.loads
+    await bench.check_untouched()
+
+
+async def test_a_load_that_fails_leaves_no_trace(bench):
+    bench.bank.error = RuntimeError("the worker is gone")
+    with pytest.raises(RuntimeError, match="worker is gone"):
+        await bench.active(1, 2).__aenter__()
+    bench.bank.error = None
+    async with bench.active(1) as rows:  # loaded again: the row was not half there
+        bench.check(rows)
+    await bench.check_untouched()
+
+
+async def test_cancelling_a_wait_leaves_no_trace(bench):
+    async with bench.active(1, 2):
+        waiter = asyncio.create_task(bench.hold((3, 4), asyncio.Event()))
+        await settle()
+        waiter.cancel()
+        await asyncio.wait({waiter})
+        assert waiter.cancelled()
+    await bench.check_untouched()
+
+
+async def test_cancelling_a_load_leaves_no_trace(bench):
+    bench.bank.gate.clear()
+    loader = asyncio.create_task(bench.hold((1, 2), asyncio.Event()))
+    await bench.bank.entered.wait()
+    loader.cancel()
+    await asyncio.wait({loader})
+    assert loader.cancelled()
+    bench.bank.gate.set()
+    await bench.check_untouched()
+
+
+async def test_nobody_uses_a_row_that_is_being_loaded(bench):
+    bench.bank.gate.clear()
+    done = asyncio.Event()
+    tasks = [asyncio.create_task(bench.hold((1,), done)) for _ in range(2)]
+    await settle()
+    bench.bank.gate.set()
+    done.set()
+    await asyncio.gather(*tasks)  # each checks its row when it gets it
+    assert bench.bank.loads == 1
+
+
+async def test_a_request_that_is_cancelled_gives_its_rows_back(bench):
+    holder = asyncio.create_task(bench.hold((1, 2), asyncio.Event()))
+    await settle()
+    holder.cancel()
+    await asyncio.wait({holder})
+    await bench.check_untouched()
