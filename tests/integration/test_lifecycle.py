@@ -1,0 +1,200 @@
+"""Starting, stopping and losing services, as real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+import residuum
+from examples.services import ROOT, Service, start_inference, start_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+START_SECONDS = 200.0
+ALL = residuum.Capture(layers="all")
+EAGER = ["--enforce-eager", "--kv-cache-gib", "0.25", "--max-num-batched-tokens", "128", "--max-num-seqs", "8"]
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[[Service], Service]]:
+    """Take note of a service, and end it with the test."""
+    started: list[Service] = []
+
+    def note(service: Service) -> Service:
+        started.append(service)
+        return service
+
+    yield note
+    for service in reversed(started):
+        service.stop()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to pass in time"
+        time.sleep(0.05)
+
+
+def children_of(pid: int) -> set[int]:
+    """Return all descendants of a process."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], check=True, capture_output=True, text=True).stdout
+    parents = {int(a): int(b) for a, b in (line.split() for line in table.splitlines())}
+    found: set[int] = set()
+    while more := {child for child, parent in parents.items() if parent in found | {pid}} - found:
+        found |= more
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_the_store_comes_later_is_killed_and_comes_back(
+    tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
+) -> None:
+    """Started before its store, the inference service serves without captures until the store is there.
+
+    Killed in mid-capture and restarted, the store ends up with every row.
+    """
+    placeholder = run(start_store(tmp_path / "placeholder"))
+    placeholder.wait_until_serving(30)
+    port = int(placeholder.endpoint.rpartition(":")[2])
+    placeholder.stop()  # its port is now known to be free, and nobody listens
+
+    inference = run(start_inference(tmp_path, str(tiny_llama), f"127.0.0.1:{port}", EAGER))
+    inference.wait_until_serving(START_SECONDS)
+    with residuum.Client(inference.endpoint) as client:
+        assert client.generate([5, 6, 7], max_tokens=2).token_ids
+        for refused in (
+            lambda: client.generate([5, 6, 7], max_tokens=2, capture=ALL),
+            lambda: client.register(capture=ALL),
+        ):
+            with pytest.raises(residuum.StoreUnreachable, match=str(port)):
+                refused()
+
+        store = run(start_store(tmp_path, port=port))
+        store.wait_until_serving(30)
+        reply = client.generate([5, 6, 7], max_tokens=40, ignore_eos=True, capture=ALL)
+        assert client.activations(reply.request_id).manifest.state == "complete"
+
+        with client.stream([5, 6, 7], max_tokens=300, ignore_eos=True, capture=ALL) as stream:
+            tokens = iter(stream)
+            for _ in range(60):
+                next(tokens)
+            store.kill()
+            for _ in range(60):
+                next(tokens)
+            store = run(start_store(tmp_path, port=port))
+            for _ in tokens:
+                pass
+        store.wait_until_serving(30)
+        acts = client.activations(stream.reply.request_id)
+        assert acts.manifest.state == "complete"
+        assert len(acts.positions) == 3 + 300 - 1
+        again = client.activations(reply.request_id)
+        assert again.manifest.state == "complete", "what was acknowledged before the kill is there"
+
+
+def test_sigterm_lets_requests_end_and_leaves_nothing_behind(
+    tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
+) -> None:
+    store = run(start_store(tmp_path))
+    store.wait_until_serving(30)
+    inference = run(start_inference(tmp_path, str(tiny_llama), store.endpoint, EAGER))
+    inference.wait_until_serving(START_SECONDS)
+    with residuum.Client(inference.endpoint, store=store.endpoint) as client:
+        stream = client.stream([5, 6, 7], max_tokens=300, ignore_eos=True, capture=ALL)
+        tokens = iter(stream)
+        next(tokens)
+        family = children_of(inference.process.pid)
+        assert len(family) >= 3, "the engine, its worker and a shipper"
+        inference.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: b"draining" in inference.log.read_bytes())
+        with pytest.raises(residuum.Unavailable):
+            client.generate([5, 6, 7], max_tokens=1)
+        for _ in tokens:
+            pass
+        assert inference.process.wait(60) == 0
+        wait_until(lambda: not any(alive(pid) for pid in family))
+        acts = client.activations(stream.reply.request_id)
+        assert len(acts.positions) == 3 + 300 - 1
+    store.process.send_signal(signal.SIGTERM)
+    assert store.process.wait(30) == 0
+
+
+def test_a_dead_engine_ends_the_service_and_its_captures(
+    tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
+) -> None:
+    store = run(start_store(tmp_path))
+    store.wait_until_serving(30)
+    inference = run(start_inference(tmp_path, str(tiny_llama), store.endpoint, EAGER))
+    inference.wait_until_serving(START_SECONDS)
+    with residuum.Client(inference.endpoint, store=store.endpoint) as client:
+        stream = client.stream([5, 6, 7], max_tokens=400, ignore_eos=True, capture=ALL)
+        request_id = stream.started.request_id
+        tokens = iter(stream)
+        next(tokens)
+        engine = [pid for pid in children_of(inference.process.pid) if "EngineCore" in command_of(pid)]
+        assert len(engine) == 1
+        os.kill(engine[0], signal.SIGKILL)
+        with pytest.raises(residuum.Unavailable):
+            for _ in tokens:
+                pass
+        assert inference.process.wait(60) != 0
+        manifest = client.manifest(request_id, wait=True)
+        assert manifest.state == "incomplete"
+        assert "ENGINE_DIED" in str(manifest.incomplete_reason).upper()
+
+
+def command_of(pid: int) -> str:
+    return subprocess.run(["ps", "-o", "args=", "-p", str(pid)], check=False, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "named"),
+    [
+        ("store_svc", ["--path", "x", "--listen", "nonsense"], "--listen"),
+        ("store_svc", ["--path", "x", "--ack", "never"], "--ack"),
+        ("inference_svc", ["--model", "x", "--listen", "nonsense"], "--listen"),
+        ("inference_svc", ["--model", "x", "--max-num-seqs", "0"], "--max-num-seqs"),
+        ("inference_svc", [], "--model"),
+    ],
+)
+def test_bad_settings_are_named(module: str, arguments: list[str], named: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode != 0
+    assert named in done.stderr
+
+
+def test_ctrl_c_stops_everything_that_the_demo_started(smollm2: Path, tmp_path: Path) -> None:
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "examples.demo", "--model", str(smollm2), "--picture", str(tmp_path / "x.png")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(lambda: len(children_of(demo.pid)) >= 3, 60)  # the store, the inference service, its engine
+    family = children_of(demo.pid)
+    demo.send_signal(signal.SIGINT)
+    demo.communicate(timeout=120)
+    assert demo.returncode == 130
+    wait_until(lambda: not any(alive(pid) for pid in family))

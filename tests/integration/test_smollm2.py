@@ -1,0 +1,203 @@
+"""A real language model in bfloat16, through both services, against transformers in float32."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import residuum
+from examples.demo.reference import compare
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = (
+    "The capital of France is Paris, and the capital of Italy is",
+    "Write a haiku about the sea.",
+    "def fibonacci(n):",
+    "Once upon a time, in a land far away, " * 6,
+    "The three primary colours are",
+    "My favourite food is",
+    "Hello",
+    "To bake bread, you need",
+)
+ALL = residuum.Capture(layers="all")
+
+
+def test_every_row_of_eight_concurrent_requests(client: residuum.Client, smollm2: Path) -> None:
+    replies = client.generate_many(PROMPTS, max_tokens=40, capture=ALL, progress=False)
+    captured = []
+    for reply in replies:
+        acts = client.activations(reply.request_id)
+        assert acts.manifest.state == "complete"
+        assert len(acts.positions) == len(reply.prompt_token_ids) + len(reply.token_ids) - 1
+        captured.append((acts.token_ids.tolist(), acts.stack()))
+    agreement = compare(str(smollm2), captured)
+    assert not agreement.unexplained.any()
+    assert agreement.cosines.mean() >= 0.999
+    assert (agreement.cosines < 0.99).mean() < 0.01, "rounding explains single rows, not many"
+
+
+def test_it_speaks(client: residuum.Client) -> None:
+    assert client.generate("The capital of France is", max_tokens=3).text.startswith(" Paris")
+    reply = client.generate([{"role": "user", "content": "What is the capital of France?"}], max_tokens=24)
+    assert "Paris" in reply.text
+
+
+def test_steered_and_captured_among_seven_that_are_neither(client: residuum.Client) -> None:
+    direction = residuum.Vector.from_array(np.random.default_rng(1).standard_normal(576).astype(np.float32))
+    steer = [residuum.Add(direction, layer=12, scale=0.1)]
+    # A reply of which the model is sure: where two tokens are as likely, the batch's shape decides in bf16, as it does
+    # in stock vLLM. test_exact.py has the same in float32, where it must not.
+    prompt = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,"
+    alone = client.generate(prompt, max_tokens=24, capture=ALL, steer=steer)
+    neighbours = [client.stream(other, max_tokens=60, ignore_eos=True) for other in PROMPTS[:7]]
+    for neighbour in neighbours:
+        next(iter(neighbour))  # they are running
+    together = client.generate(prompt, max_tokens=24, capture=ALL, steer=steer)
+    for neighbour in neighbours:
+        neighbour.close()
+    assert together.token_ids == alone.token_ids
+    rows = [client.activations(reply.request_id).stack() for reply in (together, alone)]
+    distance = np.linalg.norm(rows[0] - rows[1], axis=-1) / np.linalg.norm(rows[1], axis=-1)
+    assert np.median(distance) < 0.01
+    assert distance.max() < 0.25, "bf16 noise, at its largest in single ill-conditioned rows"
+
+
+def test_sequences_of_one_prompt(client: residuum.Client) -> None:
+    reply = client.generate("A colour is", max_tokens=12, n=3, temperature=1.0, seed=7, ignore_eos=True, capture=ALL)
+    assert len({sequence.token_ids for sequence in reply.sequences}) > 1
+    acts = client.activations(reply.request_id)
+    assert acts.manifest.state == "complete"
+    prompt = len(reply.prompt_token_ids)
+    for index, sequence in enumerate(reply.sequences):
+        one = acts.select(sequence=index)
+        assert one.token_ids.tolist() == [*reply.prompt_token_ids, *sequence.token_ids][:-1]
+        assert one[29].shape == (prompt + 11, 576)
+    first, second = (acts.select(sequence=index)[5][:prompt] for index in (0, 1))
+    assert np.linalg.norm(first - second) < 0.02 * np.linalg.norm(first), "the same prompt, the same rows"
+
+
+def test_equal_seeds_give_equal_replies(client: residuum.Client) -> None:
+    replies = [client.generate("A colour is", max_tokens=12, temperature=1.0, seed=11).token_ids for _ in range(2)]
+    assert replies[0] == replies[1]
+
+
+def test_a_stop_text_ends_the_capture_with_the_reply(client: residuum.Client) -> None:
+    reply = client.generate("Count: 1, 2, 3,", max_tokens=40, stop=["7"], capture=ALL)
+    assert reply.finish_reason == "stop"
+    assert reply.sequences[0].stop_reason == "7"
+    assert "7" not in reply.text
+    acts = client.activations(reply.request_id)
+    assert acts.manifest.state == "complete"
+    assert len(acts.positions) == len(reply.prompt_token_ids) + len(reply.token_ids) - 1
+
+
+@pytest.mark.parametrize("prompt", [[504], [504, 3575]])
+def test_one_token_of_a_short_prompt(client: residuum.Client, prompt: list[int]) -> None:
+    reply = client.generate(prompt, max_tokens=1, ignore_eos=True, capture=ALL)
+    acts = client.activations(reply.request_id)
+    assert acts.token_ids.tolist() == prompt
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        ("prompt", lambda prompt, rows: range(prompt)),
+        ("generated", range),
+        ("last_prompt", lambda prompt, rows: [prompt - 1]),
+    ],
+)
+def test_positions(client: residuum.Client, positions: str, expected: object) -> None:
+    reply = client.generate(
+        PROMPTS[0], max_tokens=40, ignore_eos=True, capture=residuum.Capture(layers=[3, 29], positions=positions)
+    )
+    acts = client.activations(reply.request_id)
+    prompt = len(reply.prompt_token_ids)
+    assert acts.positions.tolist() == list(expected(prompt, prompt + 39))  # type: ignore[operator]
+    assert acts.layers == (3, 29)
+
+
+def test_following_while_the_model_generates(client: residuum.Client) -> None:
+    with client.stream(PROMPTS[4], max_tokens=150, ignore_eos=True, capture=ALL) as stream:
+        request_id = stream.started.request_id
+        pieces = client.follow(request_id, layers=[0, 29])
+        first = next(iter(pieces))
+        assert client.manifest(request_id).state == "open", "the first rows are here before the last token is"
+        for _ in stream:
+            pass
+    seen = {(piece.layer, position) for piece in (first, *pieces) for position in piece.positions.tolist()}
+    rows = len(stream.reply.prompt_token_ids) + 149
+    assert seen >= {(layer, position) for layer in (0, 29) for position in range(rows)}
+
+
+def test_abort(client: residuum.Client) -> None:
+    with client.stream(PROMPTS[4], max_tokens=900, ignore_eos=True, capture=ALL) as stream:
+        request_id = stream.started.request_id
+        next(iter(stream))
+        client.abort(request_id)
+        with pytest.raises(residuum.RequestAborted):
+            for _ in stream:
+                pass
+    with pytest.raises(residuum.AbortedCapture):
+        client.activations(request_id)
+    partial = client.activations(request_id, allow_partial=True)
+    assert partial.manifest.state == "aborted"
+    client.abort(request_id)  # stopping what has ended is fine
+
+
+def test_a_dropped_stream_aborts(client: residuum.Client) -> None:
+    stream = client.stream(PROMPTS[4], max_tokens=900, ignore_eos=True, capture=ALL)
+    request_id = stream.started.request_id
+    next(iter(stream))
+    stream.close()
+    assert client.manifest(request_id, wait=True).state == "aborted"
+
+
+def test_a_vector_is_sent_once(client: residuum.Client) -> None:
+    vector = residuum.Vector.from_array(np.random.default_rng(2).standard_normal(576).astype(np.float32))
+    assert client.put_vectors([vector]).bytes_sent == 576 * 4
+    assert client.put_vectors([vector]).bytes_sent == 0
+    assert client.find_missing_vectors([vector]) == []
+
+
+def test_a_registration_is_used_once(client: residuum.Client) -> None:
+    registration = client.register(capture=residuum.Capture(layers=[0]), request_id="registered-once")
+    assert client.register(capture=residuum.Capture(layers=[0]), request_id="registered-once").request_id
+    reply = client.generate("Hello", max_tokens=2, registration=registration)
+    assert reply.request_id == "registered-once"
+    assert client.activations(reply.request_id).layers == (0,)
+    with pytest.raises(residuum.UnknownRequest):
+        client.generate("Hello", max_tokens=2, registration=registration)
+
+
+def test_many_vectors_in_one_batch_stay_apart(client: residuum.Client) -> None:
+    rng = np.random.default_rng(6)
+    vectors = [residuum.Vector.from_array(5 * rng.standard_normal(576).astype(np.float32)) for _ in range(8)]
+    capture = residuum.Capture(layers=[12], positions="prompt")
+
+    def rows(steer: list[residuum.Add]) -> np.ndarray:
+        reply = client.generate(PROMPTS[0], max_tokens=1, capture=capture, steer=steer)
+        return client.activations(reply.request_id)[12]
+
+    plain = rows([])
+    with ThreadPoolExecutor(8) as pool:
+        steered = list(pool.map(lambda v: rows([residuum.Add(v, layer=12, scale=1.0)]), vectors))
+    for vector, moved in zip(vectors, steered, strict=True):
+        error = np.linalg.norm(moved - plain - vector.values, axis=-1)
+        # bf16 keeps 8 bits: the error grows with the row, and the first token's row is far longer than the vector.
+        assert (error < 0.005 * (np.linalg.norm(plain, axis=-1) + np.linalg.norm(vector.values))).all()
+
+
+def test_captures_are_listed_and_deleted(client: residuum.Client) -> None:
+    reply = client.generate("Hello", max_tokens=2, capture=residuum.Capture(layers=[0]), request_id="to-be-deleted")
+    client.activations(reply.request_id)
+    assert [item.capture_id for item in client.captures(prefix="to-be-deleted")] == ["to-be-deleted"]
+    assert client.delete("to-be-deleted") > 0
+    with pytest.raises(residuum.UnknownCapture):
+        client.manifest("to-be-deleted")
