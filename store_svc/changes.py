@@ -267,6 +267,16 @@ class Batch:
             self._txn.put(Table.LIVE, key, draft.record().SerializeToString())
 
 
+def purge_some(txn: Txn, limit: int) -> bool:
+    """Free at most `limit` frames of a deleted capture; tell whether there may be more."""
+    key = txn.next_key(Table.DOOMED, b"")
+    if key is None:
+        return False
+    if all(txn.delete_some(table, key, limit) < limit for table in (Table.FRAMES, Table.LOSSES)):
+        txn.delete(Table.DOOMED, key)
+    return True
+
+
 def _exists(capture_id: str) -> Failure:
     message = f"The store holds another capture {capture_id!r}, or one that has ended. Choose another id."
     return Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, message, capture_id=capture_id)

@@ -55,6 +55,20 @@ class Append:
     size: int
     """Its bytes."""
 
+    def apply(self, batch: Batch) -> bool | None:
+        """Do what the message asks for; tell, for a chunk, whether anything was stored.
+
+        Raises:
+            Failure: It can never be written.
+        """
+        if isinstance(self.content, Failure):
+            raise self.content
+        if isinstance(self.content, store_pb2.RowLoss):
+            batch.lose(self.capture_id, self.content)
+            return None
+        frame, chunk = self.content
+        return batch.append(self.capture_id, frame, chunk)
+
 
 @dataclass
 class Command:
@@ -89,10 +103,9 @@ class Work:
     def fail(self, failure: Failure) -> None:
         """Tell everyone whose work this is that it was not done."""
         for command in self.commands:
-            command.future.set_exception(failure)
-        for stream in {
-            id(stream): stream for stream in [*(item.stream for item in self.appends), *self.endings]
-        }.values():
+            if not command.future.done():
+                command.future.set_exception(failure)
+        for stream in {*(item.stream for item in self.appends), *self.endings}:
             stream.fail(failure)
 
 

@@ -15,14 +15,17 @@ from residuum.rpc.serving import internal_failure
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.capture import Capture
 from store_svc.catalog import Catalog
-from store_svc.changes import Batch
-from store_svc.db import DamagedError, Database, StoreFullError, Table, Txn
-from store_svc.work import Acks, Append, Command, Work, WorkQueue
+from store_svc.changes import Batch, purge_some
+from store_svc.db import DamagedError, Database, StoreFullError, Txn
+from store_svc.work import Acks, Command, Work, WorkQueue
 
 _T = TypeVar("_T")
 
 _PURGE_FRAMES = 1024
 """Frames of deleted captures that are freed in one transaction."""
+
+_RETRY_SECONDS = 1.0
+"""Pause before housekeeping is tried again in a full store."""
 
 _log = get_logger(__name__)
 
@@ -78,6 +81,8 @@ class Writer:
         self._unsynced: dict[Acks, int] = {}
         self._sync_at: float | None = None
         self._purging = True  # what was deleted before the last stop may not be freed yet
+        self._full = False
+        self._housekeeping_at = 0.0
         self._thread = threading.Thread(target=self._run, name="writer")
 
     def start(self) -> None:
@@ -109,8 +114,7 @@ class Writer:
         try:
             while (work := self.queue.take(self._seconds_to_next())) is not None:
                 self._commit(work)
-                self._time_out_captures()
-                self._purge()
+                self._keep_house()
                 self._sync_if_due(work.endings)
             self._sync()
         except Exception:  # noqa: BLE001 - whatever it is, nobody may wait for this thread any more
@@ -142,7 +146,7 @@ class Writer:
             self._deliver(work, outcomes)
 
     def _commit_when_full(self, work: Work, error: StoreFullError) -> None:
-        _log.warning("the store is full", error=str(error))
+        self._note_full(error)
         failure = Failure(Reason.ERROR_REASON_STORE_FULL, f"There is no room: {error}.")
         privileged = Work(commands=[command for command in work.commands if command.reserve])
         Work([command for command in work.commands if not command.reserve], work.appends).fail(failure)
@@ -151,6 +155,7 @@ class Writer:
         try:
             batch, outcomes = self._db.write(lambda txn: self._apply(txn, privileged), reserve=True)
         except StoreFullError:
+            self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
             privileged.fail(failure)
         else:
             self._publish(batch)
@@ -168,11 +173,12 @@ class Writer:
     def _apply(self, txn: Txn, work: Work) -> tuple[Batch, list[object]]:
         batch = Batch(txn, self._catalog)
         outcomes: list[object] = [_outcome(command.run, batch) for command in work.commands]
-        outcomes += [_outcome(partial(_append, item), batch) for item in work.appends]
+        outcomes += [_outcome(item.apply, batch) for item in work.appends]
         return batch, outcomes
 
     def _publish(self, batch: Batch) -> None:
         if batch.wrote:
+            self._note_room()
             self.counters.commits += 1
             # This commit's sync covered the root page of the one before.
             self._mark_synced()
@@ -231,26 +237,42 @@ class Writer:
             stream.synced(number)
         self._unsynced.clear()
 
-    def _time_out_captures(self) -> None:
+    def _keep_house(self) -> None:
+        """Settle captures that wait in vain, and free some frames of deleted ones; the rest follows the next work."""
+        if time.monotonic() < self._housekeeping_at:
+            return
         waited = self._options.seal_timeout
         late = [capture.number for capture in self._sealed() if time.monotonic() - capture.progress >= waited]
         if late:
             self._commit(
                 Work([Command(partial(Batch.time_out, number=number, waited=waited), True) for number in late])
             )
-
-    def _purge(self) -> None:
-        """Free some frames of deleted captures; the rest is freed after the next work."""
         if self._purging:
-            self._purging = self._db.write(_purge_some, reserve=True)
+            try:
+                self._purging = self._db.write(partial(purge_some, limit=_PURGE_FRAMES), reserve=True)
+            except StoreFullError as error:
+                self._note_full(error)
+                self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
+
+    def _note_full(self, error: StoreFullError) -> None:
+        if not self._full:
+            _log.warning("the store is full", error=str(error))
+        self._full = True
+
+    def _note_room(self) -> None:
+        if self._full:
+            _log.info("the store has room again")
+        self._full = False
 
     def _sealed(self) -> list[Capture]:
         return [capture for capture in self._catalog.live() if capture.seal is not None]
 
     def _seconds_to_next(self) -> float | None:
+        """Return how long to wait for work until something else is to do; None if there is nothing else."""
+        timeouts = [capture.progress + self._options.seal_timeout for capture in self._sealed()]
+        due = [max(at, self._housekeeping_at) for at in timeouts]
         if self._purging:
-            return 0.0
-        due = [capture.progress + self._options.seal_timeout for capture in self._sealed()]
+            due.append(self._housekeeping_at)
         if self._sync_at is not None:
             due.append(self._sync_at)
         return max(min(due) - time.monotonic(), 0.0) if due else None
@@ -262,28 +284,6 @@ def _outcome(run: Callable[[Batch], object], batch: Batch) -> object:
         return run(batch)
     except Failure as failure:
         return failure
-
-
-def _append(item: Append, batch: Batch) -> bool | None:
-    """Do what a message asks for; tell, for a chunk, whether anything was stored."""
-    if isinstance(item.content, Failure):
-        raise item.content
-    if isinstance(item.content, store_pb2.RowLoss):
-        batch.lose(item.capture_id, item.content)
-        return None
-    frame, chunk = item.content
-    return batch.append(item.capture_id, frame, chunk)
-
-
-def _purge_some(txn: Txn) -> bool:
-    """Free some frames of a deleted capture; tell whether there may be more."""
-    key = txn.next_key(Table.DOOMED, b"")
-    if key is None:
-        return False
-    if txn.delete_some(Table.FRAMES, key, _PURGE_FRAMES) < _PURGE_FRAMES:
-        txn.delete_some(Table.LOSSES, key, _PURGE_FRAMES)
-        txn.delete(Table.DOOMED, key)
-    return True
 
 
 def _log_settled(capture: Capture) -> None:
