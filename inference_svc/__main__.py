@@ -11,14 +11,14 @@ from residuum.rpc.settings import load_settings
 
 def main() -> None:
     """Read the settings, then serve until told to stop. The exit code is not 0 if the service failed."""
-    settings = load_settings(InferenceSettings, "inference_svc", sys.argv[1:])
+    settings = load_settings(InferenceSettings, "python -m inference_svc", sys.argv[1:])
     configure_logs(settings.log_level)
     # After the settings: a bad flag is told at once, and --help needs no vLLM.
     import uvloop
 
     from inference_svc.selftest import SelfTestError
-    from residuum.rpc.errors import Failure
     from inference_svc.server import EngineDiedError, InferenceServer
+    from residuum.rpc.errors import Failure
 
     async def serve() -> None:
         await InferenceServer(settings).run()

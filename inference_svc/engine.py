@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import os
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 TAPS_FINGERPRINT = {"residuum_taps": "resid_post/1"}
 """Goes into vLLM's `additional_config`, and so into its compile cache's key: a graph that was compiled without the op,
 or with another one, is never taken for this one."""
-
-_OURS = {"model", "worker_cls", "additional_config", "speculative_config"}
-"""Engine arguments that the taps depend on."""
 
 _CPU_KV_CACHE_GIB = 2.0
 _DRAIN_POLL_SECONDS = 0.02
@@ -143,15 +141,16 @@ class Engine:
         if cache_salt:
             prompt["cache_salt"] = cache_salt
         try:
-            async for output in self._llm.generate(prompt, sampling, engine_id):
-                completion = output.outputs[0]
-                stop = completion.stop_reason
-                yield Delta(
-                    text=completion.text,
-                    token_ids=completion.token_ids,
-                    finish_reason=completion.finish_reason,
-                    stop_reason=stop if isinstance(stop, str) else "",
-                )
+            async with aclosing(self._llm.generate(prompt, sampling, engine_id)) as outputs:
+                async for output in outputs:
+                    completion = output.outputs[0]
+                    stop = completion.stop_reason
+                    yield Delta(
+                        text=completion.text,
+                        token_ids=completion.token_ids,
+                        finish_reason=completion.finish_reason,
+                        stop_reason=stop if isinstance(stop, str) else "",
+                    )
         except EngineDeadError as error:
             raise Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died; the service is stopping.") from error
 
@@ -239,9 +238,6 @@ def _prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
 
 
 def _engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
-    refused = _OURS & settings.engine_args.keys()
-    if refused:
-        raise ValueError(f"engine-args: {', '.join(sorted(refused))} cannot be set here; the taps depend on it")
     if not current_platform.is_cpu():
         raise RuntimeError(f"this version taps models on a CPU alone, and vLLM runs on {current_platform.device_name}")
     values: dict[str, Any] = {

@@ -9,14 +9,25 @@ from pydantic import AfterValidator, Field
 from residuum.rpc.serving import parse_endpoint
 from residuum.rpc.settings import ServiceSettings
 
+_TAPS_OWN = {"model", "worker_cls", "additional_config", "speculative_config"}
+"""Engine arguments that the taps depend on."""
+
 
 def _endpoint(value: str) -> str:
-    if value:
-        parse_endpoint(value)
+    parse_endpoint(value)
+    return value
+
+
+def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
+    refused = _TAPS_OWN & value.keys()
+    if refused:
+        raise ValueError(f"{', '.join(sorted(refused))} cannot be set here: the taps depend on it")
     return value
 
 
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
+OptionalEndpoint = Annotated[str, AfterValidator(lambda value: value and _endpoint(value))]
+"""Empty: none."""
 
 
 class InferenceSettings(ServiceSettings):
@@ -24,13 +35,13 @@ class InferenceSettings(ServiceSettings):
 
     model: str = Field(min_length=1)
     """The model: a folder with config, weights and tokenizer, or a name on the Hugging Face hub."""
-    store: Endpoint = ""
+    store: OptionalEndpoint = ""
     """host:port of the store that captures go to. Without it, nothing can be captured."""
     listen: Endpoint = "127.0.0.1:50051"
     """host:port to serve on. Port 0 takes any free one; see port-file."""
     served_model_name: str = ""
     """The name that clients see. Default: the model's."""
-    advertise_store: Endpoint = ""
+    advertise_store: OptionalEndpoint = ""
     """host:port under which clients reach the store, if it is not the one above."""
     port_file: str = ""
     """A file to write the port to, once it is known."""
@@ -53,7 +64,7 @@ class InferenceSettings(ServiceSettings):
     """Stages that the layers are divided into."""
     seed: int = Field(default=0, ge=0)
     """vLLM's seed."""
-    engine_args: dict[str, Any] = Field(default_factory=dict)
+    engine_args: Annotated[dict[str, Any], AfterValidator(_engine_args)] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object. What the taps depend on cannot be set here."""
 
     ring_mib: int = Field(default=256, ge=1)
