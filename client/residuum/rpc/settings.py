@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 _Settings = TypeVar("_Settings", bound="ServiceSettings")
 
+_WAYS = (
+    "Each setting can also stand in the environment, as RESIDUUM_ and its name, or in a TOML file: --config FILE, or "
+    "RESIDUUM_CONFIG. A flag goes before the environment, and the environment before the file."
+)
+
 
 class ServiceSettings(BaseSettings):
     """Base of a service's settings. Subclasses are frozen and carry a description for each field."""
@@ -56,7 +61,9 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
     if path and not os.path.isfile(path):  # noqa: PTH113 - one check, no path object otherwise
         sys.exit(f"{program}: config: there is no file {path!r}")
     located = type(
-        kind.__name__, (kind,), {"config_file": path, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        kind.__name__,
+        (kind,),
+        {"config_file": path, "__module__": kind.__module__, "__doc__": f"{kind.__doc__} {_WAYS}"},
     )
     flags: CliSettingsSource[Any] = CliSettingsSource(
         located, cli_prog_name=program, cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
