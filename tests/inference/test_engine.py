@@ -1,0 +1,229 @@
+"""The engine's wrapper, on a stand-in for AsyncLLM: what vLLM is asked, and what is made of its answers."""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from types import SimpleNamespace
+
+import pytest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from inference_svc import engine as engine_module
+from inference_svc.engine import TAPS_FINGERPRINT, Delta, Engine, sampling_params
+from inference_svc.settings import InferenceSettings
+from inference_svc.taps.plan import RequestPlan
+from inference_svc.taps.worker import SETTINGS_VARIABLE
+from residuum.rpc.errors import Failure
+from residuum.v1 import inference_pb2
+from tests.inference.service_support import FACTS
+from tests.inference.taps_support import capture
+
+
+class Tokenizer:
+    def encode(self, text):
+        return [1, *text.encode()]
+
+    def apply_chat_template(self, messages, **options):
+        assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        if messages[-1]["role"] != "user":
+            raise ValueError("the last word is the user's")
+        return [len(message["content"]) for message in messages]
+
+
+class FakeLLM:
+    """As much of AsyncLLM as the wrapper uses."""
+
+    def __init__(self):
+        self.asked = []
+        self.outputs = []
+        self.error = None
+        self.closed = 0
+        self.answers = {}
+        """For each method of the workers, its answers in turn: one for each rank."""
+        self.errored = False
+
+    async def generate(self, prompt, sampling, request_id):
+        self.asked.append((prompt, sampling, request_id))
+        try:
+            for output in self.outputs:
+                yield SimpleNamespace(outputs=[output])
+            if self.error:
+                raise self.error
+        finally:
+            self.closed += 1
+
+    async def collective_rpc(self, method, args=()):
+        self.asked.append((method, args))
+        answers = self.answers[method]
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+
+def completion(text, token_ids, finish_reason=None, stop_reason=None):
+    return SimpleNamespace(text=text, token_ids=token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
+
+
+@pytest.fixture
+def llm():
+    return FakeLLM()
+
+
+@pytest.fixture
+def engine(llm):
+    return Engine(llm, Tokenizer(), FACTS)
+
+
+async def generate(engine, plan=None, cache_salt=None):
+    sampling = sampling_params(inference_pb2.SamplingParameters(), 0)
+    async with aclosing(engine.generate("r#0", [1, 2], sampling, plan, cache_salt)) as deltas:
+        return sampling, [delta async for delta in deltas]
+
+
+async def test_deltas_say_what_vllm_says(engine, llm):
+    llm.outputs = [completion("a", [1]), completion("b", [2, 3], "stop", "###"), completion("", [], "stop", 42)]
+    _, deltas = await generate(engine)
+    assert deltas == [
+        Delta("a", [1]),
+        Delta("b", [2, 3], "stop", "###"),
+        Delta("", [], "stop", ""),  # stopped by a token: that is no text
+    ]
+
+
+async def test_a_plain_request_is_a_plain_request(engine, llm):
+    sampling, _ = await generate(engine)
+    ((prompt, asked, request_id),) = llm.asked
+    assert (prompt, request_id) == ({"prompt_token_ids": [1, 2]}, "r#0")
+    assert asked.extra_args is None
+    assert not asked.skip_reading_prefix_cache
+    assert asked is not sampling  # sequences must not share what is written here
+
+
+async def test_a_captured_prompt_is_computed_and_not_read_from_the_cache(engine, llm):
+    plan = RequestPlan(2, capture())
+    await generate(engine, plan)
+    ((_, asked, _),) = llm.asked
+    assert asked.skip_reading_prefix_cache
+    assert RequestPlan.from_extra_args(asked.extra_args) == plan
+
+
+async def test_a_steered_prompt_may_be_read_from_its_own_part_of_the_cache(engine, llm):
+    await generate(engine, RequestPlan(2), cache_salt="pepper")
+    ((prompt, asked, _),) = llm.asked
+    assert prompt["cache_salt"] == "pepper"
+    assert not asked.skip_reading_prefix_cache
+
+
+async def test_closing_the_iterator_closes_vllms(engine, llm):
+    llm.outputs = [completion("a", [1]), completion("b", [2])]
+    sampling = sampling_params(inference_pb2.SamplingParameters(), 0)
+    deltas = engine.generate("r#0", [1], sampling, None, None)
+    await anext(deltas)
+    await deltas.aclose()
+    assert llm.closed == 1
+
+
+async def test_a_dead_engine_is_a_failure_of_the_contract(engine, llm):
+    llm.error = EngineDeadError()
+    with pytest.raises(Failure) as caught:
+        await generate(engine)
+    assert caught.value.reason_name == "ENGINE_DEAD"
+
+
+async def test_probes_of_all_ranks_are_joined(engine, llm):
+    llm.answers["residuum_take_probe"] = [[["a"], [], ["b", "c"]]]
+    assert await engine.take_probe("self-test") == ["a", "b", "c"]
+
+
+async def test_draining_asks_until_every_rank_is_done(engine, llm):
+    llm.answers["residuum_drain"] = [[False, True], [True, False], [True, True]]
+    assert await engine.drain(20)
+    assert len(llm.asked) == 3
+
+
+async def test_draining_gives_up(engine, llm):
+    llm.answers["residuum_drain"] = [[False]]
+    assert not await engine.drain(0.05)
+
+
+TEXT = inference_pb2.GenerateRequest(text="ab")
+
+
+def chat(*roles):
+    messages = [inference_pb2.ChatMessage(role=role, content="x" * (at + 1)) for at, role in enumerate(roles)]
+    return inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=messages))
+
+
+def ids(*numbers):
+    return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=numbers))
+
+
+@pytest.mark.parametrize(
+    ("request_", "tokens"),
+    [
+        (TEXT, [1, 97, 98]),
+        (inference_pb2.GenerateRequest(text=""), []),
+        (ids(5, FACTS.vocab_size - 1), [5, FACTS.vocab_size - 1]),
+        (ids(), []),
+        (chat("system", "user"), [1, 2]),
+        (chat(), []),
+    ],
+    ids=["text", "empty text", "ids", "no ids", "chat", "empty chat"],
+)
+def test_prompts_become_tokens(engine, request_, tokens):
+    assert engine.tokenize(request_) == tokens
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (inference_pb2.GenerateRequest(), "prompt"),
+        (ids(FACTS.vocab_size), "token_ids"),
+        (chat("assistant"), "chat"),
+    ],
+    ids=["no prompt", "id beyond the vocabulary", "chat that the template refuses"],
+)
+def test_prompts_that_cannot_be_are_refused(engine, request_, field):
+    with pytest.raises(Failure) as caught:
+        engine.tokenize(request_)
+    assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
+
+
+def test_sampling_defaults_are_the_contracts():
+    made = sampling_params(inference_pb2.SamplingParameters(), 0)
+    assert (made.max_tokens, made.temperature, made.top_p, made.top_k, made.seed) == (16, 0.0, 1.0, 0, None)
+    assert made.output_kind == RequestOutputKind.DELTA
+
+
+def test_sampling_says_what_the_client_said():
+    made = sampling_params(
+        inference_pb2.SamplingParameters(
+            max_tokens=5, temperature=0.5, top_p=0.25, top_k=7, seed=3, stop=["x"], ignore_eos=True, min_tokens=2
+        ),
+        4,
+    )
+    assert (made.max_tokens, made.temperature, made.top_p, made.top_k) == (5, 0.5, 0.25, 7)
+    assert (made.seed, made.stop, made.ignore_eos, made.min_tokens) == (7, ["x"], True, 2)
+
+
+def test_an_empty_stop_list_and_seed_zero_are_kept():
+    made = sampling_params(inference_pb2.SamplingParameters(seed=0), 0)
+    assert (made.seed, made.stop) == (0, [])
+
+
+def test_the_taps_have_the_last_word_about_what_they_need():
+    settings = InferenceSettings(model="folder", max_model_len=77, engine_args={"block_size": 32})
+    args = engine_module._engine_args(settings)
+    assert args.worker_cls == "inference_svc.taps.cpu_worker.TappedCpuWorker"
+    assert args.additional_config == TAPS_FINGERPRINT
+    assert (args.model, args.max_model_len, args.block_size) == ("folder", 77, 32)
+
+
+def test_workers_find_their_settings_in_the_environment(monkeypatch):
+    monkeypatch.setenv(SETTINGS_VARIABLE, "")
+    for name in ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.setenv(name, "1")
+    settings = InferenceSettings(model="folder", ring_mib=3, max_active_vectors=5)
+    engine_module._prepare_environment(settings, "/control")
+    worker = json.loads(engine_module.os.environ[SETTINGS_VARIABLE])
+    assert worker == {"control_dir": "/control", "ring_bytes": 3 << 20, "bank_rows": 5}

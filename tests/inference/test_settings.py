@@ -1,0 +1,97 @@
+"""Settings as an operator meets them: by the command, before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import inference_svc
+from inference_svc.settings import InferenceSettings
+from residuum.rpc.settings import load_settings
+
+ROOT = Path(inference_svc.__file__).parents[1]
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "inference_svc", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+BAD = {
+    "--listen": (["--listen", "nonsense"], "is not host:port"),
+    "--store": (["--store", "localhost"], "is not host:port"),
+    "--advertise-store": (["--advertise-store", "x:99999"], "is not host:port"),
+    "--max-num-seqs": (["--max-num-seqs", "0"], "greater than or equal to 1"),
+    "--dtype": (["--dtype", "int4"], "'bfloat16'"),
+    "--vector-wait-seconds": (["--vector-wait-seconds", "0"], "greater than 0"),
+    "--engine-args": (["--engine-args", '{"worker_cls": "mine"}'], "worker_cls cannot be set here"),
+    "--max-running": (["--max-running", "5"], "unrecognized arguments"),
+}
+
+
+@pytest.mark.parametrize(("name", "case"), BAD.items(), ids=BAD)
+def test_a_bad_setting_is_named_and_ends_the_start(name, case, monkeypatch, capsys):
+    arguments, allowed = case
+    with pytest.raises(SystemExit) as ended:
+        load_settings(InferenceSettings, "program", ["--model", "x", *arguments])
+    told = f"{ended.value.code}{capsys.readouterr().err}"
+    assert name in told
+    assert allowed in told
+
+
+def test_the_command_ends_with_an_error_and_names_the_setting():
+    ended = run("--model", "x", "--listen", "nonsense")
+    assert ended.returncode not in (0, None)
+    assert "--listen" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_model_is_needed():
+    ended = run(RESIDUUM_LISTEN="127.0.0.1:0")
+    assert ended.returncode != 0
+    assert "--model: Field required" in ended.stderr
+
+
+def test_help_explains_every_setting_without_loading_vllm():
+    code = (
+        "import runpy, sys; sys.argv = ['inference_svc', '--help']\n"
+        "try: runpy.run_module('inference_svc', run_name='__main__')\n"
+        "except SystemExit as end: print('heavy:', sorted({'vllm', 'torch'} & sys.modules.keys()), end.code)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "heavy: [] 0" in ended.stdout
+    for name, field in InferenceSettings.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in ended.stdout
+        assert field.description.split()[0] in ended.stdout
+    assert "--config FILE" in ended.stdout
+
+
+def test_flags_go_before_the_environment_and_that_before_the_file(monkeypatch, tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text('model = "file"\nseed = 1\nring_mib = 1\n')
+    monkeypatch.setenv("RESIDUUM_SEED", "2")
+    monkeypatch.setenv("RESIDUUM_RING_MIB", "2")
+    settings = load_settings(InferenceSettings, "program", ["--config", str(file), "--ring-mib", "3"])
+    assert (settings.model, settings.seed, settings.ring_mib) == ("file", 2, 3)
+
+
+def test_engine_args_are_a_json_object():
+    settings = load_settings(
+        InferenceSettings, "program", ["--model", "x", "--engine-args", '{"enable_prefix_caching": false}']
+    )
+    assert settings.engine_args == {"enable_prefix_caching": False}
+
+
+def test_no_store_is_the_default():
+    assert load_settings(InferenceSettings, "program", ["--model", "x"]).store == ""
