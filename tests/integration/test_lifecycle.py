@@ -157,7 +157,7 @@ def test_a_dead_engine_ends_the_service_and_its_captures(
         assert inference.process.wait(60) != 0
         manifest = client.manifest(request_id, wait=True)
         assert manifest.state == "incomplete"
-        assert manifest.reason == "engine_died"
+        assert manifest.reason == "ENGINE_DIED"
 
 
 def command_of(pid: int) -> str:
