@@ -32,7 +32,8 @@ class CaptureKeeper:
         """Connect lazily to the store at `endpoint`, which clients reach as `advertised`."""
         self.endpoint = endpoint
         self.advertised = advertised
-        self._channel = open_aio_channel(endpoint)
+        # A store that does not answer is told at once: whoever asked may try again, and seals are tried again below.
+        self._channel = open_aio_channel(endpoint, options=[("grpc.enable_retries", 0)])
         self._store = store_pb2_grpc.StoreServiceStub(self._channel)
         self._seals: set[asyncio.Task[None]] = set()
 

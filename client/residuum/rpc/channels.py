@@ -75,10 +75,21 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 
 def open_channel(endpoint: str, *, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
-    """Open a channel to host:port. It connects when it is first used; open it after any fork."""
-    return grpc.insecure_channel(endpoint, options=[*CHANNEL_OPTIONS, *options])
+    """Open a channel to host:port. It connects when it is first used; open it after any fork.
+
+    `options` go before those of every channel.
+    """
+    return grpc.insecure_channel(endpoint, options=_with_defaults(options))
 
 
 def open_aio_channel(endpoint: str, *, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-    """Open an asyncio channel to host:port, for use in the running event loop."""
-    return grpc.aio.insecure_channel(endpoint, options=[*CHANNEL_OPTIONS, *options])
+    """Open an asyncio channel to host:port, for use in the running event loop.
+
+    `options` go before those of every channel.
+    """
+    return grpc.aio.insecure_channel(endpoint, options=_with_defaults(options))
+
+
+def _with_defaults(options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    # Each name once: of two values, gRPC takes the first.
+    return list({**dict(CHANNEL_OPTIONS), **dict(options)}.items())
