@@ -154,6 +154,8 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
         self.gate.set()
         self.refuse = None
         self.failing_seals = 0
+        self.away = False
+        self.checks = 0
 
     async def OpenCapture(self, request, context):
         async with self.changed:
@@ -174,6 +176,9 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
         return store_pb2.SealCaptureResponse()
 
     async def GetStats(self, request, context):
+        self.checks += 1
+        if self.away:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "scripted")
         return store_pb2.GetStatsResponse()
 
     async def until(self, condition):
@@ -188,11 +193,11 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
 
 
 @asynccontextmanager
-async def listening(add, servicer):
-    """Serve on a free port of loopback, and yield the endpoint."""
+async def listening(add, servicer, port=0):
+    """Serve on a port of loopback, by default a free one, and yield the endpoint."""
     server = grpc.aio.server(interceptors=[AioErrorInterceptor(get_logger("test"))], options=SERVER_OPTIONS)
     add(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -213,8 +218,7 @@ class Service:
         generator = Generator(engine, self.registry, self.cache, activator, keeper)
         self.parts = Parts(engine, self.registry, self.cache, generator, keeper, settings)
         self.servicer = InferenceServicer()
-        self.stub = None
-        self.channel = None
+        self.endpoint = self.channel = self.stub = None
 
     def serve(self):
         self.servicer.load(self.parts)
@@ -241,7 +245,11 @@ async def running_service(store_endpoint=None, **settings):
     keeper = CaptureKeeper(store_endpoint, "store.example:1") if store_endpoint else None
     service = Service(FakeEngine(), keeper, values)
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
-    async with listening(add, service.servicer) as endpoint, open_aio_channel(endpoint) as channel:
+    once = [("grpc.enable_retries", 0)]
+    async with (
+        listening(add, service.servicer) as service.endpoint,
+        open_aio_channel(service.endpoint, options=once) as channel,
+    ):
         service.stub, service.channel = inference_pb2_grpc.InferenceServiceStub(channel), channel
         service.serve()
         yield service

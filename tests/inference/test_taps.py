@@ -310,6 +310,17 @@ def test_between_steps_the_tap_does_nothing():
     assert len(worker.ring.take()) == 1
 
 
+def test_the_pool_has_room_for_the_worst_step():
+    """Every request ends its prompt in it, with two rows: one fills a block, the other needs one more."""
+    names = ["a", "b", "c", "d"]
+    worker = Worker(blocks=BlockPool.blocks_needed(2 * len(names), len(names)))
+    plans = [(name, RequestPlan(33, capture(name))) for name in names]
+    worker.step([(name, 0, 1) for name in names], admitted=plans)
+    for first in range(1, 33, 2):
+        worker.step([(name, first, 2) for name in names])
+    assert [chunk.positions for chunk in worker.ring.take()] == [[*range(32)], [32]] * len(names)
+
+
 def test_one_block_never_holds_prompt_and_generated_rows():
     """Not even when a step computes rows on both sides of the border."""
     worker = Worker()

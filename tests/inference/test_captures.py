@@ -1,0 +1,86 @@
+"""Captures of a generation in a real store: how each way of ending is told in the manifest."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from inference_svc.engine import Delta
+from residuum.rpc.channels import open_aio_channel
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+from store_svc.server import Store
+from store_svc.settings import StoreSettings
+from tests.inference.service_support import DEADLINE, LAYERS, ask, failure_of, running_service, spec, stuck_after
+from tests.inference.taps_support import select
+
+NO_ROWS = capture_pb2.CaptureSpec(layers=LAYERS, positions=select((1000, None)))
+"""A capture that is complete as soon as it is sealed: no worker sends rows here."""
+
+
+@pytest.fixture
+async def real_store(tmp_path):
+    store = await asyncio.to_thread(Store, StoreSettings(listen="127.0.0.1:0", path=tmp_path / "store"))
+    yield f"127.0.0.1:{store.port}"
+    await asyncio.to_thread(store.stop)
+
+
+@pytest.fixture
+async def service(real_store):
+    async with running_service(real_store) as running:
+        yield running
+
+
+@pytest.fixture
+async def manifest(real_store):
+    async with open_aio_channel(real_store) as channel:
+        stub = store_pb2_grpc.StoreServiceStub(channel)
+
+        async def get(capture_id):
+            request = store_pb2.GetCaptureRequest(capture_id=capture_id)
+            request.wait.FromSeconds(int(DEADLINE))
+            return (await stub.GetCapture(request, timeout=2 * DEADLINE)).manifest
+
+        yield get
+
+
+async def test_a_request_that_ends_by_itself_is_complete(service, manifest):
+    await service.events(ask(spec("r", NO_ROWS), num_sequences=2))
+    sealed = await manifest("r")
+    assert sealed.state == capture_pb2.CAPTURE_STATE_COMPLETE
+    assert [list(item.generated_token_ids) for item in sealed.sequences] == [[1, 2, 3]] * 2
+    assert list(sealed.description.prompt_token_ids) == [5, 6, 7]
+
+
+async def test_a_dropped_stream_is_aborted(service, manifest):
+    service.engine.script = stuck_after(Delta("x", [1]))
+    stream = service.stub.Generate(ask(spec("r", NO_ROWS)))
+    for _ in range(2):
+        await stream.read()
+    stream.cancel()
+    sealed = await manifest("r")
+    assert sealed.state == capture_pb2.CAPTURE_STATE_ABORTED
+    assert list(sealed.sequences[0].generated_token_ids) == [1]
+
+
+async def test_a_failed_request_is_incomplete_and_says_why(service, manifest):
+    async def script(call):
+        yield Delta("x", [1])
+        raise RuntimeError("out of luck")
+
+    service.engine.script = script
+    await failure_of(service.events(ask(spec("r", NO_ROWS))))
+    sealed = await manifest("r")
+    assert sealed.state == capture_pb2.CAPTURE_STATE_INCOMPLETE
+    assert sealed.incomplete_reason == capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED
+    assert sealed.incomplete_detail == "out of luck"
+
+
+async def test_an_id_that_the_store_knows_from_before_is_refused(real_store):
+    """Another run of the service does not remember the ids of the one before; the store does."""
+    async with running_service(real_store) as first:
+        await first.events(ask(spec("r", NO_ROWS)))
+    async with running_service(real_store) as second:
+        failure = await failure_of(second.events(ask(spec("r", NO_ROWS))))
+        assert (failure.reason_name, failure.metadata["capture_id"]) == ("CAPTURE_EXISTS", "r")
+        assert not second.engine.calls
