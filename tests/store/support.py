@@ -40,12 +40,13 @@ def describe(
     sites: Sequence[int] = (POST,),
     prompt: int = 4,
     sequences: int = 1,
+    width: int = WIDTH,
     **spec: object,
 ) -> capture_pb2.CaptureDescription:
     description = capture_pb2.CaptureDescription(
         capture_id=capture_id,
         model="tiny",
-        hidden_size=WIDTH,
+        hidden_size=width,
         num_layers=max(layers) + 1,
         dtype=tensor_pb2.DATA_TYPE_FLOAT32,
         spec=capture_pb2.CaptureSpec(sites=sites, encoding=capture_pb2.ENCODING_RAW, **spec),
@@ -56,18 +57,24 @@ def describe(
     return description
 
 
-def row(cell: Cell) -> np.ndarray:
-    """The row of a cell, float32 [WIDTH]: each cell has another one."""
+def row(cell: Cell, width: int = WIDTH) -> np.ndarray:
+    """The row of a cell, float32 [width]: each cell has another one."""
     sequence, site, layer, position = cell
-    return (np.arange(WIDTH) + 10 * position + 10_000 * layer + 100_000 * site + 1_000_000 * sequence).astype("<f4")
+    return (np.arange(width) + 10 * position + 10_000 * layer + 100_000 * site + 1_000_000 * sequence).astype("<f4")
 
 
 def make_chunk(
-    layers: Sequence[int], positions: Sequence[int], *, sequence: int = 0, site: int = POST, **header: object
+    layers: Sequence[int],
+    positions: Sequence[int],
+    *,
+    sequence: int = 0,
+    site: int = POST,
+    width: int = WIDTH,
+    **header: object,
 ) -> bytes:
-    rows = [[row((sequence, site, layer, position)) for position in positions] for layer in layers]
+    rows = [[row((sequence, site, layer, position), width) for position in positions] for layer in layers]
     payload = np.array(rows).tobytes()
-    fields = {"dtype": tensor_pb2.DATA_TYPE_FLOAT32, "width": WIDTH, "encoding": capture_pb2.ENCODING_RAW, **header}
+    fields = {"dtype": tensor_pb2.DATA_TYPE_FLOAT32, "width": width, "encoding": capture_pb2.ENCODING_RAW, **header}
     head = capture_pb2.ChunkHeader(sequence=sequence, site=site, layers=layers, positions=positions, **fields)
     return chunk_prefix(head, checksum(payload), len(payload)) + payload
 
@@ -122,7 +129,7 @@ class Rows:
             for to, position in enumerate(header.positions):
                 cell = (header.sequence, header.site, layer, position)
                 assert cell not in self.cells, f"{cell} came twice"
-                np.testing.assert_array_equal(values[at, to], row(cell))
+                np.testing.assert_array_equal(values[at, to], row(cell, header.width))
                 self.cells.add(cell)
 
 

@@ -23,6 +23,7 @@ from store_svc.settings import StoreSettings
 from tests.store.support import (
     ABORTED,
     COMPLETE,
+    INCOMPLETE,
     OPEN,
     Client,
     OpenStream,
@@ -60,14 +61,15 @@ def write_until_killed(process: Process, chunks: list[bytes], acks_before_kill: 
 
 
 def test_what_was_acknowledged_outlives_a_kill(start: Start) -> None:
+    """Chunks are large enough that a transaction takes a while: the kill comes while one is under way."""
     chooser = random.Random(7)
-    length = 3000
-    chunks = [make_chunk(LAYERS, [position]) for position in range(length)]
+    length, width = 1200, 1 << 13
+    chunks = [make_chunk(LAYERS, [position], width=width) for position in range(length)]
     process = start()
-    process.client.open(describe(prompt=length))
+    process.client.open(describe(prompt=length, width=width))
     done = 0
-    for _ in range(3):
-        acked = write_until_killed(process, chunks[done:], chooser.randrange(4))
+    for _ in range(5):
+        acked = write_until_killed(process, chunks[done:], chooser.randrange(3))
         process = start()
         cells, manifest = process.client.read()
         assert cells >= grid(LAYERS, range(done + acked)), "an acknowledged row is gone"
@@ -115,6 +117,21 @@ def test_everything_is_as_it_was_after_a_restart(start: Start, number: int) -> N
     assert client.get("open").state == OPEN
     client.open(describe("gone"))
     assert client.get("gone").num_rows == 0
+
+
+def test_losses_outlive_a_restart(start: Start) -> None:
+    process = start()
+    process.client.open()
+    losses = [
+        store_pb2.RowLoss(sites=[1], layers=[layer], positions=[2], reason=1 + 3 * layer, detail=f"layer {layer}")
+        for layer in (0, 1)
+    ]
+    process.client.send([loss_message(number, "a", loss) for number, loss in enumerate(losses, start=1)])
+    process.client.append([make_chunk(LAYERS, [0, 1, 3, 4]), make_chunk([2], [2])])
+    process.end(signal.SIGKILL)
+    manifest = start().client.seal(generated=[2])
+    assert (manifest.state, manifest.incomplete_detail) == (INCOMPLETE, "layer 0")
+    assert cells_of(manifest.missing) == grid([0, 1], [2])
 
 
 def test_the_wait_for_rows_starts_anew_after_a_restart(start: Start) -> None:
