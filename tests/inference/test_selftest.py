@@ -1,0 +1,132 @@
+"""The start-up self-test, on an engine whose taps work, and on engines whose taps are broken in one way each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from inference_svc.selftest import SelfTestError, run_self_test
+from inference_svc.taps.plan import Kind
+from tests.inference.service_support import FACTS
+
+LAYERS, HIDDEN, POSITIONS = 4, 32, 6
+STEERED = 2
+"""The layer that the self-test steers: the middle one."""
+
+
+def rows_of(push):
+    """Rows of a model whose layers add something each; float32 [layers, positions, hidden]."""
+    added = np.random.default_rng(0).standard_normal((LAYERS, POSITIONS, HIDDEN)).astype(np.float32)
+    rows = added.cumsum(axis=0)
+    if push is not None:
+        rows[STEERED:] += push
+    return rows
+
+
+class ProbedEngine:
+    """An engine with a model of four layers. `fault` takes its rows, and whether they are steered, and spoils them."""
+
+    facts = dataclasses.replace(FACTS, num_layers=LAYERS, hidden_size=HIDDEN)
+
+    def __init__(self, fault=None):
+        self.fault = fault
+        self.bank = {}
+        self.probes = {}
+        self.salts = []
+
+    async def load_vectors(self, rows):
+        self.bank.update({row: np.frombuffer(values, "<f4") for row, values in rows})
+
+    async def generate(self, engine_id, prompt, sampling, plan, cache_salt):
+        assert plan.capture.is_probe
+        assert plan.capture.layers == tuple(range(LAYERS))
+        self.salts.append(cache_salt)
+        push = None
+        for operation in plan.operations:
+            assert (operation.kind, operation.layers) == (Kind.ADD, (STEERED,))
+            push = self.bank[operation.row]
+        rows = rows_of(push)
+        if self.fault:
+            rows = self.fault(rows, push)
+        self.probes[plan.capture.capture_id] = rows
+        yield None
+
+    async def take_probe(self, capture_id):
+        """As two pipeline stages deliver it: the prompt's block, and the generated rows' block."""
+        rows = self.probes.pop(capture_id)
+        return [
+            (list(layers), list(positions), np.ascontiguousarray(rows[layers][:, positions]).tobytes())
+            for layers in (range(2), range(2, LAYERS))
+            for positions in (range(5), range(5, POSITIONS))
+        ]
+
+
+async def test_taps_that_work_pass():
+    engine = ProbedEngine()
+    await run_self_test(engine)
+    assert len(set(engine.salts)) == 2  # else the second request would read the first one's cache
+    assert not engine.probes
+
+
+def at(layer, value):
+    def spoil(rows, push):
+        rows[layer] = value
+        return rows
+
+    return spoil
+
+
+def repeat_a_layer(rows, push):
+    rows[1] = rows[0]
+    return rows
+
+
+def steer_nothing(rows, push):
+    return rows_of(None)
+
+
+def steer_too_early(rows, push):
+    if push is not None:
+        rows[STEERED - 1] += push
+    return rows
+
+
+def steer_half(rows, push):
+    return rows if push is None else rows_of(push / 2)
+
+
+def keep_the_steering_to_itself(rows, push):
+    if push is not None:
+        rows[STEERED + 1 :] -= push
+    return rows
+
+
+FAULTS = {
+    "a layer's rows are not numbers": (at(3, np.nan), r"layers \[3\] did not arrive"),
+    "a layer's rows are infinite": (at(1, np.inf), "not finite"),
+    "a layer's rows are zero": (at(0, 0.0), r"layers \[0\] are all zero"),
+    "two layers have the same rows": (repeat_a_layer, r"layers \[1\] equal those of the layer before"),
+    "nothing is steered": (steer_nothing, "missed its aim by 100"),
+    "steering begins a layer too early": (steer_too_early, "moved rows of the layers before it"),
+    "steering is too weak": (steer_half, "missed its aim by 50"),
+    "steering does not reach the next layers": (keep_the_steering_to_itself, "did not reach the layers after it"),
+}
+
+
+@pytest.mark.parametrize(("fault", "told"), FAULTS.values(), ids=FAULTS)
+async def test_taps_that_are_broken_are_found(fault, told):
+    with pytest.raises(SelfTestError, match=told):
+        await run_self_test(ProbedEngine(fault))
+
+
+async def test_rows_that_do_not_arrive_are_found():
+    engine = ProbedEngine()
+
+    async def take_half(capture_id):
+        return (await ProbedEngine.take_probe(engine, capture_id))[:2]
+
+    engine.take_probe = take_half
+    with pytest.raises(SelfTestError, match=r"layers \[2, 3\] did not arrive"):
+        await run_self_test(engine)
