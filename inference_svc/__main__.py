@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 
+from inference_svc.logs import configure_service_logs
 from inference_svc.settings import InferenceSettings
-from residuum.rpc.logs import configure_logs, get_logger
+from residuum.rpc.logs import get_logger
 from residuum.rpc.settings import load_settings
 
 
 def main() -> None:
     """Read the settings, then serve until told to stop. The exit code is not 0 if the service failed."""
     settings = load_settings(InferenceSettings, "python -m inference_svc", sys.argv[1:])
-    configure_logs(settings.log_level)
-    # After the settings: a bad flag is told at once, and --help needs no vLLM.
+    # Readable by this user alone: it holds the control sockets of the rings.
+    with tempfile.TemporaryDirectory(prefix="residuum-", ignore_cleanup_errors=True) as folder:
+        configure_service_logs(folder, settings.log_level)
+        sys.exit(_serve(settings, folder))
+
+
+def _serve(settings: InferenceSettings, folder: str) -> int:
+    # Imported late: a bad flag is told at once, --help needs no vLLM, and vLLM finds its logs configured.
     import uvloop
 
-    from inference_svc.selftest import SelfTestError
-    from inference_svc.server import EngineDiedError, InferenceServer
-    from residuum.rpc.errors import Failure
+    from inference_svc.server import InferenceServer
 
     async def serve() -> None:
-        await InferenceServer(settings).run()
+        await InferenceServer(settings, folder).run()
 
     try:
         uvloop.run(serve())
-    except (EngineDiedError, SelfTestError, Failure) as error:
-        get_logger("inference_svc").error("the service has failed", cause=str(error), kind=type(error).__name__)
-        sys.exit(1)
+    except Exception as error:  # noqa: BLE001 - vLLM raises what it likes when it cannot serve a model
+        get_logger("inference_svc").exception("the service has failed", cause=str(error), kind=type(error).__name__)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

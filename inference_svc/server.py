@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,9 +43,15 @@ class EngineDiedError(RuntimeError):
 class InferenceServer:
     """One run of the service."""
 
-    def __init__(self, settings: InferenceSettings) -> None:
-        """Prepare a run; see `run`."""
+    def __init__(self, settings: InferenceSettings, folder: str) -> None:
+        """Prepare a run; see `run`.
+
+        Args:
+            settings: The service's settings.
+            folder: A private folder for the control sockets of the rings; the caller removes it.
+        """
         self._settings = settings
+        self._folder = folder
         self._servicer = InferenceServicer()
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
@@ -65,14 +69,12 @@ class InferenceServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        control_dir = tempfile.mkdtemp(prefix="residuum-")  # readable by this user alone
         server = await self._listen()
         try:
-            if await self._start(control_dir):
+            if await self._start():
                 await self._watch_engine()
         finally:
             await self._stop(server)
-            shutil.rmtree(control_dir, ignore_errors=True)
 
     async def _listen(self) -> grpc.aio.Server:
         server = grpc.aio.server(interceptors=[AioErrorInterceptor(_log)], options=SERVER_OPTIONS)
@@ -90,10 +92,10 @@ class InferenceServer:
         _log.info("listening", address=f"{host}:{port}")
         return server
 
-    async def _start(self, control_dir: str) -> bool:
+    async def _start(self) -> bool:
         """Load, test, serve. Returns False if the service was told to stop meanwhile."""
         settings = self._settings
-        starting = asyncio.create_task(Engine.start(settings, control_dir))
+        starting = asyncio.create_task(Engine.start(settings, self._folder))
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

@@ -14,6 +14,7 @@ import torch
 import vllm
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+from inference_svc.logs import configure_worker_logs
 from inference_svc.shipping.producer import RingProducer
 from inference_svc.taps import model as model_taps
 from inference_svc.taps import op, runner_v1
@@ -45,6 +46,7 @@ class TappedWorker:
     def load_model(self, **options: Any) -> None:
         """Load the model, then hook it, before vLLM's first run traces it."""
         super().load_model(**options)  # type: ignore[misc]
+        configure_worker_logs()
         worker: Any = self
         self._residuum = _Taps(worker)
 
