@@ -15,7 +15,10 @@ from store_svc.checks import invalid
 from store_svc.work import Append, WorkQueue
 
 _MOST_REJECTIONS = 1024
-"""Rejections that may wait for a client that does not read its acknowledgements; then its messages wait too."""
+"""Rejections in one answer. When so many wait, because a client does not read its answers, its messages wait too."""
+
+_ITEM_BYTES = 4096
+"""What a message is counted as besides its own bytes, so that a queue of tiny ones is bounded too."""
 
 
 class AppendStream:
@@ -105,13 +108,17 @@ class AppendStream:
         self._condition.notify_all()
 
     def _take_news(self) -> tuple[store_pb2.AppendChunksResponse | None, Failure | None, bool]:
+        now, later = self._rejections[:_MOST_REJECTIONS], self._rejections[_MOST_REJECTIONS:]
+        # What is rejected counts as committed, so no answer may reach past a rejection that it does not carry.
+        committed = later[0].number - 1 if later else self._committed
         response = store_pb2.AppendChunksResponse(
-            committed_through=self._committed, synced_through=self._synced, rejections=self._rejections
+            committed_through=committed, synced_through=min(self._synced, committed), rejections=now
         )
-        self._rejections = []
-        self._news = False
+        self._rejections = later
+        self._news = bool(later)
         self._condition.notify_all()
-        return response if self._committed else None, self._failure, self._finished
+        failure, finished = (None, False) if later else (self._failure, self._finished)
+        return response if committed else None, failure, finished
 
     def _wait_for_room(self) -> bool:
         """Wait until the client has read its rejections; tell whether the stream goes on."""
@@ -128,7 +135,7 @@ class AppendStream:
             raise invalid("number", f"numbers must ascend; {message.number} follows {last}")
         content = message.loss if message.chunk is None else _content(message.chunk, message.capture_id)
         assert content is not None  # noqa: S101 - parse_append returns either
-        return Append(self, message.number, message.capture_id, content, len(data))
+        return Append(self, message.number, message.capture_id, content, len(data) + _ITEM_BYTES)
 
 
 def _content(data: memoryview, capture_id: str) -> tuple[memoryview, ChunkView] | Failure:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.limits import MAX_ID_LENGTH
 from store_svc.capture import Capture
 
 
@@ -157,5 +158,6 @@ class Catalog:
 
 def unknown_capture(capture_id: str) -> Failure:
     """Return the Failure that says that there is no such capture."""
-    message = f"The store holds no capture {capture_id!r}: it was never opened, or it was deleted."
-    return Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, message, capture_id=capture_id)
+    shown = capture_id[:MAX_ID_LENGTH]  # whatever was asked for, an answer is short
+    message = f"The store holds no capture {shown!r}: it was never opened, or it was deleted."
+    return Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, message, capture_id=shown)

@@ -8,7 +8,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.ids import is_valid_id
-from residuum.wire.limits import MAX_SEQUENCES
+from residuum.wire.limits import MAX_ID_LENGTH, MAX_SEQUENCES
 from residuum.wire.selection import check_positions, resolve_layers
 from store_svc.capture import ABORTED, COMPLETE, INCOMPLETE
 from store_svc.keys import MAX_LAYERS
@@ -30,7 +30,7 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
         Failure: INVALID_FIELD.
     """
     if not is_valid_id(description.capture_id):
-        raise invalid("description.capture_id", f"{description.capture_id!r} is not a valid id")
+        raise invalid("description.capture_id", f"{description.capture_id[:MAX_ID_LENGTH]!r} is not a valid id")
     if not 1 <= description.num_layers <= MAX_LAYERS:
         raise invalid("description.num_layers", f"must be 1 to {MAX_LAYERS}")
     if not 1 <= description.num_sequences <= MAX_SEQUENCES:

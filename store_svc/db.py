@@ -149,7 +149,6 @@ class Database:
                 sync=True,
                 metasync=sync_roots,
                 writemap=False,
-                readahead=False,  # one layer of one capture is a few pages here and there
             )
             self._page_bytes = int(self._env.stat()["psize"])
             self._tables = {table: self._env.open_db(table.value) for table in Table}

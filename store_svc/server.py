@@ -117,6 +117,7 @@ class Store:
         try:
             return self._server.add_insecure_port(self._settings.listen)
         except RuntimeError as error:
+            self._db.close()
             raise OSError(f"listen: cannot listen on {self._settings.listen}: {error}") from error
 
     def _set_health(self, status: int) -> None:

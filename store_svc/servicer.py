@@ -92,7 +92,7 @@ class StoreServicer:
     ) -> store_pb2.OpenCaptureResponse:
         """See store.proto."""
         check_description(request.description)
-        self._writer.call(lambda batch: batch.open(request.description))
+        self._writer.call(request.description.capture_id, lambda batch: batch.open(request.description))
         return store_pb2.OpenCaptureResponse()
 
     def append_chunks(
@@ -108,7 +108,7 @@ class StoreServicer:
         self, request: store_pb2.SealCaptureRequest, _context: grpc.ServicerContext
     ) -> store_pb2.SealCaptureResponse:
         """See store.proto."""
-        manifest = self._writer.call(lambda batch: batch.seal(request), reserve=True)
+        manifest = self._writer.call(request.capture_id, lambda batch: batch.seal(request), reserve=True)
         return store_pb2.SealCaptureResponse(manifest=manifest)
 
     def get_capture(
@@ -150,7 +150,7 @@ class StoreServicer:
         self, request: store_pb2.DeleteCaptureRequest, _context: grpc.ServicerContext
     ) -> store_pb2.DeleteCaptureResponse:
         """See store.proto."""
-        freed = self._writer.call(lambda batch: batch.delete(request.capture_id), reserve=True)
+        freed = self._writer.call(request.capture_id, lambda batch: batch.delete(request.capture_id), reserve=True)
         return store_pb2.DeleteCaptureResponse(freed_bytes=freed)
 
     def get_stats(

@@ -53,7 +53,7 @@ class Append:
     content: tuple[memoryview, ChunkView] | store_pb2.RowLoss | Failure
     """A chunk, as bytes and parsed; or a loss; or why it can never be written."""
     size: int
-    """Its bytes."""
+    """What it takes of the queue's room, in bytes."""
 
     def apply(self, batch: Batch) -> bool | None:
         """Do what the message asks for; tell, for a chunk, whether anything was stored.
@@ -76,6 +76,8 @@ class Command:
 
     run: Callable[[Batch], Any]
     """The change; it may run several times, each time in another batch."""
+    capture_id: str
+    """The capture that it is about."""
     reserve: bool
     """Whether it may use the room that is kept for ending and deleting captures."""
     future: Future[Any] = field(default_factory=Future)
@@ -100,13 +102,15 @@ class Work:
         """Return the same work as one piece for each command and message."""
         return [*(Work(commands=[item]) for item in self.commands), *(Work(appends=[item]) for item in self.appends)]
 
-    def fail(self, failure: Failure) -> None:
-        """Tell everyone whose work this is that it was not done."""
+    def fail(self, why: Callable[[str], Failure]) -> None:
+        """Tell everyone whose work this is that it was not done; `why` is given the capture."""
         for command in self.commands:
             if not command.future.done():
-                command.future.set_exception(failure)
-        for stream in {*(item.stream for item in self.appends), *self.endings}:
-            stream.fail(failure)
+                command.future.set_exception(why(command.capture_id))
+        for item in self.appends:
+            item.stream.fail(why(item.capture_id))
+        for stream in self.endings:
+            stream.fail(why(""))
 
 
 class WorkQueue:

@@ -94,17 +94,18 @@ class Writer:
         self.queue.close()
         self._thread.join()
 
-    def call(self, run: Callable[[Batch], _T], *, reserve: bool = False) -> _T:
+    def call(self, capture_id: str, run: Callable[[Batch], _T], *, reserve: bool = False) -> _T:
         """Run a change in a transaction; return what it returned, once it is committed.
 
         Args:
+            capture_id: The capture that it is about.
             run: The change; it may run several times, each time in another batch.
             reserve: It may use the room that is kept for ending and deleting captures.
 
         Raises:
             Failure: What the change raised, STORE_FULL, or NOT_SERVING if the store is stopping.
         """
-        command = Command(run, reserve)
+        command = Command(run, capture_id, reserve)
         self.queue.call(command)
         result: _T = command.future.result()
         return result
@@ -122,10 +123,10 @@ class Writer:
             self._die(work)
 
     def _die(self, work: Work | None) -> None:
-        failure = Failure(Reason.ERROR_REASON_NOT_SERVING, "The store is stopping: it cannot write any more.")
+        text = "The store is stopping: it cannot write any more."
         self.queue.close()
         while work is not None:
-            work.fail(failure)
+            work.fail(lambda _: Failure(Reason.ERROR_REASON_NOT_SERVING, text))
             work = self.queue.take(0)
         self._on_death()
 
@@ -147,16 +148,16 @@ class Writer:
 
     def _commit_when_full(self, work: Work, error: StoreFullError) -> None:
         self._note_full(error)
-        failure = Failure(Reason.ERROR_REASON_STORE_FULL, f"There is no room: {error}.")
+        why = partial(_store_full, error)
         privileged = Work(commands=[command for command in work.commands if command.reserve])
-        Work([command for command in work.commands if not command.reserve], work.appends).fail(failure)
+        Work([command for command in work.commands if not command.reserve], work.appends).fail(why)
         if not privileged:
             return
         try:
             batch, outcomes = self._db.write(lambda txn: self._apply(txn, privileged), reserve=True)
         except StoreFullError:
             self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
-            privileged.fail(failure)
+            privileged.fail(why)
         else:
             self._publish(batch)
             self._deliver(privileged, outcomes)
@@ -165,7 +166,8 @@ class Writer:
         """After a fault of ours: let only the work that meets it fail."""
         parts = work.parts()
         if len(parts) == 1:
-            work.fail(internal_failure(_log, "write"))
+            failure = internal_failure(_log, "write")
+            work.fail(lambda _: failure)
             return
         for part in parts:
             self._commit(part)
@@ -242,11 +244,9 @@ class Writer:
         if time.monotonic() < self._housekeeping_at:
             return
         waited = self._options.seal_timeout
-        late = [capture.number for capture in self._sealed() if time.monotonic() - capture.progress >= waited]
+        late = [capture for capture in self._sealed() if time.monotonic() - capture.progress >= waited]
         if late:
-            self._commit(
-                Work([Command(partial(Batch.time_out, number=number, waited=waited), True) for number in late])
-            )
+            self._commit(Work([_time_out(capture, waited) for capture in late]))
         if self._purging:
             try:
                 self._purging = self._db.write(partial(purge_some, limit=_PURGE_FRAMES), reserve=True)
@@ -284,6 +284,15 @@ def _outcome(run: Callable[[Batch], object], batch: Batch) -> object:
         return run(batch)
     except Failure as failure:
         return failure
+
+
+def _time_out(capture: Capture, waited: float) -> Command:
+    run = partial(Batch.time_out, number=capture.number, waited=waited)
+    return Command(run, capture.description.capture_id, reserve=True)
+
+
+def _store_full(error: StoreFullError, capture_id: str) -> Failure:
+    return Failure(Reason.ERROR_REASON_STORE_FULL, f"There is no room: {error}.", capture_id=capture_id)
 
 
 def _log_settled(capture: Capture) -> None:

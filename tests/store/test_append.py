@@ -172,6 +172,28 @@ def test_a_chunk_that_can_never_be_written_is_rejected_alone(client: Client, nam
     assert cells_of(client.get().present) == grid(LAYERS, [0])
 
 
+def test_every_rejection_is_told_before_its_number_is_passed(client: Client) -> None:
+    client.open()
+    bad = make_chunk([7], [0])
+    told: set[int] = set()
+    for answer in client.append([bad] * 5000):
+        told |= {item.number for item in answer.rejections}
+        assert len(answer.rejections) <= 1024
+        assert told >= set(range(1, answer.committed_through + 1))
+    assert len(told) == 5000
+
+
+def test_a_name_of_any_length_is_answered_shortly(client: Client) -> None:
+    name = "x" * 1_000_000
+    with failing_with(Reason.ERROR_REASON_UNKNOWN_CAPTURE):
+        client.get(name)
+    with failing_with(INVALID):
+        client.open(describe(name))
+    answers = client.send([message(1, name, make_chunk(LAYERS, [0]))])
+    assert rejections(answers) == {1: Reason.ERROR_REASON_UNKNOWN_CAPTURE}
+    assert answers[-1].ByteSize() < 1000
+
+
 def test_unknown_captures_are_rejected_alone(client: Client) -> None:
     client.open()
     answers = client.send(

@@ -161,9 +161,10 @@ def test_a_stream_that_meets_a_full_store_says_how_far_it_came(tmp_path: Path) -
         open_wide(client, "a")
         acked = 0
         messages = (message(at + 1, "a", wide_chunk(at)) for at in range(200))
-        with failing_with(Reason.ERROR_REASON_STORE_FULL):
+        with failing_with(Reason.ERROR_REASON_STORE_FULL) as caught:
             for answer in client.raw_append(messages, timeout=30):
                 acked = answer.committed_through
+        assert caught[0].metadata == {"capture_id": "a"}
         assert positions_of(client, "a") == list(range(acked))
 
 
