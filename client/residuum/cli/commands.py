@@ -1,4 +1,4 @@
-"""The commands, but for `doctor`."""
+"""The commands, but for `doctor` and `health`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from residuum.cli import commands, doctor
+from residuum.cli import commands, doctor, health
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
 
@@ -55,11 +55,26 @@ def _parser() -> argparse.ArgumentParser:
     removing.add_argument("ids", nargs="+", metavar="ID", help="a capture's id")
     _add_vectors(groups)
     _add(groups, "doctor", doctor.run, "check every step of the way to both services, and say what to do")
+    _add_health(groups)
     return parser
 
 
 def _add(
     groups: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: Command, help_text: str
+) -> argparse.ArgumentParser:
+    parser = _add_bare(groups, name, run, help_text, endpoint_text="the inference service")
+    parser.add_argument("--store", metavar="HOST:PORT", help="the store, if its own word does not work from here")
+    return parser
+
+
+def _add_bare(
+    groups: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Command,
+    help_text: str,
+    *,
+    endpoint_text: str,
+    timeout: float = 30.0,
 ) -> argparse.ArgumentParser:
     parser = groups.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
     parser.set_defaults(run=run)
@@ -68,10 +83,10 @@ def _add(
         "--endpoint",
         default=endpoint,
         metavar="HOST:PORT",
-        help=f"the inference service (RESIDUUM_ENDPOINT; now {endpoint})",
+        help=f"{endpoint_text} (RESIDUUM_ENDPOINT; now {endpoint})",
     )
-    parser.add_argument("--store", metavar="HOST:PORT", help="the store, if its own word does not work from here")
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds that a call may take (30)")
+    seconds = f"seconds that a call may take ({timeout:g})"
+    parser.add_argument("--timeout", type=float, default=timeout, metavar="S", help=seconds)
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for programs")
     return parser
 
@@ -105,6 +120,11 @@ def _add_pull(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--layers", metavar="LAYERS", help="only these: 12 or 0,5,10-20")
     parser.add_argument("--allow-partial", action="store_true", help="take what is there of an incomplete capture")
     parser.add_argument("--no-wait", action="store_true", help="fail if the capture is still being written")
+
+
+def _add_health(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "ask one service whether it serves: exit code 0 if so, else 1"
+    _add_bare(groups, "health", health.run, text, endpoint_text="either service, inference or store", timeout=5.0)
 
 
 def _add_vectors(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

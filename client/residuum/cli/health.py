@@ -1,0 +1,38 @@
+"""`residuum health`: one question to one service, for a container's health check. `doctor` is for people."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+import grpc
+
+from residuum import _health
+from residuum._connect import check_endpoint
+from residuum._failures import from_rpc_error
+from residuum.cli.output import Output
+from residuum.rpc.channels import open_channel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def run(options: argparse.Namespace, output: Output) -> int:
+    """Print the health of the service at the endpoint; 0 if it serves, else 1."""
+    status = _ask(options.endpoint, options.timeout)
+    if output.as_json:
+        output.json({"endpoint": options.endpoint, "status": status})
+    else:
+        output.say(f"{options.endpoint}\t{status}")
+    return 0 if status == "SERVING" else 1
+
+
+def _ask(endpoint: str, timeout: float) -> str:
+    # Not through Client: it would ask the inference service for its stores, whose health is not this service's, and
+    # whose advertised address need not work from inside its container.
+    with open_channel(check_endpoint(endpoint)) as channel:
+        check: Callable[..., bytes] = channel.unary_unary(_health.CHECK)
+        try:
+            return _health.status_of_answer(check(_health.REQUEST, timeout=timeout))
+        except grpc.RpcError as error:
+            return _health.status_of_failure(from_rpc_error(error, endpoint))
