@@ -18,6 +18,10 @@ def _endpoint(value: str) -> str:
     return value
 
 
+def _optional_endpoint(value: str) -> str:
+    return _endpoint(value) if value else ""
+
+
 def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
     refused = _TAPS_OWN & value.keys()
     if refused:
@@ -26,8 +30,7 @@ def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
-OptionalEndpoint = Annotated[str, AfterValidator(lambda value: value and _endpoint(value))]
-"""Empty: none."""
+OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
 
 
 class InferenceSettings(ServiceSettings):
