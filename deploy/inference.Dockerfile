@@ -1,0 +1,64 @@
+# The inference service on a CPU: vLLM with torch's CPU build, and a small model to begin with.
+#
+#     docker build -f deploy/inference.Dockerfile -t residuum-inference .                      with SmolLM2-135M-Instruct
+#     docker build -f deploy/inference.Dockerfile --build-arg MODEL=none -t residuum-inference .              without one
+#
+# The locks are made for Python 3.11 on x86-64; another base must bring that version.
+ARG BASE=python:3.11-slim
+ARG MODEL=smollm2
+
+# ---------------------------------------------------------------------------------- what changes with the locks alone
+FROM ${BASE} AS packages
+ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+# libnuma1: vLLM's kernels are linked against it. g++: torch compiles the model's graph on the machine that runs it.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ libnuma1 \
+    && rm -rf /var/lib/apt/lists/*
+# PyPI does not carry this build of torch. Pip's own sources may (a mirror, a folder of wheels); else PyTorch's index.
+COPY requirements/torch.lock requirements/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip install --no-deps --requirement requirements/torch.lock \
+    || pip install --no-deps --requirement requirements/torch.lock --index-url https://download.pytorch.org/whl/cpu
+COPY requirements/cpu.lock requirements/
+RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps --requirement requirements/cpu.lock
+
+# ------------------------------------------------------------------------------------------------- the model, or none
+FROM packages AS model-smollm2
+COPY scripts/fetch_model.py /tmp/
+RUN RESIDUUM_CACHE=/tmp python /tmp/fetch_model.py && mv /tmp/models /models
+
+FROM packages AS model-none
+RUN mkdir /models
+
+FROM model-${MODEL} AS model
+
+# ---------------------------------------------------------------- the project as a wheel; nothing of this stage is kept
+FROM ${BASE} AS wheel
+ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /src
+COPY requirements/cpu.lock requirements/dev.lock requirements/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip install --constraint requirements/cpu.lock --constraint requirements/dev.lock hatchling
+COPY LICENSE README.md pyproject.toml ./
+COPY client client
+COPY inference_svc inference_svc
+COPY store_svc store_svc
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel .
+
+# ------------------------------------------------------------------------------------------------------------- the image
+FROM packages
+# An ordinary user, and a home of its own: a named volume that is mounted there starts with this owner. vLLM keeps
+# compiled graphs in it, so that the next start is quicker, and Hugging Face what it downloads.
+RUN useradd --uid 10001 --no-create-home --home-dir /cache residuum \
+    && install --directory --owner=residuum --mode=0700 /cache
+COPY --from=model /models /models
+RUN --mount=from=wheel,source=/wheel,target=/wheel pip install --no-cache-dir --no-deps /wheel/*.whl
+
+USER residuum
+WORKDIR /cache
+ENV HOME=/cache
+# All interfaces of the container; which of them the world can reach is decided where its ports are published.
+ENV RESIDUUM_LISTEN=0.0.0.0:50051 RESIDUUM_MODEL=/models/SmolLM2-135M-Instruct
+EXPOSE 50051
+# SIGTERM, Docker's own, is what the service stops cleanly on. Further settings: as arguments, or RESIDUUM_... (--help).
+ENTRYPOINT ["python", "-m", "inference_svc"]

@@ -1,0 +1,41 @@
+# The store service: gRPC, LMDB and numpy. No torch, no vLLM.
+#
+#     docker build -f deploy/store.Dockerfile -t residuum-store .
+#
+# The locks are made for Python 3.11; another base must bring that version.
+ARG BASE=python:3.11-slim
+
+# ---------------------------------------------------------------- the project as a wheel; nothing of this stage is kept
+FROM ${BASE} AS wheel
+ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /src
+COPY requirements/cpu.lock requirements/dev.lock requirements/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip install --constraint requirements/cpu.lock --constraint requirements/dev.lock hatchling
+COPY LICENSE README.md pyproject.toml ./
+COPY client client
+COPY inference_svc inference_svc
+COPY store_svc store_svc
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel .
+
+# ------------------------------------------------------------------------------------------------------------- the image
+FROM ${BASE}
+ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+
+# An ordinary user, and a folder of its own: a named volume that is mounted there starts with this owner.
+RUN useradd --uid 10001 --no-create-home --home-dir /nonexistent residuum \
+    && install --directory --owner=residuum --mode=0700 /data
+
+# Before the sources: this layer changes with the lock alone.
+COPY requirements/store.lock requirements/
+RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps --requirement requirements/store.lock
+
+RUN --mount=from=wheel,source=/wheel,target=/wheel pip install --no-cache-dir --no-deps /wheel/*.whl
+
+USER residuum
+WORKDIR /data
+# All interfaces of the container; which of them the world can reach is decided where its ports are published.
+ENV RESIDUUM_LISTEN=0.0.0.0:50052 RESIDUUM_PATH=/data
+EXPOSE 50052
+# SIGTERM, Docker's own, is what the service stops cleanly on. Further settings: as arguments, or RESIDUUM_... (--help).
+ENTRYPOINT ["python", "-m", "store_svc"]
