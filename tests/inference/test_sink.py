@@ -60,7 +60,7 @@ def test_a_probe_stays_in_the_worker():
 
 def test_a_probe_outlives_its_block():
     worker = Worker(blocks=2)
-    run_request(worker, RequestPlan(4, capture("probe", is_probe=True)), 4)
+    run_request(worker, RequestPlan(4, capture("probe", layers=(0, 1), is_probe=True)), 4)
     ((_, rows),) = worker.sink.take_probe("probe")
     kept = rows.clone()
     worker.pool.memory.fill_(7)
