@@ -240,6 +240,31 @@ async def test_a_row_is_shared_until_its_last_user_is_done(bench):
     assert bench.bank.loads == 2
 
 
+async def test_a_row_in_use_is_not_taken_though_it_was_used_before_others(bench):
+    async with bench.active(1) as held:
+        async with bench.active(2):
+            pass
+        async with bench.active(3) as rows:
+            bench.check(rows)
+            bench.check(held)
+
+
+async def test_a_request_does_not_take_a_row_from_itself(bench):
+    """One of its vectors is active and idle: that row is no room for the other."""
+    async with bench.active(1):
+        pass
+    done = asyncio.Event()
+    holder = asyncio.create_task(bench.hold((2,), done))
+    await settle()
+    both = asyncio.create_task(bench.hold((1, 3), done))
+    await settle()
+    assert not both.done()
+    assert bench.bank.loads == 2
+    done.set()
+    await asyncio.gather(holder, both)
+    assert bench.bank.loads == 3
+
+
 async def test_a_request_waits_for_room(bench):
     done = asyncio.Event()
     holder = asyncio.create_task(bench.hold((1, 2), done))
