@@ -1,0 +1,124 @@
+"""Where captured rows go, and the proof that all of them arrived. What is here runs outside the measured time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from google.protobuf.duration_pb2 import Duration
+
+from inference_svc.shipping.supervisor import ShipperSupervisor
+from residuum.rpc.channels import open_aio_channel
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from inference_svc.engine import ModelFacts
+
+_STOP_SECONDS = 10.0
+_END_SECONDS = 60
+
+
+class RowsMissingError(RuntimeError):
+    """A capture is not complete: the run proves nothing."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What arrived of some captures."""
+
+    rows: int
+    num_bytes: int
+
+
+class CaptureSink(Protocol):
+    """Takes the captured rows of a tapped engine."""
+
+    async def start(self) -> None:
+        """Begin to take rows."""
+
+    async def begin(self, prompts: Mapping[str, Sequence[int]]) -> None:
+        """Expect captures, given by id with their prompts."""
+
+    async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
+        """Count what arrived of captures whose replies are these.
+
+        Raises:
+            RowsMissingError: Rows are missing.
+        """
+
+    async def stop(self) -> None:
+        """Take no more."""
+
+
+class StoreSink:
+    """Shippers, and behind them a store, all in processes of their own."""
+
+    def __init__(self, facts: ModelFacts, endpoint: str, shippers: int) -> None:
+        self._facts = facts
+        self._supervisor = ShipperSupervisor(facts.control_paths, endpoint, shippers)
+        self._channel = open_aio_channel(endpoint)
+        self._store = store_pb2_grpc.StoreServiceStub(self._channel)
+
+    async def start(self) -> None:
+        """See `CaptureSink`."""
+        await self._supervisor.start()
+
+    async def begin(self, prompts: Mapping[str, Sequence[int]]) -> None:
+        """See `CaptureSink`."""
+        for capture_id, prompt in prompts.items():
+            description = self._describe(capture_id, prompt)
+            await self._store.OpenCapture(store_pb2.OpenCaptureRequest(description=description))
+
+    async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
+        """Seal the captures, and hold the store to their being COMPLETE."""
+        manifests = [await self._seal(capture_id, reply) for capture_id, reply in replies.items()]
+        return Arrived(
+            sum(manifest.num_rows for manifest in manifests), sum(manifest.num_bytes for manifest in manifests)
+        )
+
+    async def stop(self) -> None:
+        """See `CaptureSink`."""
+        await self._supervisor.stop(_STOP_SECONDS)
+        await self._channel.close()
+
+    async def _seal(self, capture_id: str, reply: Sequence[int]) -> capture_pb2.CaptureManifest:
+        outcome = capture_pb2.SequenceOutcome(generated_token_ids=reply, finish_reason="length")
+        await self._store.SealCapture(
+            store_pb2.SealCaptureRequest(
+                capture_id=capture_id, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_COMPLETE
+            )
+        )
+        answer = await self._store.GetCapture(
+            store_pb2.GetCaptureRequest(capture_id=capture_id, wait=Duration(seconds=_END_SECONDS))
+        )
+        if answer.manifest.state != capture_pb2.CAPTURE_STATE_COMPLETE:
+            state = capture_pb2.CaptureState.Name(answer.manifest.state)
+            raise RowsMissingError(f"{capture_id} ended as {state}: {answer.manifest.incomplete_detail}")
+        return answer.manifest
+
+    def _describe(self, capture_id: str, prompt: Sequence[int]) -> capture_pb2.CaptureDescription:
+        facts = self._facts
+        spec = capture_pb2.CaptureSpec(
+            sites=[capture_pb2.SITE_RESID_POST],
+            encoding=capture_pb2.ENCODING_RAW,
+            overflow=capture_pb2.OVERFLOW_POLICY_WAIT,
+        )
+        spec.layers.list.layers.extend(range(facts.num_layers))
+        description = capture_pb2.CaptureDescription(
+            capture_id=capture_id,
+            model=facts.name,
+            hidden_size=facts.hidden_size,
+            num_layers=facts.num_layers,
+            dtype=facts.dtype,
+            spec=spec,
+            prompt_token_ids=prompt,
+            num_sequences=1,
+            layout=capture_pb2.ParallelLayout(
+                tensor_parallel_size=facts.tensor_parallel_size, pipeline_parallel_size=facts.pipeline_parallel_size
+            ),
+            vllm_version=facts.vllm_version,
+        )
+        description.request_time.GetCurrentTime()
+        return description

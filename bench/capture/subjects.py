@@ -1,0 +1,131 @@
+"""What is measured: vLLM as it is, and vLLM with our worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from inference_svc.engine import Engine
+from inference_svc.selftest import run_self_test
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm import SamplingParams
+
+    from inference_svc.settings import InferenceSettings
+    from inference_svc.taps.plan import RequestPlan
+
+_SETTLE_SECONDS = 300.0
+
+
+class Subject(Protocol):
+    """An engine under measurement."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of its model."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that its model knows."""
+
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, plan: RequestPlan | None
+    ) -> list[int]:
+        """Generate, and return the token ids of the reply."""
+
+    def shutdown(self) -> None:
+        """Stop its processes."""
+
+
+class StockSubject:
+    """vLLM's AsyncLLM with vLLM's own worker."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self.num_layers: int = llm.vllm_config.model_config.get_total_num_hidden_layers()
+        self.vocab_size: int = llm.vllm_config.model_config.get_vocab_size()
+
+    @classmethod
+    async def start(cls, settings: InferenceSettings) -> StockSubject:
+        """Start it with the arguments that the service would give, but for those that bring the taps in."""
+        return cls(await asyncio.to_thread(AsyncLLM.from_engine_args, AsyncEngineArgs(**stock_arguments(settings))))
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        plan: RequestPlan | None,
+    ) -> list[int]:
+        """See `Subject`; there is nothing in it that could carry out a plan."""
+        assert plan is None  # noqa: S101 - the modes that have one are never run on stock
+        reply: list[int] = []
+        async for output in self._llm.generate({"prompt_token_ids": list(prompt)}, sampling.clone(), request_id):
+            reply.extend(output.outputs[0].token_ids)
+        return reply
+
+    def shutdown(self) -> None:
+        """See `Subject`."""
+        self._llm.shutdown()
+
+
+class TappedSubject:
+    """The service's own engine, without the service around it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.num_layers = engine.facts.num_layers
+        self.vocab_size = engine.facts.vocab_size
+
+    @classmethod
+    async def start(cls, settings: InferenceSettings, folder: str) -> TappedSubject:
+        """Start it, and let it pass the service's self-test: it captures and steers, or it is not measured."""
+        engine = await Engine.start(settings, folder)
+        try:
+            await run_self_test(engine)
+        except BaseException:
+            engine.shutdown()
+            raise
+        return cls(engine)
+
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, plan: RequestPlan | None
+    ) -> list[int]:
+        """See `Subject`."""
+        reply: list[int] = []
+        async for delta in self.engine.generate(request_id, prompt, sampling, plan, None):
+            reply.extend(delta.token_ids)
+        return reply
+
+    async def settle(self) -> None:
+        """Wait until every captured row is acknowledged.
+
+        Raises:
+            TimeoutError: It takes too long.
+        """
+        if not await self.engine.drain(_SETTLE_SECONDS):
+            raise TimeoutError(f"captured rows were not acknowledged in {_SETTLE_SECONDS:.0f} s")
+
+    def shutdown(self) -> None:
+        """See `Subject`."""
+        self.engine.shutdown()
+
+
+def stock_arguments(settings: InferenceSettings) -> dict[str, Any]:
+    """Return vLLM's arguments for an engine like the service's, with vLLM's own worker."""
+    return {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "enforce_eager": settings.enforce_eager,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "seed": settings.seed,
+        "kv_cache_memory_bytes": int(settings.kv_cache_gib * (1 << 30)),
+        "disable_log_stats": True,
+        **settings.engine_args,
+    }

