@@ -1,0 +1,113 @@
+import io
+import json
+from dataclasses import asdict
+
+import pytest
+from rich.console import Console
+
+from bench.capture.__main__ import parse, result, workload_of
+from bench.capture.report import show_summary
+from bench.capture.results import Iteration, Run, summarise
+from bench.capture.workload import Mode, Sink, Workload
+
+
+def make_run(mode, number, times, replies=("a", "b"), settled=0.0):
+    iterations = tuple(
+        Iteration(seconds, seconds + settled, 128, 64, 40 if settled else 0, 400 if settled else 0, replies)
+        for seconds in times
+    )
+    return Run(mode, number, "cpu", 2, 10.0, {"engine": 100 + number}, 1.0, 2.0, iterations)
+
+
+RUNS = [
+    make_run(Mode.STOCK, 0, [1.0, 2.0, 3.0]),
+    make_run(Mode.ALL_LAYERS, 0, [2.2, 2.1, 2.0], settled=0.5),
+    make_run(Mode.STEER, 0, [2.0, 2.0, 2.0], replies=("a", "c")),
+    make_run(Mode.STEER, 1, [4.0, 4.0, 4.0], replies=("d", "c")),
+    make_run(Mode.ALL_LAYERS, 1, [4.0, 4.4, 4.2], settled=0.5),
+    make_run(Mode.STOCK, 1, [4.0, 4.0, 4.0]),
+]
+
+
+def test_ratios_are_medians_over_stocks_median():
+    stock, captured, _ = summarise(RUNS)
+    assert stock.generation_seconds.median == 3.5
+    assert stock.generation_seconds.ratio_to_stock == 1.0
+    assert captured.generation_seconds.median == pytest.approx(3.1)
+    assert captured.generation_seconds.ratio_to_stock == pytest.approx(3.1 / 3.5)
+    assert captured.generation_seconds.ratio_of_best == pytest.approx(2.0)
+    assert captured.settled_seconds.median == pytest.approx(3.6)
+    assert captured.tokens_per_second == pytest.approx(64 / 3.1)
+
+
+def test_a_round_is_compared_with_stock_of_that_round():
+    captured = summarise(RUNS)[1]
+    assert captured.generation_seconds.ratio_by_round == pytest.approx((1.05, 1.05))
+
+
+def test_replies_are_compared_with_stocks():
+    stock, captured, steered = summarise(RUNS)
+    assert stock.replies_as_stock == captured.replies_as_stock == 1.0
+    assert steered.replies_as_stock == 0.25
+
+
+def test_memory_is_the_worst_of_all_rounds():
+    assert summarise(RUNS)[0].peak_mib == {"engine": 101}
+
+
+def test_without_stock_there_is_no_ratio():
+    (steered,) = summarise([run for run in RUNS if run.mode is Mode.STEER])
+    assert steered.generation_seconds.ratio_to_stock is None
+    assert steered.generation_seconds.ratio_of_best is None
+    assert steered.generation_seconds.ratio_by_round == ()
+    assert steered.replies_as_stock is None
+
+
+def test_a_run_survives_its_way_from_another_process():
+    assert Run.from_json(json.loads(json.dumps(asdict(RUNS[1])))) == RUNS[1]
+
+
+def test_a_result_names_the_model_and_not_where_it_lies():
+    workload = Workload("/some/private/folder/SmolLM2")
+    written = json.dumps(result({"rounds": 2}, workload, RUNS, summarise(RUNS)))
+    assert "private" not in written
+    data = json.loads(written)
+    assert data["workload"]["model"] == "SmolLM2"
+    assert data["runs"][1]["iterations"][0]["rows"] == 40
+    assert "replies" not in data["runs"][0]["iterations"][0]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_every_mode_is_shown(terminal):
+    out = io.StringIO()
+    show_summary(Console(file=out, force_terminal=terminal, width=160, color_system=None), summarise(RUNS))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4
+    assert ("\t" in lines[0]) is not terminal
+    assert lines[2].startswith("all-layers")
+    assert "-11.4%" in lines[2]
+
+
+def test_a_pipe_gets_whole_lines_however_narrow():
+    out = io.StringIO()
+    show_summary(Console(file=out, width=20), summarise(RUNS))
+    assert len(out.getvalue().splitlines()) == 4
+
+
+def test_the_command_line_decides_the_workload():
+    options = parse(["--model", "m", "--eager", "--sink", "ring", "--decode", "7", "--engine-args", '{"seed": 3}'])
+    assert workload_of(options) == Workload("m", eager=True, sink=Sink.RING, decode=7, engine_args={"seed": 3})
+    assert options.modes == list(Mode)
+
+
+def test_modes_are_chosen_by_name():
+    assert parse(["--modes", "stock,all-layers+steer"]).modes == [Mode.STOCK, Mode.ALL_LAYERS_STEER]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--modes", "none"], ["--decode", "0"], ["--eager", "--compiled"], ["--sink", "x"]]
+)
+def test_a_bad_flag_ends_the_program(arguments, capsys):
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert arguments[0] in capsys.readouterr().err

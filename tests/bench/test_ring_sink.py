@@ -1,0 +1,84 @@
+from types import SimpleNamespace
+
+import pytest
+
+from bench.capture.ring_sink import RingSink, Tally
+from bench.capture.sinks import Arrived, RowsMissingError
+from inference_svc.shipping.producer import RingProducer
+from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
+
+
+def header(layers, positions):
+    return capture_pb2.ChunkHeader(
+        site=capture_pb2.SITE_RESID_POST,
+        layers=layers,
+        positions=positions,
+        dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+        width=4,
+        encoding=capture_pb2.ENCODING_RAW,
+    )
+
+
+def test_a_tally_is_complete_when_every_row_has_come():
+    tally = Tally(num_layers=2, num_positions=3)
+    tally.add(header([0, 1], [0, 1]))
+    assert not tally.is_complete
+    tally.add(header([1], [2]))
+    assert not tally.is_complete
+    tally.add(header([0], [2]))
+    assert tally.is_complete
+    assert tally.arrived == Arrived(rows=6, num_bytes=6 * 4 * 2)
+
+
+def test_rows_that_come_twice_or_were_not_asked_for_do_not_count():
+    tally = Tally(num_layers=2, num_positions=3)
+    tally.add(header([0, 1], [0, 1, 2]))
+    tally.add(header([0, 1], [2, 3]))
+    assert tally.arrived.rows == 6
+
+
+@pytest.fixture
+def producer(tmp_path):
+    made = RingProducer(tmp_path / "ring.sock", num_slots=2, slot_bytes=64)
+    made.start()
+    yield made
+    made.close()
+
+
+def publish(producer, capture_id, head):
+    producer.publish(producer.acquire(block=True), capture_id, head)
+
+
+@pytest.fixture
+async def sink(producer, tmp_path):
+    facts = SimpleNamespace(num_layers=2, control_paths=(str(tmp_path / "ring.sock"),))
+    made = RingSink(facts, rows_per_request=3)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def test_slots_are_counted_and_freed(producer, sink):
+    for number in range(3):  # more slots than the ring has
+        await sink.begin({f"{number}": [1, 2]})
+        publish(producer, f"{number}", header([0, 1], [0, 1]))
+        publish(producer, f"{number}", header([0, 1], [2]))
+        assert producer.drain(10)
+        assert await sink.finish({f"{number}": [3, 4]}) == Arrived(rows=6, num_bytes=48)
+
+
+async def test_a_missing_row_is_an_error(producer, sink):
+    await sink.begin({"a": [1, 2]})
+    publish(producer, "a", header([0, 1], [0, 1]))
+    assert producer.drain(10)
+    with pytest.raises(RowsMissingError, match="'a'"):
+        await sink.finish({"a": [3, 4]})
+
+
+async def test_a_loss_is_an_error(producer, sink):
+    await sink.begin({"a": [1, 2]})
+    publish(producer, "a", header([0, 1], [0, 1, 2]))
+    producer.report_loss("a", store_pb2.RowLoss(detail="the ring was full"))
+    assert producer.drain(10)
+    with pytest.raises(RowsMissingError, match="the ring was full"):
+        await sink.finish({"a": [3, 4]})
