@@ -6,7 +6,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test lint format types imports protos check-protos lock ci clean
+.PHONY: help setup model demo serve bench test lint format types imports protos check-protos lock ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ demo: setup model ## Capture and steer a real model through both services
 
 serve: setup model ## Leave both services running, and print three lines of Python to try
 	@$(BIN)/python -m examples.serve $(ARGS)
+
+bench: setup model ## What capture and steering cost beside stock vLLM, on this CPU; see bench/README.md
+	@$(BIN)/python -m bench.capture --eager $(ARGS)
 
 test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
 	$(BIN)/python -m pytest $(ARGS)
