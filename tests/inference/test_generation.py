@@ -321,10 +321,10 @@ async def test_a_client_that_leaves_while_the_capture_is_opened_leaves_none_open
 
 async def test_requests_run_side_by_side(service):
     """One waits for ever; another comes and goes meanwhile."""
-    service.engine.script = stuck_after()
+    never = stuck_after()
+    service.engine.script = lambda call: never(call) if call.engine_id == "stuck#0" else three_tokens(call)
     stuck = service.stub.Generate(ask(spec("stuck")))
     await stuck.read()
-    service.engine.script = three_tokens
     assert (await service.events(ask(spec("quick"))))[-1].HasField("finished")
     assert [running.request_id for running in service.registry.running] == ["stuck"]
     stuck.cancel()
