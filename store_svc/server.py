@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import secrets
-import signal
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from residuum.rpc.serving import (
 )
 from residuum.rpc.settings import load_settings
 from store_svc.db import DamagedError, Database, Table, Txn
+from store_svc.ending import Ending
 from store_svc.load import load_catalog
 from store_svc.servicer import SERVICE, StoreServicer
 from store_svc.settings import StoreSettings
@@ -46,8 +45,12 @@ class Store:
         store.stop()              # what is acknowledged is on disk
     """
 
-    def __init__(self, settings: StoreSettings) -> None:
+    def __init__(self, settings: StoreSettings, on_death: Callable[[], None] = lambda: None) -> None:
         """Open the database, load the catalog and serve.
+
+        Args:
+            settings: The settings.
+            on_death: Called, in another thread, when the store cannot go on and should be stopped; see `died`.
 
         Raises:
             DamagedError: The database cannot be used.
@@ -56,8 +59,7 @@ class Store:
         self._settings = settings
         self.died = False
         """Whether the writer could not go on. The process should stop and end with an error."""
-        self.ended = threading.Event()
-        """Set when the store should be stopped: by `request_stop`, or because it died."""
+        self._tell_death = on_death
         self._stopped = False
         self._health = health.HealthServicer()
         synced = settings.ack == "synced"
@@ -80,10 +82,6 @@ class Store:
         self._server.start()
         self._set_health(SERVING)
         _log.info("serving", listen=settings.listen, port=self.port, path=str(settings.path))
-
-    def request_stop(self) -> None:
-        """Ask for a stop; may be called from a signal handler."""
-        self.ended.set()
 
     def stop(self) -> None:
         """Stop: take no more, end what runs, write and sync what was taken, close. A second time does nothing."""
@@ -128,23 +126,22 @@ class Store:
         self.died = True
         self._set_health(NOT_SERVING)
         self._catalog.stop()
-        self.ended.set()
+        self._tell_death()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the store service until SIGTERM or SIGINT; return the exit status."""
     settings = load_settings(StoreSettings, "python -m store_svc", arguments)
     configure_logs(settings.log_level)
+    ending = Ending()
     try:
-        store = Store(settings)
+        store = Store(settings, ending.request)
     except (DamagedError, OSError) as error:
         _log.error("cannot start", error=str(error))
         return 1
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: store.request_stop())
     if settings.port_file is not None:
         _write_atomically(settings.port_file, f"{store.port}\n")
-    store.ended.wait()
+    ending.wait()
     store.stop()
     return 1 if store.died else 0
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -226,10 +226,12 @@ def failing_with(reason: int) -> Iterator[list[Failure]]:
 
 
 @contextmanager
-def serving(path: Path, **fields: object) -> Iterator[tuple[Store, Client]]:
+def serving(
+    path: Path, on_death: Callable[[], None] = lambda: None, **fields: object
+) -> Iterator[tuple[Store, Client]]:
     """A store in this process."""
     settings = StoreSettings(listen="127.0.0.1:0", path=path, **{"grace_seconds": 1.0, **fields})
-    store = Store(settings)
+    store = Store(settings, on_death)
     client = Client(store.port)
     try:
         yield store, client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -205,7 +206,8 @@ def test_housekeeping_waits_for_room_without_spinning(tmp_path: Path, monkeypatc
 
 
 def test_a_store_that_cannot_write_any_more_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path / "store") as (store, client):
+    died = threading.Event()
+    with serving(tmp_path / "store", on_death=died.set) as (store, client):
         client.open()
         idle, busy = OpenStream(client), OpenStream(client)
         idle.until_acked(idle.send(make_chunk([0], [0])))
@@ -217,7 +219,7 @@ def test_a_store_that_cannot_write_any_more_ends_with_an_error(tmp_path: Path, m
         busy.send(make_chunk([0], [1]))
         with failing_with(Reason.ERROR_REASON_NOT_SERVING):
             list(busy.answers)
-        assert store.ended.wait(10)
+        assert died.wait(10)
         assert store.died
         with failing_with(Reason.ERROR_REASON_NOT_SERVING):
             client.append([make_chunk([0], [2])])

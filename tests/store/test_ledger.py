@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residuum.v1 import selection_pb2
@@ -70,6 +70,7 @@ class Model:
         }
 
 
+@settings(deadline=None)
 @given(selections, events, events, st.lists(st.integers(0, 20), min_size=2, max_size=2))
 def test_the_ledger_counts_what_sets_count(
     selection: selection_pb2.PositionSelection,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from store_svc.positions import Positions
@@ -19,6 +19,7 @@ def numbers(these: Positions) -> set[int]:
     return {number for first, last in these.runs() for number in range(first, last + 1)}
 
 
+@settings(deadline=None)
 @given(sets, sets)
 def test_sets_behave_as_sets(a: set[int], b: set[int]) -> None:
     assert numbers(positions(a)) == a
@@ -30,6 +31,7 @@ def test_sets_behave_as_sets(a: set[int], b: set[int]) -> None:
     assert all((number in positions(a)) == (number in a) for number in a | b)
 
 
+@settings(deadline=None)
 @given(sets, sets)
 def test_equal_sets_are_equal_however_they_were_made(a: set[int], b: set[int]) -> None:
     assert positions(a) | positions(b) == positions(a | b)
@@ -37,6 +39,7 @@ def test_equal_sets_are_equal_however_they_were_made(a: set[int], b: set[int]) -
     assert (positions(a) == positions(b)) == (a == b)
 
 
+@settings(deadline=None)
 @given(sets)
 def test_runs_ascend_and_do_not_touch(a: set[int]) -> None:
     runs = positions(a).runs()
@@ -45,11 +48,13 @@ def test_runs_ascend_and_do_not_touch(a: set[int]) -> None:
     assert Positions.of_runs(runs) == positions(a)
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=3000))
 def test_where_takes_the_true_ones(mask: list[bool]) -> None:
     assert numbers(Positions.where(np.array(mask, dtype=np.bool_))) == {at for at, on in enumerate(mask) if on}
 
 
+@settings(deadline=None)
 @given(sets)
 def test_that_keeps_what_is_wanted(a: set[int]) -> None:
     kept = positions(a).that(lambda first, count: np.arange(first, first + count) % 3 == 0)

@@ -102,7 +102,7 @@ def test_a_frame_that_is_wanted_whole_is_sent_as_it_came(client: Client) -> None
         assert len(answers) == 3
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(
     st.data(),
     st.sampled_from([(1, "<f4"), (2, "<f2"), (3, "<u2")]),
