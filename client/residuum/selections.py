@@ -50,8 +50,8 @@ class Positions:
 
         Args:
             value: None or "all"; "prompt", "generated" or "last_prompt"; one position; a slice or range, which end
-                before their stop as everywhere in Python; a list of positions, of slices or of (first, last) pairs
-                with both ends included; or a Positions.
+                before their stop as everywhere in Python (range(-4, 0) is the last four prompt tokens); a list of
+                positions, of slices or of (first, last) pairs with both ends included; or a Positions.
 
         Raises:
             InvalidRequest: It can never be meant so.
@@ -172,13 +172,26 @@ def _of_word(word: str) -> Positions:
 
 def _of_slice(value: slice | range) -> Positions:
     start, stop, step = value.start or 0, value.stop, value.step or 1
+    if step > 1 and start < 0:
+        raise InvalidRequest(
+            f"{value!r}: a step takes the positions that are its multiples, and where those lie counted from the "
+            "prompt's end depends on its length. Name the positions, as in [-4, -2], or leave out the step and take "
+            "every so many rows afterwards, as in acts[12][::2].",
+            reason="INVALID_FIELD",
+        )
     if step < 1 or start % step:
         raise InvalidRequest(
             f"{value!r}: a step takes the positions that are its multiples, so the start must be one of them; "
             "see residuum.Positions.",
             reason="INVALID_FIELD",
         )
-    if stop == 0 or (isinstance(value, range) and not len(value)):
+    if isinstance(value, range) and start < 0 < stop:
+        raise InvalidRequest(
+            f"{value!r}: positions below 0 count from the prompt's end and the others from its start; name the two "
+            "parts in a list.",
+            reason="INVALID_FIELD",
+        )
+    if not len(value) if isinstance(value, range) else stop == 0:
         raise InvalidRequest(f"{value!r} holds no position.", reason="INVALID_FIELD")
     if start == 0 and stop is None:
         return Positions(every=step)

@@ -245,6 +245,8 @@ def test_captures_that_cannot_be_meant(arguments, error):
         (slice(0, None, 4), Positions(every=4)),
         (slice(8, 20, 4), Positions(ranges=((8, 19),), every=4)),
         (range(3, 6), Positions(ranges=((3, 5),))),
+        (range(-4, 0), Positions(ranges=((-4, -1),))),
+        ([range(-4, 0), 0], Positions(ranges=((-4, -1), (0, 0)))),
         ([3, 1, 2, 9], Positions(ranges=((1, 3), (9, 9)))),
         ([(0, 3), slice(10, 12), (20, None)], Positions(ranges=((0, 3), (10, 11), (20, None)))),
         ([5, 5], Positions(ranges=((5, 5),))),
@@ -260,12 +262,23 @@ def test_positions(value, expected):
     "value",
     [
         "later", [], slice(3, 3), slice(5, 2), slice(0, 0), range(0), slice(1, None, 2), slice(None, None, -1),
-        [slice(0, 9, 3)], [0, *range(2, 200, 2)], 1 << 31, [(5, 2)], "generatd",
+        slice(-4, 0), [slice(0, 9, 3)], [0, *range(2, 200, 2)], 1 << 31, [(5, 2)], "generatd",
     ],
 )  # fmt: skip
 def test_positions_that_cannot_be_meant(value):
     with pytest.raises(residuum.InvalidRequest):
         Positions.of(value)
+
+
+@pytest.mark.parametrize("value", [slice(-4, None, 2), slice(-4, -1, 2), range(-4, 0, 2)])
+def test_a_step_from_the_prompts_end_says_what_to_write_instead(value):
+    with pytest.raises(residuum.InvalidRequest, match=r"\[-4, -2\]"):
+        Positions.of(value)
+
+
+def test_a_range_across_the_prompts_end_says_what_to_write_instead():
+    with pytest.raises(residuum.InvalidRequest, match="in a list"):
+        Positions.of(range(-2, 3))
 
 
 @pytest.mark.parametrize("value", [["a"], [(1, 2, 3)], [None]])
