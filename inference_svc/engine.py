@@ -33,6 +33,11 @@ TAPS_FINGERPRINT = {"residuum_taps": "resid_post/1"}
 """Goes into vLLM's `additional_config`, and so into its compile cache's key: a graph that was compiled without the op,
 or with another one, is never taken for this one."""
 
+_WORKERS = {
+    "cpu": "inference_svc.taps.cpu_worker.TappedCpuWorker",
+    "cuda": "inference_svc.taps.gpu_worker.TappedGpuWorker",
+}
+
 _CPU_KV_CACHE_GIB = 2.0
 _DRAIN_POLL_SECONDS = 0.02
 
@@ -238,8 +243,8 @@ def _prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
 
 
 def _engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
-    if not current_platform.is_cpu():
-        raise RuntimeError(f"this version taps models on a CPU alone, and vLLM runs on {current_platform.device_name}")
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise RuntimeError(f"residuum taps models on CPUs and NVIDIA GPUs; vLLM runs on {current_platform.device_name}")
     values: dict[str, Any] = {
         "model": settings.model,
         "dtype": settings.dtype,
@@ -249,11 +254,13 @@ def _engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
         "tensor_parallel_size": settings.tensor_parallel_size,
         "pipeline_parallel_size": settings.pipeline_parallel_size,
         "seed": settings.seed,
-        "worker_cls": "inference_svc.taps.cpu_worker.TappedCpuWorker",
+        "worker_cls": _WORKERS["cpu" if current_platform.is_cpu() else "cuda"],
         "additional_config": TAPS_FINGERPRINT,
-        "kv_cache_memory_bytes": int((settings.kv_cache_gib or _CPU_KV_CACHE_GIB) * (1 << 30)),
         "disable_log_stats": True,
     }
+    kv_cache_gib = settings.kv_cache_gib or (_CPU_KV_CACHE_GIB if current_platform.is_cpu() else 0)
+    if kv_cache_gib:
+        values["kv_cache_memory_bytes"] = int(kv_cache_gib * (1 << 30))
     if settings.max_model_len:
         values["max_model_len"] = settings.max_model_len
     return AsyncEngineArgs(**{**values, **settings.engine_args})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,19 +43,23 @@ class BlockPool:
     def __init__(self, blocks: int, layers: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.memory: Tensor = torch.zeros(blocks, layers, BLOCK_TOKENS, hidden, dtype=dtype, device=device)
         self._free = list(range(blocks - 1, -1, -1))
+        self._changed = threading.Condition()
+        self._leaving = 0
+        self._failed = False
 
     @staticmethod
-    def blocks_needed(step_tokens: int, requests: int) -> int:
+    def blocks_needed(step_tokens: int, requests: int, steps_leaving: int = 0) -> int:
         """Return how many blocks the worst step needs.
 
         Args:
             step_tokens: Tokens that one step computes at most.
             requests: Requests that run at once at most.
+            steps_leaving: Steps whose blocks may still be on their way out.
 
         A step fills step_tokens / 32 blocks, and each request may leave two of them part full: one at the end of its
         prompt, and one in generation.
         """
-        return -(-step_tokens // BLOCK_TOKENS) + 2 * requests
+        return (1 + steps_leaving) * (-(-step_tokens // BLOCK_TOKENS) + requests) + requests
 
     @property
     def block_bytes(self) -> int:
@@ -72,15 +77,35 @@ class BlockPool:
         return len(self._free)
 
     def take(self, capture: Capture) -> Block:
-        """Allot a block.
+        """Allot a block; waits while all are on their way out.
 
         Raises:
-            PoolExhaustedError: There is none left.
+            PoolExhaustedError: There is none left, and none will come back.
         """
-        if not self._free:
-            raise PoolExhaustedError("no capture block is left; the pool is too small for this step")
-        return Block(self._free.pop(), capture)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or not self._leaving or self._failed)
+            if not self._free:
+                raise PoolExhaustedError(
+                    "captured rows cannot leave the device; see the log above"
+                    if self._failed
+                    else "no capture block is left; the pool is too small for this step"
+                )
+            return Block(self._free.pop(), capture)
+
+    def leaving(self, count: int) -> None:
+        """Note that blocks will be given back by another thread."""
+        with self._changed:
+            self._leaving += count
 
     def give_back(self, block: Block) -> None:
         """Return a block whose rows have been copied out."""
-        self._free.append(block.index)
+        with self._changed:
+            self._free.append(block.index)
+            self._leaving = max(self._leaving - 1, 0)
+            self._changed.notify()
+
+    def fail(self) -> None:
+        """Note that blocks on their way out will not come back."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()

@@ -1,25 +1,31 @@
-"""Laying out a step: which row of the batch goes into which block, and which vectors are applied to it."""
+"""Laying out a step: what is done to which row of the batch, and which place of which block takes it.
+
+A layout says so in numpy, whatever the device; a tap's `arm` turns it into what its device reads.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
-from inference_svc.taps.operations import OperationBatch
+from inference_svc.taps.programs import Program
+from residuum.v1 import selection_pb2
+from residuum.wire.limits import BLOCK_TOKENS
 from residuum.wire.selection import wanted_positions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
-    from torch import Tensor
 
     from inference_svc.taps.blocks import Block, BlockPool
-    from inference_svc.taps.plan import Capture, Operation, RequestPlan
+    from inference_svc.taps.plan import Capture, RequestPlan
+
+NOWHERE = -1
+"""The place of a row that is not captured."""
 
 
 @dataclass(frozen=True)
@@ -46,40 +52,36 @@ class RequestState:
     block: Block | None = None
     """The block that is being filled."""
 
+    @cached_property
+    def decode(self) -> Decode | None:
+        """What is done to every generated position; None if it is not the same for all of them."""
+        return _decode(self.plan)
 
-class CaptureGroup:
-    """Rows that are captured for the same layers, and where they go."""
 
-    def __init__(self, layers: tuple[int, ...], *, before_steering: bool) -> None:
-        self.layers = frozenset(layers)
-        self.before_steering = before_steering
-        self._rows: list[npt.NDArray[np.int64]] = []
-        self._blocks: list[npt.NDArray[np.int64]] = []
-        self._offsets: list[npt.NDArray[np.int64]] = []
-        self.rows: Tensor
-        self.blocks: Tensor
-        self.offsets: Tensor
+class Decode(NamedTuple):
+    """What is done to every generated position of a request."""
 
-    def add(self, rows: npt.NDArray[np.int64], block: int, offset: int) -> None:
-        """Send `rows` of the batch to a block, from a row of the block on."""
-        self._rows.append(rows)
-        self._blocks.append(np.full(len(rows), block, dtype=np.int64))
-        self._offsets.append(np.arange(offset, offset + len(rows), dtype=np.int64))
+    program: Program | None
+    """None: nothing."""
+    captured: bool
 
-    def freeze(self) -> None:
-        """Make the index tensors, once all rows are known."""
-        self.rows = torch.from_numpy(np.concatenate(self._rows))
-        self.blocks = torch.from_numpy(np.concatenate(self._blocks))
-        self.offsets = torch.from_numpy(np.concatenate(self._offsets))
+
+class ProgramRows(NamedTuple):
+    """Rows that have the same program."""
+
+    program: Program
+    rows: npt.NDArray[np.int64]
+    """Rows of the batch."""
+    places: npt.NDArray[np.int64]
+    """Where each is captured: block * 32 + row of the block; NOWHERE if it is not."""
 
 
 @dataclass
 class StepLayout:
     """What the taps do in one step."""
 
-    captures: list[CaptureGroup] = field(default_factory=list)
-    steering: dict[int, list[OperationBatch]] = field(default_factory=dict)
-    """For each layer that is steered: the batches, in the order in which they are applied."""
+    parts: list[ProgramRows] = field(default_factory=list)
+    """Sets of rows, disjoint."""
     full_blocks: list[Block] = field(default_factory=list)
     """Blocks that are ready to leave when the step is done."""
     skipped: list[tuple[Capture, list[int]]] = field(default_factory=list)
@@ -93,97 +95,113 @@ class StepPlanner:
     def __init__(self, pool: BlockPool | None) -> None:
         """Plan for a rank that captures into `pool`, or one that only steers."""
         self._pool = pool
-        self._groups: dict[tuple[tuple[int, ...], bool], CaptureGroup] = {}
-        self._slots: dict[tuple[int, int], list[tuple[npt.NDArray[np.int64], Operation]]] = defaultdict(list)
         self._layout = StepLayout()
+        self._singles: dict[Program, tuple[list[int], list[int]]] = {}
 
     def add_request(self, state: RequestState, row: int, first: int, count: int) -> None:
         """Lay out `count` rows of a request, from `row` of the batch and position `first` on."""
-        self._steer(state.plan, row, first, count)
-        if state.plan.capture and self._pool:
-            self._capture(state, self._pool, row, first, count)
+        # Nearly every request of nearly every step generates one token: it must not cost numpy calls.
+        if count == 1 and first >= state.plan.prompt_tokens and first == state.next_position and state.decode:
+            self._add_single(state, state.decode, row, first)
+        else:
+            self._add_many(state, row, first, count)
 
     def finish(self) -> StepLayout:
         """Return the layout."""
-        for group in self._groups.values():
-            group.freeze()
-        self._layout.captures = list(self._groups.values())
-        for (layer, _), parts in sorted(self._slots.items(), key=lambda item: item[0]):
-            self._layout.steering.setdefault(layer, []).append(_to_batch(parts))
+        self._layout.parts += [
+            ProgramRows(program, np.array(rows), np.array(places)) for program, (rows, places) in self._singles.items()
+        ]
         return self._layout
 
-    def _steer(self, plan: RequestPlan, row: int, first: int, count: int) -> None:
-        # The i-th operation of each request on a layer goes into that layer's i-th batch: so a request's own
-        # operations keep their order, and one batch serves all requests.
-        depth: dict[int, int] = defaultdict(int)
-        for operation in plan.operations:
-            wanted = wanted_positions(operation.positions, plan.prompt_tokens, first, count)
-            rows = row + np.flatnonzero(wanted)
-            if not len(rows):
-                continue
-            for layer in operation.layers:
-                self._slots[layer, depth[layer]].append((rows, operation))
-                depth[layer] += 1
+    def _add_single(self, state: RequestState, decode: Decode, row: int, position: int) -> None:
+        state.next_position = position + 1
+        if decode.program is None:
+            return
+        place = NOWHERE
+        if decode.captured and self._pool is not None:
+            block = self._open_block(state, self._pool)
+            place = block.index * BLOCK_TOKENS + len(block.positions)
+            block.positions.append(position)
+            if not block.free:
+                self._close(state)
+        rows, places = self._singles.setdefault(decode.program, ([], []))
+        rows.append(row)
+        places.append(place)
 
-    def _capture(self, state: RequestState, pool: BlockPool, row: int, first: int, count: int) -> None:
-        capture = state.plan.capture
-        assert capture is not None  # noqa: S101 - the caller asked only for requests that capture
-        prompt_tokens = state.plan.prompt_tokens
-        if first > state.next_position:
-            skipped = state.next_position + np.flatnonzero(
-                wanted_positions(capture.positions, prompt_tokens, state.next_position, first - state.next_position)
-            )
-            self._layout.skipped.append((capture, skipped.tolist()))
+    def _add_many(self, state: RequestState, row: int, first: int, count: int) -> None:
+        plan = state.plan
+        applied = [wanted_positions(item.positions, plan.prompt_tokens, first, count) for item in plan.operations]
+        places = self._capture(state, first, count)
+        masks = np.array([*applied, places != NOWHERE])  # [operations + 1, rows]
+        combinations, which = np.unique(masks, axis=1, return_inverse=True)
+        for index, combination in enumerate(combinations.T):
+            program = Program.for_rows(plan, np.flatnonzero(combination[:-1]).tolist(), captured=bool(combination[-1]))
+            if program is not None:
+                chosen = np.flatnonzero(which.reshape(-1) == index)
+                self._layout.parts.append(ProgramRows(program, row + chosen, places[chosen]))
+
+    def _capture(self, state: RequestState, first: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the place of each row, [count]; opens and closes blocks on the way."""
+        places = np.full(count, NOWHERE, dtype=np.int64)
         known, stop = state.next_position, first + count
-        start = max(first, known)
         state.next_position = max(known, stop)
+        capture, pool, prompt_tokens = state.plan.capture, self._pool, state.plan.prompt_tokens
+        if capture is None or pool is None:
+            return places
+        if first > known:
+            missed = wanted_positions(capture.positions, prompt_tokens, known, first - known)
+            self._layout.skipped.append((capture, (known + np.flatnonzero(missed)).tolist()))
+        start = max(first, known)
         wanted = wanted_positions(capture.positions, prompt_tokens, start, max(stop - start, 0))
         positions = start + np.flatnonzero(wanted)
         border = int(np.searchsorted(positions, prompt_tokens))
-        self._fill(state, pool, positions[:border], row - first)
+        self._fill(state, pool, positions[:border], places, first)
         if known < prompt_tokens <= stop:
             self._close(state)  # the prompt's rows need not wait for generated ones
-        self._fill(state, pool, positions[border:], row - first)
+        self._fill(state, pool, positions[border:], places, first)
+        return places
 
-    def _fill(self, state: RequestState, pool: BlockPool, positions: npt.NDArray[np.int64], shift: int) -> None:
-        capture = state.plan.capture
-        assert capture is not None  # noqa: S101 - see _capture
+    def _fill(
+        self,
+        state: RequestState,
+        pool: BlockPool,
+        positions: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        first: int,
+    ) -> None:
         at = 0
         while at < len(positions):
-            if state.block is None:
-                state.block = pool.take(capture)
-            block = state.block
+            block = self._open_block(state, pool)
             part = positions[at : at + block.free]
-            self._group(capture).add(part + shift, block.index, len(block.positions))
+            start = block.index * BLOCK_TOKENS + len(block.positions)
+            places[part - first] = np.arange(start, start + len(part))
             block.positions.extend(part.tolist())
             at += len(part)
             if not block.free:
                 self._close(state)
+
+    def _open_block(self, state: RequestState, pool: BlockPool) -> Block:
+        if state.block is None:
+            assert state.plan.capture is not None  # noqa: S101 - asked only for requests that capture
+            state.block = pool.take(state.plan.capture)
+        return state.block
 
     def _close(self, state: RequestState) -> None:
         if state.block is not None:
             self._layout.full_blocks.append(state.block)
             state.block = None
 
-    def _group(self, capture: Capture) -> CaptureGroup:
-        key = (capture.layers, capture.before_steering)
-        if key not in self._groups:
-            self._groups[key] = CaptureGroup(capture.layers, before_steering=capture.before_steering)
-        return self._groups[key]
+
+def _decode(plan: RequestPlan) -> Decode | None:
+    selections = [item.positions for item in plan.operations]
+    if plan.capture:
+        selections.append(plan.capture.positions)
+    if any(selection.ranges or selection.every > 1 for selection in selections):
+        return None
+    applied = [index for index, item in enumerate(plan.operations) if _in_decode(item.positions)]
+    captured = plan.capture is not None and _in_decode(plan.capture.positions)
+    return Decode(Program.for_rows(plan, applied, captured=captured), captured)
 
 
-def _to_batch(parts: list[tuple[npt.NDArray[np.int64], Operation]]) -> OperationBatch:
-    counts = [len(rows) for rows, _ in parts]
-
-    def spread(values: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(np.repeat(values, counts), dtype=dtype)
-
-    operations = [operation for _, operation in parts]
-    return OperationBatch(
-        rows=torch.from_numpy(np.concatenate([rows for rows, _ in parts])),
-        vectors=spread([operation.row for operation in operations], torch.int64),
-        kinds=spread([operation.kind for operation in operations], torch.int64),
-        scales=spread([operation.scale for operation in operations], torch.float32),
-        lows=spread([operation.low for operation in operations], torch.float32),
-        highs=spread([operation.high for operation in operations], torch.float32),
-    )
+def _in_decode(selection: selection_pb2.PositionSelection) -> bool:
+    return not selection.phases or selection_pb2.PHASE_GENERATED in selection.phases

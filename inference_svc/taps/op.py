@@ -50,4 +50,5 @@ def _fake(hidden: Tensor, residual: Tensor | None, layer: int) -> None:
 
 
 _LIBRARY.impl("tap", _run, "CPU")
+_LIBRARY.impl("tap", _run, "CUDA")
 _LIBRARY._register_fake("tap", _fake)  # noqa: SLF001 - the documented way for a Library object

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from inference_svc.taps.layout import RequestState, StepPlanner, StepRows
 from inference_svc.taps.plan import RequestPlan
@@ -13,19 +13,30 @@ if TYPE_CHECKING:
     from typing import Any
 
     from inference_svc.taps.blocks import BlockPool
-    from inference_svc.taps.cpu import CpuTap
+    from inference_svc.taps.layout import StepLayout
     from inference_svc.taps.sink import BlockSink
+
+
+class DeviceTap(Protocol):
+    """What the op calls, as the runtime sees it."""
+
+    def arm(self, layout: StepLayout) -> None:
+        """Take over what the next run of the model does."""
+
+    def disarm(self) -> None:
+        """Let the next runs of the model pass through."""
 
 
 class TapRuntime:
     """Keeps the requests that the taps work for, and takes the taps through each step of the engine."""
 
-    def __init__(self, tap: CpuTap, pool: BlockPool | None, sink: BlockSink | None) -> None:
+    def __init__(self, tap: DeviceTap, pool: BlockPool | None, sink: BlockSink | None) -> None:
         """Make the runtime of a rank that captures, or, without a pool and a sink, of one that only steers."""
         self._tap = tap
         self._pool = pool
         self._sink = sink
         self._requests: dict[str, RequestState] = {}
+        self._layout: StepLayout | None = None
 
     @property
     def open_requests(self) -> int:
@@ -58,12 +69,16 @@ class TapRuntime:
             if state is not None:
                 planner.add_request(state, row, int(first), int(count))
             row += int(count)
-        self._tap.layout = planner.finish()
+        self._layout = planner.finish()
+        self._tap.arm(self._layout)
 
     def finish_step(self) -> None:
         """Send the blocks that the step filled, and switch the taps off until the next step."""
-        layout, self._tap.layout = self._tap.layout, None
-        if layout is None or self._sink is None:
+        layout, self._layout = self._layout, None
+        if layout is None:
+            return
+        self._tap.disarm()
+        if self._sink is None:
             return
         for capture, positions in layout.skipped:
             self._sink.lose(
@@ -72,10 +87,9 @@ class TapRuntime:
                 capture_pb2.INCOMPLETE_REASON_WRITE_FAILED,
                 "The engine did not compute these positions: it took them from a cache.",
             )
-        for block in layout.full_blocks:
-            self._sink.send(block)
+        self._sink.send(layout.full_blocks)
 
     def _retire(self, request_id: str) -> None:
         state = self._requests.pop(request_id, None)
         if state and state.block and self._sink:
-            self._sink.send(state.block)
+            self._sink.send([state.block])

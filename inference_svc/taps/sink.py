@@ -33,7 +33,7 @@ class RowFormat:
 
 
 class BlockSink:
-    """Copies blocks out of the pool."""
+    """Copies blocks out of the pool, as soon as they are sent: for blocks that lie in this process's own memory."""
 
     def __init__(self, pool: BlockPool, row_format: RowFormat, producer: RingProducer) -> None:
         self._pool = pool
@@ -41,19 +41,28 @@ class BlockSink:
         self._producer = producer
         self._probes: dict[str, list[tuple[list[int], Tensor]]] = {}
 
-    def send(self, block: Block) -> None:
-        """Move a block's rows on and give the block back to the pool.
+    def send(self, blocks: Sequence[Block]) -> None:
+        """Move blocks' rows on and give the blocks back to the pool.
 
         A full ring is handled as the capture asks: WAIT holds up the step, SHED drops the rows and says so.
         """
-        capture = block.capture
-        layers = self._own_layers(capture)
-        if capture.is_probe:
-            rows = self._rows(block, layers).clone()
-            self._probes.setdefault(capture.capture_id, []).append((list(block.positions), rows))
-        elif layers and block.positions:
-            self._ship(block, layers)
-        self._pool.give_back(block)
+        for block in blocks:
+            layers = self._own_layers(block.capture)
+            if block.capture.is_probe:
+                self._keep_probe(block, layers)
+            elif layers and block.positions:
+                slot = self._producer.acquire(block=not block.capture.sheds)
+                if slot is None:
+                    self._shed(block)
+                else:
+                    self._copy(block, layers, slot)
+                    self._publish(block, layers, slot)
+            self._pool.give_back(block)
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until every block that was sent has left the pool; tell whether it has. Here they leave at once."""
+        del timeout_seconds
+        return True
 
     def lose(
         self,
@@ -80,21 +89,27 @@ class BlockSink:
         """Return, once, the rows of a self-test's capture: positions and [layers, positions, hidden] for each block."""
         return self._probes.pop(capture_id, [])
 
-    def _ship(self, block: Block, layers: list[int]) -> None:
-        capture = block.capture
-        slot = self._producer.acquire(block=not capture.sheds)
-        if slot is None:
-            self.lose(
-                capture,
-                block.positions,
-                capture_pb2.INCOMPLETE_REASON_OVERFLOW,
-                "The ring between the engine and the store was full, and the capture's policy is SHED.",
-            )
-            return
+    def _keep_probe(self, block: Block, layers: list[int]) -> None:
+        rows = self._rows(block, layers).clone()
+        self._probes.setdefault(block.capture.capture_id, []).append((list(block.positions), rows))
+
+    def _shed(self, block: Block) -> None:
+        self.lose(
+            block.capture,
+            block.positions,
+            capture_pb2.INCOMPLETE_REASON_OVERFLOW,
+            "The ring between the engine and the store was full, and the capture's policy is SHED.",
+        )
+
+    def _copy(self, block: Block, layers: list[int], slot: int) -> Tensor:
+        """Copy a block's rows into a slot; returns the rows, which must live until the copy is done."""
         rows = self._rows(block, layers)
         target = torch.from_numpy(self._producer.slot(slot)[: rows.nbytes])
-        target.view(rows.dtype).view(rows.shape).copy_(rows)
-        self._producer.publish(slot, capture.capture_id, self._header(block, layers))
+        target.view(rows.dtype).view(rows.shape).copy_(rows, non_blocking=True)
+        return rows
+
+    def _publish(self, block: Block, layers: list[int], slot: int) -> None:
+        self._producer.publish(slot, block.capture.capture_id, self._header(block, layers))
 
     def _header(self, block: Block, layers: list[int]) -> capture_pb2.ChunkHeader:
         return capture_pb2.ChunkHeader(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from inference_svc.logs import configure_worker_logs
 from inference_svc.shipping.producer import RingProducer
 from inference_svc.taps import model as model_taps
-from inference_svc.taps import op, runner_v1
+from inference_svc.taps import op, runner_v1, runner_v2
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
@@ -38,6 +39,12 @@ _DTYPES = {
     torch.float16: tensor_pb2.DATA_TYPE_FLOAT16,
     torch.bfloat16: tensor_pb2.DATA_TYPE_BFLOAT16,
 }
+
+
+_PROBE_SECONDS = 30.0
+
+_STEPS_LEAVING = 1
+"""Steps whose blocks a GPU copies out while the next one runs."""
 
 
 class TappedWorker:
@@ -84,7 +91,7 @@ class TappedWorker:
         taps = self._residuum
         if taps.runtime.open_requests:
             return False
-        return taps.producer is None or taps.producer.drain(timeout_seconds)
+        return taps.drain(timeout_seconds)
 
     def residuum_ring_stats(self) -> dict[str, Any]:
         """Return the figures of this rank's ring; empty on a rank that captures nothing."""
@@ -113,12 +120,13 @@ class _Taps:
         captures = get_tp_group().rank_in_group == 0
         self.pool = self._make_pool(config, worker.device) if captures else None
         self.producer = self._make_producer(settings, self.pool) if self.pool else None
-        self._sink = BlockSink(self.pool, self._format, self.producer) if self.pool and self.producer else None
-        tap = CpuTap(self.bank, self.pool, self._format.first_layer)
+        self._sink = self._make_sink(worker.device) if self.pool and self.producer else None
+        tap = self._make_tap(config, worker.device)
         self.runtime = TapRuntime(tap, self.pool, self._sink)
         op.install(tap)
         model_taps.hook_layers(layers)
-        runner_v1.attach(runner, self.runtime.place, vllm.__version__)
+        adapter = runner_v2 if worker.use_v2_model_runner else runner_v1
+        adapter.attach(runner, self.runtime.place, vllm.__version__)
 
     def describe(self) -> dict[str, Any]:
         """Return what this rank taps, as plain data."""
@@ -135,20 +143,47 @@ class _Taps:
             "control_path": self._control_path if self.producer else "",
         }
 
+    def drain(self, timeout_seconds: float) -> bool:
+        """Wait until every row that left a request is acknowledged; tell whether it is."""
+        if self._sink is None or self.producer is None:
+            return True
+        deadline = time.monotonic() + timeout_seconds
+        return self._sink.flush(timeout_seconds) and self.producer.drain(max(deadline - time.monotonic(), 0.0))
+
     def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], bytes]]:
         """See `TappedWorker.residuum_take_probe`."""
         if self._sink is None:
             return []
+        self._sink.flush(_PROBE_SECONDS)
         first, count = self._format.first_layer, self._format.num_layers
         return [
-            (list(range(first, first + count)), positions, rows.float().numpy().tobytes())
+            (list(range(first, first + count)), positions, rows.float().cpu().numpy().tobytes())
             for positions, rows in self._sink.take_probe(capture_id)
         ]
 
     def _make_pool(self, config: Any, device: torch.device) -> BlockPool:
         scheduler = config.scheduler_config
-        blocks = BlockPool.blocks_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        leaving = _STEPS_LEAVING if device.type == "cuda" else 0
+        blocks = BlockPool.blocks_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, leaving)
         return BlockPool(blocks, self._format.num_layers, self._format.hidden, config.model_config.dtype, device)
+
+    def _make_sink(self, device: torch.device) -> BlockSink:
+        assert self.pool is not None  # noqa: S101 - asked only where rows are captured
+        assert self.producer is not None  # noqa: S101 - see above
+        if device.type == "cuda":
+            from inference_svc.taps.streamed_sink import StreamedSink
+
+            return StreamedSink(self.pool, self._format, self.producer)
+        return BlockSink(self.pool, self._format, self.producer)
+
+    def _make_tap(self, config: Any, device: torch.device) -> Any:
+        layers = range(self._format.first_layer, self._format.first_layer + self._format.num_layers)
+        if device.type == "cuda":
+            from inference_svc.taps.cuda import CudaTap  # Triton is there on GPU machines alone
+
+            sizes = config.compilation_config.cudagraph_capture_sizes or [0]
+            return CudaTap(self.bank, self.pool, layers, max(config.scheduler_config.max_num_batched_tokens, *sizes, 1))
+        return CpuTap(self.bank, self.pool, layers.start)
 
     def _make_producer(self, settings: dict[str, Any], pool: BlockPool) -> RingProducer:
         slots = max(2, settings["ring_bytes"] // pool.block_bytes)

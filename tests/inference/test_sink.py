@@ -105,7 +105,7 @@ def test_a_block_travels_through_the_real_ring(tmp_path):
         block = pool.take(capture("c", layers=(0, 1)))
         block.positions.extend([5, 6, 7])
         pool.memory[block.index] = torch.arange(2 * 32 * 4).view(2, 32, 4)
-        sink.send(block)
+        sink.send([block])
         with socket.socket(socket.AF_UNIX) as shipper:
             shipper.settimeout(20)
             shipper.connect(str(tmp_path / "ring"))
@@ -150,4 +150,4 @@ def test_the_real_ring_holds_up_a_step_until_a_slot_is_free(tmp_path):
 def send_one(pool, sink):
     block = pool.take(capture("c"))
     block.positions.append(0)
-    sink.send(block)
+    sink.send([block])

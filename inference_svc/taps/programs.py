@@ -1,0 +1,72 @@
+"""Programs: what the taps do to a row, on every layer.
+
+Rows of any requests for which the same is done share a program. So a layout is a few sets of rows, and a row carries no
+more than its program and the place that it is captured into.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
+
+from inference_svc.taps.plan import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inference_svc.taps.plan import Operation, RequestPlan
+
+
+class Step(NamedTuple):
+    """One operation of a program: an `Operation` without the positions, which are decided when rows are laid out."""
+
+    kind: Kind
+    row: int
+    """The vector's row in the bank."""
+    layers: tuple[int, ...]
+    scale: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, operation: Operation) -> Step:
+        """Return the step of an operation."""
+        return cls(operation.kind, operation.row, operation.layers, operation.scale, operation.low, operation.high)
+
+
+class Program:
+    """What is done to a row. Interned: equal programs are one object, so that comparing and hashing cost nothing."""
+
+    __slots__ = ("__weakref__", "before_steering", "capture_layers", "steps")
+
+    _known: ClassVar[WeakValueDictionary[tuple[object, ...], Program]] = WeakValueDictionary()
+
+    capture_layers: tuple[int, ...]
+    """The layers on which the row is captured, ascending; empty: none."""
+    before_steering: bool
+    """Capture the row as it was before steering."""
+    steps: tuple[Step, ...]
+    """The operations, in the order in which they are applied; each names its layers."""
+
+    @classmethod
+    def make(cls, capture_layers: tuple[int, ...], *, before_steering: bool, steps: Sequence[Step]) -> Program:
+        """Return the program."""
+        key = (capture_layers, before_steering, tuple(steps))
+        known = cls._known.get(key)
+        if known is None:
+            known = cls()
+            known.capture_layers, known.before_steering, known.steps = key
+            cls._known[key] = known
+        return known
+
+    @classmethod
+    def for_rows(cls, plan: RequestPlan, operations: Sequence[int], *, captured: bool) -> Program | None:
+        """Return the program of a plan's rows to which some of its operations apply; None if nothing is done."""
+        capture = plan.capture if captured else None
+        if capture is None and not operations:
+            return None
+        return cls.make(
+            capture.layers if capture else (),
+            before_steering=bool(capture and capture.before_steering),
+            steps=[Step.of(plan.operations[index]) for index in operations],
+        )

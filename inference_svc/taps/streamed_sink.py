@@ -1,0 +1,132 @@
+"""The sink of a GPU: blocks are copied to the ring on a stream of their own, by a thread of their own.
+
+The engine's thread only records where its stream stands and hands the blocks over: it never waits for a copy, nor for
+a slot of the ring. What holds up the model when the ring is full is the pool: blocks that cannot leave do not come
+back, and the step that needs the next one waits for it (the policy WAIT).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from inference_svc.taps.sink import BlockSink
+from residuum.rpc.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from inference_svc.shipping.producer import RingProducer
+    from inference_svc.taps.blocks import Block, BlockPool
+    from inference_svc.taps.sink import RowFormat
+
+_log = get_logger(__name__)
+
+
+class CannotPinError(RuntimeError):
+    """The ring's memory cannot be pinned for copies from the device."""
+
+
+class _Copy(NamedTuple):
+    """A copy that is under way."""
+
+    block: Block
+    layers: list[int]
+    slot: int
+    rows: Tensor
+    done: torch.cuda.Event
+
+
+class StreamedSink(BlockSink):
+    """Copies blocks from the device to the ring beside the model's own work."""
+
+    def __init__(self, pool: BlockPool, row_format: RowFormat, producer: RingProducer) -> None:
+        """Pin the ring, and start the thread.
+
+        Raises:
+            CannotPinError: CUDA refuses to pin the ring's memory.
+        """
+        super().__init__(pool, row_format, producer)
+        memory = producer.memory
+        code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+        if int(code) != 0:
+            raise CannotPinError(f"cudaHostRegister of the ring ({memory.nbytes} bytes) failed with code {int(code)}")
+        self._device = pool.memory.device
+        self._stream = torch.cuda.Stream(self._device)
+        self._work: queue.SimpleQueue[tuple[Sequence[Block], torch.cuda.Event]] = queue.SimpleQueue()
+        self._under_way: deque[_Copy] = deque()
+        self._changed = threading.Condition()
+        self._unfinished = 0
+        threading.Thread(target=self._run, name="residuum-sink", daemon=True).start()
+
+    def send(self, blocks: Sequence[Block]) -> None:
+        """Hand blocks over; they leave once the model's stream has come to here."""
+        if not blocks:
+            return
+        written = torch.cuda.Event()
+        written.record()
+        self._pool.leaving(len(blocks))
+        with self._changed:
+            self._unfinished += 1
+        self._work.put((blocks, written))
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until every block that was sent has left the pool; tell whether it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unfinished, timeout_seconds)
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(self._stream):
+            while True:
+                blocks, written = self._work.get()
+                try:
+                    self._stream.wait_event(written)
+                    for block in blocks:
+                        self._start(block)
+                    self._finish_all()
+                except Exception:
+                    # Without this thread no block ever comes back: fail loudly where the step will see it.
+                    _log.exception("captured rows cannot be copied from the device")
+                    self._pool.fail()
+                    raise
+                finally:
+                    with self._changed:
+                        self._unfinished -= 1
+                        self._changed.notify_all()
+
+    def _start(self, block: Block) -> None:
+        layers = self._own_layers(block.capture)
+        if block.capture.is_probe:
+            self._keep_probe(block, layers)
+            self._stream.synchronize()
+        elif layers and block.positions:
+            slot = self._acquire(block)
+            if slot is not None:
+                rows = self._copy(block, layers, slot)
+                done = torch.cuda.Event()
+                done.record(self._stream)
+                self._under_way.append(_Copy(block, layers, slot, rows, done))
+                return
+            self._shed(block)
+        self._pool.give_back(block)
+
+    def _acquire(self, block: Block) -> int | None:
+        slot = self._producer.acquire(block=False)
+        if slot is None:
+            self._finish_all()  # what is under way must be published before its slots can come back
+            slot = self._producer.acquire(block=not block.capture.sheds)
+        return slot
+
+    def _finish_all(self) -> None:
+        while self._under_way:
+            copy = self._under_way.popleft()
+            copy.done.synchronize()
+            self._publish(copy.block, copy.layers, copy.slot)
+            self._pool.give_back(copy.block)
