@@ -4,14 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
+
+import numpy as np
 
 from residuum._progress import progress_bar
 from residuum._requests import Prompt
 from residuum.exceptions import BatchFailed, InvalidRequest, RequestAborted, ResiduumError
 from residuum.replies import Reply
 from residuum.streams import Stream
+
+
+def check_prompts(prompts: Iterable[Prompt], sampling: Mapping[str, Any]) -> list[Prompt]:
+    """Return the prompts of a batch as a list.
+
+    Raises:
+        TypeError: They are one prompt, or an argument is given that belongs to one request.
+    """
+    for name in ("request_id", "registration"):
+        if name in sampling:
+            raise TypeError(
+                f"generate_many() takes no {name}: it belongs to one request, and here are many. Take the ids from the "
+                f"replies, or call generate({name}=...) for each prompt."
+            )
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise TypeError(f"generate_many() takes a list of prompts, not {_short(prompts)}; write [prompt] for one.")
+    items = list(prompts)
+    if items and all(isinstance(item, (int, np.integer, Mapping)) for item in items):
+        raise TypeError(
+            "generate_many() takes a list of prompts, and this is one prompt, of token ids or the turns of one "
+            "conversation; write [prompt]."
+        )
+    return items
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - enough to know it again
 
 
 def check_concurrency(max_concurrency: int) -> int:

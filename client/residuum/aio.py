@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from residuum import _health, _vectors
 from residuum import exceptions as exc
-from residuum._batch import run_async_batch
+from residuum._batch import check_prompts, run_async_batch
 from residuum._events import ReplyBuilder
 from residuum._requests import GenerationPlan, Prompt, check_id, plan_generation, plan_spec
 from residuum.aio_reading import AsyncCaptureClient
@@ -121,6 +121,7 @@ class AsyncClient(AsyncCaptureClient):
         Raises:
             BatchFailed: Some prompts failed. It is raised when all others have ended, and holds their replies.
         """
+        batch = check_prompts(prompts, sampling)
         operations = operation_list(steer)
 
         async def run(prompt: Prompt) -> Reply:
@@ -128,7 +129,7 @@ class AsyncClient(AsyncCaptureClient):
                 prompt, capture=capture, steer=operations, model=model, timeout=timeout, **sampling
             )
 
-        return await run_async_batch(run, list(prompts), max_concurrency=max_concurrency, progress=progress)
+        return await run_async_batch(run, batch, max_concurrency=max_concurrency, progress=progress)
 
     async def register(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from residuum import _health, _vectors
 from residuum import exceptions as exc
-from residuum._batch import run_batch
+from residuum._batch import check_prompts, run_batch
 from residuum._requests import GenerationPlan, Prompt, check_id, plan_generation, plan_spec
 from residuum.capture import Capture
 from residuum.manifest import to_datetime
@@ -169,17 +169,19 @@ class Client(CaptureClient):
 
         Raises:
             BatchFailed: Some prompts failed. It is raised when all others have ended, and holds their replies.
+            TypeError: The prompts are a single one, or an argument belongs to a single request, such as request_id.
 
         Example:
             >>> replies = client.generate_many(["One", "Two"], capture=residuum.Capture(), max_tokens=8)
             >>> acts = [client.activations(reply.request_id) for reply in replies]
         """
+        batch = check_prompts(prompts, sampling)
         operations = operation_list(steer)
 
         def start(prompt: Prompt) -> Stream:
             return self.stream(prompt, capture=capture, steer=operations, model=model, timeout=timeout, **sampling)
 
-        return run_batch(start, list(prompts), max_concurrency=max_concurrency, progress=progress)
+        return run_batch(start, batch, max_concurrency=max_concurrency, progress=progress)
 
     def register(
         self,

@@ -62,3 +62,19 @@ def test_many_threads_share_a_client(endpoint, peer):
             return client.activations(reply.request_id)[2].shape[0]
 
         assert list(pool.map(one, range(24))) == [number + 3 for number in range(24)]
+
+
+@pytest.mark.parametrize(
+    "prompts", ["abc", b"abc", 5, None, [1, 2, 3], np.array([1, 2]), {"role": "user"}, [{"role": "u", "content": "a"}]]
+)
+async def test_one_prompt_is_no_batch(client, peer, prompts):
+    with pytest.raises(TypeError, match=r"generate_many\(\) takes a list of prompts.*\[prompt\]"):
+        await client.generate_many(prompts)
+    assert peer.calls == []
+
+
+@pytest.mark.parametrize("name", ["request_id", "registration"])
+async def test_what_belongs_to_one_request_is_not_for_a_batch(client, peer, name):
+    with pytest.raises(TypeError, match=rf"takes no {name}.*generate\({name}=\.\.\.\)"):
+        await client.generate_many(["a", "b"], **{name: "x"})
+    assert peer.calls == []
