@@ -22,6 +22,9 @@ class Vector:
 
     A server keeps vectors by digest, so the same vector is sent once, however many requests use it.
 
+    Args:
+        array: As for `from_array`, which is the same under a longer name.
+
     Example:
         >>> joy = residuum.Vector.from_array(happy.mean(axis=0) - sad.mean(axis=0))
         >>> joy
@@ -30,39 +33,25 @@ class Vector:
 
     __slots__ = ("__dict__", "_values")
 
-    def __init__(self, values: FloatArray) -> None:
-        """Prefer `Vector.from_array`, which converts and explains what is wrong."""
-        self._values = values
-        values.setflags(write=False)
+    def __init__(self, array: npt.ArrayLike) -> None:
+        self._values = _checked(_as_float32(array))
+        self._values.setflags(write=False)  # a copy, so the caller's own array stays as it was
 
     @classmethod
     def from_array(cls, array: npt.ArrayLike) -> Vector:
-        """Make a vector from anything that numpy or torch calls a one-dimensional array of numbers.
+        """Make a vector from anything that numpy or torch calls a one-dimensional array of real numbers.
 
         Args:
-            array: Shape [hidden]; converted to float32. A torch tensor may lie on any device.
+            array: Shape [hidden]; copied and converted to float32. A torch tensor may lie on any device.
 
         Raises:
-            BadVector: It has another number of dimensions, is empty, or holds something that is not finite.
+            BadVector: It has another number of dimensions, is empty, or holds something that is not real and finite.
 
         Example:
             >>> Vector.from_array([0.0, 1.0, 0.0]).digest.hex()[:8]
             '…'
         """
-        values = _as_float32(array)
-        if values.ndim != 1 or not values.size:
-            raise BadVector(
-                f"A vector has the shape [hidden], but this array has {list(values.shape)}. "
-                "Take one row, or average over the others.",
-                reason="WRONG_LENGTH",
-            )
-        bad = int(np.count_nonzero(~np.isfinite(values)))
-        if bad:
-            raise BadVector(
-                f"{bad} of {values.size} elements are NaN, infinite or beyond float32; every element must be finite.",
-                reason="BAD_VALUES",
-            )
-        return cls(values)
+        return cls(array)
 
     @functools.cached_property
     def message(self) -> tensor_pb2.Vector:
@@ -157,11 +146,35 @@ def _named(name: str, array: npt.ArrayLike) -> Vector:
         raise BadVector(f"{name}: {error}", reason=error.reason) from None
 
 
+def _checked(values: FloatArray) -> FloatArray:
+    if values.ndim != 1 or not values.size:
+        raise BadVector(
+            f"A vector has the shape [hidden], but this array has {list(values.shape)}. "
+            "Take one row, or average over the others.",
+            reason="WRONG_LENGTH",
+        )
+    bad = int(np.count_nonzero(~np.isfinite(values)))
+    if bad:
+        raise BadVector(
+            f"{bad} of {values.size} elements are NaN, infinite or beyond float32; every element must be finite.",
+            reason="BAD_VALUES",
+        )
+    return values
+
+
 def _as_float32(array: npt.ArrayLike) -> FloatArray:
     if hasattr(array, "detach"):  # a torch tensor, without importing torch: numpy knows neither CUDA nor bfloat16
-        array = array.detach().cpu().float().numpy()
+        tensor = array.detach().cpu()
+        array = tensor.numpy() if tensor.is_complex() else tensor.float().numpy()
     try:
+        if np.iscomplexobj(array):
+            raise BadVector(
+                "A vector is real, and these numbers are complex; take their real part or their absolute value.",
+                reason="WRONG_DTYPE",
+            )
         with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused by name
             return np.array(array, dtype="<f4", order="C")
+    except BadVector:
+        raise
     except (TypeError, ValueError) as error:
         raise BadVector(f"This is not an array of numbers: {error}", reason="WRONG_DTYPE") from None

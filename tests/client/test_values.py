@@ -76,6 +76,9 @@ def test_torch_tensors_without_torch():
 
         cpu = float = detach
 
+        def is_complex(self):
+            return False
+
         def numpy(self):
             return np.array([1.0, 2.0], np.float32)
 
@@ -95,12 +98,30 @@ def test_torch_tensors_without_torch():
         ([[1.0], [1.0, 2.0]], "WRONG_DTYPE"),
         (None, "BAD_VALUES"),
         ([1j], "WRONG_DTYPE"),
+        (np.array([1 + 2j, 3.0]), "WRONG_DTYPE"),
+        (np.array([1.0], np.complex64), "WRONG_DTYPE"),
     ],
 )
 def test_arrays_that_are_no_vector(array, reason):
     with pytest.raises(residuum.BadVector) as caught:
         residuum.Vector.from_array(array)
     assert caught.value.reason in (reason, "WRONG_LENGTH")
+
+
+def test_complex_tensors_are_no_vector():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(residuum.BadVector, match="complex"):
+        residuum.Vector.from_array(torch.tensor([1 + 2j]))
+    assert residuum.Vector(torch.tensor([1.0, 2.0], dtype=torch.bfloat16)) == residuum.Vector([1.0, 2.0])
+
+
+def test_the_constructor_converts_and_copies():
+    array = np.array([3.0, 4.0], np.float32)
+    assert residuum.Vector(array) == residuum.Vector([3, 4]) == joy
+    array[0] = 7  # still the caller's own
+    assert residuum.Vector(array) != joy
+    with pytest.raises(residuum.BadVector, match=r"\[hidden\]"):
+        residuum.Vector([[1.0]])
 
 
 def test_load_vectors(tmp_path):
