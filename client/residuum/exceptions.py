@@ -43,7 +43,7 @@ A failure of a reason that this version does not know is mapped by its gRPC code
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ class ResiduumError(Exception):
         self.reason = reason
         self.metadata = dict(metadata or {})
 
+    def __reduce__(self) -> tuple[Callable[..., ResiduumError], tuple[object, ...]]:
+        # BaseException would call the class with the message alone, and some of these need more to be made.
+        return _unpickled, (type(self), self.args, self.__dict__.copy())
+
     @property
     def request_id(self) -> str | None:
         """The request that failed, if it is known; it is also the name of its capture."""
@@ -73,6 +77,13 @@ class ResiduumError(Exception):
     def capture_id(self) -> str | None:
         """The capture that is concerned, if it is known."""
         return self.metadata.get("capture_id") or self.metadata.get("request_id")
+
+
+def _unpickled(kind: type[ResiduumError], arguments: tuple[object, ...], facts: dict[str, object]) -> ResiduumError:
+    error = kind.__new__(kind)
+    error.args = arguments
+    error.__dict__.update(facts)
+    return error
 
 
 class InvalidRequest(ResiduumError, ValueError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 import residuum
 from residuum import _failures, exceptions
-from residuum.v1 import errors_pb2
+from residuum.v1 import capture_pb2, errors_pb2
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +35,7 @@ def test_public_names():
     for name in NAMES:
         assert getattr(residuum, name) is not None
         assert name in dir(residuum)
+    assert len(set(dir(residuum))) == len(dir(residuum))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = residuum.nothing
 
@@ -95,6 +98,35 @@ def test_the_tree_in_the_docstring_is_the_tree():
     for name, kind in inspect.getmembers(exceptions, inspect.isclass):
         if issubclass(kind, BaseException):
             assert f"{name} " in drawn.replace("\n", " "), name
+
+
+def _errors():
+    """One exception of every class."""
+    manifest = residuum.Manifest.from_proto(capture_pb2.CaptureManifest())
+    special = {
+        residuum.Unreachable: lambda: residuum.Unreachable("away", endpoint="host:1"),
+        residuum.BatchFailed: lambda: residuum.BatchFailed([None], {0: residuum.EmptyPrompt("empty", reason="X")}),
+        **{
+            kind: lambda kind=kind: kind("not whole", manifest, reason="OVERFLOW")
+            for kind in (residuum.CaptureNotComplete, *residuum.CaptureNotComplete.__subclasses__())
+        },
+    }
+    for _, kind in inspect.getmembers(exceptions, inspect.isclass):
+        if issubclass(kind, residuum.ResiduumError):
+            yield special.get(kind, lambda kind=kind: kind("what", reason="WHY", metadata={"request_id": "r"}))()
+
+
+@pytest.mark.parametrize("error", _errors(), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy])
+def test_exceptions_travel_between_processes(error, again):
+    other = again(error)
+    assert type(other) is type(error)
+    assert (str(other), other.args, other.reason, other.metadata) == (
+        str(error), error.args, error.reason, error.metadata,
+    )  # fmt: skip
+    assert vars(other).keys() == vars(error).keys()
+    assert getattr(other, "manifest", None) == getattr(error, "manifest", None)
+    assert getattr(other, "endpoint", None) == getattr(error, "endpoint", None)
 
 
 class BareError(grpc.RpcError):
