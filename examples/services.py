@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,9 +74,11 @@ class Service:
         try:
             self.process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            # The group: vLLM's own processes must not outlive the service.
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
             self.process.wait()
+        # The group: vLLM's own processes must not outlive the service, however that ended.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _is_serving(self) -> bool:
         if not (self.folder / f"{self.name}.port").exists():

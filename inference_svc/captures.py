@@ -25,6 +25,14 @@ _MAX_BACKOFF_SECONDS = 5.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
+_FINAL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+"""Answers to a seal that the same seal would get again: the capture was deleted, has ended, or the seal is bad."""
+
+
+class NoAnswerError(Failure):
+    """The store did not answer in time: whether it did what it was asked is not known."""
+
+
 class CaptureKeeper:
     """Speaks to the store for the inference service. Rows do not pass here: shippers send them."""
 
@@ -61,7 +69,7 @@ class CaptureKeeper:
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
         """Say how a request ended. Returns at once; it is tried until the store has heard it."""
-        task = asyncio.create_task(self._seal(request))
+        task = asyncio.create_task(self._seal(request), name=request.capture_id)
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
 
@@ -72,7 +80,8 @@ class CaptureKeeper:
             for task in late:
                 task.cancel()
             if late:
-                _log.error("captures were not sealed: the store did not answer in time", captures=len(late))
+                names = sorted(task.get_name() for task in late)
+                _log.error("captures were not sealed: the store did not answer in time", captures=names)
         await self._channel.close()
 
     async def _seal(self, request: store_pb2.SealCaptureRequest) -> None:
@@ -81,8 +90,7 @@ class CaptureKeeper:
             try:
                 await self._store.SealCapture(request, timeout=_SEAL_SECONDS)
             except grpc.aio.AioRpcError as error:
-                if error.code() not in (*_UNREACHABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
-                    # Deleted meanwhile, most likely: there is nothing left to seal.
+                if _is_final(error):
                     _log.warning("capture not sealed", capture_id=request.capture_id, cause=error.details())
                     return
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, no secret
@@ -94,9 +102,16 @@ class CaptureKeeper:
         failure = failure_from_rpc_error(error)
         if failure is not None and failure.code not in _UNREACHABLE:
             return failure
-        return Failure(
+        kind = NoAnswerError if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED else Failure
+        return kind(
             Reason.ERROR_REASON_STORE_UNREACHABLE,
             f"The store at {self.endpoint} does not answer ({error.details()}). Nothing can be captured until it does; "
             "requests without a capture are served.",
             endpoint=self.endpoint,
         )
+
+
+def _is_final(error: grpc.aio.AioRpcError) -> bool:
+    if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return failure_from_rpc_error(error) is None  # not the store's want of room, but gRPC's: the seal is too large
+    return error.code() in _FINAL

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import os
+import signal
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,9 @@ _WORKERS = {
     "cpu": "inference_svc.taps.cpu_worker.TappedCpuWorker",
     "cuda": "inference_svc.taps.gpu_worker.TappedGpuWorker",
 }
+
+_GIVEN_UP = ("abort", "error")
+"""What vLLM calls the end of a request that it gave up by itself, without an exception."""
 
 _CPU_KV_CACHE_GIB = 2.0
 _DRAIN_POLL_SECONDS = 0.02
@@ -99,7 +103,7 @@ class Engine:
         """
         _prepare_environment(settings, control_dir)
         # In a thread: the event loop goes on answering health checks while the model loads.
-        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, _engine_args(settings))
+        llm = await asyncio.to_thread(_start_llm, _engine_args(settings))
         try:
             tokenizer = llm.get_tokenizer()
             if inspect.isawaitable(tokenizer):
@@ -136,7 +140,7 @@ class Engine:
         """Generate one sequence. Closing the iterator stops the engine's request.
 
         Raises:
-            Failure: The engine is dead.
+            Failure: The engine is dead, or gave the request up.
         """
         sampling = sampling.clone()
         sampling.extra_args = plan.to_extra_args() if plan else None
@@ -149,6 +153,11 @@ class Engine:
             async with aclosing(self._llm.generate(prompt, sampling, engine_id)) as outputs:
                 async for output in outputs:
                     completion = output.outputs[0]
+                    if completion.finish_reason in _GIVEN_UP:
+                        raise Failure(
+                            Reason.ERROR_REASON_INTERNAL,
+                            f"The engine gave the request up ({completion.finish_reason}); its log may say why.",
+                        )
                     stop = completion.stop_reason
                     yield Delta(
                         text=completion.text,
@@ -157,27 +166,43 @@ class Engine:
                         stop_reason=stop if isinstance(stop, str) else "",
                     )
         except EngineDeadError as error:
-            raise Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died; the service is stopping.") from error
+            raise _engine_dead() from error
 
     async def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Write vectors into rows of every rank's bank; see `VectorBank.load`."""
-        await self._llm.collective_rpc("residuum_load_vectors", args=(list(rows),))
+        await self._call("residuum_load_vectors", list(rows))
 
     async def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], bytes]]:
         """Return the rows of a self-test from every rank; see `TappedWorker.residuum_take_probe`."""
-        parts = await self._llm.collective_rpc("residuum_take_probe", args=(capture_id,))
+        parts = await self._call("residuum_take_probe", capture_id)
         return [block for rank in parts for block in rank]
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Wait until the store has acknowledged every captured row; tell whether it has."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_seconds
-        while loop.time() < deadline:
-            remaining = max(deadline - loop.time(), 0.0)
-            if all(await self._llm.collective_rpc("residuum_drain", args=(remaining,))):
-                return True
+        """Wait until the store has acknowledged every captured row; tell whether it has.
+
+        Never waits longer than it is told: a worker whose step waits for the store answers nothing, and vLLM never
+        answers what was asked of an engine that has died since.
+        """
+        try:
+            await asyncio.wait_for(self._drained(timeout_seconds), timeout_seconds)
+        except (asyncio.TimeoutError, Failure):
+            return False
+        return True
+
+    async def _drained(self, timeout_seconds: float) -> None:
+        while not all(await self._call("residuum_drain", timeout_seconds)):  # noqa: ASYNC110 - it asks another process
             await asyncio.sleep(_DRAIN_POLL_SECONDS)  # lets the step run that flushes the last rows
-        return False
+
+    async def _call(self, method: str, argument: object) -> list[Any]:
+        """Call a method of every worker.
+
+        Raises:
+            Failure: The engine is dead.
+        """
+        try:
+            return list(await self._llm.collective_rpc(method, args=(argument,)))
+        except EngineDeadError as error:
+            raise _engine_dead() from error
 
     @property
     def is_dead(self) -> bool:
@@ -228,10 +253,27 @@ def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int)
     )
 
 
+def _start_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
+    """Start the engine with SIGINT blocked, in a thread of its own; its processes inherit that.
+
+    Ctrl-C reaches every process of a terminal's job. The service alone hears it, and stops the engine in order.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _engine_dead() -> Failure:
+    return Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died; the service is stopping.")
+
+
 def _prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
     # The workers are spawned and inherit the environment.
     worker = {
         "control_dir": control_dir,
+        "service_pid": os.getpid(),
         "ring_bytes": settings.ring_mib << 20,
         "bank_rows": settings.max_active_vectors,
     }

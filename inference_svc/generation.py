@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.plans import make_plan
 from inference_svc.specs import check_prompt, check_sampling, resolve_spec
@@ -15,12 +16,15 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, store_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 
     from inference_svc.captures import CaptureKeeper
     from inference_svc.engine import Delta, Engine
     from inference_svc.requests import RequestRegistry, Running
     from inference_svc.vectors import VectorActivator, VectorCache
+
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -84,7 +88,10 @@ class Generator:
         began = False
         try:
             self._check_vectors(running)
-            async with self._activator.active(running.spec.digests) as rows:
+            async with AsyncExitStack() as stack:
+                rows = await _unless_aborted(
+                    running, stack.enter_async_context(self._activator.active(running.spec.digests))
+                )
                 handle = await self._open_capture(running, token_ids, sampling)
                 began = True
                 run = _Run(self._engine, running, token_ids, sampling, rows, handle)
@@ -130,8 +137,8 @@ class Generator:
         description.request_time.GetCurrentTime()
         try:
             await keeper.open(description)
-        except asyncio.CancelledError:
-            # The client has gone, but the store may have opened the capture: nobody else would ever end it.
+        except (asyncio.CancelledError, NoAnswerError):
+            # The store may have opened the capture: nobody else would ever end it.
             self._registry.end(running)
             unheard = [capture_pb2.SequenceOutcome(finish_reason="abort")] * _num_sequences(sampling)
             keeper.seal(_aborted(running.request_id, unheard))
@@ -219,15 +226,14 @@ class _Run:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate(self, index: int) -> None:
-        plan = make_plan(self.running, index, len(self._token_ids), self._rows)
-        stream = self._engine.generate(
-            f"{self.running.request_id}#{index}",
-            self._token_ids,
-            sampling_params(self._sampling, index),
-            plan,
-            self.running.spec.cache_salt(len(self._token_ids)),
-        )
         try:
+            stream = self._engine.generate(
+                f"{self.running.request_id}#{index}",
+                self._token_ids,
+                sampling_params(self._sampling, index),
+                make_plan(self.running, index, len(self._token_ids), self._rows),
+                self.running.spec.cache_salt(len(self._token_ids)),
+            )
             async for delta in stream:
                 self._queue.put_nowait((index, delta))
         except Exception as error:  # noqa: BLE001 - handed to the consumer, which raises it
@@ -237,12 +243,7 @@ class _Run:
 
     async def _watch_abort(self) -> None:
         await self.running.aborted.wait()
-        request_id = self.running.request_id
-        self._queue.put_nowait(
-            _Ended(
-                Failure(Reason.ERROR_REASON_ABORTED, f"The request {request_id!r} was aborted.", request_id=request_id)
-            )
-        )
+        self._queue.put_nowait(_Ended(_aborted_failure(self.running)))
 
     def _delta(self, index: int, delta: Delta) -> inference_pb2.GenerateResponse:
         sequence = self._sequences[index]
@@ -298,7 +299,32 @@ def _blame(seal: store_pb2.SealCaptureRequest, error: Exception) -> None:
     seal.incomplete_reason = (
         capture_pb2.INCOMPLETE_REASON_ENGINE_DIED if died else capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED
     )
-    seal.incomplete_detail = str(error)
+    # Another text than that of our own failures is for the log: it may hold anything.
+    seal.incomplete_detail = error.message if isinstance(error, Failure) else "The engine failed; see its log."
+
+
+def _aborted_failure(running: Running) -> Failure:
+    return Failure(
+        Reason.ERROR_REASON_ABORTED, f"The request {running.request_id!r} was aborted.", request_id=running.request_id
+    )
+
+
+async def _unless_aborted(running: Running, work: Coroutine[object, object, _T]) -> _T:
+    """Return what `work` returns, or stop it.
+
+    Raises:
+        Failure: Somebody called Abort meanwhile.
+    """
+    working, aborted = asyncio.create_task(work), asyncio.create_task(running.aborted.wait())
+    try:
+        await asyncio.wait({working, aborted}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise _aborted_failure(running)
+    finally:
+        for task in (working, aborted):
+            task.cancel()
+        await asyncio.gather(working, aborted, return_exceptions=True)
 
 
 def _num_sequences(sampling: inference_pb2.SamplingParameters) -> int:

@@ -25,6 +25,8 @@ from residuum.rpc.serving import NOT_SERVING, SERVING, AioErrorInterceptor, add_
 from residuum.v1 import inference_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from inference_svc.settings import InferenceSettings
 
 _log = get_logger(__name__)
@@ -143,16 +145,29 @@ class InferenceServer:
         if self._parts is not None:
             await self._finish_requests(self._parts)
         await server.stop(_STOP_SECONDS)
-        if self._parts is None:
-            return
-        if not self._parts.engine.is_dead and self._parts.keeper and not await self._parts.engine.drain(_SEAL_SECONDS):
-            _log.error("rows are left in the ring: the store did not take them in time")
-        if self._parts.keeper:
-            await self._parts.keeper.close(_SEAL_SECONDS)
-        if self._shippers:
-            await self._shippers.stop(_STOP_SECONDS)
-        self._parts.engine.shutdown()
+        if self._parts is not None:
+            await self._hand_over(self._parts)
+            self._parts.engine.shutdown()
         _log.info("stopped")
+
+    async def _hand_over(self, parts: Parts) -> None:
+        """Deliver what is left to the store, each part by itself: one that fails must not keep the others from it."""
+        if parts.keeper is None:
+            return
+        steps: list[tuple[str, Awaitable[object]]] = [("seals", parts.keeper.close(_SEAL_SECONDS))]
+        if self._shippers:
+            steps.append(("shippers", self._shippers.stop(_STOP_SECONDS)))
+        if not parts.engine.is_dead:
+            steps.insert(0, ("rows", self._drain(parts.engine)))
+        for what, step in steps:
+            try:
+                await step
+            except Exception:  # noqa: BLE001 - logged, and the next part has its turn
+                _log.exception("not everything was handed to the store", part=what)
+
+    async def _drain(self, engine: Engine) -> None:
+        if not await engine.drain(_SEAL_SECONDS):
+            _log.error("rows are left in the ring: the store did not take them in time")
 
     async def _finish_requests(self, parts: Parts) -> None:
         deadline = asyncio.get_running_loop().time() + self._settings.grace_seconds

@@ -133,7 +133,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         """See inference.proto."""
         del context
-        self._require().registry.abort(request.request_id)
+        if self._parts is None:
+            raise _not_serving()
+        self._parts.registry.abort(request.request_id)  # also while the service drains
         return inference_pb2.AbortResponse()
 
     def _require(self) -> Parts:

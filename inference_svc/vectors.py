@@ -139,6 +139,9 @@ class VectorActivator:
         Raises:
             Failure: A vector is not here any more, or there was no room for too long.
         """
+        if not digests:
+            yield {}
+            return
         rows = await self._acquire(digests)
         try:
             yield rows
@@ -146,8 +149,6 @@ class VectorActivator:
             await asyncio.shield(self._release(digests))
 
     async def _acquire(self, digests: Sequence[bytes]) -> dict[bytes, int]:
-        if not digests:
-            return {}
         if len(digests) > self._total:
             raise self._full(f"The request uses {len(digests)} vectors; at most {self._total} can be active.")
         async with self._changed:

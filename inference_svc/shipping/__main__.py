@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from inference_svc.logs import LEVEL_VARIABLE
 from inference_svc.shipping.shipper import Shipper, ShipperSettings
 from residuum.rpc.logs import configure_logs
 
@@ -64,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--parent-pid", metavar="PID", type=int, help="stop when this is no longer the parent process")
     parser.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least level that is logged"
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default=os.environ.get(LEVEL_VARIABLE, "info"),
+        help="least level that is logged",
     )
     return parser
 

@@ -22,8 +22,10 @@ from inference_svc.taps import op, runner_v1, runner_v2
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
+from inference_svc.taps.limits import refuse_unsupported
 from inference_svc.taps.runtime import TapRuntime
 from inference_svc.taps.sink import BlockSink, RowFormat
+from inference_svc.taps.watchdog import end_with
 from residuum.v1 import tensor_pb2
 
 if TYPE_CHECKING:
@@ -104,8 +106,10 @@ class _Taps:
 
     def __init__(self, worker: Any) -> None:
         settings = json.loads(os.environ[SETTINGS_VARIABLE])
+        end_with({settings["service_pid"], os.getppid()})
         config = worker.vllm_config
         runner = worker.model_runner
+        refuse_unsupported(config)
         num_layers = config.model_config.get_total_num_hidden_layers()
         layers = model_taps.find_decoder_layers(runner.get_model(), num_layers)
         self._format = RowFormat(

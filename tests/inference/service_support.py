@@ -20,7 +20,7 @@ from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.settings import InferenceSettings
 from inference_svc.vectors import VectorActivator, VectorCache
 from residuum.rpc.channels import SERVER_OPTIONS, open_aio_channel
-from residuum.rpc.errors import Failure, failure_from_rpc_error
+from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.rpc.logs import get_logger
 from residuum.rpc.serving import AioErrorInterceptor
 from residuum.v1 import (
@@ -169,7 +169,8 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
     async def SealCapture(self, request, context):
         if self.failing_seals:
             self.failing_seals -= 1
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "scripted")
+            full = Failure(Reason.ERROR_REASON_STORE_FULL, "scripted").to_status()
+            await context.abort(full.code, full.details, full.trailing_metadata)
         async with self.changed:
             self.seals.append(request)
             self.changed.notify_all()

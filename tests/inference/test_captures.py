@@ -73,7 +73,7 @@ async def test_a_failed_request_is_incomplete_and_says_why(service, manifest):
     sealed = await manifest("r")
     assert sealed.state == capture_pb2.CAPTURE_STATE_INCOMPLETE
     assert sealed.incomplete_reason == capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED
-    assert sealed.incomplete_detail == "out of luck"
+    assert sealed.incomplete_detail == "The engine failed; see its log."
 
 
 async def test_an_id_that_the_store_knows_from_before_is_refused(real_store):

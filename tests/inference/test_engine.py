@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import aclosing
 from types import SimpleNamespace
 
@@ -226,4 +227,4 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
     settings = InferenceSettings(model="folder", ring_mib=3, max_active_vectors=5)
     engine_module._prepare_environment(settings, "/control")
     worker = json.loads(engine_module.os.environ[SETTINGS_VARIABLE])
-    assert worker == {"control_dir": "/control", "ring_bytes": 3 << 20, "bank_rows": 5}
+    assert worker == {"control_dir": "/control", "ring_bytes": 3 << 20, "bank_rows": 5, "service_pid": os.getpid()}

@@ -200,7 +200,7 @@ async def test_a_failure_of_one_sequence_ends_the_request_as_incomplete(service,
     seal = await store.seal()
     assert seal.outcome == INCOMPLETE
     assert seal.incomplete_reason == capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED
-    assert seal.incomplete_detail == "CUDA took a walk"
+    assert seal.incomplete_detail == "The engine failed; see its log."
     assert sorted(service.engine.closed) == ["r#0", "r#1"]
 
 

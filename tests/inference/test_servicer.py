@@ -83,7 +83,6 @@ CALLS = {
     "FindMissingVectors": find_missing,
     "PutVectors": lambda service: service.put(JOY),
     "Generate": lambda service: service.events(ask()),
-    "Abort": lambda service: service.abort("r"),
 }
 
 
@@ -93,6 +92,14 @@ async def test_while_it_does_not_serve_only_the_model_is_told(service, call):
     failure = await failure_of(call(service))
     assert (failure.reason_name, failure.code) == ("NOT_SERVING", grpc.StatusCode.UNAVAILABLE)
     assert (await model_info(service)).model == "tiny"
+
+
+async def test_abort_is_heard_while_the_service_drains(service):
+    await service.register(spec("r"))
+    service.servicer.set_serving(serving=False)
+    await service.abort("r")
+    service.servicer.set_serving(serving=True)
+    assert (await failure_of(service.events(ask("r")))).reason_name == "UNKNOWN_REQUEST"
 
 
 async def test_registering_answers_with_what_is_missing_and_for_how_long(service):

@@ -1,0 +1,35 @@
+"""Engines that are refused at start."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from inference_svc.taps.limits import UnsupportedEngineError, refuse_unsupported
+
+
+def config(speculative: object = None, data_parallel: int = 1, **passes: bool) -> SimpleNamespace:
+    return SimpleNamespace(
+        speculative_config=speculative,
+        parallel_config=SimpleNamespace(data_parallel_size=data_parallel),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**passes)),
+    )
+
+
+def test_a_plain_engine_is_served() -> None:
+    refuse_unsupported(config())
+    refuse_unsupported(config(enable_sp=False))
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (config(speculative=object()), "speculative decoding"),
+        (config(enable_sp=True), "sequence parallelism"),
+        (config(data_parallel=2), "data parallelism"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused_by_name(asked: SimpleNamespace, named: str) -> None:
+    with pytest.raises(UnsupportedEngineError, match=named):
+        refuse_unsupported(asked)
