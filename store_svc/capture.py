@@ -1,7 +1,8 @@
-"""The life of a capture: open, sealed, ended, settled. Pure: the caller brings the time and writes what changes."""
+"""The life of a capture: open, sealed, ended. Pure: the caller brings the time and writes what changes."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -18,12 +19,23 @@ ABORTED = capture_pb2.CAPTURE_STATE_ABORTED
 _TIMED_OUT = capture_pb2.INCOMPLETE_REASON_TIMED_OUT
 
 
+class Wait(enum.Enum):
+    """What a capture that has not ended waits for."""
+
+    SEAL = enum.auto()
+    """The end of its request."""
+    ROWS = enum.auto()
+    """Expected rows: its request ended by itself."""
+    REMNANTS = enum.auto()
+    """Rows that were under way when its request was aborted, or failed; others will not come."""
+
+
 class Capture:
     """One capture that may still change.
 
-    A capture *ends* when its state is final. It is *settled* when its rows are final too: at once, except that an
-    aborted one still takes the rows that were under way. The writer changes a fork and publishes it after the commit,
-    so whoever holds a Capture that was published reads it without a lock.
+    A capture *ends* when its state and its rows are final, both at once: whatever the outcome that it was sealed with,
+    rows that were under way are waited for. The writer changes a fork and publishes it after the commit, so whoever
+    holds a Capture that was published reads it without a lock.
     """
 
     def __init__(
@@ -41,7 +53,6 @@ class Capture:
         self.ledger = Ledger(description)
         self.seal: store_pb2.SealCaptureRequest | None = None
         self.num_losses = 0
-        self.settled = False
         self.progress = progress
         """When it was sealed, or a row or a loss came, by the monotonic clock in seconds."""
         self._loss: store_pb2.RowLoss | None = None
@@ -72,6 +83,13 @@ class Capture:
         return self._record.state
 
     @property
+    def wait(self) -> Wait:
+        """What it waits for; without meaning once it has ended."""
+        if self.seal is None:
+            return Wait.SEAL
+        return Wait.ROWS if self.seal.outcome == COMPLETE else Wait.REMNANTS
+
+    @property
     def ended(self) -> bool:
         """Whether its state is final."""
         return self._record.state != OPEN
@@ -97,34 +115,25 @@ class Capture:
         self.progress = progress
 
     def close(self, seal: store_pb2.SealCaptureRequest, now: Timestamp, progress: float) -> None:
-        """Seal it: fix what is expected, and with the outcomes ABORTED and INCOMPLETE end it."""
+        """Seal it: fix what is expected. It ends at once if nothing of that is outstanding."""
         self.seal = seal
         self.progress = progress
         self._record.seal_time.CopyFrom(now)
         self._record.sequences.extend(seal.sequences)
         self.ledger.expect([len(sequence.generated_token_ids) for sequence in seal.sequences])
-        if seal.outcome == INCOMPLETE:
-            self._end_incomplete(seal.incomplete_reason, seal.incomplete_detail, now)
-        elif seal.outcome == ABORTED:
-            self._end(ABORTED, now)
         self.advance(now)
 
     def advance(self, now: Timestamp) -> None:
-        """End or settle it if nothing more is to come."""
-        if self.seal is None or self.settled or self.ledger.outstanding:
-            return
-        if self.state == OPEN and not self.ledger.missing:
-            self._end(COMPLETE, now)
-        elif self.state == OPEN and self._loss is not None:
-            self._end_incomplete(self._loss.reason, self._loss.detail, now)
-        self.settled = True
+        """End it if it is sealed and nothing more is to come."""
+        if self.seal is not None and not self.ended and not self.ledger.outstanding:
+            loss = self._loss or store_pb2.RowLoss()  # what is missing now was lost
+            self._end(self.seal, loss.reason, loss.detail, now)
 
     def time_out(self, now: Timestamp, waited: float) -> None:
-        """Settle it although rows are outstanding: none came for `waited` seconds."""
-        if self.state == OPEN:
-            detail = f"{self.ledger.outstanding} rows did not come; none of them in the last {waited:g} s"
-            self._end_incomplete(_TIMED_OUT, detail, now)
-        self.settled = True
+        """End it, which is sealed, although rows are outstanding: none came for `waited` seconds."""
+        assert self.seal is not None  # noqa: S101 - what is not sealed waits for its seal
+        detail = f"{self.ledger.outstanding} rows did not come; none of them in the last {waited:g} s"
+        self._end(self.seal, _TIMED_OUT, detail, now)
 
     def manifest(self) -> capture_pb2.CaptureManifest:
         """Return the manifest as it is now."""
@@ -144,15 +153,25 @@ class Capture:
         """Return the capture in short."""
         return summarize(self._record, self.ledger.num_rows)
 
-    def _end_incomplete(self, reason: capture_pb2.IncompleteReason.ValueType, detail: str, now: Timestamp) -> None:
+    def _end(
+        self,
+        seal: store_pb2.SealCaptureRequest,
+        reason: capture_pb2.IncompleteReason.ValueType,
+        detail: str,
+        now: Timestamp,
+    ) -> None:
+        """Give it the state that the seal named; if that was COMPLETE and rows are missing, INCOMPLETE for `reason`."""
+        self._record.state = seal.outcome
+        self._record.end_time.CopyFrom(now)
+        if seal.outcome == INCOMPLETE:
+            self._blame(seal.incomplete_reason, seal.incomplete_detail)
+        elif seal.outcome == COMPLETE and self.ledger.missing:
+            self._blame(reason, detail)
+
+    def _blame(self, reason: capture_pb2.IncompleteReason.ValueType, detail: str) -> None:
+        self._record.state = INCOMPLETE
         self._record.incomplete_reason = reason
         self._record.incomplete_detail = detail
-        self._end(INCOMPLETE, now)
-        self.settled = True
-
-    def _end(self, state: capture_pb2.CaptureState.ValueType, now: Timestamp) -> None:
-        self._record.state = state
-        self._record.end_time.CopyFrom(now)
 
 
 def restore(
@@ -183,8 +202,8 @@ def restore(
     return capture
 
 
-def settled_ledger(manifest: capture_pb2.CaptureManifest) -> Ledger:
-    """Return the ledger of a settled capture, as far as its manifest tells: served cells and expectations."""
+def ended_ledger(manifest: capture_pb2.CaptureManifest) -> Ledger:
+    """Return the ledger of an ended capture, as far as its manifest tells: served cells and expectations."""
     ledger = Ledger(manifest.description)
     ledger.expect([len(sequence.generated_token_ids) for sequence in manifest.sequences])
     for item in manifest.present:

@@ -13,7 +13,7 @@ from store_svc.capture import Capture
 
 
 class Feed:
-    """A capture that is not settled: its rows as they are, and the place to wait for more."""
+    """A capture that has not ended: its rows as they are, and the place to wait for more."""
 
     def __init__(self, capture: Capture, keys: list[bytes]) -> None:
         self.condition = threading.Condition()
@@ -52,7 +52,7 @@ class Catalog:
         self._numbers: dict[str, int] = {}
         self._order: list[int] = []
         self._feeds: dict[int, Feed] = {}
-        self._settled: dict[int, store_pb2.CaptureSummary] = {}
+        self._ended: dict[int, store_pb2.CaptureSummary] = {}
         self.stopping = False
         """Whether the store is stopping; waits must end."""
 
@@ -61,11 +61,11 @@ class Catalog:
         return self._numbers.get(capture_id)
 
     def feed_of(self, number: int) -> Feed | None:
-        """Return the feed of a capture, or None if it is settled or no more."""
+        """Return the feed of a capture, or None if it has ended or is no more."""
         return self._feeds.get(number)
 
     def require(self, capture_id: str) -> tuple[int, Feed | None]:
-        """Return a capture's number, and its feed unless it is settled.
+        """Return a capture's number, and its feed unless it has ended.
 
         Raises:
             Failure: UNKNOWN_CAPTURE.
@@ -82,19 +82,19 @@ class Catalog:
             self._insert(capture.description.capture_id, capture.number)
             self._feeds[capture.number] = Feed(capture, keys)
 
-    def open_settled(self, number: int, summary: store_pb2.CaptureSummary) -> None:
-        """Publish a settled capture that is new here."""
+    def open_ended(self, number: int, summary: store_pb2.CaptureSummary) -> None:
+        """Publish an ended capture that is new here."""
         with self._lock:
             self._insert(summary.capture_id, number)
-            self._settled[number] = summary
+            self._ended[number] = summary
 
     def publish(self, capture: Capture, keys: list[bytes]) -> None:
         """Publish what became of a capture, and the keys of its new frames."""
         feed = self._feeds[capture.number]
         feed.publish(capture, keys)
-        if capture.settled:
+        if capture.ended:
             with self._lock:
-                self._settled[capture.number] = capture.summary()
+                self._ended[capture.number] = capture.summary()
                 del self._feeds[capture.number]
 
     def delete(self, capture_id: str, number: int) -> None:
@@ -102,13 +102,13 @@ class Catalog:
         with self._lock:
             del self._numbers[capture_id]
             feed = self._feeds.pop(number, None)
-            self._settled.pop(number, None)
+            self._ended.pop(number, None)
             del self._order[bisect_left(self._order, number)]
         if feed:
             feed.delete()
 
     def live(self) -> list[Capture]:
-        """Return the captures that are not settled."""
+        """Return the captures that have not ended."""
         with self._lock:
             return [feed.capture for feed in self._feeds.values()]
 
@@ -152,8 +152,8 @@ class Catalog:
 
     def _summary(self, number: int) -> store_pb2.CaptureSummary | None:
         with self._lock:
-            feed, settled = self._feeds.get(number), self._settled.get(number)
-        return feed.capture.summary() if feed else settled
+            feed, ended = self._feeds.get(number), self._ended.get(number)
+        return feed.capture.summary() if feed else ended
 
 
 def unknown_capture(capture_id: str) -> Failure:

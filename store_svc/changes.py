@@ -10,7 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import ChunkView
-from store_svc.capture import OPEN, Capture, settled_ledger
+from store_svc.capture import OPEN, Capture, ended_ledger
 from store_svc.catalog import Catalog, unknown_capture
 from store_svc.checks import check_chunk, check_loss, check_seal
 from store_svc.db import Table, Txn
@@ -52,7 +52,7 @@ class Batch:
         self._deleted: list[tuple[str, int]] = []
         self._drafts: dict[int, Capture] = {}
         self._keys: dict[int, list[bytes]] = {}
-        self._settled_ledgers: dict[int, tuple[capture_pb2.CaptureManifest, Ledger]] = {}
+        self._ended_ledgers: dict[int, tuple[capture_pb2.CaptureManifest, Ledger]] = {}
 
     @property
     def wrote(self) -> bool:
@@ -100,7 +100,7 @@ class Batch:
         """
         number = self._require(capture_id)
         draft = self._draft(number)
-        if draft is None or draft.settled:
+        if draft is None or draft.ended:
             self._check_repeat(number, draft, chunk)
             return False
         check_chunk(chunk.header, draft.description)
@@ -116,13 +116,13 @@ class Batch:
         return bool(groups)
 
     def lose(self, capture_id: str, loss: store_pb2.RowLoss) -> None:
-        """Record rows that will never come. A settled capture does not change any more.
+        """Record rows that will never come. An ended capture does not change any more.
 
         Raises:
             Failure: UNKNOWN_CAPTURE or INVALID_FIELD.
         """
         draft = self._draft(self._require(capture_id))
-        if draft is None or draft.settled:
+        if draft is None or draft.ended:
             return
         check_loss(loss, draft.description)
         self._txn.put(Table.LOSSES, pack_loss(draft.number, draft.num_losses), loss.SerializeToString())
@@ -153,10 +153,10 @@ class Batch:
         """
         number = self._require(capture_id)
         draft = self._draft(number)
-        num_bytes = draft.num_bytes if draft else self._settled(number)[0].num_bytes
+        num_bytes = draft.num_bytes if draft else self._ended(number)[0].num_bytes
         key = pack_number(number)
         self._txn.delete(Table.IDS, capture_id.encode())
-        for table in (Table.LIVE, Table.SETTLED, Table.SEALS):
+        for table in (Table.LIVE, Table.ENDED, Table.SEALS):
             self._txn.delete(table, key)
         self._txn.put(Table.DOOMED, key, b"")
         self._numbers[capture_id] = None
@@ -165,9 +165,9 @@ class Batch:
         return num_bytes
 
     def time_out(self, number: int, waited: float) -> None:
-        """Settle a capture whose rows did not come for `waited` seconds, unless it changed in the meantime."""
+        """End a capture whose rows did not come for `waited` seconds, unless it changed in the meantime."""
         draft = self._draft(number)
-        if draft is not None and not draft.settled and self._clock.monotonic - draft.progress >= waited:
+        if draft is not None and not draft.ended and self._clock.monotonic - draft.progress >= waited:
             draft.time_out(self._clock.wall, waited)
             self._put_record(draft)
 
@@ -200,25 +200,25 @@ class Batch:
         return number
 
     def _draft(self, number: int) -> Capture | None:
-        """Return a capture that this batch may change, or None if it was settled before."""
+        """Return a capture that this batch may change, or None if it ended before."""
         draft = self._drafts.get(number)
         feed = self._catalog.feed_of(number)
         if draft is None and feed is not None:
             draft = self._drafts[number] = feed.capture.fork()
         return draft
 
-    def _settled(self, number: int) -> tuple[capture_pb2.CaptureManifest, Ledger]:
-        if number not in self._settled_ledgers:
-            value = self._txn.get(Table.SETTLED, pack_number(number))
+    def _ended(self, number: int) -> tuple[capture_pb2.CaptureManifest, Ledger]:
+        if number not in self._ended_ledgers:
+            value = self._txn.get(Table.ENDED, pack_number(number))
             manifest = capture_pb2.CaptureManifest.FromString(bytes(value or b""))
-            self._settled_ledgers[number] = manifest, settled_ledger(manifest)
-        return self._settled_ledgers[number]
+            self._ended_ledgers[number] = manifest, ended_ledger(manifest)
+        return self._ended_ledgers[number]
 
     def _check_repeat(self, number: int, draft: Capture | None, chunk: ChunkView) -> None:
-        manifest, ledger = (draft.record(), draft.ledger) if draft else self._settled(number)
+        manifest, ledger = (draft.record(), draft.ledger) if draft else self._ended(number)
         check_chunk(chunk.header, manifest.description)
         if ledger.fresh(cells_of(chunk.header)):
-            raise _ended(manifest)
+            raise _has_ended(manifest)
 
     def _sealed_before(
         self, number: int, draft: Capture | None, seal: store_pb2.SealCaptureRequest
@@ -228,9 +228,9 @@ class Batch:
         else:
             value = self._txn.get(Table.SEALS, pack_number(number))
             before = store_pb2.SealCaptureRequest.FromString(bytes(value or b""))
-            manifest = self._settled(number)[0]
+            manifest = self._ended(number)[0]
         if before != seal:
-            raise _ended(manifest)
+            raise _has_ended(manifest)
         return manifest
 
     def _put_part(self, draft: Capture, chunk: ChunkView, cells: Cells) -> None:
@@ -255,14 +255,14 @@ class Batch:
 
     def _advance(self, draft: Capture) -> None:
         draft.advance(self._clock.wall)
-        if draft.settled:
+        if draft.ended:
             self._put_record(draft)
 
     def _put_record(self, draft: Capture) -> None:
         key = pack_number(draft.number)
-        if draft.settled:
+        if draft.ended:
             self._txn.delete(Table.LIVE, key)
-            self._txn.put(Table.SETTLED, key, draft.manifest().SerializeToString())
+            self._txn.put(Table.ENDED, key, draft.manifest().SerializeToString())
         else:
             self._txn.put(Table.LIVE, key, draft.record().SerializeToString())
 
@@ -282,7 +282,7 @@ def _exists(capture_id: str) -> Failure:
     return Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, message, capture_id=capture_id)
 
 
-def _ended(manifest: capture_pb2.CaptureManifest) -> Failure:
+def _has_ended(manifest: capture_pb2.CaptureManifest) -> Failure:
     capture_id = manifest.description.capture_id
     state = capture_pb2.CaptureState.Name(manifest.state).removeprefix("CAPTURE_STATE_")
     message = f"The capture {capture_id!r} is {state} and takes no more of this."

@@ -28,7 +28,7 @@ import lmdb
 
 _T = TypeVar("_T")
 
-_FORMAT = b"1"
+_FORMAT = b"2"
 _LARGEST_RESERVE = 64 << 20
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -41,9 +41,9 @@ class Table(enum.Enum):
     FRAMES = b"frames"
     """FrameKey -> the bytes of a Chunk, as they came."""
     LIVE = b"live"
-    """Number -> CaptureManifest of a capture that may still change, without its rows: those follow from the frames."""
-    SETTLED = b"settled"
-    """Number -> CaptureManifest of a settled capture, whole."""
+    """Number -> CaptureManifest of a capture that has not ended, without its rows: those follow from the frames."""
+    ENDED = b"ended"
+    """Number -> CaptureManifest of an ended capture, whole."""
     IDS = b"ids"
     """Capture id -> number."""
     SEALS = b"seals"

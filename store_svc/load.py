@@ -18,9 +18,9 @@ def load_catalog(db: Database) -> Catalog:
     """Return all captures of a database. Of those that may still change, the rows follow from the frames alone."""
     catalog = Catalog()
     with db.read() as txn:
-        for key, value in txn.items(Table.SETTLED):
+        for key, value in txn.items(Table.ENDED):
             manifest = capture_pb2.CaptureManifest.FromString(bytes(value))
-            catalog.open_settled(unpack_number(key), summarize(manifest, manifest.num_rows))
+            catalog.open_ended(unpack_number(key), summarize(manifest, manifest.num_rows))
         for key, value in txn.items(Table.LIVE):
             capture, keys = _load(txn, key, capture_pb2.CaptureManifest.FromString(bytes(value)))
             catalog.open(capture, keys)

@@ -37,7 +37,7 @@ class Reader:
         number, feed = self._catalog.require(capture_id)
         if feed is not None:
             return feed.capture.manifest()
-        return self._settled_manifest(number, capture_id)
+        return self._ended_manifest(number, capture_id)
 
     def read(
         self,
@@ -57,12 +57,12 @@ class Reader:
         """
         number, feed = self._catalog.require(request.capture_id)
         if feed is None:
-            manifest = self._settled_manifest(number, request.capture_id)
+            manifest = self._ended_manifest(number, request.capture_id)
             query = Query(request, manifest.description, manifest.sequences)
             yield _framed(manifest)
             for key in self._scan(number, query):
                 yield from self._rows(key, query)
-            yield _framed(self._settled_manifest(number, request.capture_id))
+            yield _framed(self._ended_manifest(number, request.capture_id))
             return
         feed_seen(feed)
         yield from self._read_live(feed, request, is_cancelled)
@@ -106,16 +106,16 @@ class Reader:
         if is_cancelled():
             raise Failure(Reason.ERROR_REASON_ABORTED, "The caller has gone.")
 
-    def _settled_manifest(self, number: int, capture_id: str) -> capture_pb2.CaptureManifest:
+    def _ended_manifest(self, number: int, capture_id: str) -> capture_pb2.CaptureManifest:
         with self._db.read() as txn:
-            value = txn.get(Table.SETTLED, pack_number(number))
+            value = txn.get(Table.ENDED, pack_number(number))
             data = bytes(value) if value is not None else None
         if data is None:
             raise unknown_capture(capture_id)
         return capture_pb2.CaptureManifest.FromString(data)
 
     def _scan(self, number: int, query: Query) -> Iterator[bytes]:
-        """Yield the keys of the wanted frames of a settled capture."""
+        """Yield the keys of the wanted frames of an ended capture."""
         prefix = at = pack_number(number)
         while at:
             keys, at = self._collect(prefix, at, query)

@@ -20,6 +20,7 @@ from residuum.rpc.serving import (
     add_health_and_reflection,
 )
 from residuum.rpc.settings import load_settings
+from store_svc.capture import Wait
 from store_svc.db import DamagedError, Database, Table, Txn
 from store_svc.ending import Ending
 from store_svc.load import load_catalog
@@ -66,7 +67,7 @@ class Store:
         readers = settings.max_streams + 2 * _SHORT_CALLS
         self._db = Database(settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers)
         self._catalog = load_catalog(self._db)
-        options = WriterOptions(synced, settings.sync_interval_seconds, settings.seal_timeout_seconds)
+        options = WriterOptions(synced, settings.sync_interval_seconds, _waits(settings))
         self._writer = Writer(self._db, self._catalog, options, self._on_death)
         self._servicer = StoreServicer(
             self._db,
@@ -144,6 +145,10 @@ def main(arguments: Sequence[str]) -> int:
     ending.wait()
     store.stop()
     return 1 if store.died else 0
+
+
+def _waits(settings: StoreSettings) -> dict[Wait, float]:
+    return {Wait.ROWS: settings.seal_timeout_seconds, Wait.REMNANTS: settings.ending_timeout_seconds}
 
 
 def _store_id(txn: Txn) -> bytes:

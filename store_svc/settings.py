@@ -43,7 +43,12 @@ class StoreSettings(ServiceSettings):
     """After how long without writes what is committed is also synced."""
 
     seal_timeout_seconds: PositiveFloat = 120.0
-    """A sealed capture whose rows stop coming for this long ends INCOMPLETE. Counted anew after a restart."""
+    """A capture whose request ended by itself ends INCOMPLETE when no expected row comes for this long. Counted anew
+    after a restart."""
+
+    ending_timeout_seconds: PositiveFloat = 5.0
+    """A capture whose request was aborted, or failed, ends when no row that was under way comes for this long. Counted
+    anew after a restart."""
 
     max_streams: Annotated[int, Field(ge=1, le=4096)] = 256
     """How many calls that last may run at once: writers, readers, and waits for a capture's end."""

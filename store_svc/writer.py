@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -13,7 +13,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import get_logger
 from residuum.rpc.serving import internal_failure
 from residuum.v1 import capture_pb2, store_pb2
-from store_svc.capture import Capture
+from store_svc.capture import Capture, Wait
 from store_svc.catalog import Catalog
 from store_svc.changes import Batch, purge_some
 from store_svc.db import DamagedError, Database, StoreFullError, Txn
@@ -52,8 +52,8 @@ class WriterOptions:
     """Acknowledge what is synced, not what is committed; the database must then sync every commit wholly."""
     sync_interval: float
     """Seconds after which what is committed is synced, if nothing else is written."""
-    seal_timeout: float
-    """Seconds after which a sealed capture without progress is settled."""
+    waits: Mapping[Wait, float]
+    """Seconds without progress after which a capture is ended, by what it waits for."""
 
 
 class Writer:
@@ -187,8 +187,8 @@ class Writer:
         self._purging = self._purging or batch.deletes
         self._sync_at = time.monotonic() + self._options.sync_interval
         for capture in batch.publish():
-            if capture.settled:
-                _log_settled(capture)
+            if capture.ended:
+                _log_ended(capture)
 
     def _deliver(self, work: Work, outcomes: list[object]) -> None:
         for command, outcome in zip(work.commands, outcomes, strict=False):
@@ -240,13 +240,12 @@ class Writer:
         self._unsynced.clear()
 
     def _keep_house(self) -> None:
-        """Settle captures that wait in vain, and free some frames of deleted ones; the rest follows the next work."""
+        """End captures that wait in vain, and free some frames of deleted ones; the rest follows the next work."""
         if time.monotonic() < self._housekeeping_at:
             return
-        waited = self._options.seal_timeout
-        late = [capture for capture in self._sealed() if time.monotonic() - capture.progress >= waited]
+        late = [capture for capture in self._waiting() if self._due(capture) <= time.monotonic()]
         if late:
-            self._commit(Work([_time_out(capture, waited) for capture in late]))
+            self._commit(Work([self._time_out(capture) for capture in late]))
         if self._purging:
             try:
                 self._purging = self._db.write(partial(purge_some, limit=_PURGE_FRAMES), reserve=True)
@@ -264,13 +263,19 @@ class Writer:
             _log.info("the store has room again")
         self._full = False
 
-    def _sealed(self) -> list[Capture]:
-        return [capture for capture in self._catalog.live() if capture.seal is not None]
+    def _waiting(self) -> list[Capture]:
+        return [capture for capture in self._catalog.live() if capture.wait in self._options.waits]
+
+    def _due(self, capture: Capture) -> float:
+        return capture.progress + self._options.waits[capture.wait]
+
+    def _time_out(self, capture: Capture) -> Command:
+        run = partial(Batch.time_out, number=capture.number, waited=self._options.waits[capture.wait])
+        return Command(run, capture.description.capture_id, reserve=True)
 
     def _seconds_to_next(self) -> float | None:
         """Return how long to wait for work until something else is to do; None if there is nothing else."""
-        timeouts = [capture.progress + self._options.seal_timeout for capture in self._sealed()]
-        due = [max(at, self._housekeeping_at) for at in timeouts]
+        due = [max(self._due(capture), self._housekeeping_at) for capture in self._waiting()]
         if self._purging:
             due.append(self._housekeeping_at)
         if self._sync_at is not None:
@@ -286,19 +291,14 @@ def _outcome(run: Callable[[Batch], object], batch: Batch) -> object:
         return failure
 
 
-def _time_out(capture: Capture, waited: float) -> Command:
-    run = partial(Batch.time_out, number=capture.number, waited=waited)
-    return Command(run, capture.description.capture_id, reserve=True)
-
-
 def _store_full(error: StoreFullError, capture_id: str) -> Failure:
     return Failure(Reason.ERROR_REASON_STORE_FULL, f"There is no room: {error}.", capture_id=capture_id)
 
 
-def _log_settled(capture: Capture) -> None:
+def _log_ended(capture: Capture) -> None:
     state = capture_pb2.CaptureState.Name(capture.state).removeprefix("CAPTURE_STATE_").lower()
     _log.info(
-        "capture settled",
+        "capture ended",
         capture_id=capture.description.capture_id,
         state=state,
         rows=capture.ledger.num_rows,

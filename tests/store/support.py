@@ -96,6 +96,12 @@ def seal_request(
     return store_pb2.SealCaptureRequest(capture_id=capture_id, sequences=sequences, outcome=outcome, **fields)
 
 
+def wait_request(seconds: float, capture_id: str = "a") -> store_pb2.GetCaptureRequest:
+    request = store_pb2.GetCaptureRequest(capture_id=capture_id)
+    request.wait.FromMilliseconds(int(seconds * 1000))
+    return request
+
+
 def cells_of(row_sets: Iterable[capture_pb2.RowSet]) -> set[Cell]:
     """The cells that a manifest's row sets name; fails if one is named twice."""
     cells = [
@@ -163,10 +169,7 @@ class Client:
         return self.stub.SealCapture(seal_request(*args, **fields)).manifest
 
     def get(self, capture_id: str = "a", wait: float = 0.0) -> capture_pb2.CaptureManifest:
-        request = store_pb2.GetCaptureRequest(capture_id=capture_id)
-        if wait:
-            request.wait.FromMilliseconds(int(wait * 1000))
-        return self.stub.GetCapture(request, timeout=60).manifest
+        return self.stub.GetCapture(wait_request(wait, capture_id), timeout=60).manifest
 
     def read(self, capture_id: str = "a", **fields: object) -> tuple[set[Cell], capture_pb2.CaptureManifest]:
         """Read rows; return the cells that came, each once and with its right value, and the last manifest."""

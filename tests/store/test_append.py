@@ -29,6 +29,7 @@ from tests.store.support import (
     rejections,
     row,
     serving,
+    wait_request,
 )
 
 LAYERS = [0, 1, 2]
@@ -278,17 +279,11 @@ def test_a_client_that_goes_away_leaves_nothing_behind(tmp_path: Path) -> None:
 def wait_until_released(client: Client) -> None:
     """Try a wait of no length until it is not refused: it is a long call, and needs a free stream."""
     for _ in range(200):
-        call = client.stub.GetCapture.future(wait_request())
+        call = client.stub.GetCapture.future(wait_request(0.01))
         if call.code() == grpc.StatusCode.OK:
             return
         assert call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     pytest.fail("the streams of clients that have gone are still held")
-
-
-def wait_request() -> store_pb2.GetCaptureRequest:
-    request = store_pb2.GetCaptureRequest(capture_id="a")
-    request.wait.FromMilliseconds(10)
-    return request
 
 
 def test_a_full_house_says_so(tmp_path: Path) -> None:

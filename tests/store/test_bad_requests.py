@@ -94,7 +94,7 @@ def test_page_tokens_that_are_not_the_stores(client: Client, token: str) -> None
 
 @pytest.mark.parametrize(("seconds", "nanos"), [(-5, 0), (0, -1), (10**18, 0)])
 def test_waits_of_any_length_are_understood(client: Client, seconds: int, nanos: int) -> None:
-    client.open()
+    client.open(describe(prompt=0))
     client.seal(generated=[1], outcome=4)
     request = store_pb2.GetCaptureRequest(capture_id="a")
     request.wait.seconds, request.wait.nanos = seconds, nanos

@@ -1,9 +1,11 @@
-"""From open to settled, through a real server."""
+"""From open to ended, through a real server."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +28,11 @@ from tests.store.support import (
     message,
     rejections,
     serving,
+    wait_request,
 )
 
 OVERFLOW = capture_pb2.INCOMPLETE_REASON_OVERFLOW
+DIED = capture_pb2.INCOMPLETE_REASON_ENGINE_DIED
 LAYERS = [0, 1, 2]
 
 
@@ -100,36 +104,78 @@ def test_a_late_row_past_the_end_is_acknowledged_and_dropped(client: Client) -> 
     assert client.read()[0] == grid(LAYERS, range(5))
 
 
-def test_an_aborted_prompt_expects_the_prompt(client: Client) -> None:
-    client.open()
-    client.append([make_chunk(LAYERS, [0, 1])])
-    manifest = client.seal(generated=[0], outcome=ABORTED)
-    assert manifest.state == ABORTED
-    assert cells_of(manifest.missing) == grid(LAYERS, [2, 3])
+ENDINGS = [{"outcome": ABORTED}, {"outcome": INCOMPLETE, "incomplete_reason": DIED, "incomplete_detail": "why"}]
 
 
-def test_an_aborted_capture_takes_what_was_under_way(client: Client) -> None:
-    client.open()
-    assert client.seal(generated=[2], outcome=ABORTED).state == ABORTED
-    late = client.append([make_chunk(LAYERS, range(3)), make_chunk(LAYERS, range(3, 9))])
-    assert rejections(late) == {}
-    manifest = client.get()
-    assert manifest.state == ABORTED
+@pytest.fixture
+def patient(tmp_path: Path) -> Iterator[Client]:
+    """A store that waits for rows under way longer than any test takes."""
+    with serving(tmp_path / "store", ending_timeout_seconds=60) as (_, client):
+        yield client
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[Client]:
+    """A store that waits only a moment for rows under way, and long for other rows."""
+    with serving(tmp_path / "store", ending_timeout_seconds=0.2) as (_, client):
+        yield client
+
+
+def check_ended_as(manifest: capture_pb2.CaptureManifest, ending: dict[str, Any]) -> None:
+    assert manifest.state == ending["outcome"]
+    assert manifest.incomplete_reason == ending.get("incomplete_reason", 0)
+    assert manifest.incomplete_detail == ending.get("incomplete_detail", "")
+    assert manifest.HasField("end_time")
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=["aborted", "failed"])
+def test_it_is_open_until_what_was_under_way_is_there(patient: Client, ending: dict[str, Any]) -> None:
+    patient.open()
+    sealed = patient.seal(generated=[2], **ending)
+    assert (sealed.state, sealed.incomplete_reason, sealed.incomplete_detail) == (OPEN, 0, "")
+    assert sealed.HasField("seal_time")
+    assert not sealed.HasField("end_time")
+    waiting = patient.stub.GetCapture.future(wait_request(30))
+    assert rejections(patient.append([make_chunk(LAYERS, range(3)), make_chunk(LAYERS, range(4))])) == {}
+    assert patient.get().state == OPEN
+    assert rejections(patient.append([make_chunk(LAYERS, range(4, 9))])) == {}
+    manifest = patient.get()
+    check_ended_as(manifest, ending)
+    assert waiting.result(timeout=10).manifest == manifest
     assert cells_of(manifest.present) == grid(LAYERS, range(5))
     assert not manifest.missing
-    assert client.read()[0] == grid(LAYERS, range(5))
+    assert patient.read()[0] == grid(LAYERS, range(5))
 
 
-def test_an_incomplete_outcome_ends_at_once(client: Client) -> None:
-    client.open()
-    client.append([make_chunk(LAYERS, [0])])
-    died = capture_pb2.INCOMPLETE_REASON_ENGINE_DIED
-    manifest = client.seal(generated=[2], outcome=INCOMPLETE, incomplete_reason=died, incomplete_detail="why")
-    assert (manifest.state, manifest.incomplete_reason, manifest.incomplete_detail) == (INCOMPLETE, died, "why")
-    assert cells_of(manifest.missing) == grid(LAYERS, range(1, 5))
-    answers = client.append([make_chunk(LAYERS, [0]), make_chunk(LAYERS, [0, 1])])
+@pytest.mark.parametrize("ending", ENDINGS, ids=["aborted", "failed"])
+def test_it_ends_when_nothing_that_was_under_way_comes_any_more(hasty: Client, ending: dict[str, Any]) -> None:
+    hasty.open()
+    hasty.append([make_chunk(LAYERS, [0, 1])])
+    assert hasty.seal(generated=[0], **ending).state == OPEN
+    manifest = hasty.get(wait=20)
+    check_ended_as(manifest, ending)
+    assert cells_of(manifest.missing) == grid(LAYERS, [2, 3]), "an aborted prompt expects the prompt"
+    answers = hasty.append([make_chunk(LAYERS, [0]), make_chunk(LAYERS, [1, 2])])
     assert rejections(answers) == {2: Reason.ERROR_REASON_CAPTURE_ENDED}
-    assert client.get() == manifest
+    assert hasty.get() == manifest
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=["aborted", "failed"])
+def test_it_ends_when_the_rest_was_lost(patient: Client, ending: dict[str, Any]) -> None:
+    patient.open()
+    patient.seal(generated=[2], **ending)
+    loss = store_pb2.RowLoss(sites=[POST], layers=LAYERS, positions=[3, 4], reason=OVERFLOW, detail="ring full")
+    patient.send([message(1, "a", make_chunk(LAYERS, range(3))), loss_message(2, "a", loss)])
+    manifest = patient.get()
+    check_ended_as(manifest, ending)
+    assert cells_of(manifest.missing) == grid(LAYERS, [3, 4])
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=["aborted", "failed"])
+def test_it_ends_at_once_if_it_expects_nothing(patient: Client, ending: dict[str, Any]) -> None:
+    generated = selection_pb2.PositionSelection(phases=[selection_pb2.PHASE_GENERATED])
+    patient.open(describe(positions=generated))
+    check_ended_as(patient.seal(generated=[0], **ending), ending)
 
 
 def loss_of(positions: list[int]) -> store_pb2.RowLoss:
@@ -208,6 +254,7 @@ def test_opening_again_is_answered_as_before_while_it_is_open(client: Client) ->
     assert client.get().num_rows == 3
     with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
         client.open(describe(prompt=5))
+    client.append([make_chunk(LAYERS, range(5))])
     client.seal(generated=[2], outcome=ABORTED)
     with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
         client.open()
@@ -234,10 +281,10 @@ def test_a_deleted_capture_is_no_more_and_its_name_is_free(client: Client) -> No
 
 def test_figures(client: Client) -> None:
     client.open(describe("a"))
-    client.open(describe("b"))
+    client.open(describe("b", prompt=0))
     chunks = [make_chunk(LAYERS, [0, 1]), make_chunk(LAYERS, [1, 2]), make_chunk(LAYERS, [0])]
     client.append([*chunks, make_chunk([5], [0])])
-    client.seal("b", generated=[2], outcome=ABORTED)
+    client.seal("b", generated=[0], outcome=ABORTED)
     stats = client.stub.GetStats(store_pb2.GetStatsRequest())
     assert {item.state: item.count for item in stats.captures} == {OPEN: 1, ABORTED: 1}
     assert (stats.num_chunks, stats.chunks_written, stats.chunks_repeated, stats.chunks_rejected) == (2, 2, 1, 1)
@@ -254,8 +301,8 @@ def listed(client: Client, **fields: object) -> tuple[list[str], str]:
 
 def test_lists_come_newest_first_in_pages(client: Client) -> None:
     for name in ("a1", "b1", "a2", "a3", "b2"):
-        client.open(describe(name))
-    client.seal("a2", generated=[1], outcome=ABORTED)
+        client.open(describe(name, prompt=0))
+    client.seal("a2", generated=[0], outcome=ABORTED)
     assert listed(client) == (["b2", "a3", "a2", "b1", "a1"], "")
     assert listed(client, states=[ABORTED]) == (["a2"], "")
     page, token = listed(client, prefix="a", page_size=2)

@@ -143,13 +143,14 @@ def positions_of(client: Client, name: str) -> list[int]:
 
 
 def test_a_full_map_loses_nothing_and_recovers(tmp_path: Path) -> None:
-    with serving(tmp_path / "store", max_bytes=32 * MIB) as (_, client):
+    with serving(tmp_path / "store", max_bytes=32 * MIB, ending_timeout_seconds=0.05) as (_, client):
         open_wide(client, "a")
         count = append_until_full(client, "a")
         assert count >= 24
         assert positions_of(client, "a") == list(range(count))
         assert client.get("a").num_rows == count
-        assert client.seal("a", generated=[1], outcome=ABORTED).state == ABORTED, "ending works in a full store"
+        client.seal("a", generated=[1], outcome=ABORTED)
+        assert client.get("a", wait=20).state == ABORTED, "ending works in a full store"
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
         open_wide(client, "b")
         append_when_there_is_room(client, "b")

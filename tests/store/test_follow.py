@@ -22,7 +22,6 @@ from tests.store.support import (
     grid,
     loss_message,
     make_chunk,
-    message,
     serving,
 )
 
@@ -79,7 +78,8 @@ def test_each_row_comes_once_while_several_write(client: Client) -> None:
 
 @pytest.mark.parametrize("end", ["abort", "loss", "time-out"])
 def test_it_ends_with_the_capture(tmp_path: Path, end: str) -> None:
-    with serving(tmp_path / "store", seal_timeout_seconds=0.2 if end == "time-out" else 60) as (_, client):
+    waits = {"seal_timeout_seconds" if end == "time-out" else "ending_timeout_seconds": 0.2}
+    with serving(tmp_path / "store", **waits) as (_, client):
         client.open()
         answers = follow(client)
         next(answers)
@@ -135,11 +135,17 @@ def until_accepted(client: Client) -> grpc.Call:
     return pytest.fail("the reader that has gone still holds its stream")
 
 
-def test_following_an_aborted_capture_does_not_wait_for_what_is_under_way(client: Client) -> None:
+def test_following_an_aborted_capture_waits_for_what_is_under_way(client: Client) -> None:
     client.open()
     client.append([make_chunk(LAYERS, range(4))])
     client.seal(generated=[2], outcome=ABORTED)
-    before = list(follow(client))[-1].manifest
-    client.send([message(1, "a", make_chunk(LAYERS, [4]))])
-    after = list(follow(client))[-1].manifest
-    assert (before.num_rows, after.num_rows) == (12, 15)
+    answers = follow(client)
+    rows = Rows()
+    assert next(answers).manifest.num_rows == 12
+    rows.take(next(answers).chunk)
+    client.append([make_chunk(LAYERS, [4])])
+    *chunks, last = answers
+    for answer in chunks:
+        rows.take(answer.chunk)
+    assert rows.cells == grid(LAYERS, range(5))
+    assert (last.manifest.state, last.manifest.num_rows) == (ABORTED, 15)

@@ -43,9 +43,9 @@ class Model:
 
     @property
     def state(self) -> int:
-        if self.aborted:
-            return ABORTED
-        return COMPLETE if self.expected is not None and self.expected <= self.stored else OPEN
+        if self.expected is None or not self.expected <= self.stored:
+            return OPEN
+        return ABORTED if self.aborted else COMPLETE
 
     @property
     def present(self) -> set[Cell]:
@@ -60,7 +60,10 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        self.store = Store(StoreSettings(listen="127.0.0.1:0", path=self.folder / "db", grace_seconds=0))
+        settings = StoreSettings(
+            listen="127.0.0.1:0", path=self.folder / "db", ending_timeout_seconds=600, grace_seconds=0
+        )
+        self.store = Store(settings)
         self.client = Client(self.store.port)
 
     def teardown(self) -> None:

@@ -86,34 +86,36 @@ def test_what_was_acknowledged_outlives_a_kill(start: Start) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_everything_is_as_it_was_after_a_restart(start: Start, number: int) -> None:
-    process = start()
+    process = start("--ending-timeout-seconds", "60")
     client = process.client
-    names = ["open", "sealed", "complete", "aborted", "lossy", "gone"]
+    names = ["open", "sealed", "complete", "aborting", "aborted", "lossy", "gone"]
     for name in names:
         client.open(describe(name))
         client.append([make_chunk(LAYERS, [0, 1]), make_chunk([0], [3])], name)
     client.send([loss_message(1, "lossy", store_pb2.RowLoss(sites=[1], layers=[1], positions=[2], reason=1))])
-    client.append([make_chunk(LAYERS, range(5))], "complete")
+    for name in ("complete", "aborted"):
+        client.append([make_chunk(LAYERS, range(5))], name)
     for name in ("sealed", "complete", "lossy"):
         client.seal(name, generated=[2])
-    client.seal("aborted", generated=[2], outcome=ABORTED)
+    for name in ("aborting", "aborted"):
+        client.seal(name, generated=[2], outcome=ABORTED)
     client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="gone"))
     before = {name: client.get(name) for name in names[:-1]}
     page = store_pb2.ListCapturesRequest(page_size=2)
     listed = client.stub.ListCaptures(page)
     process.end(number)
 
-    client = start().client
+    client = start("--ending-timeout-seconds", "60").client
     assert {name: client.get(name) for name in before} == before
     assert client.stub.ListCaptures(page) == listed, "page tokens hold across restarts"
     stats = client.stub.GetStats(store_pb2.GetStatsRequest())
     assert stats.num_bytes == sum(manifest.num_bytes for manifest in before.values())
 
-    for name in ("sealed", "aborted", "lossy"):
+    for name in ("sealed", "aborting", "lossy"):
         client.append([make_chunk(LAYERS, range(5))], name)
     assert client.get("sealed").state == COMPLETE
     assert client.get("lossy").state == COMPLETE, "the lost row came after all"
-    assert (client.get("aborted").state, client.get("aborted").num_rows) == (ABORTED, 15)
+    assert (client.get("aborting").state, client.get("aborting").num_rows) == (ABORTED, 15)
     assert client.get("open").state == OPEN
     client.open(describe("gone"))
     assert client.get("gone").num_rows == 0
@@ -135,12 +137,14 @@ def test_losses_outlive_a_restart(start: Start) -> None:
 
 
 def test_the_wait_for_rows_starts_anew_after_a_restart(start: Start) -> None:
-    process = start()
-    process.client.open()
-    process.client.seal(generated=[2])
+    process = start("--ending-timeout-seconds", "60")
+    for name, outcome in (("complete", COMPLETE), ("aborted", ABORTED)):
+        process.client.open(describe(name))
+        assert process.client.seal(name, generated=[2], outcome=outcome).state == OPEN
     assert process.end() == 0
-    process = start("--seal-timeout-seconds", "0.3")
-    assert process.client.get(wait=20).incomplete_reason == capture_pb2.INCOMPLETE_REASON_TIMED_OUT
+    client = start("--seal-timeout-seconds", "0.3", "--ending-timeout-seconds", "0.3").client
+    assert client.get("complete", wait=20).incomplete_reason == capture_pb2.INCOMPLETE_REASON_TIMED_OUT
+    assert client.get("aborted", wait=20).state == ABORTED
 
 
 def test_frames_of_a_deleted_capture_are_freed_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

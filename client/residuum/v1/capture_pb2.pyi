@@ -108,13 +108,13 @@ class _CaptureStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CaptureS
     CAPTURE_STATE_UNSPECIFIED: _CaptureState.ValueType  # 0
     """Not set. Never sent."""
     CAPTURE_STATE_OPEN: _CaptureState.ValueType  # 1
-    """Rows may still come. Not final."""
+    """Rows may still come: the request runs, or rows of it are under way. Not final."""
     CAPTURE_STATE_COMPLETE: _CaptureState.ValueType  # 2
     """Every row that was asked for is there. Final."""
     CAPTURE_STATE_INCOMPLETE: _CaptureState.ValueType  # 3
     """Rows are missing and will not come; the manifest says which and why. Final."""
     CAPTURE_STATE_ABORTED: _CaptureState.ValueType  # 4
-    """The request was aborted. What was captured until then is there. Final."""
+    """The request was aborted. What was captured until then is there, or listed as missing. Final."""
 
 class CaptureState(_CaptureState, metaclass=_CaptureStateEnumTypeWrapper):
     """The state of a capture."""
@@ -122,13 +122,13 @@ class CaptureState(_CaptureState, metaclass=_CaptureStateEnumTypeWrapper):
 CAPTURE_STATE_UNSPECIFIED: CaptureState.ValueType  # 0
 """Not set. Never sent."""
 CAPTURE_STATE_OPEN: CaptureState.ValueType  # 1
-"""Rows may still come. Not final."""
+"""Rows may still come: the request runs, or rows of it are under way. Not final."""
 CAPTURE_STATE_COMPLETE: CaptureState.ValueType  # 2
 """Every row that was asked for is there. Final."""
 CAPTURE_STATE_INCOMPLETE: CaptureState.ValueType  # 3
 """Rows are missing and will not come; the manifest says which and why. Final."""
 CAPTURE_STATE_ABORTED: CaptureState.ValueType  # 4
-"""The request was aborted. What was captured until then is there. Final."""
+"""The request was aborted. What was captured until then is there, or listed as missing. Final."""
 Global___CaptureState: _TypeAlias = CaptureState  # noqa: Y015
 
 class _IncompleteReason:

@@ -226,8 +226,9 @@ class SealCaptureRequest(_message.Message):
     capture_id: _builtins.str
     """The capture."""
     outcome: _capture_pb2.CaptureState.ValueType
-    """What the capture is to become. COMPLETE: the request ended by itself, so every row is expected. ABORTED: it was
-    stopped. INCOMPLETE: it failed, for the reason below. Required.
+    """What the capture is to become when it ends. COMPLETE: the request ended by itself; if rows are missing in the end,
+    the capture becomes INCOMPLETE. ABORTED: it was stopped. INCOMPLETE: it failed, for the reason below, and the capture
+    says so even if every row is there. Required.
     """
     incomplete_reason: _capture_pb2.IncompleteReason.ValueType
     """With INCOMPLETE: why."""

@@ -30,8 +30,8 @@ class StoreServiceStub:
     """Keeps captures and serves them by id.
 
     A capture is opened by the inference service, written by shippers, sealed by the inference service when the request
-    has ended, and ends by itself: COMPLETE as soon as every row that was asked for is there, whichever comes last, the
-    seal or the last chunk.
+    has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
+    last chunk; or when the rest was reported lost, or has stopped coming. Once it has ended it never changes.
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
@@ -79,7 +79,11 @@ class StoreServiceStub:
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
     SealCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.SealCaptureRequest, _store_pb2.SealCaptureResponse]
-    """Says how a request ended: its tokens, and so which rows are expected. From then on the capture ends by itself.
+    """Says how a request ended: its tokens, and so which rows are expected. The capture stays OPEN, whatever the outcome,
+    until every expected row is there, or the rest was reported lost, or none came for a while (the store's settings
+    say how long: longer after the outcome COMPLETE than after the others). Then it takes its final state. One of which
+    nothing is outstanding ends at once.
+
     Idempotent: sealing again with the same outcome is answered with the manifest as it is.
 
     Errors:
@@ -134,8 +138,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     """Keeps captures and serves them by id.
 
     A capture is opened by the inference service, written by shippers, sealed by the inference service when the request
-    has ended, and ends by itself: COMPLETE as soon as every row that was asked for is there, whichever comes last, the
-    seal or the last chunk.
+    has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
+    last chunk; or when the rest was reported lost, or has stopped coming. Once it has ended it never changes.
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
@@ -180,7 +184,11 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
     SealCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.SealCaptureRequest, _store_pb2.SealCaptureResponse]  # type: ignore[assignment]
-    """Says how a request ended: its tokens, and so which rows are expected. From then on the capture ends by itself.
+    """Says how a request ended: its tokens, and so which rows are expected. The capture stays OPEN, whatever the outcome,
+    until every expected row is there, or the rest was reported lost, or none came for a while (the store's settings
+    say how long: longer after the outcome COMPLETE than after the others). Then it takes its final state. One of which
+    nothing is outstanding ends at once.
+
     Idempotent: sealing again with the same outcome is answered with the manifest as it is.
 
     Errors:
@@ -234,8 +242,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps captures and serves them by id.
 
     A capture is opened by the inference service, written by shippers, sealed by the inference service when the request
-    has ended, and ends by itself: COMPLETE as soon as every row that was asked for is there, whichever comes last, the
-    seal or the last chunk.
+    has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
+    last chunk; or when the rest was reported lost, or has stopped coming. Once it has ended it never changes.
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
@@ -296,7 +304,11 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.SealCaptureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.SealCaptureResponse, _abc.Awaitable[_store_pb2.SealCaptureResponse]]:
-        """Says how a request ended: its tokens, and so which rows are expected. From then on the capture ends by itself.
+        """Says how a request ended: its tokens, and so which rows are expected. The capture stays OPEN, whatever the outcome,
+        until every expected row is there, or the rest was reported lost, or none came for a while (the store's settings
+        say how long: longer after the outcome COMPLETE than after the others). Then it takes its final state. One of which
+        nothing is outstanding ends at once.
+
         Idempotent: sealing again with the same outcome is answered with the manifest as it is.
 
         Errors:
