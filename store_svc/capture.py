@@ -99,6 +99,17 @@ class Capture:
         """Bytes of its frames."""
         return self._record.num_bytes
 
+    def is_of(self, description: capture_pb2.CaptureDescription) -> bool:
+        """Tell whether someone who opens a capture with this description means this one.
+
+        Whoever did not get the answer tries again, perhaps as a new request at a later time. But once something was
+        written, another time is another request: rows of two must never be mixed.
+        """
+        if description == self.description:
+            return True
+        untouched = self.seal is None and not self.num_bytes and not self.num_losses
+        return untouched and _timeless(description) == _timeless(self.description)
+
     def add(self, cells: Cells, frame_bytes: int, progress: float) -> None:
         """Record a stored frame."""
         self.ledger.add(cells)
@@ -225,6 +236,13 @@ def summarize(manifest: capture_pb2.CaptureManifest, num_rows: int) -> store_pb2
     if manifest.HasField("end_time"):
         summary.end_time.CopyFrom(manifest.end_time)
     return summary
+
+
+def _timeless(description: capture_pb2.CaptureDescription) -> capture_pb2.CaptureDescription:
+    timeless = capture_pb2.CaptureDescription()
+    timeless.CopyFrom(description)
+    timeless.ClearField("request_time")
+    return timeless
 
 
 def _row_set(cells: Cells) -> capture_pb2.RowSet:

@@ -10,7 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import ChunkView
-from store_svc.capture import OPEN, Capture, ended_ledger
+from store_svc.capture import Capture, ended_ledger
 from store_svc.catalog import Catalog, unknown_capture
 from store_svc.checks import check_chunk, check_loss, check_seal
 from store_svc.db import Table, Txn
@@ -73,7 +73,7 @@ class Batch:
         number = self._number(description.capture_id)
         if number is not None:
             draft = self._draft(number)
-            if draft is None or draft.state != OPEN or draft.description != description:
+            if draft is None or draft.ended or not draft.is_of(description):
                 raise _exists(description.capture_id)
             return
         number = self._next_number()

@@ -260,6 +260,34 @@ def test_opening_again_is_answered_as_before_while_it_is_open(client: Client) ->
         client.open()
 
 
+def described_at(seconds: int) -> capture_pb2.CaptureDescription:
+    description = describe()
+    description.request_time.seconds = seconds
+    return description
+
+
+def test_opening_again_at_another_time_is_the_same_while_nothing_was_written(client: Client) -> None:
+    client.open(described_at(1))
+    client.open(described_at(2))
+    assert client.get().description == described_at(1), "the first one stands"
+    with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
+        client.open(describe(prompt=5))
+
+
+@pytest.mark.parametrize("touch", ["row", "loss", "seal"])
+def test_a_later_request_of_the_same_id_is_another_once_something_was_written(client: Client, touch: str) -> None:
+    client.open(described_at(1))
+    if touch == "row":
+        client.append([make_chunk(LAYERS, [0])])
+    elif touch == "loss":
+        client.send([loss_message(1, "a", loss_of([0]))])
+    else:
+        client.seal(generated=[2])
+    client.open(described_at(1))
+    with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
+        client.open(described_at(2))
+
+
 def test_a_deleted_capture_is_no_more_and_its_name_is_free(client: Client) -> None:
     client.open()
     client.append([make_chunk(LAYERS, range(5))])

@@ -100,7 +100,9 @@ class StoreServiceServicer:
     """
 
     def OpenCapture(self, request, context):
-        """Creates a capture. Idempotent: the same description is answered as before.
+        """Creates a capture. Idempotent: the same description is answered as before. Until something was written or sealed,
+        one that differs only in `request_time` is the same, and the first one stands: a caller that did not get the answer
+        may try again.
 
         Errors:
         * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.

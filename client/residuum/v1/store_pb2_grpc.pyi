@@ -44,7 +44,9 @@ class StoreServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StoreServiceAsyncStub: ...
     OpenCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.OpenCaptureRequest, _store_pb2.OpenCaptureResponse]
-    """Creates a capture. Idempotent: the same description is answered as before.
+    """Creates a capture. Idempotent: the same description is answered as before. Until something was written or sealed,
+    one that differs only in `request_time` is the same, and the first one stands: a caller that did not get the answer
+    may try again.
 
     Errors:
     * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
@@ -149,7 +151,9 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.OpenCaptureRequest, _store_pb2.OpenCaptureResponse]  # type: ignore[assignment]
-    """Creates a capture. Idempotent: the same description is answered as before.
+    """Creates a capture. Idempotent: the same description is answered as before. Until something was written or sealed,
+    one that differs only in `request_time` is the same, and the first one stands: a caller that did not get the answer
+    may try again.
 
     Errors:
     * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
@@ -257,7 +261,9 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.OpenCaptureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.OpenCaptureResponse, _abc.Awaitable[_store_pb2.OpenCaptureResponse]]:
-        """Creates a capture. Idempotent: the same description is answered as before.
+        """Creates a capture. Idempotent: the same description is answered as before. Until something was written or sealed,
+        one that differs only in `request_time` is the same, and the first one stands: a caller that did not get the answer
+        may try again.
 
         Errors:
         * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
