@@ -9,7 +9,10 @@ import time
 from rich.console import Console
 
 from examples.model import default_model
-from examples.services import ServiceFailedError, running_services
+from examples.services import ServiceFailedError, is_free, running_services
+
+USUAL_PORTS = (50052, 50051)
+"""The ports that the documents name, of the store and the inference service; others if one of them is taken."""
 
 _TO_TRY = """\
 import residuum
@@ -29,12 +32,14 @@ def main() -> None:
     console.print("Starting the store and the inference service ...")
     try:
         with running_services(
-            options.model or default_model(), inference_arguments=["--enforce-eager"] if options.eager else []
+            options.model or default_model(),
+            ports=USUAL_PORTS if all(map(is_free, USUAL_PORTS)) else (0, 0),
+            inference_arguments=["--enforce-eager"] if options.eager else [],
         ) as (store, inference):
             console.print(f"store      {store.endpoint}\ninference  {inference.endpoint}\n")
             console.print("Three lines to try in .venv/bin/python:\n")
             console.print(_TO_TRY.format(endpoint=inference.endpoint), markup=False)
-            console.print("\nCtrl-C stops both.")
+            console.print("\nCtrl-C stops both, and deletes what was captured.")
             while inference.process.poll() is None and store.process.poll() is None:
                 time.sleep(0.5)
             sys.exit("a service has ended by itself")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -127,13 +128,15 @@ def _start(name: str, folder: Path, arguments: Sequence[str]) -> Service:
 def running_services(
     model: str,
     *,
+    ports: tuple[int, int] = (0, 0),
     inference_arguments: Sequence[str] = (),
     store_arguments: Sequence[str] = (),
     timeout_seconds: float = 300.0,
 ) -> Iterator[tuple[Service, Service]]:
     """Run both services for as long as the context lasts; yields (store, inference), both SERVING.
 
-    SIGTERM ends the context as Ctrl-C does.
+    `ports` are those of the store and the inference service; 0 takes any free one. SIGTERM ends the context as Ctrl-C
+    does. What was captured is deleted at the end.
 
     Raises:
         ServiceFailedError: One of them did not come up.
@@ -143,10 +146,10 @@ def running_services(
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         folder = Path(scratch)
         try:
-            store = start_store(folder, store_arguments)
+            store = start_store(folder, store_arguments, port=ports[0])
             started.append(store)
             store.wait_until_serving(timeout_seconds)
-            inference = start_inference(folder, model, store.endpoint, inference_arguments)
+            inference = start_inference(folder, model, store.endpoint, inference_arguments, port=ports[1])
             started.append(inference)
             inference.wait_until_serving(timeout_seconds)
             yield store, inference
@@ -155,6 +158,17 @@ def running_services(
             for service in reversed(started):
                 service.stop()
             signal.signal(signal.SIGTERM, previous)
+
+
+def is_free(port: int) -> bool:
+    """Tell whether nobody listens on a port of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _interrupt(number: int, frame: object) -> None:
