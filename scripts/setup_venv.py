@@ -6,12 +6,15 @@ it (see requirements/cpu.lock). A stamp in `.venv` remembers what was installed,
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
@@ -27,6 +30,8 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 PACKAGE_LINE = re.compile(r"(?:Collecting|Obtaining|Processing|Requirement already satisfied:) (\S+)")
 
+LIBNUMA = "libnuma.so.1"
+
 WANTED = (3, 11)  # the version for which the locks were made
 
 
@@ -40,10 +45,11 @@ def main() -> int:
         return 0
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # seen at once in a log, too
     started = time.monotonic()
-    warn_of_missing_headers()
+    warn_of_missing_compiler()
     try:
         make_venv()
         LOG.write_text("")
+        provide_libnuma()
         install_torch()
         install_locks()
         pip("the project itself", "--no-build-isolation", "--editable", str(ROOT))
@@ -75,10 +81,47 @@ def missing_on_this_machine() -> str | None:
     return None
 
 
-def warn_of_missing_headers() -> None:
-    """Without them all installs, but torch cannot compile a model."""
+def warn_of_missing_compiler() -> None:
+    """Without it all installs, but torch cannot compile a model."""
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         print("setup: Python's C headers are missing; compiled engines need them (Debian 12: python3.11-dev)")
+    if not shutil.which("g++"):
+        print("setup: there is no C++ compiler; compiled engines need one (Debian 12: g++)")
+
+
+def provide_libnuma() -> None:
+    """Make sure that vLLM's kernels find libnuma, which they are linked against and a small Debian does not have.
+
+    Where it is missing, Debian's own package is taken apart inside `.venv`, which needs no root, and is loaded by
+    every start of `.venv`'s Python.
+    """
+    if can_load(LIBNUMA):
+        return
+    try:
+        library = unpack_debian("libnuma1", VENV / "native", LIBNUMA)
+    except (OSError, subprocess.CalledProcessError, StopIteration) as error:
+        raise SetupError(f"vLLM needs the library {LIBNUMA}. Debian: apt install libnuma1") from error
+    hook = next((VENV / "lib").glob("python*/site-packages")) / "residuum_native.pth"
+    hook.write_text(f"import ctypes; ctypes.CDLL({str(library)!r}, ctypes.RTLD_GLOBAL)\n")
+    print(f"setup: {LIBNUMA} was missing on this machine; taken from Debian's libnuma1")
+
+
+def can_load(library: str) -> bool:
+    """Tell whether the dynamic linker finds a library."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def unpack_debian(package: str, folder: Path, name: str) -> Path:
+    """Unpack a Debian package into a folder; returns the file in it that has the given name."""
+    with tempfile.TemporaryDirectory() as scratch:
+        subprocess.run(["apt-get", "download", package], cwd=scratch, check=True, capture_output=True)
+        (archive,) = Path(scratch).glob("*.deb")
+        subprocess.run(["dpkg-deb", "--extract", str(archive), str(folder)], check=True, capture_output=True)
+    return next(folder.rglob(name)).resolve()
 
 
 def fingerprint() -> str:
