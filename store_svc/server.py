@@ -20,6 +20,7 @@ from residuum.rpc.serving import (
     add_health_and_reflection,
 )
 from residuum.rpc.settings import load_settings
+from store_svc.calls import Calls
 from store_svc.capture import Wait
 from store_svc.db import DamagedError, Database, Table, Txn
 from store_svc.ending import Ending
@@ -75,7 +76,7 @@ class Store:
             self._writer,
             store_id=self._db.write(_store_id),
             version=_version(),
-            max_streams=settings.max_streams,
+            calls=Calls(settings.max_streams, settings.max_writers),
         )
         self._server = self._make_server()
         self.port = self._listen()
@@ -101,7 +102,7 @@ class Store:
         _log.info("stopped")
 
     def _make_server(self) -> grpc.Server:
-        calls = self._settings.max_streams + _SHORT_CALLS
+        calls = self._settings.max_streams + self._settings.max_writers + _SHORT_CALLS
         server = grpc.server(
             ThreadPoolExecutor(calls, thread_name_prefix="call"),
             interceptors=[ErrorInterceptor(_log)],

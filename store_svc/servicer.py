@@ -34,7 +34,7 @@ class StoreServicer:
     """The methods of StoreService, over the parts of a store."""
 
     def __init__(
-        self, db: Database, catalog: Catalog, writer: Writer, *, store_id: bytes, version: str, max_streams: int
+        self, db: Database, catalog: Catalog, writer: Writer, *, store_id: bytes, version: str, calls: Calls
     ) -> None:
         """Make a servicer.
 
@@ -44,7 +44,7 @@ class StoreServicer:
             writer: Where changes go; it must be running.
             store_id: Binds page tokens to this store.
             version: The version of the server.
-            max_streams: Calls that last may run at once.
+            calls: Counts the calls.
         """
         self._db = db
         self._catalog = catalog
@@ -52,7 +52,7 @@ class StoreServicer:
         self._reader = Reader(db, catalog)
         self._store_id = store_id
         self._version = version
-        self.calls = Calls(max_streams)
+        self.calls = calls
         """The calls that run."""
         self._lock = threading.Lock()
         self._append_streams: set[AppendStream] = set()
@@ -99,7 +99,7 @@ class StoreServicer:
         self, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[store_pb2.AppendChunksResponse]:
         """See store.proto."""
-        with self.calls.running(), self.calls.lasting(), self._writing() as stream:
+        with self.calls.running(), self.calls.writing(), self._writing() as stream:
             if context.add_callback(stream.cancel):
                 threading.Thread(target=stream.pump, args=(messages,), name="append", daemon=True).start()
                 yield from stream.responses()
@@ -116,7 +116,7 @@ class StoreServicer:
     ) -> store_pb2.GetCaptureResponse:
         """See store.proto."""
         if _seconds(request) > 0:
-            with self.calls.lasting():
+            with self.calls.reading():
                 self._wait_for_end(request, context)
         return store_pb2.GetCaptureResponse(manifest=self._reader.manifest(request.capture_id))
 
@@ -139,7 +139,7 @@ class StoreServicer:
     def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See store.proto."""
         request = _parse(store_pb2.ReadChunksRequest, data)
-        with self.calls.running(), self.calls.lasting():
+        with self.calls.running(), self.calls.reading():
             yield from self._reader.read(
                 request,
                 is_cancelled=lambda: not context.is_active(),

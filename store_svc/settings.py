@@ -51,7 +51,10 @@ class StoreSettings(ServiceSettings):
     anew after a restart."""
 
     max_streams: Annotated[int, Field(ge=1, le=4096)] = 256
-    """How many calls that last may run at once: writers, readers, and waits for a capture's end."""
+    """How many reads, and waits for a capture's end, may run at once."""
+
+    max_writers: Annotated[int, Field(ge=1, le=4096)] = 128
+    """How many streams of writers may run at once. One inference service opens one for each shipper."""
 
     grace_seconds: NonNegativeFloat = 10.0
     """How long running calls may take to end after SIGTERM or SIGINT."""

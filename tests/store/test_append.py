@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -266,7 +267,7 @@ def test_the_stock_stub_is_a_writer(client: Client) -> None:
 
 
 def test_a_client_that_goes_away_leaves_nothing_behind(tmp_path: Path) -> None:
-    with serving(tmp_path / "store", max_streams=2) as (_, client):
+    with serving(tmp_path / "store", max_writers=1) as (_, client):
         client.open()
         for position in range(5):  # more than there are streams: each must have been given back
             stream = OpenStream(client)
@@ -277,17 +278,16 @@ def test_a_client_that_goes_away_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def wait_until_released(client: Client) -> None:
-    """Try a wait of no length until it is not refused: it is a long call, and needs a free stream."""
-    for _ in range(200):
-        call = client.stub.GetCapture.future(wait_request(0.01))
-        if call.code() == grpc.StatusCode.OK:
+    """Open a stream, again and again, until it is not refused."""
+    for _ in range(500):
+        with suppress(grpc.RpcError):
+            client.send([])
             return
-        assert call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     pytest.fail("the streams of clients that have gone are still held")
 
 
 def test_a_full_house_says_so(tmp_path: Path) -> None:
-    with serving(tmp_path / "store", max_streams=2) as (_, client):
+    with serving(tmp_path / "store", max_writers=2) as (_, client):
         client.open()
         streams = [OpenStream(client), OpenStream(client)]
         for position, stream in enumerate(streams):
@@ -298,3 +298,24 @@ def test_a_full_house_says_so(tmp_path: Path) -> None:
         assert client.get().num_rows == 6, "short calls are answered"
         for stream in streams:
             stream.cancel()
+
+
+def test_clients_that_wait_do_not_shut_writers_out(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", max_streams=2, max_writers=1) as (_, client):
+        client.open()
+        client.seal(generated=[1])
+        waits = [client.stub.GetCapture.future(wait_request(30)) for _ in range(2)]
+        until_refused(client)
+        client.append([make_chunk(LAYERS, range(4))])
+        assert [wait.result(timeout=10).manifest.state for wait in waits] == [COMPLETE] * 2
+
+
+def until_refused(client: Client) -> None:
+    """Wait for no time, again and again, until others hold all the room for that."""
+    for _ in range(500):
+        try:
+            client.get(wait=0.001)
+        except grpc.RpcError as error:
+            assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # noqa: PT017 - most are not refused
+            return
+    pytest.fail("the waits do not count")
