@@ -160,6 +160,25 @@ def test_a_dead_engine_ends_the_service_and_its_captures(
         assert manifest.reason == "ENGINE_DIED"
 
 
+def test_a_killed_service_leaves_no_process(
+    tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
+) -> None:
+    """Not even a worker whose step waits for a store that does not take anything."""
+    store = run(start_store(tmp_path))
+    store.wait_until_serving(30)
+    arguments = [*EAGER, "--ring-mib", "1"]
+    inference = run(start_inference(tmp_path, str(tiny_llama), store.endpoint, arguments))
+    inference.wait_until_serving(START_SECONDS)
+    family = children_of(inference.process.pid)
+    with residuum.Client(inference.endpoint) as client:
+        streams = [client.stream([5, 6, 7], max_tokens=500, ignore_eos=True, capture=ALL) for _ in range(8)]
+        next(iter(streams[0]))
+        store.process.send_signal(signal.SIGSTOP)
+        inference.process.kill()
+        wait_until(lambda: not any(alive(pid) for pid in family), 60)
+    store.process.send_signal(signal.SIGCONT)
+
+
 def command_of(pid: int) -> str:
     return subprocess.run(["ps", "-o", "args=", "-p", str(pid)], check=False, capture_output=True, text=True).stdout
 
