@@ -54,7 +54,7 @@ class Capture:
         self.seal: store_pb2.SealCaptureRequest | None = None
         self.num_losses = 0
         self.progress = progress
-        """When it was sealed, or a row or a loss came, by the monotonic clock in seconds."""
+        """When it was opened or sealed, or a row or a loss came, by the monotonic clock in seconds."""
         self._loss: store_pb2.RowLoss | None = None
         self._record = capture_pb2.CaptureManifest(description=description, state=OPEN, open_time=open_time)
 
@@ -141,10 +141,15 @@ class Capture:
             self._end(self.seal, loss.reason, loss.detail, now)
 
     def time_out(self, now: Timestamp, waited: float) -> None:
-        """End it, which is sealed, although rows are outstanding: none came for `waited` seconds."""
-        assert self.seal is not None  # noqa: S101 - what is not sealed waits for its seal
-        detail = f"{self.ledger.outstanding} rows did not come; none of them in the last {waited:g} s"
-        self._end(self.seal, _TIMED_OUT, detail, now)
+        """End it although its seal or rows are outstanding: nothing came for `waited` seconds."""
+        if self.seal is not None:
+            detail = f"{self.ledger.outstanding} rows did not come; none of them in the last {waited:g} s"
+            self._end(self.seal, _TIMED_OUT, detail, now)
+            return
+        self.ledger.expect_found()
+        self._record.end_time.CopyFrom(now)
+        detail = f"the inference service never sealed it, and nothing was written in the last {waited:g} s; "
+        self._blame(_TIMED_OUT, detail + "how many tokens were generated is not known")
 
     def manifest(self) -> capture_pb2.CaptureManifest:
         """Return the manifest as it is now."""
@@ -216,10 +221,13 @@ def restore(
 def ended_ledger(manifest: capture_pb2.CaptureManifest) -> Ledger:
     """Return the ledger of an ended capture, as far as its manifest tells: served cells and expectations."""
     ledger = Ledger(manifest.description)
-    ledger.expect([len(sequence.generated_token_ids) for sequence in manifest.sequences])
     for item in manifest.present:
         runs = Positions.of_runs((run.first, run.last) for run in item.positions)
         ledger.add(Cells(item.sequence, item.site, item.layers, runs))
+    if manifest.sequences:
+        ledger.expect([len(sequence.generated_token_ids) for sequence in manifest.sequences])
+    else:
+        ledger.expect_found()
     return ledger
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.limits import MAX_ID_LENGTH
-from store_svc.capture import Capture
+from store_svc.capture import Capture, Wait
 
 
 class Feed:
@@ -53,6 +53,7 @@ class Catalog:
         self._order: list[int] = []
         self._feeds: dict[int, Feed] = {}
         self._ended: dict[int, store_pb2.CaptureSummary] = {}
+        self._waiting: dict[Wait, dict[int, float]] = {wait: {} for wait in Wait}
         self.stopping = False
         """Whether the store is stopping; waits must end."""
 
@@ -81,6 +82,7 @@ class Catalog:
         with self._lock:
             self._insert(capture.description.capture_id, capture.number)
             self._feeds[capture.number] = Feed(capture, keys)
+        self._note_progress(capture)
 
     def open_ended(self, number: int, summary: store_pb2.CaptureSummary) -> None:
         """Publish an ended capture that is new here."""
@@ -92,6 +94,7 @@ class Catalog:
         """Publish what became of a capture, and the keys of its new frames."""
         feed = self._feeds[capture.number]
         feed.publish(capture, keys)
+        self._note_progress(capture)
         if capture.ended:
             with self._lock:
                 self._ended[capture.number] = capture.summary()
@@ -106,11 +109,14 @@ class Catalog:
             del self._order[bisect_left(self._order, number)]
         if feed:
             feed.delete()
+            self._waiting[feed.capture.wait].pop(number)
 
-    def live(self) -> list[Capture]:
-        """Return the captures that have not ended."""
-        with self._lock:
-            return [feed.capture for feed in self._feeds.values()]
+    def waiting(self, wait: Wait) -> Iterator[Capture]:
+        """Yield the captures that wait for this, the one that made no progress for longest first.
+
+        For the writer's thread alone, which must change nothing meanwhile.
+        """
+        return (self._feeds[number].capture for number in self._waiting[wait])
 
     def summaries(self) -> list[store_pb2.CaptureSummary]:
         """Return all captures in short."""
@@ -145,6 +151,15 @@ class Catalog:
             feeds = list(self._feeds.values())
         for feed in feeds:
             feed.wake()
+
+    def _note_progress(self, capture: Capture) -> None:
+        """Keep `_waiting` in the order of progress, at the same cost however many captures wait."""
+        if self._waiting[capture.wait].get(capture.number) == capture.progress and not capture.ended:
+            return
+        for numbers in self._waiting.values():
+            numbers.pop(capture.number, None)
+        if not capture.ended:
+            self._waiting[capture.wait][capture.number] = capture.progress
 
     def _insert(self, capture_id: str, number: int) -> None:
         self._numbers[capture_id] = number

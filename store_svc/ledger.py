@@ -101,16 +101,18 @@ class Ledger:
     def expect(self, generated_tokens: Sequence[int]) -> None:
         """Fix what is expected, from the number of tokens that each sequence generated."""
         lengths = [expected_rows(self._prompt_tokens, count) for count in generated_tokens]
-        self._expected = [
-            Positions.where(wanted_positions(self._selection, self._prompt_tokens, 0, length)) for length in lengths
-        ]
-        self.num_rows = self.missing = self.outstanding = 0
+        self._expect([self._wanted(length) for length in lengths])
+
+    def expect_found(self) -> None:
+        """Fix what is expected, when nobody knows how long the sequences became.
+
+        Of each sequence that is the prompt and every position of which any row is stored: the model has computed that
+        position, so the rows of the other layers and sites are missing.
+        """
+        found = [self._wanted(self._prompt_tokens) for _ in self._sequences]
         for row in self._all_rows():
-            expected, stored = self._expected[row[0]], self._stored.get(row, Positions())
-            absent = expected - stored
-            self.num_rows += len(expected) - len(absent)
-            self.missing += len(absent)
-            self.outstanding += len(absent - self._lost.get(row, Positions()))
+            found[row[0]] |= self.served(row[0], self._stored.get(row, Positions()))
+        self._expect(found)
 
     def served(self, sequence: int, positions: Positions) -> Positions:
         """Return those of the positions that are served, as far as is known."""
@@ -131,6 +133,19 @@ class Ledger:
             return []
         rows = ((row, self._expected[row[0]] - self._stored.get(row, Positions())) for row in self._all_rows())
         return _gather(rows)
+
+    def _wanted(self, length: int) -> Positions:
+        return Positions.where(wanted_positions(self._selection, self._prompt_tokens, 0, length))
+
+    def _expect(self, expected: list[Positions]) -> None:
+        self._expected = expected
+        self.num_rows = self.missing = self.outstanding = 0
+        for row in self._all_rows():
+            expected, stored = self._expected[row[0]], self._stored.get(row, Positions())
+            absent = expected - stored
+            self.num_rows += len(expected) - len(absent)
+            self.missing += len(absent)
+            self.outstanding += len(absent - self._lost.get(row, Positions()))
 
     def _all_rows(self) -> Iterator[Row]:
         for sequence in self._sequences:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
-from residuum.wire.selection import check_positions, expected_rows, wanted_positions
+from residuum.wire.selection import check_positions, expected_rows, to_ranges, wanted_positions
 from store_svc.checks import invalid
 from store_svc.keys import FrameKey
 from store_svc.positions import Positions
@@ -104,12 +104,13 @@ def _between(ascending: list[int], first: int, last: int) -> list[int]:
 def _check(request: store_pb2.ReadChunksRequest, description: capture_pb2.CaptureDescription) -> None:
     captured = description.spec.layers.list.layers
     for layer in _others(request.layers, captured):
-        message = f"The capture has no layer {layer}; it has {len(captured)} from {captured[0]} to {captured[-1]}."
+        message = f"The capture has no layer {layer}; it has {_runs(captured)}."
         raise Failure(Reason.ERROR_REASON_UNKNOWN_LAYER, message, layer=layer, layers=len(captured))
     armed = ",".join(capture_pb2.Site.Name(site) for site in description.spec.sites)
     for site in _others(request.sites, description.spec.sites):
-        message = f"The capture has no site {site}; it has {armed}."
-        raise Failure(Reason.ERROR_REASON_UNKNOWN_SITE, message, site=site, armed=armed)
+        name = capture_pb2.Site.Name(site) if site in capture_pb2.Site.values() else str(site)
+        message = f"The capture has no site {name}; it has {armed.replace(',', ', ')}."
+        raise Failure(Reason.ERROR_REASON_UNKNOWN_SITE, message, site=name, armed=armed)
     for sequence in _others(request.sequences, range(description.num_sequences)):
         raise invalid("sequences", f"the capture has {description.num_sequences} sequences, not {sequence}")
     try:
@@ -120,3 +121,9 @@ def _check(request: store_pb2.ReadChunksRequest, description: capture_pb2.Captur
 
 def _others(asked: Iterable[int], known: Iterable[int]) -> list[int]:
     return sorted(set(asked) - set(known))
+
+
+def _runs(ascending: Iterable[int]) -> str:
+    """Return ascending numbers for a message, such as "3, 5-9"."""
+    runs = to_ranges(np.fromiter(ascending, dtype=np.int64))
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

@@ -149,7 +149,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _waits(settings: StoreSettings) -> dict[Wait, float]:
-    return {Wait.ROWS: settings.seal_timeout_seconds, Wait.REMNANTS: settings.ending_timeout_seconds}
+    return {
+        Wait.SEAL: settings.open_timeout_seconds,
+        Wait.ROWS: settings.seal_timeout_seconds,
+        Wait.REMNANTS: settings.ending_timeout_seconds,
+    }
 
 
 def _store_id(txn: Txn) -> bytes:

@@ -42,6 +42,11 @@ class StoreSettings(ServiceSettings):
     sync_interval_seconds: PositiveFloat = 1.0
     """After how long without writes what is committed is also synced."""
 
+    open_timeout_seconds: PositiveFloat = 3600.0
+    """A capture that nobody seals ends INCOMPLETE when nothing is written to it for this long: its inference service
+    was killed. Longer than a request may wait for its turn, and than it may generate without a captured row. Counted
+    anew after a restart."""
+
     seal_timeout_seconds: PositiveFloat = 120.0
     """A capture whose request ended by itself ends INCOMPLETE when no expected row comes for this long. Counted anew
     after a restart."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, takewhile
 from typing import TypeVar
 
 from residuum.rpc.errors import Failure, Reason
@@ -23,6 +24,9 @@ _T = TypeVar("_T")
 
 _PURGE_FRAMES = 1024
 """Frames of deleted captures that are freed in one transaction."""
+
+_MOST_LATE = 1024
+"""Captures of a kind that are ended in one transaction, when many have waited in vain."""
 
 _RETRY_SECONDS = 1.0
 """Pause before housekeeping is tried again in a full store."""
@@ -243,7 +247,7 @@ class Writer:
         """End captures that wait in vain, and free some frames of deleted ones; the rest follows the next work."""
         if time.monotonic() < self._housekeeping_at:
             return
-        late = [capture for capture in self._waiting() if self._due(capture) <= time.monotonic()]
+        late = [capture for wait in Wait for capture in self._late(wait)]
         if late:
             self._commit(Work([self._time_out(capture) for capture in late]))
         if self._purging:
@@ -263,8 +267,10 @@ class Writer:
             _log.info("the store has room again")
         self._full = False
 
-    def _waiting(self) -> list[Capture]:
-        return [capture for capture in self._catalog.live() if capture.wait in self._options.waits]
+    def _late(self, wait: Wait) -> Iterator[Capture]:
+        now = time.monotonic()
+        late = takewhile(lambda capture: self._due(capture) <= now, self._catalog.waiting(wait))
+        return islice(late, _MOST_LATE)
 
     def _due(self, capture: Capture) -> float:
         return capture.progress + self._options.waits[capture.wait]
@@ -275,7 +281,8 @@ class Writer:
 
     def _seconds_to_next(self) -> float | None:
         """Return how long to wait for work until something else is to do; None if there is nothing else."""
-        due = [max(self._due(capture), self._housekeeping_at) for capture in self._waiting()]
+        first = (capture for wait in Wait for capture in islice(self._catalog.waiting(wait), 1))
+        due = [max(self._due(capture), self._housekeeping_at) for capture in first]
         if self._purging:
             due.append(self._housekeeping_at)
         if self._sync_at is not None:

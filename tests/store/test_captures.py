@@ -219,10 +219,31 @@ def test_rows_that_do_not_come_time_out(tmp_path: Path) -> None:
         assert rejections(answers) == {1: Reason.ERROR_REASON_CAPTURE_ENDED}
 
 
-def test_an_open_capture_does_not_time_out(tmp_path: Path) -> None:
-    with serving(tmp_path / "store", seal_timeout_seconds=0.05) as (_, client):
+def test_an_open_capture_has_a_time_of_its_own(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", seal_timeout_seconds=0.05, ending_timeout_seconds=0.05) as (_, client):
         client.open()
         assert client.get(wait=0.3).state == OPEN
+
+
+def test_a_capture_that_is_never_sealed_ends(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", open_timeout_seconds=0.3) as (_, client):
+        client.open()
+        follow = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", follow=True), timeout=20)
+        client.append([make_chunk([0, 1], [0, 1, 4]), make_chunk([2], [0])])
+        manifest = client.get(wait=20)
+        assert (manifest.state, manifest.incomplete_reason) == (INCOMPLETE, capture_pb2.INCOMPLETE_REASON_TIMED_OUT)
+        assert "never sealed" in manifest.incomplete_detail
+        assert cells_of(manifest.present) == grid([0, 1], [0, 1, 4]) | grid([2], [0])
+        assert cells_of(manifest.missing) == grid([0, 1], [2, 3]) | grid([2], [1, 2, 3, 4])
+        assert (manifest.num_rows, len(manifest.sequences), manifest.HasField("seal_time")) == (7, 0, False)
+        assert list(follow)[-1].manifest == manifest
+        with failing_with(Reason.ERROR_REASON_CAPTURE_ENDED) as caught:
+            client.seal(generated=[2])
+        assert caught[0].metadata["state"] == "INCOMPLETE"
+        answers = client.append([make_chunk([0, 1], [0, 4]), make_chunk([2], [1])])
+        assert rejections(answers) == {2: Reason.ERROR_REASON_CAPTURE_ENDED}
+        assert client.get() == manifest
+        assert client.read()[0] == cells_of(manifest.present)
 
 
 def test_waiting_ends_with_the_capture(client: Client) -> None:

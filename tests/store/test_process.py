@@ -138,11 +138,14 @@ def test_losses_outlive_a_restart(start: Start) -> None:
 
 def test_the_wait_for_rows_starts_anew_after_a_restart(start: Start) -> None:
     process = start("--ending-timeout-seconds", "60")
+    process.client.open(describe("unsealed"))
     for name, outcome in (("complete", COMPLETE), ("aborted", ABORTED)):
         process.client.open(describe(name))
         assert process.client.seal(name, generated=[2], outcome=outcome).state == OPEN
     assert process.end() == 0
-    client = start("--seal-timeout-seconds", "0.3", "--ending-timeout-seconds", "0.3").client
+    waits = ("--open-timeout-seconds", "--seal-timeout-seconds", "--ending-timeout-seconds")
+    client = start(*(word for flag in waits for word in (flag, "0.3"))).client
+    assert "never sealed" in client.get("unsealed", wait=20).incomplete_detail
     assert client.get("complete", wait=20).incomplete_reason == capture_pb2.INCOMPLETE_REASON_TIMED_OUT
     assert client.get("aborted", wait=20).state == ABORTED
 

@@ -142,7 +142,9 @@ class _IncompleteReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Inco
     INCOMPLETE_REASON_OVERFLOW: _IncompleteReason.ValueType  # 1
     """Rows were shed because the path to the store was full and the policy was SHED."""
     INCOMPLETE_REASON_TIMED_OUT: _IncompleteReason.ValueType  # 2
-    """Rows that were expected did not come in time after the request ended."""
+    """Rows that were expected did not come in time after the request ended, or the end of the request was never heard of:
+    the detail says which.
+    """
     INCOMPLETE_REASON_ENGINE_DIED: _IncompleteReason.ValueType  # 3
     """The engine died while the request was running."""
     INCOMPLETE_REASON_WRITE_FAILED: _IncompleteReason.ValueType  # 4
@@ -158,7 +160,9 @@ INCOMPLETE_REASON_UNSPECIFIED: IncompleteReason.ValueType  # 0
 INCOMPLETE_REASON_OVERFLOW: IncompleteReason.ValueType  # 1
 """Rows were shed because the path to the store was full and the policy was SHED."""
 INCOMPLETE_REASON_TIMED_OUT: IncompleteReason.ValueType  # 2
-"""Rows that were expected did not come in time after the request ended."""
+"""Rows that were expected did not come in time after the request ended, or the end of the request was never heard of:
+the detail says which.
+"""
 INCOMPLETE_REASON_ENGINE_DIED: IncompleteReason.ValueType  # 3
 """The engine died while the request was running."""
 INCOMPLETE_REASON_WRITE_FAILED: IncompleteReason.ValueType  # 4
@@ -530,7 +534,7 @@ class CaptureManifest(_message.Message):
 
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceOutcome]:
-        """The sequences, in order. Empty until the capture is sealed."""
+        """The sequences, in order. Empty until the capture is sealed, and if it ended without a seal."""
 
     @_builtins.property
     def present(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowSet]:
@@ -538,7 +542,9 @@ class CaptureManifest(_message.Message):
 
     @_builtins.property
     def missing(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowSet]:
-        """The rows that are missing, as far as is known: empty until the capture is sealed, and when it is COMPLETE."""
+        """The rows that are missing, as far as is known: empty until the capture is sealed, and when it is COMPLETE. If it
+        ended without a seal: those of the prompt, and of positions of which other rows are there.
+        """
 
     @_builtins.property
     def open_time(self) -> _timestamp_pb2.Timestamp:

@@ -31,7 +31,9 @@ class StoreServiceStub:
 
     A capture is opened by the inference service, written by shippers, sealed by the inference service when the request
     has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
-    last chunk; or when the rest was reported lost, or has stopped coming. Once it has ended it never changes.
+    last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
+    service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
+    changes.
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
@@ -90,7 +92,7 @@ class StoreServiceStub:
 
     Errors:
     * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture.
-    * FAILED_PRECONDITION, CAPTURE_ENDED: it was sealed with another outcome.
+    * FAILED_PRECONDITION, CAPTURE_ENDED: it was sealed with another outcome, or ended without a seal.
     * INVALID_ARGUMENT, INVALID_FIELD: the outcome is malformed.
     """
     GetCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.GetCaptureRequest, _store_pb2.GetCaptureResponse]
@@ -141,7 +143,9 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     A capture is opened by the inference service, written by shippers, sealed by the inference service when the request
     has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
-    last chunk; or when the rest was reported lost, or has stopped coming. Once it has ended it never changes.
+    last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
+    service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
+    changes.
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
@@ -197,7 +201,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     Errors:
     * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture.
-    * FAILED_PRECONDITION, CAPTURE_ENDED: it was sealed with another outcome.
+    * FAILED_PRECONDITION, CAPTURE_ENDED: it was sealed with another outcome, or ended without a seal.
     * INVALID_ARGUMENT, INVALID_FIELD: the outcome is malformed.
     """
     GetCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.GetCaptureRequest, _store_pb2.GetCaptureResponse]  # type: ignore[assignment]
@@ -247,7 +251,9 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
     A capture is opened by the inference service, written by shippers, sealed by the inference service when the request
     has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
-    last chunk; or when the rest was reported lost, or has stopped coming. Once it has ended it never changes.
+    last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
+    service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
+    changes.
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
@@ -319,7 +325,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture.
-        * FAILED_PRECONDITION, CAPTURE_ENDED: it was sealed with another outcome.
+        * FAILED_PRECONDITION, CAPTURE_ENDED: it was sealed with another outcome, or ended without a seal.
         * INVALID_ARGUMENT, INVALID_FIELD: the outcome is malformed.
         """
 
