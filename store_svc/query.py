@@ -108,7 +108,8 @@ def _check(request: store_pb2.ReadChunksRequest, description: capture_pb2.Captur
         raise Failure(Reason.ERROR_REASON_UNKNOWN_LAYER, message, layer=layer, layers=len(captured))
     armed = ",".join(capture_pb2.Site.Name(site) for site in description.spec.sites)
     for site in _others(request.sites, description.spec.sites):
-        name = capture_pb2.Site.Name(site) if site in capture_pb2.Site.values() else str(site)
+        known = site in capture_pb2.Site.values()
+        name = capture_pb2.Site.Name(site) if known else str(site)  # type: ignore[arg-type] # the line above
         message = f"The capture has no site {name}; it has {armed.replace(',', ', ')}."
         raise Failure(Reason.ERROR_REASON_UNKNOWN_SITE, message, site=name, armed=armed)
     for sequence in _others(request.sequences, range(description.num_sequences)):
