@@ -1,4 +1,4 @@
-"""Progress bars, on a terminal only; rich is imported when the first one is drawn."""
+"""Progress bars, on a terminal or in a notebook; rich is imported when the first one is drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Advance = Callable[[int], None]
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: int | None, *, enabled: bool = True, of_bytes: bool = False) -> Iterator[Advance]:
-    """Show a bar on stderr while the block runs, if stderr is a terminal.
+    """Show a bar while the block runs: on stderr if that is a terminal, or below the cell in Jupyter.
 
     Args:
         label: What is being done.
@@ -20,7 +20,7 @@ def progress_bar(label: str, total: int | None, *, enabled: bool = True, of_byte
         enabled: Show it at all.
         of_bytes: Count bytes instead of things.
     """
-    if not enabled or not sys.stderr.isatty():
+    if not enabled or not (sys.stderr.isatty() or _is_jupyter()):
         yield _ignore
         return
     from rich.console import Console
@@ -31,6 +31,14 @@ def progress_bar(label: str, total: int | None, *, enabled: bool = True, of_byte
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def _is_jupyter() -> bool:
+    if "IPython" not in sys.modules:  # then there is no kernel, and rich need not be asked
+        return False
+    from rich.console import Console
+
+    return Console().is_jupyter
 
 
 def _ignore(done: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import residuum
+from residuum.cli import main
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages; this folder's helpers are plain modules
 
@@ -97,3 +98,23 @@ async def make(kind):
 @pytest.fixture
 def client(make, endpoint):
     return make(endpoint, timeout=10)
+
+
+@pytest.fixture
+def cli(endpoint, capsys):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments, at=endpoint):
+        code = main([arguments[0], "--endpoint", at, *map(str, arguments[1:])])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def captured(endpoint):
+    with residuum.Client(endpoint) as client:
+        reply = client.generate("a bb ccc", max_tokens=4, capture=residuum.Capture(layers=[1, 4]))
+        client.manifest(reply.request_id, wait=True)
+        return reply.request_id

@@ -1,57 +1,19 @@
-"""The `residuum` command: what it prints in a pipe, on a terminal and for programs, and how it ends."""
+"""The `residuum` command: what it prints in a pipe and for programs, and how it ends."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
-import pty
-import signal
-import socket
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 from peer import HIDDEN, LAYERS
-from safetensors.numpy import save_file
 
 import residuum
 from residuum.cli import main
-from residuum.cli.commands import parse_layers
+from residuum.cli.main import _parser as parser
 from residuum.cli.output import size
-from residuum.rpc.errors import Failure, Reason
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def cli(endpoint, capsys):
-    """Runs a command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments, at=endpoint):
-        code = main([arguments[0], "--endpoint", at, *map(str, arguments[1:])])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
-def captured(endpoint):
-    with residuum.Client(endpoint) as client:
-        reply = client.generate("a bb ccc", max_tokens=4, capture=residuum.Capture(layers=[1, 4]))
-        client.manifest(reply.request_id, wait=True)
-        return reply.request_id
-
-
-def environment(endpoint):
-    return {**os.environ, "PYTHONPATH": str(ROOT / "client"), "RESIDUUM_ENDPOINT": endpoint, "COLUMNS": "120"}
-
-
-def command(*arguments):
-    return [sys.executable, "-c", "import sys; from residuum.cli import main; sys.exit(main())", *arguments]
 
 
 def test_info(cli):
@@ -62,56 +24,14 @@ def test_info(cli):
     assert json.loads(cli("info", "--json")[1])["hidden_size"] == HIDDEN
 
 
-def test_generate(cli):
-    assert cli("generate", "a bb", "--max-tokens", 3)[:2] == (0, " 3 4 5\n")
-    code, out, _ = cli("generate", "a bb", "--max-tokens", 2, "--json", "--id", "by-hand")
-    reply = json.loads(out)
-    assert code == 0
-    assert (reply["request_id"], reply["text"], reply["usage"]["generated_tokens"]) == ("by-hand", " 3 4", 2)
-
-
-def test_generate_from_standard_input(cli, monkeypatch):
-    import io
-
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a bb ccc"))
-    assert cli("generate", "-", "--max-tokens", 1)[1] == " 4\n"
-    assert cli("generate", "four", "--chat", "--max-tokens", 1)[1] == " 5\n"
-
-
-def test_generate_captures_and_steers(cli, peer, tmp_path):
-    np.save(tmp_path / "joy.npy", np.ones(HIDDEN))
-    save_file({"a": np.ones(HIDDEN, np.float32), "b": np.ones(HIDDEN, np.float32)}, tmp_path / "v.safetensors")
-    code, out, err = cli(
-        "generate", "a bb", "--max-tokens", 2, "--capture", "0,2-4", "--positions", "prompt", "--stop", "x",
-        "--add", f"{tmp_path / 'joy.npy'}@1*2.5", "--ablate", f"{tmp_path / 'v.safetensors'}:b@all",
-    )  # fmt: skip
-    assert (code, out) == (0, " 3 4\n")
-    assert "residuum pull req-" in err
-    sent = peer.requests[-1]
-    assert list(sent.spec.capture.layers.list.layers) == [0, 2, 3, 4]
-    assert [operation.WhichOneof("operation") for operation in sent.spec.steering.operations] == ["add", "ablate"]
-    assert sent.spec.steering.operations[0].add.scale == 2.5
-
-
-@pytest.mark.parametrize(
-    "steer", ["joy.npy", "none.npy@1", "v.safetensors@1", "v.safetensors:c@1", "joy.npy@x", "joy.npy@1*much"]
-)
-def test_steering_that_cannot_be_meant(cli, tmp_path, monkeypatch, steer):
-    monkeypatch.chdir(tmp_path)
-    np.save("joy.npy", np.ones(HIDDEN))
-    save_file({"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}, "v.safetensors")
-    code, out, err = cli("generate", "a", "--add", steer)
-    assert (code, out) == (1, "")
-    assert err.startswith("residuum: ")
-    assert err.count("\n") == 1
-
-
 def test_list(cli, captured):
     code, out, _ = cli("ls", "--prefix", captured, "--state", "complete")
     assert code == 0
     assert out.split("\t")[:3] == [captured, "complete", "12"]
     assert json.loads(cli("ls", "--json", "-n", 1)[1])["state"]
-    assert cli("ls", "--prefix", "nothing-like-it")[:2] == (0, "")
+    assert out.endswith(" UTC\n")
+    assert cli("ls", "--prefix", "nothing-like-it") == (0, "", "no captures like that\n")
+    assert cli("ls", "--prefix", "nothing-like-it", "--json") == (0, "", "")
 
 
 def test_pull(cli, captured, tmp_path):
@@ -140,6 +60,35 @@ def test_pull_of_nothing(cli, tmp_path):
     code, out, err = cli("pull", "never-was", "--out", tmp_path / "x")
     assert (code, out) == (1, "")
     assert "never-was" in err
+
+
+def test_pull_says_what_to_do_in_its_own_words(cli, peer, endpoint, tmp_path):
+    peer.script.lost_layers = (1,)
+    with residuum.Client(endpoint) as client:
+        name = client.generate("a bb", max_tokens=3, capture=residuum.Capture(layers=[0, 1])).request_id
+    _, _, err = cli("pull", name, "--out", tmp_path / "x.safetensors")
+    assert "--allow-partial" in err
+    assert "allow_partial" not in err
+
+
+def test_pull_waits_no_longer_than_it_may(cli, peer, endpoint, tmp_path):
+    peer.script.delay_seal = threading.Event()
+    with residuum.Client(endpoint) as client:
+        name = client.generate("a bb", max_tokens=3, capture=residuum.Capture(layers=[0])).request_id
+    code, out, err = cli("pull", name, "--out", tmp_path / "x", "--timeout", "0.3")
+    peer.script.delay_seal.set()
+    assert (code, out) == (1, "")
+    assert "longer --timeout" in err
+    assert "still open" in err
+
+
+def test_pull_of_no_positions_says_so(cli, endpoint, tmp_path):
+    with residuum.Client(endpoint) as client:
+        name = client.generate("a bb", max_tokens=2, capture=residuum.Capture(positions=5000)).request_id
+    code, _, err = cli("pull", name, "--out", tmp_path / "x")
+    assert code == 0
+    assert err.startswith("residuum: The capture")
+    assert "0 positions" in err
 
 
 def test_pull_into_no_folder(cli, captured, tmp_path):
@@ -179,13 +128,35 @@ def test_vectors_that_do_not_fit(endpoint, capsys, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["nonsense"], ["pull"], ["rm"], ["vectors"], ["generate"], ["ls", "--state", "done"], ["info", "-x"]],
-)
+    [[], ["nonsense"], ["pull"], ["rm"], ["vectors"], ["generate"], ["ls", "--state", "done"], ["info", "-x"],
+     ["ls", "-n", "-1"], ["ls", "-n", "0"], ["info", "--timeout", "0"], ["info", "--timeout", "soon"],
+     ["generate", "a", "--positions", "prompt"]],
+)  # fmt: skip
 def test_wrong_command_lines(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert "usage: residuum" in capsys.readouterr().err
+
+
+def _options(parser):
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _options(inner)
+        else:
+            yield parser.prog, action
+
+
+def test_every_option_is_explained_with_its_default():
+    seen = 0
+    for command_name, action in _options(parser()):
+        where = f"{command_name} {action.option_strings or action.dest}"
+        assert action.help, where
+        if (action.option_strings and action.nargs != 0) or isinstance(action, argparse._StoreTrueAction):
+            assert "default: " in action.help, where
+            seen += 1
+    assert seen > 30
 
 
 def test_nothing_listens(cli):
@@ -194,141 +165,6 @@ def test_nothing_listens(cli):
     assert err.count("\n") == 1
     assert "127.0.0.1:1" in err
     assert cli("info", at="nonsense")[0] == 1
-
-
-# --------------------------------------------------------------------------------------------------------------- doctor
-
-
-def findings(out):
-    return {line["check"]: line["ok"] for line in map(json.loads, out.splitlines())}
-
-
-def test_doctor_finds_all_well(cli, store):
-    code, out, _ = cli("doctor", "--json")
-    assert code == 0
-    assert findings(out) == {
-        "inference service: connection": True,
-        "inference service: health": True,
-        "model": True,
-        "versions": True,
-        "store: connection": True,
-        f"store {store.endpoint}: health": True,
-        "store answers": True,
-    }
-    assert cli("doctor")[1].count("ok  ") == 7
-
-
-def test_doctor_names_what_is_away(cli, peer):
-    code, out, _ = cli("doctor", at="127.0.0.1:1")
-    assert code == 1
-    assert "FAIL  inference service: connection: 127.0.0.1:1" in out
-    assert "FAIL  inference service: address" in cli("doctor", at="no-such-host.invalid:1")[1]
-    peer.script.store_endpoints = ["127.0.0.1:1"]
-    code, out, _ = cli("doctor")
-    assert code == 1
-    assert "FAIL  store: connection: 127.0.0.1:1" in out
-    peer.script.store_endpoints = []
-    assert "FAIL  store: The inference service" in cli("doctor")[1]
-
-
-def test_doctor_sees_a_service_that_loads(cli, peer, running_peer):
-    running_peer.health.set("", 2)
-    peer.script.failures = [Failure(Reason.ERROR_REASON_NOT_SERVING, "Loading.")] * 99
-    code, out, _ = cli("doctor", "--json")
-    running_peer.health.set("", 1)
-    assert code == 1
-    assert findings(out)["inference service: health"] is False
-
-
-def test_doctor_sees_that_something_else_listens():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closer = threading.Thread(target=lambda: [server.accept()[0].close() for _ in range(2)], daemon=True)
-        closer.start()
-        result = subprocess.run(
-            command("doctor", "--json", "--endpoint", f"127.0.0.1:{server.getsockname()[1]}", "--timeout", "1"),
-            capture_output=True, text=True, env=environment(""), check=False, timeout=60,
-        )  # fmt: skip
-    assert result.returncode == 1
-    assert findings(result.stdout)["inference service: health"] is False
-
-
-def test_doctor_suspects_an_address_of_the_other_machines_own():
-    from residuum.cli.doctor import _hint
-
-    assert "--store" in _hint("127.0.0.1:50052", "gpu-host:50051")
-    assert _hint("127.0.0.1:50052", "localhost:50051") == ""
-    assert _hint("gpu-host:50052", "gpu-host:50051") == ""
-
-
-# ---------------------------------------------------------------------------------------------- as a process of its own
-
-
-def test_interrupt_cancels_the_call(endpoint, peer):
-    peer.script.hold = threading.Event()
-    with subprocess.Popen(
-        command("generate", "a", "--max-tokens", "100"), env=environment(endpoint), stdout=-1, stderr=-1
-    ) as process:
-        assert process.stdout.read(2) == b" 2"  # the first token: the call runs
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert err == b"residuum: interrupted\n"
-    assert peer.cancelled.wait(10)
-
-
-def test_a_reader_that_had_enough(endpoint, captured):
-    script = " ".join(["exec", *map(_quoted, command("ls"))])
-    result = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", f"({script}) | head -c 1 >/dev/null"],
-        env=environment(endpoint), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.stderr == ""
-
-
-def _quoted(word):
-    import shlex
-
-    return shlex.quote(word)
-
-
-def test_tables_and_bars_on_a_terminal(endpoint, captured, tmp_path):
-    for arguments, expected in (
-        (["ls", "--prefix", captured], b"capture_id"),
-        (["info"], b"num_layers"),
-        (["pull", captured, "--out", str(tmp_path / "x")], b"reading"),
-    ):
-        assert expected in _on_a_terminal(command(*arguments), environment(endpoint)), arguments
-
-
-def _on_a_terminal(words, env):
-    main_end, its_end = pty.openpty()
-    process = subprocess.Popen(words, env={**env, "TERM": "xterm"}, stdin=its_end, stdout=its_end, stderr=its_end)
-    os.close(its_end)
-    shown = b""
-    while True:
-        try:
-            part = os.read(main_end, 4096)
-        except OSError:  # Linux's way to say that the other end was closed
-            part = b""
-        if not part:
-            break
-        shown += part
-    os.close(main_end)
-    assert process.wait(30) == 0, shown
-    return shown
-
-
-@pytest.mark.parametrize(
-    ("text", "layers"), [("all", "all"), ("12", [12]), ("0,5,10-12", [0, 5, 10, 11, 12]), (" 1 , 2 ", [1, 2])]
-)
-def test_layers_by_hand(text, layers):
-    assert parse_layers(text) == layers
-
-
-@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "1,,2", "1.5"])
-def test_layers_by_hand_that_cannot_be_meant(text):
-    with pytest.raises(residuum.InvalidRequest):
-        parse_layers(text)
 
 
 def test_sizes():

@@ -6,27 +6,34 @@ import argparse
 import dataclasses
 import itertools
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import residuum
 from residuum.cli.output import Output, size
 from residuum.selections import LayersLike
+from residuum.steering import Operation
 from residuum.vector import load_vectors
 
-SAMPLING: dict[str, type] = {
-    "max_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "seed": int,
-    "min_tokens": int,
+SAMPLING: dict[str, tuple[type, str]] = {
+    "max_tokens": (int, "tokens to generate at most (default: 16)"),
+    "temperature": (float, "how freely tokens are chosen, up to 2 (default: 0, greedy)"),
+    "top_p": (float, "choose among the most likely tokens of this total probability (default: 1)"),
+    "top_k": (int, "choose among so many most likely tokens (default: 0, all)"),
+    "seed": (int, "makes what is chosen repeatable (default: it is not)"),
+    "min_tokens": (int, "tokens to generate at least (default: 0)"),
+    "n": (int, "how many replies to generate, at most 64 (default: 1)"),
 }
-"""The sampling parameters that are plain numbers."""
+"""The sampling parameters that are plain numbers, with their help texts."""
+
+CALL_SECONDS = 30.0
+"""How long a call may take if the command line does not say."""
 
 
 def open_client(options: argparse.Namespace) -> residuum.Client:
     """Return a client for the endpoints of a command line."""
-    return residuum.Client(options.endpoint, store=options.store, timeout=options.timeout)
+    return residuum.Client(options.endpoint, store=options.store, timeout=options.timeout or CALL_SECONDS)
 
 
 def info(options: argparse.Namespace, output: Output) -> int:
@@ -38,19 +45,23 @@ def info(options: argparse.Namespace, output: Output) -> int:
 
 def generate(options: argparse.Namespace, output: Output) -> int:
     """Generate, printing the text as it is made."""
+    if options.positions and options.capture is None:
+        options.usage_error("--positions says what --capture captures; give both")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     sampling: Any = {name: value for name in (*SAMPLING, "stop") if (value := getattr(options, name)) is not None}
     with open_client(options) as client:
         stream = client.stream(
             [{"role": "user", "content": prompt}] if options.chat else prompt,
             capture=_capture(options),
-            steer=[*map(_addition, options.add), *map(_ablation, options.ablate)],
+            steer=[_OPERATIONS[name](text) for name, text in options.steer],
             request_id=options.request_id,
+            timeout=options.timeout,
             **sampling,
         )
         with stream:
             for delta in stream:
-                output.write(delta.text)
+                if sampling.get("n", 1) == 1:  # several would be mixed up
+                    output.write(delta.text)
         _show_reply(stream.reply, output)
     return 0
 
@@ -59,24 +70,31 @@ def list_captures(options: argparse.Namespace, output: Output) -> int:
     """List captures."""
     with open_client(options) as client:
         summaries = client.captures(prefix=options.prefix, states=options.state)
-        output.rows(
+        shown = output.rows(
             ("capture_id", "state", "num_rows", "num_bytes", "model", "open_time"),
             (_summary_row(item, output) for item in itertools.islice(summaries, options.limit)),
+            shrink=("model", "open_time"),
         )
+    if not shown:
+        output.note("no captures" + (" like that" if options.prefix or options.state else ""))
     return 0
 
 
 def pull(options: argparse.Namespace, output: Output) -> int:
     """Fetch a capture into a file."""
     path = options.out or f"{options.id}.safetensors"
-    with open_client(options) as client:
+    with open_client(options) as client, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", residuum.EmptyCaptureWarning)
         acts = client.activations(
             options.id,
             layers=parse_layers(options.layers) if options.layers else None,
             wait=not options.no_wait,
+            timeout=options.timeout,
             allow_partial=options.allow_partial,
             progress=not output.as_json,
         )
+    for warning in caught:
+        output.note(f"residuum: {warning.message}")
     acts.to_safetensors(path)
     if output.as_json:
         shape = [len(acts.layers), len(acts.positions), acts.hidden_size]
@@ -146,6 +164,8 @@ def parse_layers(text: str) -> LayersLike:
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise residuum.InvalidRequest(f"{text!r} does not name layers; write all, 12 or 0,5,10-20.")
+        if dash and int(last) < int(first):
+            raise residuum.InvalidRequest(f"{part.strip()!r} counts down and names no layer; write {last}-{first}.")
         layers.extend(range(int(first), int(last or first) + 1))
     return layers
 
@@ -153,7 +173,7 @@ def parse_layers(text: str) -> LayersLike:
 def _capture(options: argparse.Namespace) -> residuum.Capture | None:
     if options.capture is None:
         return None
-    return residuum.Capture(layers=parse_layers(options.capture), positions=options.positions)
+    return residuum.Capture(layers=parse_layers(options.capture), positions=options.positions or "all")
 
 
 def _addition(text: str) -> residuum.Add:
@@ -168,6 +188,25 @@ def _addition(text: str) -> residuum.Add:
 def _ablation(text: str) -> residuum.Ablate:
     vector, layers = _placed(text)
     return residuum.Ablate(vector, layers=layers)
+
+
+def _bounds(text: str) -> residuum.Cap:
+    source, at, rest = text.rpartition("@")
+    layers, *bounds = rest.split(":")
+    if at and len(bounds) != 2:  # noqa: PLR2004 - the lowest and the highest
+        raise residuum.InvalidRequest(
+            f"--cap {text}: write VECTOR@LAYERS:MIN:MAX; one of MIN and MAX may be left empty."
+        )
+    vector, chosen = _placed(f"{source}{at}{layers}")
+    try:
+        low, high = (float(bound) if bound else None for bound in bounds)
+        return residuum.Cap(vector, layers=chosen, min=low, max=high)
+    except ValueError as error:
+        raise residuum.InvalidRequest(f"--cap {text}: {error}") from None
+
+
+_OPERATIONS: dict[str, Callable[[str], Operation]] = {"add": _addition, "ablate": _ablation, "cap": _bounds}
+"""How each kind of steering is read from the command line."""
 
 
 def _placed(text: str) -> tuple[residuum.Vector, LayersLike]:
@@ -191,7 +230,10 @@ def _show_reply(reply: residuum.Reply, output: Output) -> None:
     if output.as_json:
         output.json({**dataclasses.asdict(reply), "text": reply.text})
         return
-    output.say("")
+    if len(reply.sequences) > 1:
+        output.say("\n".join(f"[{number}]{sequence.text}" for number, sequence in enumerate(reply.sequences)))
+    else:
+        output.say("")
     if reply.captured:
         # On stderr, so that a pipe gets the text alone.
         print(f"captured: residuum pull {reply.request_id}", file=sys.stderr)

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """Run the checks; 1 if one of them failed."""
     failed = False
     with open_client(options) as client:
-        for finding in _examine(client):
+        for finding in _examine(client, named_store=options.store is not None):
             failed = failed or not finding.ok
             _show(finding, output)
     return 1 if failed else 0
@@ -45,7 +45,7 @@ def _show(finding: Finding, output: Output) -> None:
         output.say(f"{mark}  {finding.check}: {finding.detail}")
 
 
-def _examine(client: residuum.Client) -> Iterator[Finding]:
+def _examine(client: residuum.Client, *, named_store: bool) -> Iterator[Finding]:
     """Yield findings; what builds on a failed check is left out."""
     reachable = yield from _endpoint("inference service", client.endpoint)
     if not reachable:
@@ -58,7 +58,8 @@ def _examine(client: residuum.Client) -> Iterator[Finding]:
         yield _versions(info)
     except residuum.ResiduumError as error:
         yield Finding("model", ok=False, detail=str(error))
-    yield from _examine_stores(client)
+    if info is not None or named_store:  # otherwise nobody could say where the store is: not its fault
+        yield from _examine_stores(client)
 
 
 def _examine_stores(client: residuum.Client) -> Iterator[Finding]:

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+SECONDS = 5.0
+"""How long an answer may take if the command line does not say."""
+
+
 def run(options: argparse.Namespace, output: Output) -> int:
     """Print the health of the service at the endpoint; 0 if it serves, else 1."""
-    status = _ask(options.endpoint, options.timeout)
+    status = _ask(options.endpoint, options.timeout or SECONDS)
     if output.as_json:
         output.json({"endpoint": options.endpoint, "status": status})
     else:

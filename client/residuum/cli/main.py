@@ -6,18 +6,36 @@ Exit codes: 0 done; 1 failed, with one line on stderr that says why; 2 a wrong c
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+import residuum
 from residuum.cli import commands, doctor, health
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
+
+if TYPE_CHECKING:
+    _Groups = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - its only name
 
 DEFAULT_ENDPOINT = "localhost:50051"
 INTERRUPTED = 130
 
 Command = Callable[[argparse.Namespace, Output], int]
+_NO_LIMIT = f"default: as long as it takes, and {commands.CALL_SECONDS:g} for each smaller call"
+
+_WORDS = {
+    "Give a longer timeout, or none with timeout=None": "Give a longer --timeout, or none",
+    "wait=False, allow_partial=True": "--no-wait --allow-partial",
+    "allow_partial=True": "--allow-partial",
+    "wait for it, or follow() it": "wait for it",
+    "Client(..., store='host:port')": "--store HOST:PORT",
+    "client.info().num_layers": "num_layers of `residuum info`",
+}
+"""What exceptions advise in Python, and how the command line says it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,13 +56,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ResiduumError, OSError, TypeError) as error:
-        output.error(str(error))
+        output.error(_in_our_words(str(error)))
         return 1
+
+
+def _in_our_words(message: str) -> str:
+    for python, ours in _WORDS.items():
+        message = message.replace(python, ours)
+    return message
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="residuum", description="Capture and steer the residual stream of a served model."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"residuum {residuum.__version__}", help="show the version, and end"
     )
     groups = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add(groups, "info", commands.info, "show what is served, and within which limits")
@@ -60,74 +87,126 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(
-    groups: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: Command, help_text: str
+    groups: _Groups, name: str, run: Command, help_text: str, *, timeout: str = f"default: {commands.CALL_SECONDS:g}"
 ) -> argparse.ArgumentParser:
-    parser = _add_bare(groups, name, run, help_text, endpoint_text="the inference service")
-    parser.add_argument("--store", metavar="HOST:PORT", help="the store, if its own word does not work from here")
+    parser = _add_bare(groups, name, run, help_text, endpoint_text="the inference service", timeout=timeout)
+    parser.add_argument(
+        "--store",
+        metavar="HOST:PORT",
+        help="the store, if its own word does not work from here (default: what the inference service says)",
+    )
     return parser
 
 
 def _add_bare(
-    groups: argparse._SubParsersAction[argparse.ArgumentParser],
+    groups: _Groups,
     name: str,
     run: Command,
     help_text: str,
     *,
     endpoint_text: str,
-    timeout: float = 30.0,
+    timeout: str = f"default: {commands.CALL_SECONDS:g}",
 ) -> argparse.ArgumentParser:
     parser = groups.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, usage_error=parser.error)
     endpoint = os.environ.get("RESIDUUM_ENDPOINT", DEFAULT_ENDPOINT)
     parser.add_argument(
         "--endpoint",
         default=endpoint,
         metavar="HOST:PORT",
-        help=f"{endpoint_text} (RESIDUUM_ENDPOINT; now {endpoint})",
+        help=f"{endpoint_text} (default: RESIDUUM_ENDPOINT, now {endpoint})",
     )
-    seconds = f"seconds that a call may take ({timeout:g})"
-    parser.add_argument("--timeout", type=float, default=timeout, metavar="S", help=seconds)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, for programs")
+    seconds = f"seconds that it may take ({timeout})"
+    parser.add_argument("--timeout", type=_seconds, default=None, metavar="S", help=seconds)
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object a line, for programs (default: for people)"
+    )
     return parser
 
 
-def _add_generate(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add(groups, "generate", commands.generate, "generate text, and capture or steer while at it")
+def _add_generate(groups: _Groups) -> None:
+    text = "generate text, and capture or steer while at it"
+    parser = _add(groups, "generate", commands.generate, text, timeout=_NO_LIMIT)
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn of a conversation")
-    parser.add_argument("--capture", metavar="LAYERS", help="capture these layers: all, 12 or 0,5,10-20")
-    parser.add_argument("--positions", default="all", choices=["all", "prompt", "generated", "last_prompt"])
-    parser.add_argument("--id", dest="request_id", help="your own name for the request and its capture")
-    for name, kind in commands.SAMPLING.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name[0].upper())
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated")
-    steering = "VECTOR is a .npy file, or FILE.safetensors:NAME; LAYERS as for --capture"
-    parser.add_argument("--add", action="append", default=[], metavar="VECTOR@LAYERS*SCALE", help=steering)
-    parser.add_argument("--ablate", action="append", default=[], metavar="VECTOR@LAYERS", help="as --add")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's turn of a conversation (default: no)"
+    )
+    parser.add_argument(
+        "--capture", metavar="LAYERS", help="capture these layers: all, 12 or 0,5,10-20 (default: capture nothing)"
+    )
+    parser.add_argument(
+        "--positions",
+        choices=["all", "prompt", "generated", "last_prompt"],
+        help="which tokens --capture captures (default: all)",
+    )
+    parser.add_argument(
+        "--id", dest="request_id", help="your own name for the request and its capture (default: the server makes one)"
+    )
+    for name, (kind, help_text) in commands.SAMPLING.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name[0].upper(), help=help_text)
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated (default: at none)"
+    )
+    _add_steering(parser)
 
 
-def _add_list(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_steering(parser: argparse.ArgumentParser) -> None:
+    bounds = "either bound may be left empty, as in joy.npy@12::3.5"
+    vector = "VECTOR is a .npy file, or FILE.safetensors:NAME; LAYERS as for --capture"
+    for name, metavar, help_text in (
+        ("add", "VECTOR@LAYERS*SCALE", f"add a vector; {vector}; SCALE is 1 if it is left out (default: none)"),
+        ("ablate", "VECTOR@LAYERS", "remove a direction (default: none)"),
+        ("cap", "VECTOR@LAYERS:MIN:MAX", f"keep a projection between two bounds; {bounds} (default: none)"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            dest="steer",
+            action="append",
+            default=[],
+            type=functools.partial(_named, name),
+            metavar=metavar,
+            help=f"{help_text}; may be repeated, applied in this order",
+        )
+
+
+def _named(name: str, text: str) -> tuple[str, str]:
+    return name, text
+
+
+def _add_list(groups: _Groups) -> None:
     parser = _add(groups, "ls", commands.list_captures, "list captures, newest first")
-    parser.add_argument("--prefix", default="", help="only ids that start with this")
-    parser.add_argument("--state", action="append", default=[], choices=["open", "complete", "incomplete", "aborted"])
-    parser.add_argument("-n", "--limit", type=int, default=None, metavar="N", help="at most so many")
+    parser.add_argument("--prefix", default="", help="only ids that start with this (default: all)")
+    parser.add_argument(
+        "--state",
+        action="append",
+        default=[],
+        choices=["open", "complete", "incomplete", "aborted"],
+        help="only captures in this state; may be repeated (default: all)",
+    )
+    parser.add_argument("-n", "--limit", type=_count, default=None, metavar="N", help="at most so many (default: all)")
 
 
-def _add_pull(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add(groups, "pull", commands.pull, "fetch a capture into a safetensors file")
+def _add_pull(groups: _Groups) -> None:
+    text = "fetch a capture into a safetensors file"
+    parser = _add(groups, "pull", commands.pull, text, timeout=_NO_LIMIT)
     parser.add_argument("id", metavar="ID", help="the capture's id")
-    parser.add_argument("--out", metavar="FILE", help="where to write (ID.safetensors)")
-    parser.add_argument("--layers", metavar="LAYERS", help="only these: 12 or 0,5,10-20")
-    parser.add_argument("--allow-partial", action="store_true", help="take what is there of an incomplete capture")
-    parser.add_argument("--no-wait", action="store_true", help="fail if the capture is still being written")
+    parser.add_argument("--out", metavar="FILE", help="where to write (default: ID.safetensors)")
+    parser.add_argument("--layers", metavar="LAYERS", help="only these: 12 or 0,5,10-20 (default: all)")
+    parser.add_argument(
+        "--allow-partial", action="store_true", help="take what is there of an incomplete capture (default: fail)"
+    )
+    parser.add_argument(
+        "--no-wait", action="store_true", help="fail if the capture is still being written (default: wait for its end)"
+    )
 
 
-def _add_health(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_health(groups: _Groups) -> None:
     text = "ask one service whether it serves: exit code 0 if so, else 1"
-    _add_bare(groups, "health", health.run, text, endpoint_text="either service, inference or store", timeout=5.0)
+    either, seconds = "either service, inference or store", f"default: {health.SECONDS:g}"
+    _add_bare(groups, "health", health.run, text, endpoint_text=either, timeout=seconds)
 
 
-def _add_vectors(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_vectors(groups: _Groups) -> None:
     parser = groups.add_parser("vectors", help="send steering vectors, or see which the server lacks")
     inner = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, run, text in (
@@ -135,3 +214,19 @@ def _add_vectors(groups: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("find", commands.find_vectors, "say which vectors the server has"),
     ):
         _add(inner, name, run, text).add_argument("files", nargs="+", metavar="FILE", help=".npy or .safetensors")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds

@@ -17,23 +17,37 @@ class Output:
         self.as_json = as_json
         self.is_terminal = sys.stdout.isatty() and not as_json
 
-    def rows(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-        """Show things that have the same columns: a table, tab-separated lines, or a JSON object a line."""
-        if self.as_json:
-            for row in rows:
+    def rows(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, shrink: Sequence[str] = ()) -> int:
+        """Show things that have the same columns: a table, tab-separated lines, or a JSON object a line.
+
+        Args:
+            columns: What to show of each.
+            rows: The things.
+            shrink: The columns that give way on a narrow terminal, the first one first.
+
+        Returns:
+            How many there were.
+        """
+        if self.is_terminal:
+            cells = [[text(row[column]) for column in columns] for row in rows]
+            if cells:
+                _print_rows(columns, cells, shrink)
+            return len(cells)
+        count = 0
+        for row in rows:
+            count += 1
+            if self.as_json:
                 self.json(row)
-        elif self.is_terminal:
-            self._table(columns, rows)
-        else:
-            for row in rows:
+            else:
                 print(*(text(row[column]) for column in columns), sep="\t")
+        return count
 
     def facts(self, facts: Mapping[str, Any]) -> None:
         """Show what there is to say about one thing."""
         if self.as_json:
             self.json(facts)
         elif self.is_terminal:
-            self._table(("", " "), ({"": name, " ": value} for name, value in facts.items()), header=False)
+            _print_facts({name: text(value) for name, value in facts.items()})
         else:
             for name, value in facts.items():
                 print(f"{name}\t{text(value)}")
@@ -56,22 +70,55 @@ class Output:
         """Print one line on stderr."""
         print(f"residuum: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
-    def _table(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, header: bool = True) -> None:
-        from rich.console import Console
-        from rich.table import Table
+    def note(self, message: str) -> None:
+        """Print one line for a person on stderr, where it is in no program's way."""
+        if not self.as_json:
+            print(message, file=sys.stderr, flush=True)
 
-        table = Table(box=None, show_header=header, header_style="bold", pad_edge=False)
-        for column in columns:
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(*(text(row[column]) for column in columns))
-        Console().print(table, markup=False)
+
+_LEAST_WIDTH = 12
+"""Characters that a column keeps when it gives way: a time of day, or enough of a name to know it again."""
+_GAP = 2
+"""Characters between two columns."""
+
+
+def _print_rows(columns: Sequence[str], cells: Sequence[Sequence[str]], shrink: Sequence[str]) -> None:
+    """Print a table. What is still too wide when columns gave way is left to the terminal to wrap: ids stay whole."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    widths = {name: max(map(len, (name, *column))) for name, *column in zip(columns, *cells, strict=True)}
+    excess = sum(widths.values()) + _GAP * (len(columns) - 1) - console.width
+    for name in shrink:
+        less = max(min(excess, widths[name] - _LEAST_WIDTH), 0)
+        widths[name] -= less
+        excess -= less
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        table.add_column(name, width=widths[name], no_wrap=name not in shrink, overflow="ellipsis")
+    for row in cells:
+        table.add_row(*row)
+    console.width += max(excess, 0)
+    console.print(table, markup=False, soft_wrap=False, crop=False)
+
+
+def _print_facts(facts: Mapping[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    Console().print(table, markup=False)
 
 
 def text(value: object) -> str:
     """Return a value as a person reads it, on one line."""
     if isinstance(value, datetime.datetime):
-        return value.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        return value.astimezone(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {text(item)}" for key, item in value.items())
     if isinstance(value, (tuple, list)):

@@ -1,0 +1,124 @@
+"""`residuum generate`: what it sends, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import numpy as np
+import pytest
+from peer import HIDDEN
+from safetensors.numpy import save_file
+
+import residuum
+from residuum.cli.commands import parse_layers
+
+
+def test_generate(cli):
+    assert cli("generate", "a bb", "--max-tokens", 3)[:2] == (0, " 3 4 5\n")
+    code, out, _ = cli("generate", "a bb", "--max-tokens", 2, "--json", "--id", "by-hand")
+    reply = json.loads(out)
+    assert code == 0
+    assert (reply["request_id"], reply["text"], reply["usage"]["generated_tokens"]) == ("by-hand", " 3 4", 2)
+
+
+def test_generate_from_standard_input(cli, monkeypatch):
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a bb ccc"))
+    assert cli("generate", "-", "--max-tokens", 1)[1] == " 4\n"
+    assert cli("generate", "four", "--chat", "--max-tokens", 1)[1] == " 5\n"
+
+
+def test_generate_captures_and_steers(cli, peer, tmp_path):
+    np.save(tmp_path / "joy.npy", np.ones(HIDDEN))
+    save_file({"a": np.ones(HIDDEN, np.float32), "b": np.ones(HIDDEN, np.float32)}, tmp_path / "v.safetensors")
+    code, out, err = cli(
+        "generate", "a bb", "--max-tokens", 2, "--capture", "0,2-4", "--positions", "prompt", "--stop", "x",
+        "--add", f"{tmp_path / 'joy.npy'}@1*2.5", "--ablate", f"{tmp_path / 'v.safetensors'}:b@all",
+    )  # fmt: skip
+    assert (code, out) == (0, " 3 4\n")
+    assert "residuum pull req-" in err
+    sent = peer.requests[-1]
+    assert list(sent.spec.capture.layers.list.layers) == [0, 2, 3, 4]
+    assert [operation.WhichOneof("operation") for operation in sent.spec.steering.operations] == ["add", "ablate"]
+    assert sent.spec.steering.operations[0].add.scale == 2.5
+
+
+def test_steering_keeps_the_order_of_the_command_line(cli, peer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("joy.npy", np.ones(HIDDEN))
+    save_file({"a": np.ones(HIDDEN, np.float32)}, "v.safetensors")
+    steer = [
+        "--cap",
+        "joy.npy@1:-2:3.5",
+        "--add",
+        "joy.npy@2",
+        "--cap",
+        "v.safetensors:a@0,3-4::1",
+        "--ablate",
+        "joy.npy@5",
+    ]
+    assert cli("generate", "a bb", *steer, "--max-tokens", 1)[0] == 0
+    sent = peer.requests[-1].spec.steering.operations
+    assert [operation.WhichOneof("operation") for operation in sent] == ["cap", "add", "cap", "ablate"]
+    assert (sent[0].cap.min, sent[0].cap.max) == (-2, 3.5)
+    assert list(sent[2].layers.list.layers) == [0, 3, 4]
+    assert not sent[2].cap.HasField("min")
+
+
+@pytest.mark.parametrize(
+    "cap", ["joy.npy@1", "joy.npy@1:2", "joy.npy@1::", "joy.npy@1:2:1", "joy.npy@1:a:b", "joy.npy"]
+)
+def test_caps_that_cannot_be_meant(cli, tmp_path, monkeypatch, cap):
+    monkeypatch.chdir(tmp_path)
+    np.save("joy.npy", np.ones(HIDDEN))
+    code, _, err = cli("generate", "a", "--cap", cap)
+    assert code == 1
+    assert err.startswith("residuum: ")
+    assert err.count("\n") == 1
+
+
+def test_several_replies_are_not_mixed_up(cli):
+    assert cli("generate", "a", "--n", 2, "--max-tokens", 2)[:2] == (0, "[0] 2 3\n[1] 102 103\n")
+    assert len(json.loads(cli("generate", "a", "--n", 2, "--json")[1])["sequences"]) == 2
+
+
+@pytest.mark.parametrize(
+    "steer", ["joy.npy", "none.npy@1", "v.safetensors@1", "v.safetensors:c@1", "joy.npy@x", "joy.npy@1*much"]
+)
+def test_steering_that_cannot_be_meant(cli, tmp_path, monkeypatch, steer):
+    monkeypatch.chdir(tmp_path)
+    np.save("joy.npy", np.ones(HIDDEN))
+    save_file({"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}, "v.safetensors")
+    code, out, err = cli("generate", "a", "--add", steer)
+    assert (code, out) == (1, "")
+    assert err.startswith("residuum: ")
+    assert err.count("\n") == 1
+
+
+def test_generate_takes_no_longer_than_it_may(cli, peer):
+    peer.script.hold = threading.Event()
+    code, out, err = cli("generate", "a", "--timeout", "0.3")
+    assert (code, out) == (1, " 2")
+    assert "in time" in err
+    assert "longer --timeout" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("all", "all"), ("12", [12]), ("0,5,10-12", [0, 5, 10, 11, 12]), (" 1 , 2 ", [1, 2])]
+)
+def test_layers_by_hand(text, layers):
+    assert parse_layers(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "1,,2", "1.5", "3-1"])
+def test_layers_by_hand_that_cannot_be_meant(text):
+    with pytest.raises(residuum.InvalidRequest):
+        parse_layers(text)
+
+
+def test_layers_that_count_down_are_told_so():
+    with pytest.raises(residuum.InvalidRequest, match=r"counts down.*write 1-3"):
+        parse_layers("5,3-1")

@@ -1,0 +1,32 @@
+"""Where progress bars show."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from residuum._progress import _ignore, progress_bar
+
+
+@pytest.fixture
+def jupyter(monkeypatch):
+    """Makes rich believe that this is a notebook's kernel."""
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.console.Console.print", lambda *_, **__: None)
+    monkeypatch.setattr("rich.live.Live.refresh", lambda _: None)
+
+
+def test_a_bar_in_a_notebook(jupyter):
+    with progress_bar("reading", 2) as advance:
+        assert advance is not _ignore
+        advance(2)
+    with progress_bar("reading", 2, enabled=False) as advance:
+        assert advance is _ignore
+
+
+def test_no_bar_in_a_pipe():
+    with progress_bar("reading", 2) as advance:
+        assert advance is _ignore
