@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from residuum._progress import progress_bar
-from residuum._requests import Prompt
+from residuum._requests import Prompt, short
 from residuum.exceptions import BatchFailed, InvalidRequest, RequestAborted, ResiduumError
 from residuum.replies import Reply
 from residuum.streams import Stream
@@ -30,7 +30,7 @@ def check_prompts(prompts: Iterable[Prompt], sampling: Mapping[str, Any]) -> lis
                 f"replies, or call generate({name}=...) for each prompt."
             )
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise TypeError(f"generate_many() takes a list of prompts, not {_short(prompts)}; write [prompt] for one.")
+        raise TypeError(f"generate_many() takes a list of prompts, not {short(prompts)}; write [prompt] for one.")
     items = list(prompts)
     if items and all(isinstance(item, (int, np.integer, Mapping)) for item in items):
         raise TypeError(
@@ -38,11 +38,6 @@ def check_prompts(prompts: Iterable[Prompt], sampling: Mapping[str, Any]) -> lis
             "conversation; write [prompt]."
         )
     return items
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - enough to know it again
 
 
 def check_concurrency(max_concurrency: int) -> int:

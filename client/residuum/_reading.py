@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum import exceptions as exc
-from residuum._requests import check_id
+from residuum._requests import RequestLike, check_id
 from residuum._rows import Block, RowGrid, Wanted, partial_block, whole_block
 from residuum.activations import Activations
 from residuum.capture import SITE_NAMES, site_numbers
@@ -48,7 +49,7 @@ class ReadPlan:
 
 
 def plan_read(
-    capture_id: str,
+    request_id: RequestLike,
     *,
     layers: LayersLike | None,
     sites: str | Sequence[str] | None,
@@ -62,7 +63,7 @@ def plan_read(
     Raises:
         InvalidRequest: Something in it can never be meant so.
     """
-    request = store_pb2.ReadChunksRequest(capture_id=check_id(capture_id), follow=follow)
+    request = store_pb2.ReadChunksRequest(capture_id=check_id(request_id), follow=follow)
     if layers is not None:
         request.layers.extend(layer_selection(layers).list.layers)  # "all" is no list, as is None
     if sites is not None:
@@ -144,7 +145,21 @@ class Reading:
         """Return what came; see `manifest` for what it raises."""
         manifest = self.manifest()
         blocks = {key: self._block(key, grid, manifest) for key, grid in self._grids.items()}
+        _warn_if_empty(manifest, blocks)
         return Activations(manifest, self._layers, blocks)
+
+    def explain(self, failure: exc.ResiduumError) -> exc.ResiduumError:
+        """Return what to raise for a read that failed: a time that ran out over an open capture is told as that."""
+        is_open = self._manifest is not None and self._manifest.state == capture_pb2.CAPTURE_STATE_OPEN
+        if not isinstance(failure, exc.DeadlineExceeded) or not is_open:
+            return failure
+        return exc.DeadlineExceeded(
+            f"The capture {self.request.capture_id} is still open: its request runs, or its last rows are on the way. "
+            "Give a longer timeout, or none with timeout=None; what is there can be read with wait=False, "
+            "allow_partial=True.",
+            reason=failure.reason,
+            metadata=failure.metadata,
+        )
 
     def _facts(self) -> dict[str, str]:
         return {"capture_id": self.request.capture_id}
@@ -219,6 +234,21 @@ class Reading:
             return block
         present = _present(key, grid, manifest) if manifest.is_final else grid.have
         return partial_block(grid, present & grid.have)
+
+
+def _warn_if_empty(manifest: Manifest, blocks: Mapping[_Key, Block]) -> None:
+    empty = sorted({sequence for (sequence, _), block in blocks.items() if not len(block.positions)})
+    if not empty:
+        return
+    which = f" of sequence {', '.join(map(str, empty))}" if len(manifest.sequences) > 1 else ""
+    rows = [_length(manifest, sequence) for sequence in empty]
+    until = f" It has rows for the positions 0 to {rows[0] - 1}." if len(rows) == 1 and rows[0] else ""
+    warnings.warn(
+        f"The capture {manifest.capture_id} comes back with 0 positions{which}: none is among those asked for.{until} "
+        f"The prompt has {len(manifest.prompt_token_ids)} tokens, and the last generated token has no row.",
+        exc.EmptyCaptureWarning,
+        stacklevel=4,
+    )
 
 
 def not_complete(manifest: Manifest) -> exc.CaptureNotComplete:

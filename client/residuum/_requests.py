@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Union
+from typing import Any, Protocol, TypedDict, Union
 
 import numpy as np
 
 from residuum.capture import Capture
-from residuum.exceptions import EmptyPrompt, InvalidRequest
+from residuum.exceptions import EmptyPrompt, InvalidRequest, PromptTooLong
 from residuum.replies import Registration
 from residuum.steering import Operation, operation_list, steering_spec
 from residuum.v1 import inference_pb2
 from residuum.vector import Vector
 from residuum.wire.ids import is_valid_id
-from residuum.wire.limits import MAX_SEQUENCES, MAX_STOP_TEXTS
+from residuum.wire.limits import MAX_MESSAGE_BYTES, MAX_SEQUENCES, MAX_STOP_TEXTS
 
 Prompt = Union[str, Sequence[int], Sequence[Mapping[str, str]]]  # noqa: UP007 - evaluated at run time on Python 3.10
 """A text, token ids, or a conversation as a list of {"role": ..., "content": ...}."""
@@ -106,6 +106,7 @@ def plan_generation(
     """
     request = inference_pb2.GenerateRequest()
     _set_prompt(request, prompt)
+    _check_size(request)
     if sampling:
         request.sampling.CopyFrom(sampling_parameters(sampling))
     if registration is None:
@@ -124,15 +125,41 @@ def plan_generation(
     return GenerationPlan(request, ())
 
 
-def check_id(request_id: str) -> str:
-    """Return a request id if it may be one.
+class HasRequestId(Protocol):
+    """A Reply, a Registration, a Stream, or anything else that names its request."""
+
+    @property
+    def request_id(self) -> str:
+        """The name of the request."""
+        ...
+
+
+class HasCaptureId(Protocol):
+    """A Manifest, a CaptureSummary, or anything else that names its capture."""
+
+    @property
+    def capture_id(self) -> str:
+        """The name of the capture, which is that of its request."""
+        ...
+
+
+RequestLike = Union[str, HasRequestId, HasCaptureId]  # noqa: UP007 - evaluated at run time on Python 3.10
+"""A request as a user names it: by its id, or by what has it, such as its reply."""
+
+
+def check_id(request: RequestLike) -> str:
+    """Return the id of a request if it may be one.
 
     Raises:
         InvalidRequest: It may not.
-        TypeError: It is not a text.
+        TypeError: It is neither a text nor something that has a request's or capture's id.
     """
+    request_id = request
+    for name in ("request_id", "capture_id"):
+        if not isinstance(request_id, str):
+            request_id = getattr(request, name, request_id)
     if not isinstance(request_id, str):
-        raise TypeError(f"A request id is a text, not {request_id!r}.")
+        raise TypeError(f"A request id is a text, or a Reply or something else that has one, not {request!r}.")
     if not is_valid_id(request_id):
         raise InvalidRequest(
             f"{request_id!r} cannot name a request: 1 to 128 of the characters a-z A-Z 0-9 . _ - and no dot or dash "
@@ -177,6 +204,7 @@ def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingPa
 
 _DEFAULT_MAX_TOKENS = 16
 _UINT32 = (1 << 32) - 1
+_MAX_PROMPT_BYTES = MAX_MESSAGE_BYTES - (64 << 10)  # what else a request holds: steering, sampling, its name
 _INTEGERS = {
     "max_tokens": (1, _UINT32),
     "top_k": (0, _UINT32),
@@ -221,7 +249,7 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
             raise EmptyPrompt("The prompt is empty.", reason="EMPTY_PROMPT")
         request.text = prompt
         return
-    items = list(prompt)
+    items = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)) else [None]
     if not items:
         raise EmptyPrompt("The prompt has no tokens.", reason="EMPTY_PROMPT")
     if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
@@ -231,7 +259,24 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     else:
         raise TypeError(
             "A prompt is a text, a list of token ids, or a conversation as a list of "
-            '{"role": ..., "content": ...}; for several prompts there is generate_many().'
+            f'{{"role": ..., "content": ...}}, not {short(prompt)}; for several prompts there is generate_many().'
+        )
+
+
+def short(value: object) -> str:
+    """Return a value as a message shows it, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - enough to know it again
+
+
+def _check_size(request: inference_pb2.GenerateRequest) -> None:
+    size = request.ByteSize()
+    if size > _MAX_PROMPT_BYTES:
+        raise PromptTooLong(
+            f"The prompt takes {size} bytes on its way, and at most {_MAX_PROMPT_BYTES} fit into a message; "
+            "shorten it.",
+            reason="PROMPT_TOO_LONG",
+            metadata={"bytes": str(size), "limit": str(_MAX_PROMPT_BYTES)},
         )
 
 

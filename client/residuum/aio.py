@@ -9,7 +9,7 @@ from residuum import _health, _vectors
 from residuum import exceptions as exc
 from residuum._batch import check_prompts, run_async_batch
 from residuum._events import ReplyBuilder
-from residuum._requests import GenerationPlan, Prompt, check_id, plan_generation, plan_spec
+from residuum._requests import GenerationPlan, Prompt, RequestLike, check_id, plan_generation, plan_spec
 from residuum.aio_reading import AsyncCaptureClient
 from residuum.capture import Capture
 from residuum.manifest import to_datetime
@@ -162,10 +162,11 @@ class AsyncClient(AsyncCaptureClient):
             missing.update(answer.missing_digests)
         return _vectors.only(given, missing)
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: RequestLike) -> None:
         """Stop a running request, or drop a registration; see `Client.abort`."""
-        request = inference_pb2.AbortRequest(request_id=check_id(request_id))
-        await self._call(self.endpoint, self._inference.Abort, request, request_id=request_id)
+        name = check_id(request_id)
+        request = inference_pb2.AbortRequest(request_id=name)
+        await self._call(self.endpoint, self._inference.Abort, request, request_id=name)
 
     async def health(self) -> Health:
         """Return whether the services are ready; see `Client.health`."""

@@ -14,7 +14,7 @@ from residuum._connect import READ_CHUNKS, Backoff, Channels, StoreDirectory, ch
 from residuum._failures import from_rpc_error
 from residuum._progress import progress_bar
 from residuum._reading import Piece, Reading, plan_read
-from residuum._requests import check_id
+from residuum._requests import RequestLike, check_id
 from residuum._waiting import Deadline, get_request, list_request
 from residuum.activations import Activations
 from residuum.manifest import Manifest
@@ -39,7 +39,7 @@ class AsyncCaptureClient:
 
     async def activations(
         self,
-        request_id: str,
+        request_id: RequestLike,
         *,
         layers: LayersLike | None = None,
         sites: str | Sequence[str] | None = None,
@@ -60,7 +60,7 @@ class AsyncCaptureClient:
             follow=wait, allow_partial=allow_partial,
         )  # fmt: skip
         reading = Reading(plan)
-        with progress_bar(f"reading {request_id}", None, enabled=progress, of_bytes=True) as advance:
+        with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
             async for data in self._read(reading, timeout):
                 reading.add(data)
                 advance(len(data))
@@ -68,7 +68,7 @@ class AsyncCaptureClient:
 
     async def follow(
         self,
-        request_id: str,
+        request_id: RequestLike,
         *,
         layers: LayersLike | None = None,
         sites: str | Sequence[str] | None = None,
@@ -93,15 +93,16 @@ class AsyncCaptureClient:
                 yield piece
         reading.manifest()
 
-    async def manifest(self, request_id: str, *, wait: bool | float = False) -> Manifest:
+    async def manifest(self, request_id: RequestLike, *, wait: bool | float = False) -> Manifest:
         """Return what is known of a capture; see `Client.manifest`."""
-        endpoint = await self._store_of(check_id(request_id))
+        capture_id = check_id(request_id)
+        endpoint = await self._store_of(capture_id)
         deadline = Deadline.of_wait(wait)
         while True:
             seconds = deadline.slice()
-            request = get_request(request_id, seconds)
+            request = get_request(capture_id, seconds)
             answer = await self._call(
-                endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=request_id
+                endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=capture_id
             )
             manifest = Manifest.from_proto(answer.manifest)
             if manifest.is_final or deadline.is_over():
@@ -120,11 +121,12 @@ class AsyncCaptureClient:
                 if not request.page_token:
                     break
 
-    async def delete(self, request_id: str) -> int:
+    async def delete(self, request_id: RequestLike) -> int:
         """Delete a capture, and return the bytes that were freed; see `Client.delete`."""
-        endpoint = await self._store_of(check_id(request_id))
-        request = store_pb2.DeleteCaptureRequest(capture_id=request_id)
-        answer = await self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=request_id)
+        capture_id = check_id(request_id)
+        endpoint = await self._store_of(capture_id)
+        request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
+        answer = await self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id)
         return answer.freed_bytes
 
     async def stats(self) -> list[StoreStats]:
@@ -195,7 +197,7 @@ class AsyncCaptureClient:
                 failure = from_rpc_error(error, endpoint, capture_id=capture_id)
                 delay = backoff.seconds_after(failure)
                 if delay is None:
-                    raise failure from None
+                    raise reading.explain(failure) from None
             else:
                 return
             finally:

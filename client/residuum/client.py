@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from residuum import _health, _vectors
 from residuum import exceptions as exc
 from residuum._batch import check_prompts, run_batch
-from residuum._requests import GenerationPlan, Prompt, check_id, plan_generation, plan_spec
+from residuum._requests import GenerationPlan, Prompt, RequestLike, check_id, plan_generation, plan_spec
 from residuum.capture import Capture
 from residuum.manifest import to_datetime
 from residuum.reading import CaptureClient
@@ -161,7 +161,7 @@ class Client(CaptureClient):
             model: The model that you expect.
             timeout: Seconds that each generation may take.
             max_concurrency: How many run at once.
-            progress: Show a progress bar, on a terminal.
+            progress: Show a progress bar, on a terminal or in Jupyter.
             **sampling: As for `generate`.
 
         Returns:
@@ -235,14 +235,15 @@ class Client(CaptureClient):
             missing.update(answer.missing_digests)
         return _vectors.only(given, missing)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: RequestLike) -> None:
         """Stop a running request, or drop a registration. Its capture ends aborted. Stopping what has ended is fine.
 
         Raises:
             UnknownRequest: There is no such request.
         """
-        request = inference_pb2.AbortRequest(request_id=check_id(request_id))
-        self._call(self.endpoint, self._inference.Abort, request, request_id=request_id)
+        name = check_id(request_id)
+        request = inference_pb2.AbortRequest(request_id=name)
+        self._call(self.endpoint, self._inference.Abort, request, request_id=name)
 
     def health(self) -> Health:
         """Return whether the services are ready. Raises nothing for one that is not.

@@ -38,6 +38,8 @@
     ├── ClientClosed
     └── ServerFault                     a fault of the server, or an answer that breaks the contract
 
+    EmptyCaptureWarning (UserWarning)   activations with 0 positions: not an error, but hardly meant
+
 A failure of a reason that this version does not know is mapped by its gRPC code.
 """
 
@@ -271,3 +273,7 @@ class ClientClosed(ResiduumError, RuntimeError):
 
 class ServerFault(ResiduumError):
     """A fault of the server, or an answer that breaks the contract."""
+
+
+class EmptyCaptureWarning(UserWarning):
+    """Activations come back with 0 positions: none of the request's positions is among those asked for."""

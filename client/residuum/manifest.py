@@ -123,6 +123,10 @@ class Manifest:
         Args:
             limit: How many sets of rows are named before the rest is only counted.
         """
+        if self.is_complete:
+            return "nothing is missing"
+        if not self.missing and not self.is_final:
+            return "nothing is known to be missing yet: the capture is still open"
         if not self.missing:
             return "the store does not say which rows are missing"
         named = "; ".join(str(rows) for rows in self.missing[:limit])

@@ -13,7 +13,7 @@ from residuum._connect import READ_CHUNKS, Backoff, Channels, StoreDirectory, ch
 from residuum._failures import from_rpc_error
 from residuum._progress import progress_bar
 from residuum._reading import Piece, Reading, plan_read
-from residuum._requests import check_id
+from residuum._requests import RequestLike, check_id
 from residuum._waiting import Deadline, get_request, list_request
 from residuum.activations import Activations
 from residuum.manifest import Manifest
@@ -38,7 +38,7 @@ class CaptureClient:
 
     def activations(
         self,
-        request_id: str,
+        request_id: RequestLike,
         *,
         layers: LayersLike | None = None,
         sites: str | Sequence[str] | None = None,
@@ -54,7 +54,7 @@ class CaptureClient:
         A broken connection is taken up again. Rows are checked against their checksums.
 
         Args:
-            request_id: The request, as in `reply.request_id`.
+            request_id: The request: its reply, `reply.request_id`, or anything else that has its id.
             layers: Only these; None means all that were captured. So too the others:
             sites: Only these sites.
             sequences: Only these sequences.
@@ -63,7 +63,7 @@ class CaptureClient:
             timeout: Seconds to wait and read at most; None means as long as it takes.
             allow_partial: Return what is there of a capture that is open, incomplete or aborted, with NaN for the rows
                 that are missing; `present` tells which.
-            progress: Show a progress bar, on a terminal.
+            progress: Show a progress bar, on a terminal or in Jupyter.
 
         Raises:
             IncompleteCapture: Rows are missing for good; the manifest in the exception says which and why.
@@ -72,6 +72,10 @@ class CaptureClient:
             UnknownCapture: There is no such capture: the request captured nothing, or it was deleted.
             InvalidRequest: A layer or site was not captured.
             DeadlineExceeded: The time is over.
+
+        Warns:
+            EmptyCaptureWarning: No position is among those asked for, as with position 5000 of a shorter request: the
+                capture is complete with 0 rows, and their mean is NaN.
 
         Example:
             >>> acts = client.activations(reply.request_id, layers=[12])
@@ -83,7 +87,7 @@ class CaptureClient:
             follow=wait, allow_partial=allow_partial,
         )  # fmt: skip
         reading = Reading(plan)
-        with progress_bar(f"reading {request_id}", None, enabled=progress, of_bytes=True) as advance:
+        with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
             for data in self._read(reading, timeout):
                 reading.add(data)
                 advance(len(data))
@@ -91,7 +95,7 @@ class CaptureClient:
 
     def follow(
         self,
-        request_id: str,
+        request_id: RequestLike,
         *,
         layers: LayersLike | None = None,
         sites: str | Sequence[str] | None = None,
@@ -119,7 +123,7 @@ class CaptureClient:
         )  # fmt: skip
         return self._follow(Reading(plan, keep_values=False), timeout)
 
-    def manifest(self, request_id: str, *, wait: bool | float = False) -> Manifest:
+    def manifest(self, request_id: RequestLike, *, wait: bool | float = False) -> Manifest:
         """Return what is known of a capture.
 
         Args:
@@ -134,13 +138,14 @@ class CaptureClient:
             >>> client.manifest(reply.request_id, wait=10).state
             'complete'
         """
-        endpoint = self._store_of(check_id(request_id))
+        capture_id = check_id(request_id)
+        endpoint = self._store_of(capture_id)
         deadline = Deadline.of_wait(wait)
         while True:
             seconds = deadline.slice()
-            request = get_request(request_id, seconds)
+            request = get_request(capture_id, seconds)
             answer = self._call(
-                endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=request_id
+                endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=capture_id
             )
             manifest = Manifest.from_proto(answer.manifest)
             if manifest.is_final or deadline.is_over():
@@ -163,7 +168,7 @@ class CaptureClient:
         request = list_request(prefix, states)
         return self._captures(request)
 
-    def delete(self, request_id: str) -> int:
+    def delete(self, request_id: RequestLike) -> int:
         """Delete a capture, whatever its state.
 
         Returns:
@@ -172,9 +177,10 @@ class CaptureClient:
         Raises:
             UnknownCapture: There is no such capture.
         """
-        endpoint = self._store_of(check_id(request_id))
-        request = store_pb2.DeleteCaptureRequest(capture_id=request_id)
-        return self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=request_id).freed_bytes
+        capture_id = check_id(request_id)
+        endpoint = self._store_of(capture_id)
+        request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
+        return self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id).freed_bytes
 
     def stats(self) -> list[StoreStats]:
         """Return what each store holds and has done."""
@@ -273,7 +279,7 @@ class CaptureClient:
                 failure = from_rpc_error(error, endpoint, capture_id=capture_id)
                 delay = backoff.seconds_after(failure)
                 if delay is None:
-                    raise failure from None
+                    raise reading.explain(failure) from None
             else:
                 return
             finally:

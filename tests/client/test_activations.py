@@ -109,7 +109,7 @@ async def _read(face, request_id):
 async def test_time_to_wait_is_over(client, peer):
     peer.script.delay_seal = threading.Event()
     reply = await client.generate("a bb", max_tokens=4, capture=residuum.Capture())
-    with pytest.raises(residuum.DeadlineExceeded, match="timeout") as caught:
+    with pytest.raises(residuum.DeadlineExceeded, match=r"still open.*timeout.*allow_partial=True") as caught:
         await client.activations(reply.request_id, timeout=0.2)
     peer.script.delay_seal.set()
     assert caught.value.capture_id == reply.request_id
@@ -191,6 +191,46 @@ async def test_reading_what_is_not_there(client, arguments, error):
     reply = await client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[0]))
     with pytest.raises(error):
         await client.activations(reply.request_id, **arguments)
+
+
+async def test_layers_and_sites_that_are_not_there_are_told_by_name(client):
+    reply = await client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[3, 5]))
+    with pytest.raises(residuum.UnknownLayer, match=r"no layer 4; it has 3, 5"):
+        await client.activations(reply.request_id, layers=4)
+    with pytest.raises(residuum.UnknownSite, match=r"no site resid_pre; it has resid_post\."):
+        await client.activations(reply.request_id, sites="resid_pre")
+
+
+async def test_whatever_has_a_requests_id_names_it(client):
+    reply = await client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[0]))
+    manifest = await client.manifest(reply, wait=True)
+    assert manifest.capture_id == reply.request_id
+    for named in (reply, manifest, reply.request_id):
+        assert len((await client.activations(named))[0]) == 3
+    assert len(await client.follow(reply)) >= 1
+    await client.abort(reply)
+    assert await client.delete(manifest) > 0
+    for nameless in (None, 5, object()):
+        with pytest.raises(TypeError, match="Reply"):
+            await client.activations(nameless)
+
+
+@pytest.mark.parametrize("positions", [5000, -20])
+async def test_a_position_that_cannot_be_is_warned_of(client, positions):
+    reply = await client.generate("a bb", max_tokens=4, capture=residuum.Capture(layers=[0], positions=positions))
+    with pytest.warns(residuum.EmptyCaptureWarning, match=r"0 positions.*0 to 4.*prompt has 2 tokens") as caught:
+        acts = await client.activations(reply.request_id)
+    assert caught[0].filename.endswith(("conftest.py", "test_activations.py"))  # the caller, not the client
+    assert acts[0].shape == (0, HIDDEN)
+    assert acts.manifest.is_complete
+
+
+async def test_missing_rows_in_words(client, peer):
+    peer.script.delay_seal = threading.Event()
+    reply = await client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[0]))
+    assert "still open" in (await client.manifest(reply)).describe_missing()
+    peer.script.delay_seal.set()
+    assert (await client.manifest(reply, wait=True)).describe_missing() == "nothing is missing"
 
 
 async def test_unknown_capture(client):
