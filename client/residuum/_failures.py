@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
 import grpc.aio
 
@@ -69,8 +71,13 @@ def _from_rpc_error(error: grpc.RpcError, endpoint: str) -> exc.ResiduumError:
     failure = failure_from_rpc_error(error)
     if failure is not None and failure.reason_name in EXCEPTIONS:
         kind = EXCEPTIONS[failure.reason_name]
-        return kind(failure.message, reason=failure.reason_name, metadata=failure.metadata)
+        return kind(_in_python(failure.message), reason=failure.reason_name, metadata=failure.metadata)
     return _from_code(error.code(), error.details() or "", endpoint)
+
+
+def _in_python(message: str) -> str:
+    """Return a server's message with sites called as this package calls them: resid_post, not SITE_RESID_POST."""
+    return re.sub(r"\bSITE_([A-Z_]+)\b", lambda match: match[1].lower(), message)
 
 
 def from_item_error(error: errors_pb2.ItemError, **metadata: str) -> exc.ResiduumError:

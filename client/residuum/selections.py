@@ -68,6 +68,8 @@ class Positions:
             return _of_slice(value)
         if isinstance(value, (int, np.integer)):
             return cls(ranges=((int(value), int(value)),))
+        if not isinstance(value, Iterable):
+            raise TypeError(f"positions= takes a word, a number, a slice or a list of them, not {value!r}.")
         return cls(ranges=tuple(_merge([_of_item(item) for item in value])))
 
     def to_proto(self) -> selection_pb2.PositionSelection:
@@ -148,6 +150,10 @@ def index_list(kind: str, values: int | Iterable[int]) -> list[int]:
         InvalidRequest: There is none.
         TypeError: They are something else than whole numbers.
     """
+    given: object = values  # as it came, whatever its annotation says
+    if isinstance(given, str) or not isinstance(given, (int, np.integer, Iterable)):
+        every = "'all', " if kind == "layer" else ""
+        raise TypeError(f"{kind}s= takes {every}a number, a range or a list of numbers, not {values!r}.")
     items = [values] if isinstance(values, (int, np.integer)) else list(values)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Union
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection
@@ -22,19 +22,34 @@ from residuum.v1 import steering_pb2
 from residuum.vector import Vector
 from residuum.wire.limits import MAX_OPERATIONS
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 @dataclass(frozen=True)
 class _Placed:
     """What every operation has: a vector, and where it works."""
 
+    _example: ClassVar[str] = "scale=6.0"
+
     vector: Vector
     """The vector; its length must be the model's hidden size."""
+    _: KW_ONLY
     layer: LayersLike | None = None
     """The layer after which it works."""
     layers: LayersLike | None = None
     """Several layers, or "all". Exactly one of `layer` and `layers` must be given."""
     positions: PositionsLike = None
     """The positions to which it is applied; all by default, "prompt" or "generated" for one phase."""
+
+    def __new__(cls, *values: object, **_named: object) -> Self:
+        """Refuse a second value without its name before Python does so in words of its own."""
+        if len(values) > 1:
+            raise TypeError(
+                f"{cls.__name__} takes the vector, and everything else by name: "
+                f"{cls.__name__}(vector, layer=12, {cls._example})."
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if not isinstance(self.vector, Vector):
@@ -55,6 +70,8 @@ class _Placed:
         """Check what is particular to the operation."""
 
     def _check_number(self, name: str, value: float) -> None:
+        if isinstance(value, bool) or not hasattr(value, "__float__"):
+            raise TypeError(f"{self._name}: {name} is a number, not {value!r}.")
         if not math.isfinite(value) or abs(value) > 3.4e38:  # noqa: PLR2004 - the largest float32
             raise InvalidRequest(f"{self._name}: {name} must be a finite float32, not {value}.", reason="INVALID_FIELD")
 
@@ -78,7 +95,7 @@ class _Placed:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Add(_Placed):
     """Adds a multiple of a vector: x + scale·v.
 
@@ -101,7 +118,7 @@ class Add(_Placed):
         return message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ablate(_Placed):
     """Removes a direction: x - scale·(x·v̂)v̂, all of the projection with scale 1.
 
@@ -124,13 +141,15 @@ class Ablate(_Placed):
         return message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cap(_Placed):
     """Keeps the projection onto a direction within bounds: x + (clamp(x·v̂, min, max) - x·v̂)v̂.
 
     Example:
         >>> residuum.Cap(joy, layer=12, max=4.0)
     """
+
+    _example: ClassVar[str] = "max=6.0"
 
     min: float | None = None
     """The least projection that stays as it is, in units of x."""
@@ -155,6 +174,8 @@ class Cap(_Placed):
         return message
 
 
+_WHERE = "vector, layer=12, scale=6.0"
+
 Operation = Union[Add, Ablate, Cap]  # noqa: UP007 - evaluated at run time on Python 3.10
 """Any steering operation."""
 
@@ -166,10 +187,11 @@ def operation_list(steer: Operation | Iterable[Operation] | None) -> list[Operat
         TypeError: One of them is not an operation.
         InvalidRequest: There are more than 256.
     """
-    items = [] if steer is None else [steer] if isinstance(steer, _Placed) else list(steer)
+    items: list[Any] = [] if steer is None else list(steer) if isinstance(steer, Iterable) else [steer]
     for item in items:
         if not isinstance(item, (Add, Ablate, Cap)):
-            raise TypeError(f"steer= takes residuum.Add, Ablate and Cap, not {item!r}.")
+            hint = f" A vector by itself does not say where: write Add({_WHERE})." if isinstance(item, Vector) else ""
+            raise TypeError(f"steer= takes residuum.Add, Ablate and Cap, not {item!r}.{hint}")
     if len(items) > MAX_OPERATIONS:
         raise InvalidRequest(
             f"One request takes at most {MAX_OPERATIONS} operations, not {len(items)}; name several layers in one.",

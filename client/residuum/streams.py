@@ -126,12 +126,12 @@ class AsyncStream(AsyncIterator[TokenDelta]):
     @property
     def request_id(self) -> str:
         """The name of the request, and of its capture; known when the stream was entered or first read."""
-        return self._builder.request_id
+        return self._entered.request_id
 
     @property
     def started(self) -> inference_pb2.GenerationStarted:
         """The message with which the server accepted the request."""
-        return self._builder.started
+        return self._entered.started
 
     @property
     def reply(self) -> Reply:
@@ -140,7 +140,15 @@ class AsyncStream(AsyncIterator[TokenDelta]):
         Raises:
             ResiduumError: The stream was not read to its end.
         """
-        return self._builder.reply()
+        return self._entered.reply()
+
+    @property
+    def _entered(self) -> ReplyBuilder:
+        if self._call is None:
+            raise ResiduumError(
+                "The stream has not started: enter the stream first (async with ... as stream), or read from it."
+            )
+        return self._builder
 
     async def open(self) -> AsyncCall:
         """Start the request, unless it was started before, and wait until it is accepted."""

@@ -167,14 +167,18 @@ def _as_float32(array: npt.ArrayLike) -> FloatArray:
         tensor = array.detach().cpu()
         array = tensor.numpy() if tensor.is_complex() else tensor.float().numpy()
     try:
-        if np.iscomplexobj(array):
-            raise BadVector(
-                "A vector is real, and these numbers are complex; take their real part or their absolute value.",
-                reason="WRONG_DTYPE",
-            )
+        _check_real(array)
         with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused by name
             return np.array(array, dtype="<f4", order="C")
     except BadVector:
         raise
     except (TypeError, ValueError) as error:
         raise BadVector(f"This is not an array of numbers: {error}", reason="WRONG_DTYPE") from None
+
+
+def _check_real(array: npt.ArrayLike) -> None:
+    if np.iscomplexobj(array):
+        raise BadVector(
+            "A vector is real, and these numbers are complex; take their real part or their absolute value.",
+            reason="WRONG_DTYPE",
+        )

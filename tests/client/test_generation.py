@@ -47,7 +47,7 @@ async def test_empty_prompt(client, prompt, peer):
     assert peer.calls == []
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [1, "b"], [True], [1.5], [[1]]])
+@pytest.mark.parametrize("prompt", [["a", "b"], [1, "b"], [True], [1.5], [[1]], None, 5, b"a", {"role": "user"}])
 async def test_prompt_of_the_wrong_kind(client, prompt):
     with pytest.raises(TypeError, match="A prompt is"):
         await client.generate(prompt)
@@ -111,6 +111,15 @@ async def test_a_layer_that_the_model_lacks(client):
     assert caught.value.metadata == {"layer": str(LAYERS), "layers": str(LAYERS)}
 
 
+async def test_sites_are_called_by_their_short_names(client, peer):
+    message = "The site SITE_MLP_OUT is not armed on this server; armed: SITE_RESID_POST."
+    peer.script.failures = [Failure(Reason.ERROR_REASON_UNKNOWN_SITE, message, site="SITE_MLP_OUT")]
+    with pytest.raises(
+        residuum.UnknownSite, match=r"^The site mlp_out is not armed on this server; armed: resid_post\.$"
+    ):
+        await client.generate("a", capture=residuum.Capture(sites="mlp_out"))
+
+
 async def test_another_model(client):
     with pytest.raises(residuum.UnknownModel):
         await client.generate("a", model="gpt-17")
@@ -130,9 +139,11 @@ async def test_a_prompt_that_is_too_long(client):
         await client.generate([1] * 5000)
 
 
-async def test_a_message_over_the_limit(client):
-    with pytest.raises(residuum.ResourceExhausted):
+async def test_a_message_over_the_limit(client, peer):
+    with pytest.raises(residuum.PromptTooLong, match=r"52428\d\d bytes.* at most 4128768") as caught:
         await client.generate("a" * (5 << 20))
+    assert caught.value.metadata["limit"] == "4128768"
+    assert peer.calls == []
 
 
 @pytest.mark.parametrize("name", ["", ".x", "-x", "a/b", "x" * 129, "ü"])

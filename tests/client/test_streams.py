@@ -25,6 +25,9 @@ def test_stream_sync(endpoint, peer):
 async def test_stream_async(endpoint, peer):
     async with residuum.AsyncClient(endpoint) as client:
         stream = client.stream("a bb", max_tokens=3)
+        for name in ("request_id", "started", "reply"):
+            with pytest.raises(residuum.ResiduumError, match="enter the stream first"):
+                getattr(stream, name)
         deltas = [delta async for delta in stream]
         assert [delta.token_ids for delta in deltas] == [(3,), (4,), (5,)]
         assert stream.reply.text == " 3 4 5"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
 import json
+import pickle
 from pathlib import Path
 
 import ml_dtypes
@@ -174,6 +178,9 @@ def test_operations_as_they_travel():
         (lambda: residuum.Add(joy, layer="most"), residuum.InvalidRequest),
         (lambda: residuum.Add(joy, layer=1.5), TypeError),
         (lambda: residuum.Add(joy, layer=True), TypeError),
+        (lambda: residuum.Add(joy, layer=1, scale="6"), TypeError),
+        (lambda: residuum.Add(joy, layer=1, scale=None), TypeError),
+        (lambda: residuum.Cap(joy, layer=1, max="6"), TypeError),
         (lambda: residuum.Add([1.0], layer=1), TypeError),
         (lambda: residuum.Add(joy, layer=1, scale=float("nan")), residuum.InvalidRequest),
         (lambda: residuum.Add(joy, layer=1, scale=1e39), residuum.InvalidRequest),
@@ -191,7 +198,17 @@ def test_operations_that_cannot_be_meant(make, error):
         make()
 
 
+@pytest.mark.parametrize("kind", [residuum.Add, residuum.Ablate, residuum.Cap])
+def test_only_the_vector_goes_without_its_name(kind):
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\(vector, layer=12, \w+=6\.0\)"):
+        kind(joy, 12, 6.0)
+    parameters = inspect.signature(kind).parameters
+    assert [name for name in parameters if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY] == ["vector"]
+
+
 def test_operations_are_values():
+    add = residuum.Add(joy, layer=1, scale=2.0)
+    assert pickle.loads(pickle.dumps(add)) == copy.deepcopy(add) == dataclasses.replace(add) == add
     assert residuum.Add(joy, layer=[1, 2]) == residuum.Add(joy, layer=(2, 1))
     assert hash(residuum.Add(joy, layer=1)) == hash(residuum.Add(joy, layer=1))
 
@@ -201,8 +218,12 @@ def test_steer_takes_operations_only():
 
     assert operation_list(None) == []
     assert len(operation_list([residuum.Add(joy, layer=1)] * 256)) == 256
-    with pytest.raises(TypeError, match=r"residuum\.Add"):
-        operation_list([joy])
+    for value in ([joy], joy):
+        with pytest.raises(TypeError, match=r"residuum\.Add, Ablate and Cap.*Add\(vector, layer=12"):
+            operation_list(value)
+    for value in (5, "joy", [None]):
+        with pytest.raises(TypeError, match=r"residuum\.Add, Ablate and Cap"):
+            operation_list(value)
     with pytest.raises(residuum.InvalidRequest, match="256"):
         operation_list([residuum.Add(joy, layer=1)] * 257)
 
@@ -245,6 +266,14 @@ def test_captures_as_they_travel():
 def test_captures_that_cannot_be_meant(arguments, error):
     with pytest.raises(error):
         residuum.Capture(**arguments)
+
+
+def test_layers_of_the_wrong_kind_are_told_what_is_right():
+    for value in (None, 1.5):
+        with pytest.raises(TypeError, match=r"layers= takes 'all', a number, a range or a list"):
+            residuum.Capture(layers=value)
+    with pytest.raises(TypeError, match=r"positions= takes"):
+        residuum.Capture(positions=1.5)
 
 
 # ----------------------------------------------------------------------------------------------------------- positions
