@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,9 +36,29 @@ def save(acts: Activations, path: str | os.PathLike[str]) -> None:
             arrays.update(_arrays(acts.select(sequence=sequence, site=site)))
     metadata = {"format": FORMAT, "manifest": acts.manifest.to_json()}
     try:
-        save_file(arrays, os.fspath(path), metadata=metadata)
-    except SafetensorError as error:  # its name for whatever the file system says
+        with _permissions_of(path):
+            save_file(arrays, os.fspath(path), metadata=metadata)
+    except (SafetensorError, OSError) as error:  # its name for whatever the file system says
         raise OSError(f"{os.fspath(path)} cannot be written: {error}") from None
+
+
+@contextlib.contextmanager
+def _permissions_of(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Give the file that the block writes the permissions that it had, or those of any new file.
+
+    safetensors writes another file and puts it in this one's place; that other file is for its owner alone.
+    """
+    target = Path(path)
+    existed = target.exists()
+    with target.open("ab") as file:  # makes it as the umask says; only this tells what that is, without changing it
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    try:
+        yield
+    except BaseException:
+        if not existed:
+            target.unlink()
+        raise
+    target.chmod(mode)
 
 
 def _arrays(acts: Activations) -> _Arrays:

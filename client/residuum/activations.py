@@ -127,7 +127,7 @@ class Activations(Mapping[int, FloatArray]):
         return rows
 
     def stack(self, layers: Iterable[int] | None = None) -> FloatArray:
-        """Return several layers as one array, float32 [layers, positions, hidden].
+        """Return several layers as one array, float32 [layers, positions, hidden]; `np.asarray(acts)` is all of them.
 
         Args:
             layers: Which, in this order; None means all.
@@ -200,6 +200,15 @@ class Activations(Mapping[int, FloatArray]):
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._row
+
+    def __array__(
+        self,
+        dtype: npt.DTypeLike | None = None,
+        copy: bool | None = None,  # noqa: FBT001 - numpy's protocol
+    ) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("Activations are converted to float32, which makes a copy; acts.raw(layer) is none.")
+        return self.stack().astype(dtype or np.float32, copy=False)
 
     # A mapping of arrays has no truth of equality; two captures are compared with numpy, layer by layer.
     __eq__ = object.__eq__

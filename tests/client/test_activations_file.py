@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import ml_dtypes
 import numpy as np
 import pytest
 from peer import HIDDEN, POST, PRE, rows
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 import residuum
@@ -46,6 +47,42 @@ def test_stack(acts):
     assert acts.stack().dtype == np.float32
     assert np.array_equal(acts.stack([4])[0], acts[4])
     assert np.array_equal(acts.stack([4, 1])[1], acts[1])
+
+
+def test_as_one_array(acts):
+    assert np.array_equal(np.asarray(acts), acts.stack())
+    assert np.asarray(acts).dtype == np.float32
+    assert np.asarray(acts, dtype=np.float64).dtype == np.float64
+    with pytest.raises(ValueError, match="copy"):
+        acts.__array__(copy=False)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_a_file_has_the_permissions_of_any_new_file(acts, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        acts.to_safetensors(tmp_path / "x.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_file_keeps_its_permissions_when_it_is_written_again(acts, tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.touch()
+    path.chmod(0o640)
+    acts.to_safetensors(path)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_nothing_is_left_of_a_file_that_was_not_written(acts, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise SafetensorError("no space")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", fail)
+    with pytest.raises(OSError, match=r"cannot be written.*no space"):
+        acts.to_safetensors(tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("look", [lambda a: a[2], lambda a: a.raw(2), lambda a: a.stack([2]), lambda a: a["x"]])
