@@ -8,7 +8,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.ids import is_valid_id
-from residuum.wire.limits import MAX_ID_LENGTH, MAX_SEQUENCES
+from residuum.wire.limits import MAX_CAPTURE_TOKENS, MAX_ID_LENGTH, MAX_SEQUENCES
 from residuum.wire.selection import check_positions, resolve_layers
 from store_svc.capture import ABORTED, COMPLETE, INCOMPLETE
 from store_svc.keys import MAX_LAYERS
@@ -35,6 +35,7 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
         raise invalid("description.num_layers", f"must be 1 to {MAX_LAYERS}")
     if not 1 <= description.num_sequences <= MAX_SEQUENCES:
         raise invalid("description.num_sequences", f"must be 1 to {MAX_SEQUENCES}")
+    _check_tokens("description.prompt_token_ids", description, [0] * description.num_sequences)
     if not description.hidden_size:
         raise invalid("description.hidden_size", "must be positive")
     try:
@@ -74,6 +75,7 @@ def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.Capt
     if len(seal.sequences) != description.num_sequences:
         given, wanted = len(seal.sequences), description.num_sequences
         raise invalid("sequences", f"the capture has {wanted} sequences, not {given}")
+    _check_tokens("sequences", description, [len(sequence.generated_token_ids) for sequence in seal.sequences])
 
 
 def check_chunk(header: capture_pb2.ChunkHeader, description: capture_pb2.CaptureDescription) -> None:
@@ -102,6 +104,12 @@ def check_loss(loss: store_pb2.RowLoss, description: capture_pb2.CaptureDescript
         raise invalid("loss.reason", "must be OVERFLOW or WRITE_FAILED")
     if not loss.sites or not loss.layers or not loss.positions:
         raise invalid("loss", "must name at least one site, one layer and one position")
+
+
+def _check_tokens(field: str, description: capture_pb2.CaptureDescription, generated: Iterable[int]) -> None:
+    tokens = sum(len(description.prompt_token_ids) + count for count in generated)
+    if tokens > MAX_CAPTURE_TOKENS:
+        raise invalid(field, f"a capture has at most {MAX_CAPTURE_TOKENS} tokens in all sequences, not {tokens}")
 
 
 def _check_place(

@@ -141,9 +141,9 @@ class Ledger:
         self._expected = expected
         self.num_rows = self.missing = self.outstanding = 0
         for row in self._all_rows():
-            expected, stored = self._expected[row[0]], self._stored.get(row, Positions())
-            absent = expected - stored
-            self.num_rows += len(expected) - len(absent)
+            wanted = expected[row[0]]
+            absent = wanted - self._stored.get(row, Positions())
+            self.num_rows += len(wanted) - len(absent)
             self.missing += len(absent)
             self.outstanding += len(absent - self._lost.get(row, Positions()))
 

@@ -6,6 +6,7 @@ import pytest
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2, tensor_pb2
+from residuum.wire.limits import MAX_CAPTURE_TOKENS
 from tests.store.support import COMPLETE, INCOMPLETE, OPEN, Client, describe, failing_with
 
 INVALID = Reason.ERROR_REASON_INVALID_FIELD
@@ -99,3 +100,16 @@ def test_waits_of_any_length_are_understood(client: Client, seconds: int, nanos:
     request = store_pb2.GetCaptureRequest(capture_id="a")
     request.wait.seconds, request.wait.nanos = seconds, nanos
     assert client.stub.GetCapture(request, timeout=5).manifest.state == 4
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+def test_a_capture_of_more_tokens_than_a_manifest_can_name(client: Client, sequences: int) -> None:
+    each = MAX_CAPTURE_TOKENS // sequences
+    client.open(describe(prompt=1000, sequences=sequences))
+    with failing_with(INVALID) as caught:
+        client.seal(generated=[each - 1000] * (sequences - 1) + [each - 999])
+    assert caught[0].metadata == {"field": "sequences"}
+    assert client.seal(generated=[each - 1000] * sequences).state == OPEN
+    with failing_with(INVALID) as caught:
+        client.open(describe("b", prompt=each + 1, sequences=sequences))
+    assert caught[0].metadata == {"field": "description.prompt_token_ids"}

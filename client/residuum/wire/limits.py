@@ -35,6 +35,14 @@ MAX_STOP_TEXTS = 16
 MAX_SEQUENCES = 64
 """Sequences generated from one prompt."""
 
+MAX_CAPTURE_TOKENS = 131_072
+"""Tokens of one capture: prompt and generated, of all sequences, the prompt counted for each of them.
+
+A manifest is one message. What makes it long are the token ids, and the runs of positions when a selection leaves gaps:
+with `every: 2` a run of ten bytes for every other token, once for each site. With all four sites and this many tokens
+that is just under 3 MiB, so it fits MAX_MESSAGE_BYTES with room for the rest, and for layers that miss other rows than the others.
+"""
+
 MAX_ID_LENGTH = 128
 """Characters in a request id."""
 

@@ -1,0 +1,52 @@
+"""The longest messages of a capture, against gRPC's limit."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from residuum.v1 import capture_pb2, selection_pb2, store_pb2
+from residuum.wire.limits import MAX_CAPTURE_TOKENS, MAX_ID_LENGTH, MAX_MESSAGE_BYTES
+from store_svc.capture import Capture
+from store_svc.checks import check_description, check_seal
+from store_svc.ledger import Cells
+from store_svc.positions import Positions
+from tests.store.support import ABORTED, COMPLETE, describe
+
+SITES = [site for site in capture_pb2.Site.values() if site]
+LAYERS = range(8)
+LARGEST_TOKEN = (1 << 21) - 1
+NOW = Timestamp(seconds=1_800_000_000, nanos=999_999_999)
+
+
+@pytest.mark.parametrize("stored", ["every row", "half of the rows", "no row"])
+@pytest.mark.parametrize(("sequences", "prompt_share"), [(1, 0.0), (1, 0.5), (8, 0.0)])
+def test_the_longest_manifest_fits_a_message(sequences: int, prompt_share: float, stored: str) -> None:
+    """Every second position at every site: the selection with the most runs of positions."""
+    each = MAX_CAPTURE_TOKENS // sequences
+    prompt = int(each * prompt_share)
+    selection = selection_pb2.PositionSelection(every=2)
+    description = describe("x" * MAX_ID_LENGTH, layers=LAYERS, sites=SITES, sequences=sequences, positions=selection)
+    description.prompt_token_ids[:] = [LARGEST_TOKEN] * prompt
+    check_description(description)
+    outcome = capture_pb2.SequenceOutcome(generated_token_ids=[LARGEST_TOKEN] * (each - prompt), finish_reason="length")
+    seal = store_pb2.SealCaptureRequest(
+        capture_id=description.capture_id,
+        sequences=[outcome] * sequences,
+        outcome=COMPLETE if stored == "every row" else ABORTED,
+    )
+    check_seal(seal, description)
+    capture = Capture(1, description, NOW, 0.0)
+    step = {"every row": 2, "half of the rows": 4, "no row": each}[stored]
+    rows = Positions.of(range(0, each - 1, step))
+    for sequence in range(sequences):
+        for site in SITES:
+            capture.add(Cells(sequence, site, LAYERS, rows), 1 << 20, 0.0)
+    capture.close(seal, NOW, 0.0)
+    if not capture.ended:
+        capture.time_out(NOW, 5.0)
+    manifest = capture.manifest()
+    assert manifest.state == seal.outcome
+    assert len(manifest.present) == sequences * len(SITES)
+    answer = store_pb2.ReadChunksResponse(manifest=manifest)
+    assert max(seal.ByteSize(), answer.ByteSize()) < MAX_MESSAGE_BYTES
