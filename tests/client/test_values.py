@@ -1,4 +1,4 @@
-"""What a user writes: vectors, operations, captures, positions; and what the contract makes of it."""
+"""What a user writes: vectors, operations, captures; and what the contract makes of it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import residuum
-from residuum.selections import Positions, layer_selection
 from residuum.v1 import capture_pb2, tensor_pb2
-from residuum.wire.selection import wanted_positions
 
 ROOT = Path(__file__).parents[2]
 joy = residuum.Vector.from_array([3.0, 4.0])
@@ -202,8 +198,11 @@ def test_operations_that_cannot_be_meant(make, error):
 def test_only_the_vector_goes_without_its_name(kind):
     with pytest.raises(TypeError, match=rf"{kind.__name__}\(vector, layer=12, \w+=6\.0\)"):
         kind(joy, 12, 6.0)
-    parameters = inspect.signature(kind).parameters
-    assert [name for name in parameters if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY] == ["vector"]
+    parameters = inspect.signature(kind.__init__).parameters
+    assert [name for name in parameters if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY] == [
+        "self",
+        "vector",
+    ]
 
 
 def test_operations_are_values():
@@ -274,86 +273,3 @@ def test_layers_of_the_wrong_kind_are_told_what_is_right():
             residuum.Capture(layers=value)
     with pytest.raises(TypeError, match=r"positions= takes"):
         residuum.Capture(positions=1.5)
-
-
-# ----------------------------------------------------------------------------------------------------------- positions
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, Positions()),
-        ("all", Positions()),
-        ("prompt", Positions(phases=("prompt",))),
-        ("last_prompt", Positions(ranges=((-1, -1),))),
-        (7, Positions(ranges=((7, 7),))),
-        (-2, Positions(ranges=((-2, -2),))),
-        (slice(None), Positions()),
-        (slice(4), Positions(ranges=((0, 3),))),
-        (slice(2, None), Positions(ranges=((2, None),))),
-        (slice(-4, -1), Positions(ranges=((-4, -2),))),
-        (slice(0, None, 4), Positions(every=4)),
-        (slice(8, 20, 4), Positions(ranges=((8, 19),), every=4)),
-        (range(3, 6), Positions(ranges=((3, 5),))),
-        (range(-4, 0), Positions(ranges=((-4, -1),))),
-        ([range(-4, 0), 0], Positions(ranges=((-4, -1), (0, 0)))),
-        ([3, 1, 2, 9], Positions(ranges=((1, 3), (9, 9)))),
-        ([(0, 3), slice(10, 12), (20, None)], Positions(ranges=((0, 3), (10, 11), (20, None)))),
-        ([5, 5], Positions(ranges=((5, 5),))),
-        (Positions(every=2), Positions(every=2)),
-    ],
-)
-def test_positions(value, expected):
-    assert Positions.of(value) == expected
-    assert Positions.from_proto(expected.to_proto()) == expected
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "later", [], slice(3, 3), slice(5, 2), slice(0, 0), range(0), slice(1, None, 2), slice(None, None, -1),
-        slice(-4, 0), [slice(0, 9, 3)], [0, *range(2, 200, 2)], 1 << 31, [(5, 2)], "generatd",
-    ],
-)  # fmt: skip
-def test_positions_that_cannot_be_meant(value):
-    with pytest.raises(residuum.InvalidRequest):
-        Positions.of(value)
-
-
-@pytest.mark.parametrize("value", [slice(-4, None, 2), slice(-4, -1, 2), range(-4, 0, 2)])
-def test_a_step_from_the_prompts_end_says_what_to_write_instead(value):
-    with pytest.raises(residuum.InvalidRequest, match=r"\[-4, -2\]"):
-        Positions.of(value)
-
-
-def test_a_range_across_the_prompts_end_says_what_to_write_instead():
-    with pytest.raises(residuum.InvalidRequest, match="in a list"):
-        Positions.of(range(-2, 3))
-
-
-@pytest.mark.parametrize("value", [["a"], [(1, 2, 3)], [None]])
-def test_positions_of_the_wrong_kind(value):
-    with pytest.raises(TypeError):
-        Positions.of(value)
-
-
-@pytest.mark.parametrize("arguments", [{"phases": ["later"]}, {"every": 0}, {"ranges": [(3, 1)]}])
-def test_positions_by_hand_that_cannot_be_meant(arguments):
-    with pytest.raises(residuum.InvalidRequest):
-        Positions(**arguments)
-
-
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 5))
-def test_slices_mean_what_python_means(start, length, step):
-    start -= start % step
-    value = slice(start, start + length, step)
-    if not length or start + length == 0:
-        return
-    selection = Positions.of(value).to_proto()
-    assert np.flatnonzero(wanted_positions(selection, 10, 0, 100)).tolist() == list(range(100))[value]
-
-
-def test_numpy_numbers_are_numbers():
-    assert list(layer_selection(np.arange(3)).list.layers) == [0, 1, 2]
-    assert Positions.of(np.int64(3)) == Positions.of(3)
-    assert Positions.of(np.array([3, 4])) == Positions.of([3, 4])
