@@ -21,8 +21,8 @@ class IncompatibleEngineError(RuntimeError):
     """This vLLM does not have what the taps need. The message names it and the version."""
 
 
-def attach(runner: Any, place: Callable[[StepRows], None], vllm_version: str) -> None:
-    """Have `place` called in each step with the rows of the batch, before the forward pass.
+def attach(runner: Any, place: Callable[[Callable[[], StepRows]], None], vllm_version: str) -> None:
+    """Have `place` called in each step before the forward pass, with a function that tells the rows of the batch.
 
     Raises:
         IncompatibleEngineError: The runner lacks a name that this adapter uses.
@@ -32,7 +32,7 @@ def attach(runner: Any, place: Callable[[StepRows], None], vllm_version: str) ->
 
     def prepare_and_place(scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
         result = prepare(scheduler_output, *arguments, **options)
-        place(_rows(runner, scheduler_output))
+        place(lambda: _rows(runner, scheduler_output))
         return result
 
     runner._prepare_inputs = prepare_and_place  # noqa: SLF001 - see above

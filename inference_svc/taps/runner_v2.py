@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _NAMES = ("req_ids", "num_scheduled_tokens", "num_computed_tokens_np")
 
 
-def attach(runner: Any, place: Callable[[StepRows], None], vllm_version: str) -> None:
-    """Have `place` called in each step with the rows of the batch, before the forward pass.
+def attach(runner: Any, place: Callable[[Callable[[], StepRows]], None], vllm_version: str) -> None:
+    """Have `place` called in each step before the forward pass, with a function that tells the rows of the batch.
 
     Raises:
         IncompatibleEngineError: The runner lacks a name that this adapter uses.
@@ -30,16 +30,18 @@ def attach(runner: Any, place: Callable[[StepRows], None], vllm_version: str) ->
 
     def prepare_and_place(*arguments: Any, **options: Any) -> Any:
         batch = prepare(*arguments, **options)
-        place(
-            StepRows(
-                request_ids=batch.req_ids,
-                firsts=batch.num_computed_tokens_np.tolist(),
-                counts=batch.num_scheduled_tokens.tolist(),
-            )
-        )
+        place(lambda: _rows(batch))
         return batch
 
     runner.prepare_inputs = prepare_and_place
+
+
+def _rows(batch: Any) -> StepRows:
+    return StepRows(
+        request_ids=batch.req_ids,
+        firsts=batch.num_computed_tokens_np.tolist(),
+        counts=batch.num_scheduled_tokens.tolist(),
+    )
 
 
 def _check(runner: Any, vllm_version: str) -> None:

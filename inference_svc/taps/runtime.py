@@ -9,7 +9,7 @@ from inference_svc.taps.plan import RequestPlan
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
     from inference_svc.taps.blocks import BlockPool
@@ -58,10 +58,15 @@ class TapRuntime:
                 # Some runners announce a preempted request again, as if it were new; what is captured stays captured.
                 self._requests.setdefault(request_id, RequestState(plan))
 
-    def place(self, rows: StepRows) -> None:
-        """Lay out the step's rows, once the runner has fixed their order."""
+    def place(self, tell_rows: Callable[[], StepRows]) -> None:
+        """Lay out the step's rows, once the runner has fixed their order.
+
+        Args:
+            tell_rows: Tells which rows are whose; not asked if there is nothing to do, so that such a step costs nothing.
+        """
         if not self._requests:
             return
+        rows = tell_rows()
         planner = StepPlanner(self._pool)
         row = 0
         for request_id, first, count in zip(rows.request_ids, rows.firsts, rows.counts, strict=True):

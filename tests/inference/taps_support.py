@@ -144,7 +144,8 @@ class Worker:
         """
         self.runtime.begin_step(finished, [(name, plan.to_extra_args() if plan else None) for name, plan in admitted])
         if rows:
-            self.runtime.place(StepRows(*(list(column) for column in zip(*rows, strict=True))))
+            told = StepRows(*(list(column) for column in zip(*rows, strict=True)))
+            self.runtime.place(lambda: told)
             total = sum(count for _, _, count in rows)
             tensors = tensors or {
                 layer: (torch.zeros(total, self.hidden, dtype=self.dtype), None) for layer in self.layers

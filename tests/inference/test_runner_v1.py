@@ -26,7 +26,7 @@ class Runner:
 
 def test_rows_are_told_in_the_order_of_the_batch():
     runner, placed = Runner(), []
-    attach(runner, placed.append, "1.2.3")
+    attach(runner, lambda tell: placed.append(tell()), "1.2.3")
     output = SimpleNamespace(num_scheduled_tokens={"a": 5, "b": 1})
     assert runner._prepare_inputs(output, num_scheduled_tokens=6) == (output, 6)
     assert placed == [StepRows(request_ids=["b", "a"], firsts=[7, 0], counts=[1, 5])]
