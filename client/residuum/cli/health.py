@@ -23,7 +23,7 @@ SECONDS = 5.0
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Print the health of the service at the endpoint; 0 if it serves, else 1."""
-    status = _ask(options.endpoint, options.timeout or SECONDS)
+    status = _ask(options.endpoint, options.timeout)
     if output.as_json:
         output.json({"endpoint": options.endpoint, "status": status})
     else:

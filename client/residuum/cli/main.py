@@ -25,7 +25,6 @@ DEFAULT_ENDPOINT = "localhost:50051"
 INTERRUPTED = 130
 
 Command = Callable[[argparse.Namespace, Output], int]
-_NO_LIMIT = f"default: as long as it takes, and {commands.CALL_SECONDS:g} for each smaller call"
 
 _WORDS = {
     "Give a longer timeout, or none with timeout=None": "Give a longer --timeout, or none",
@@ -87,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(
-    groups: _Groups, name: str, run: Command, help_text: str, *, timeout: str = f"default: {commands.CALL_SECONDS:g}"
+    groups: _Groups, name: str, run: Command, help_text: str, *, timeout: float | None = commands.CALL_SECONDS
 ) -> argparse.ArgumentParser:
     parser = _add_bare(groups, name, run, help_text, endpoint_text="the inference service", timeout=timeout)
     parser.add_argument(
@@ -105,7 +104,7 @@ def _add_bare(
     help_text: str,
     *,
     endpoint_text: str,
-    timeout: str = f"default: {commands.CALL_SECONDS:g}",
+    timeout: float | None = commands.CALL_SECONDS,
 ) -> argparse.ArgumentParser:
     parser = groups.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
     parser.set_defaults(run=run, usage_error=parser.error)
@@ -116,8 +115,10 @@ def _add_bare(
         metavar="HOST:PORT",
         help=f"{endpoint_text} (default: RESIDUUM_ENDPOINT, now {endpoint})",
     )
-    seconds = f"seconds that it may take ({timeout})"
-    parser.add_argument("--timeout", type=_seconds, default=None, metavar="S", help=seconds)
+    no_limit = f"as long as it takes, and {commands.CALL_SECONDS:g} for each smaller call"
+    limit = no_limit if timeout is None else f"{timeout:g}"
+    seconds = f"seconds that it may take (default: {limit})"
+    parser.add_argument("--timeout", type=_seconds, default=timeout, metavar="S", help=seconds)
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a line, for programs (default: for people)"
     )
@@ -126,7 +127,7 @@ def _add_bare(
 
 def _add_generate(groups: _Groups) -> None:
     text = "generate text, and capture or steer while at it"
-    parser = _add(groups, "generate", commands.generate, text, timeout=_NO_LIMIT)
+    parser = _add(groups, "generate", commands.generate, text, timeout=None)
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a user's turn of a conversation (default: no)"
@@ -188,7 +189,7 @@ def _add_list(groups: _Groups) -> None:
 
 def _add_pull(groups: _Groups) -> None:
     text = "fetch a capture into a safetensors file"
-    parser = _add(groups, "pull", commands.pull, text, timeout=_NO_LIMIT)
+    parser = _add(groups, "pull", commands.pull, text, timeout=None)
     parser.add_argument("id", metavar="ID", help="the capture's id")
     parser.add_argument("--out", metavar="FILE", help="where to write (default: ID.safetensors)")
     parser.add_argument("--layers", metavar="LAYERS", help="only these: 12 or 0,5,10-20 (default: all)")
@@ -202,8 +203,8 @@ def _add_pull(groups: _Groups) -> None:
 
 def _add_health(groups: _Groups) -> None:
     text = "ask one service whether it serves: exit code 0 if so, else 1"
-    either, seconds = "either service, inference or store", f"default: {health.SECONDS:g}"
-    _add_bare(groups, "health", health.run, text, endpoint_text=either, timeout=seconds)
+    either = "either service, inference or store"
+    _add_bare(groups, "health", health.run, text, endpoint_text=either, timeout=health.SECONDS)
 
 
 def _add_vectors(groups: _Groups) -> None:
