@@ -6,20 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from residuum.rpc.serving import parse_endpoint
-from residuum.rpc.settings import ServiceSettings
+from residuum.rpc.settings import Endpoint, OptionalEndpoint, ServiceSettings
 
 _TAPS_OWN = {"model", "worker_cls", "additional_config", "speculative_config"}
 """Engine arguments that the taps depend on."""
-
-
-def _endpoint(value: str) -> str:
-    parse_endpoint(value)
-    return value
-
-
-def _optional_endpoint(value: str) -> str:
-    return _endpoint(value) if value else ""
 
 
 def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
@@ -27,10 +17,6 @@ def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
     if refused:
         raise ValueError(f"{', '.join(sorted(refused))} cannot be set here: the taps depend on it")
     return value
-
-
-Endpoint = Annotated[str, AfterValidator(_endpoint)]
-OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
 
 
 class InferenceSettings(ServiceSettings):

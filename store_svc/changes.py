@@ -81,7 +81,6 @@ class Batch:
         self._numbers[description.capture_id] = number
         self._opened.add(number)
         self._drafts[number] = capture
-        self._txn.put(Table.IDS, description.capture_id.encode(), pack_number(number))
         self._put_record(capture)
 
     def append(self, capture_id: str, frame: memoryview, chunk: ChunkView) -> bool:
@@ -155,7 +154,6 @@ class Batch:
         draft = self._draft(number)
         num_bytes = draft.num_bytes if draft else self._ended(number)[0].num_bytes
         key = pack_number(number)
-        self._txn.delete(Table.IDS, capture_id.encode())
         for table in (Table.LIVE, Table.ENDED, Table.SEALS):
             self._txn.delete(table, key)
         self._txn.put(Table.DOOMED, key, b"")

@@ -44,8 +44,6 @@ class Table(enum.Enum):
     """Number -> CaptureManifest of a capture that has not ended, without its rows: those follow from the frames."""
     ENDED = b"ended"
     """Number -> CaptureManifest of an ended capture, whole."""
-    IDS = b"ids"
-    """Capture id -> number."""
     SEALS = b"seals"
     """Number -> SealCaptureRequest."""
     LOSSES = b"losses"

@@ -6,7 +6,6 @@ import importlib.metadata
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health
@@ -18,6 +17,7 @@ from residuum.rpc.serving import (
     SERVING,
     ErrorInterceptor,
     add_health_and_reflection,
+    write_port_file,
 )
 from residuum.rpc.settings import load_settings
 from store_svc.calls import Calls
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         _log.error("cannot start", error=str(error))
         return 1
     if settings.port_file is not None:
-        _write_atomically(settings.port_file, f"{store.port}\n")
+        write_port_file(settings.port_file, store.port)
     ending.wait()
     store.stop()
     return 1 if store.died else 0
@@ -171,9 +171,3 @@ def _version() -> str:
         return importlib.metadata.version("residuum")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"  # run from a checkout that is not installed
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)

@@ -7,15 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, PositiveFloat
 
-from residuum.rpc.serving import parse_endpoint
-from residuum.rpc.settings import ServiceSettings
+from residuum.rpc.settings import Endpoint, ServiceSettings
 
 _SMALLEST_MAP = 16 << 20
-
-
-def _endpoint(text: str) -> str:
-    parse_endpoint(text)
-    return text
 
 
 def _map_limit(size: ByteSize) -> ByteSize:
@@ -27,7 +21,7 @@ def _map_limit(size: ByteSize) -> ByteSize:
 class StoreSettings(ServiceSettings):
     """Settings of the store service."""
 
-    listen: Annotated[str, AfterValidator(_endpoint)] = "127.0.0.1:50052"
+    listen: Endpoint = "127.0.0.1:50052"
     """Where to listen, as host:port. Port 0 takes a free one; see `port_file`."""
 
     path: Path

@@ -16,6 +16,7 @@ from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+    from pathlib import Path
     from typing import Any, NoReturn
 
     import structlog
@@ -36,6 +37,13 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or int(port) > 65535:  # noqa: PLR2004 - the largest port
         raise ValueError(f"{endpoint!r} is not host:port")
     return host, int(port)
+
+
+def write_port_file(path: Path, port: int) -> None:
+    """Write the port where another program waits for it: all at once, so that it never reads half a number."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(f"{port}\n")
+    part.replace(path)
 
 
 def add_health_and_reflection(

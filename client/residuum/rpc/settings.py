@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from residuum.rpc.serving import parse_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +25,22 @@ _WAYS = (
     "Each setting can also stand in the environment, as RESIDUUM_ and its name, or in a TOML file: --config FILE, or "
     "RESIDUUM_CONFIG. A flag goes before the environment, and the environment before the file."
 )
+
+
+def _endpoint(text: str) -> str:
+    parse_endpoint(text)
+    return text
+
+
+def _optional_endpoint(text: str) -> str:
+    return _endpoint(text) if text else ""
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+"""host:port of a setting."""
+
+OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
+"""host:port of a setting, or nothing."""
 
 
 class ServiceSettings(BaseSettings):
