@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from residuum.rpc.errors import Reason
 from residuum.rpc.settings import load_settings
 from residuum.v1 import capture_pb2, store_pb2
+from store_svc.server import main
 from store_svc.settings import StoreSettings
 from tests.store.support import (
     ABORTED,
@@ -229,9 +230,14 @@ def test_the_help_explains_every_setting() -> None:
     ],
 )
 def test_a_bad_setting_is_named(tmp_path: Path, flags: list[str], name: str) -> None:
-    done = run(*(flag.format(path=tmp_path / "store") for flag in flags))
-    assert done.returncode != 0
-    assert name in done.stderr
+    with pytest.raises(SystemExit, match=name):
+        main([flag.format(path=tmp_path / "store") for flag in flags])
+
+
+def test_a_bad_setting_ends_the_process_with_an_error() -> None:
+    done = run("--ack", "maybe")
+    assert done.returncode == 1
+    assert "--ack" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -19,8 +19,10 @@ LARGEST_TOKEN = (1 << 21) - 1
 NOW = Timestamp(seconds=1_800_000_000, nanos=999_999_999)
 
 
-@pytest.mark.parametrize("stored", ["every row", "half of the rows", "no row"])
-@pytest.mark.parametrize(("sequences", "prompt_share"), [(1, 0.0), (1, 0.5), (8, 0.0)])
+@pytest.mark.parametrize(
+    ("sequences", "prompt_share", "stored"),
+    [(1, 0.0, "every row"), (1, 0.5, "half of the rows"), (8, 0.0, "half of the rows")],
+)
 def test_the_longest_manifest_fits_a_message(sequences: int, prompt_share: float, stored: str) -> None:
     """Every second position at every site: the selection with the most runs of positions."""
     each = MAX_CAPTURE_TOKENS // sequences
@@ -37,8 +39,7 @@ def test_the_longest_manifest_fits_a_message(sequences: int, prompt_share: float
     )
     check_seal(seal, description)
     capture = Capture(1, description, NOW, 0.0)
-    step = {"every row": 2, "half of the rows": 4, "no row": each}[stored]
-    rows = Positions.of(range(0, each - 1, step))
+    rows = Positions.of(range(0, each - 1, 2 if stored == "every row" else 4))
     for sequence in range(sequences):
         for site in SITES:
             capture.add(Cells(sequence, site, LAYERS, rows), 1 << 20, 0.0)
