@@ -237,7 +237,7 @@ class SealCaptureRequest(_message.Message):
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.SequenceOutcome]:
         """The sequences, in order: as many as the description says. Prompt and generated tokens of all sequences, the prompt
-        counted for each, are at most 131072: so that a manifest is never longer than a message may be.
+        counted for each, are at most 131072, because a manifest is one message.
         """
 
     def __init__(
