@@ -30,7 +30,6 @@ from tests.store.support import (
     rejections,
     row,
     serving,
-    wait_request,
 )
 
 LAYERS = [0, 1, 2]
@@ -304,18 +303,12 @@ def test_clients_that_wait_do_not_shut_writers_out(tmp_path: Path) -> None:
     with serving(tmp_path / "store", max_streams=2, max_writers=1) as (_, client):
         client.open()
         client.seal(generated=[1])
-        waits = [client.stub.GetCapture.future(wait_request(30)) for _ in range(2)]
-        until_refused(client)
+        request = store_pb2.ReadChunksRequest(capture_id="a", follow=True)
+        waiting = [client.stub.ReadChunks(request, timeout=30) for _ in range(2)]
+        for answers in waiting:
+            next(answers)
+        with failing_with(Reason.ERROR_REASON_LIMIT_REACHED) as caught:
+            client.get(wait=1)
+        assert caught[0].metadata == {"limit": "2"}
         client.append([make_chunk(LAYERS, range(4))])
-        assert [wait.result(timeout=10).manifest.state for wait in waits] == [COMPLETE] * 2
-
-
-def until_refused(client: Client) -> None:
-    """Wait for no time, again and again, until others hold all the room for that."""
-    for _ in range(500):
-        try:
-            client.get(wait=0.001)
-        except grpc.RpcError as error:
-            assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # noqa: PT017 - most are not refused
-            return
-    pytest.fail("the waits do not count")
+        assert [list(answers)[-1].manifest.state for answers in waiting] == [COMPLETE] * 2
