@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.plans import make_plan
-from inference_svc.specs import check_prompt, check_sampling, resolve_spec
+from inference_svc.specs import check_capture_size, check_prompt, check_sampling, resolve_spec
 from inference_svc.vectors import missing_vectors
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, store_pb2
@@ -87,6 +87,7 @@ class Generator:
     ) -> AsyncIterator[_Run]:
         began = False
         try:
+            check_capture_size(running.spec.capture, len(token_ids), sampling)
             self._check_vectors(running)
             async with AsyncExitStack() as stack:
                 rows = await _unless_aborted(

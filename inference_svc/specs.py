@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from residuum.wire.ids import is_valid_id
-from residuum.wire.limits import DEFAULT_MAX_TOKENS, DIGEST_BYTES, MAX_OPERATIONS, MAX_SEQUENCES, MAX_STOP_TEXTS
+from residuum.wire.limits import (
+    DEFAULT_MAX_TOKENS,
+    DIGEST_BYTES,
+    MAX_CAPTURE_TOKENS,
+    MAX_OPERATIONS,
+    MAX_SEQUENCES,
+    MAX_STOP_TEXTS,
+)
 from residuum.wire.selection import check_positions, resolve_layers
 
 if TYPE_CHECKING:
@@ -133,6 +140,25 @@ def check_prompt(token_ids: list[int], parameters: inference_pb2.SamplingParamet
             f"{facts.max_model_len}. Shorten the prompt or lower max_tokens.",
             prompt_tokens=len(token_ids),
             limit=facts.max_model_len,
+        )
+
+
+def check_capture_size(
+    capture: capture_pb2.CaptureSpec | None, prompt_tokens: int, parameters: inference_pb2.SamplingParameters
+) -> None:
+    """Check that the manifest of a capture will fit a message, whatever is generated.
+
+    Raises:
+        Failure: Too many tokens would be captured.
+    """
+    sequences = parameters.num_sequences if parameters.HasField("num_sequences") else 1
+    new_tokens = parameters.max_tokens if parameters.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    tokens = sequences * (prompt_tokens + new_tokens)
+    if capture is not None and tokens > MAX_CAPTURE_TOKENS:
+        raise _invalid(
+            "sampling.num_sequences",
+            f"A capture has at most {MAX_CAPTURE_TOKENS} tokens in all sequences, and this one could have {tokens}. "
+            "Lower max_tokens, or send several requests instead of several sequences.",
         )
 
 

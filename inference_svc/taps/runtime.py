@@ -62,7 +62,7 @@ class TapRuntime:
         """Lay out the step's rows, once the runner has fixed their order.
 
         Args:
-            tell_rows: Tells which rows are whose; not asked if there is nothing to do, so that such a step costs nothing.
+            tell_rows: Tells which rows are whose; not asked if there is nothing to do, so that it costs nothing.
         """
         if not self._requests:
             return

@@ -60,7 +60,7 @@ def test_the_command_ends_with_an_error_and_names_the_setting():
 def test_a_model_is_needed():
     ended = run(RESIDUUM_LISTEN="127.0.0.1:0")
     assert ended.returncode != 0
-    assert "--model: Field required" in ended.stderr
+    assert "--model (RESIDUUM_MODEL): Field required" in ended.stderr
 
 
 def test_help_explains_every_setting_without_loading_vllm():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference_svc.specs import check_prompt, check_sampling, resolve_spec
+from inference_svc.specs import check_capture_size, check_prompt, check_sampling, resolve_spec
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from residuum.wire.limits import MAX_OPERATIONS, MAX_RANGES
@@ -298,3 +298,11 @@ def test_prompt_and_reply_must_fit_the_context(tokens, parameters):
 @pytest.mark.parametrize(("tokens", "parameters"), [(16, {}), (31, {"max_tokens": 1})])
 def test_prompt_and_reply_may_fill_the_context(tokens, parameters):
     check_prompt([1] * tokens, inference_pb2.SamplingParameters(**parameters), FACTS)
+
+
+def test_a_capture_whose_manifest_would_not_fit_is_refused():
+    many = inference_pb2.SamplingParameters(num_sequences=64, max_tokens=4096)
+    failure = refusal(check_capture_size, capture_pb2.CaptureSpec(), 1000, many)
+    assert (failure.reason_name, failure.metadata["field"]) == ("INVALID_FIELD", "sampling.num_sequences")
+    check_capture_size(None, 1000, many)
+    check_capture_size(capture_pb2.CaptureSpec(), 1000, inference_pb2.SamplingParameters(max_tokens=4096))

@@ -91,7 +91,8 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
         settings: _Settings = located(_cli_settings_source=values)
     except ValidationError as error:
         lines = [
-            f"  {_flag(problem['loc'])}: {problem['msg']} (given: {problem['input']!r})" for problem in error.errors()
+            f"  {_flag(problem['loc'])} ({_variable(problem['loc'])}): {problem['msg']} (given: {problem['input']!r})"
+            for problem in error.errors()
         ]
         sys.exit(f"{program}: bad settings\n" + "\n".join(lines))
     return settings
@@ -104,6 +105,10 @@ def _take_config(arguments: list[str]) -> tuple[list[str], str | None]:
         if argument.startswith("--config="):
             return arguments[:at] + arguments[at + 1 :], argument.removeprefix("--config=")
     return arguments, os.environ.get("RESIDUUM_CONFIG")
+
+
+def _variable(location: tuple[int | str, ...]) -> str:
+    return "RESIDUUM_" + "_".join(str(part) for part in location).upper()
 
 
 def _flag(location: tuple[int | str, ...]) -> str:
