@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,13 @@ from inference_svc.shipping.supervisor import ShipperSupervisor
 from inference_svc.vectors import VectorActivator, VectorCache
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import get_logger
-from residuum.rpc.serving import NOT_SERVING, SERVING, AioErrorInterceptor, add_health_and_reflection
+from residuum.rpc.serving import (
+    NOT_SERVING,
+    SERVING,
+    AioErrorInterceptor,
+    add_health_and_reflection,
+    write_port_file,
+)
 from residuum.v1 import inference_pb2_grpc
 
 if TYPE_CHECKING:
@@ -90,7 +95,7 @@ class InferenceServer:
             raise SystemExit(f"listen: cannot listen on {self._settings.listen}: {error}") from None
         await server.start()
         if self._settings.port_file:
-            _write_atomically(self._settings.port_file, str(port))
+            write_port_file(Path(self._settings.port_file), port)
         _log.info("listening", address=f"{host}:{port}")
         return server
 
@@ -184,9 +189,3 @@ class InferenceServer:
         status = SERVING if serving else NOT_SERVING
         for name in ("", SERVICE):
             await self._health.set(name, status)
-
-
-def _write_atomically(path: str, text: str) -> None:
-    scratch = f"{path}.{os.getpid()}"
-    Path(scratch).write_text(text)
-    Path(scratch).replace(path)

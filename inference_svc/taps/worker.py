@@ -5,7 +5,6 @@ vLLM names the methods that the inference service may call by `collective_rpc`; 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import time
@@ -94,11 +93,6 @@ class TappedWorker:
         if taps.runtime.open_requests:
             return False
         return taps.drain(timeout_seconds)
-
-    def residuum_ring_stats(self) -> dict[str, Any]:
-        """Return the figures of this rank's ring; empty on a rank that captures nothing."""
-        producer = self._residuum.producer
-        return dataclasses.asdict(producer.stats()) if producer else {}
 
 
 class _Taps:

@@ -25,7 +25,6 @@ _NAMES: dict[tensor_pb2.DataType.ValueType, str] = {
     tensor_pb2.DATA_TYPE_FLOAT16: "float16",
     tensor_pb2.DATA_TYPE_BFLOAT16: "bfloat16",
 }
-_BY_NAME = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def numpy_dtype(dtype: tensor_pb2.DataType.ValueType) -> np.dtype[Any]:
@@ -37,24 +36,12 @@ def numpy_dtype(dtype: tensor_pb2.DataType.ValueType) -> np.dtype[Any]:
     try:
         return _DTYPES[dtype]
     except KeyError:
-        raise ValueError(f"unknown element type {int(dtype)}; known: {', '.join(_BY_NAME)}") from None
+        raise ValueError(f"unknown element type {int(dtype)}; known: {', '.join(_NAMES.values())}") from None
 
 
 def dtype_name(dtype: tensor_pb2.DataType.ValueType) -> str:
     """Return the name people use: "float32", "float16" or "bfloat16"; "unknown" for anything else."""
     return _NAMES.get(dtype, "unknown")
-
-
-def dtype_from_name(name: str) -> tensor_pb2.DataType.ValueType:
-    """Return the element type of a name such as "bfloat16".
-
-    Raises:
-        ValueError: No element type has this name.
-    """
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        raise ValueError(f"unknown element type {name!r}; known: {', '.join(_BY_NAME)}") from None
 
 
 def item_bytes(dtype: tensor_pb2.DataType.ValueType) -> int:
