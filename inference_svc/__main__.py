@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from pathlib import Path
 
 from inference_svc.logs import configure_service_logs
 from inference_svc.settings import InferenceSettings
 from residuum.rpc.logs import get_logger
 from residuum.rpc.settings import load_settings
 
+_PROGRAM = "python -m inference_svc"
+
 
 def main() -> None:
     """Read the settings, then serve until told to stop. The exit code is not 0 if the service failed."""
-    settings = load_settings(InferenceSettings, "python -m inference_svc", sys.argv[1:])
+    settings = load_settings(InferenceSettings, _PROGRAM, sys.argv[1:])
+    if settings.model.startswith(("/", "./", "../", "~")) and not Path(settings.model).expanduser().is_dir():
+        # vLLM would take it for a name on the hub, and say something else half a minute later.
+        sys.exit(f"{_PROGRAM}: bad settings\n  --model (RESIDUUM_MODEL): there is no folder {settings.model!r}")
     # Readable by this user alone: it holds the control sockets of the rings.
     with tempfile.TemporaryDirectory(prefix="residuum-", ignore_cleanup_errors=True) as folder:
         configure_service_logs(folder, settings.log_level)

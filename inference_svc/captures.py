@@ -15,6 +15,8 @@ from residuum.rpc.logs import get_logger
 from residuum.v1 import store_pb2, store_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from residuum.v1 import capture_pb2
 
 _log = get_logger(__name__)
@@ -23,7 +25,6 @@ _OPEN_SECONDS = 5.0
 _SEAL_SECONDS = 10.0
 _MAX_BACKOFF_SECONDS = 5.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-
 
 _FINAL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 """Answers to a seal that the same seal would get again: the capture was deleted, has ended, or the seal is bad."""
@@ -40,8 +41,7 @@ class CaptureKeeper:
         """Connect lazily to the store at `endpoint`, which clients reach as `advertised`."""
         self.endpoint = endpoint
         self.advertised = advertised
-        # A store that does not answer is told at once: whoever asked may try again, and seals are tried again below.
-        self._channel = open_aio_channel(endpoint, options=[("grpc.enable_retries", 0)])
+        self._channel = self._connect()
         self._store = store_pb2_grpc.StoreServiceStub(self._channel)
         self._seals: set[asyncio.Task[None]] = set()
 
@@ -51,10 +51,10 @@ class CaptureKeeper:
         Raises:
             Failure: It does not.
         """
-        try:
-            await self._store.GetStats(store_pb2.GetStatsRequest(), timeout=_OPEN_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from error
+        request = store_pb2.GetStatsRequest()
+        await self._ask(
+            lambda channel: store_pb2_grpc.StoreServiceStub(channel).GetStats(request, timeout=_OPEN_SECONDS)
+        )
 
     async def open(self, description: capture_pb2.CaptureDescription) -> None:
         """Create a capture.
@@ -62,10 +62,10 @@ class CaptureKeeper:
         Raises:
             Failure: The store does not answer, or refuses.
         """
-        try:
-            await self._store.OpenCapture(store_pb2.OpenCaptureRequest(description=description), timeout=_OPEN_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from error
+        request = store_pb2.OpenCaptureRequest(description=description)
+        await self._ask(
+            lambda channel: store_pb2_grpc.StoreServiceStub(channel).OpenCapture(request, timeout=_OPEN_SECONDS)
+        )
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
         """Say how a request ended. Returns at once; it is tried until the store has heard it."""
@@ -83,6 +83,28 @@ class CaptureKeeper:
                 names = sorted(task.get_name() for task in late)
                 _log.error("captures were not sealed: the store did not answer in time", captures=names)
         await self._channel.close()
+
+    def _connect(self) -> grpc.aio.Channel:
+        # A store that does not answer is told at once: whoever asked may try again, and seals are tried again below.
+        return open_aio_channel(self.endpoint, options=[("grpc.enable_retries", 0)])
+
+    async def _ask(self, call: Callable[[grpc.aio.Channel], Awaitable[object]]) -> None:
+        """Make an idempotent call.
+
+        Raises:
+            Failure: The store does not answer, or refuses.
+        """
+        try:
+            try:
+                await call(self._channel)
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE:
+                    raise
+                # The channel may be waiting to connect again. A new one does so now, and finds a store that is back.
+                async with self._connect() as fresh:
+                    await call(fresh)
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error) from error
 
     async def _seal(self, request: store_pb2.SealCaptureRequest) -> None:
         backoff = 0.1

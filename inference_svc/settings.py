@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -20,16 +19,10 @@ def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _model(value: str) -> str:
-    if value.startswith(("/", "./", "../", "~")) and not Path(value).expanduser().is_dir():
-        raise ValueError("there is no such folder")
-    return value
-
-
 class InferenceSettings(ServiceSettings):
     """Serve a language model with vLLM; capture its activations and steer it, over gRPC."""
 
-    model: Annotated[str, AfterValidator(_model)] = Field(min_length=1)
+    model: str = Field(min_length=1)
     """The model: a folder with config, weights and tokenizer, or a name on the Hugging Face hub."""
     store: OptionalEndpoint = ""
     """host:port of the store that captures go to. Without it, nothing can be captured."""

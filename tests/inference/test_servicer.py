@@ -178,13 +178,13 @@ async def test_a_store_that_is_away_refuses_captures_alone(call):
         assert (await service.events(ask(spec("r"))))[-1].HasField("finished")
 
 
-async def test_a_store_that_is_away_is_asked_once(service, store):
-    """Whoever asked for the capture is told at once, and may try again."""
+async def test_a_store_that_is_away_is_asked_once_more_over_a_new_connection(service, store):
+    """And then whoever asked for the capture is told at once, and may try again."""
     store.away = True
     with pytest.raises(Failure) as caught:
         await service.parts.keeper.check_reachable()
     assert caught.value.reason_name == "STORE_UNREACHABLE"
-    assert store.checks == 1
+    assert store.checks == 2
 
 
 async def test_a_store_that_comes_back_is_found():
