@@ -19,9 +19,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from inference_svc.specs import max_new_tokens
 from inference_svc.taps.worker import SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure, Reason
-from residuum.wire.limits import DEFAULT_MAX_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -241,7 +241,7 @@ def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int)
     """Return vLLM's form of checked sampling parameters, for one sequence of a request."""
     p = parameters
     return SamplingParams(
-        max_tokens=p.max_tokens if p.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
+        max_tokens=max_new_tokens(p),
         min_tokens=p.min_tokens,
         temperature=p.temperature,
         top_p=p.top_p if p.HasField("top_p") else 1.0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.plans import make_plan
-from inference_svc.specs import check_capture_size, check_prompt, check_sampling, resolve_spec
+from inference_svc.specs import check_capture_size, check_prompt, check_sampling, num_sequences, resolve_spec
 from inference_svc.vectors import missing_vectors
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, store_pb2
@@ -129,7 +129,7 @@ class Generator:
             spec=running.spec.capture,
             steering=running.spec.steering,
             prompt_token_ids=token_ids,
-            num_sequences=_num_sequences(sampling),
+            num_sequences=num_sequences(sampling),
             layout=capture_pb2.ParallelLayout(
                 tensor_parallel_size=facts.tensor_parallel_size, pipeline_parallel_size=facts.pipeline_parallel_size
             ),
@@ -141,7 +141,7 @@ class Generator:
         except (asyncio.CancelledError, NoAnswerError):
             # The store may have opened the capture: nobody else would ever end it.
             self._registry.end(running)
-            unheard = [capture_pb2.SequenceOutcome(finish_reason="abort")] * _num_sequences(sampling)
+            unheard = [capture_pb2.SequenceOutcome(finish_reason="abort")] * num_sequences(sampling)
             keeper.seal(_aborted(running.request_id, unheard))
             raise
         return inference_pb2.CaptureHandle(capture_id=running.request_id, store_endpoint=keeper.advertised)
@@ -185,7 +185,7 @@ class _Run:
         self.handle = handle
         self.has_generated = False
         """Whether every sequence has ended by itself."""
-        self._sequences = [_Sequence() for _ in range(_num_sequences(sampling))]
+        self._sequences = [_Sequence() for _ in range(num_sequences(sampling))]
         self._queue: asyncio.Queue[tuple[int, Delta] | _Ended] = asyncio.Queue()
 
     def outcomes(self, default: str) -> list[capture_pb2.SequenceOutcome]:
@@ -326,7 +326,3 @@ async def _unless_aborted(running: Running, work: Coroutine[object, object, _T])
         for task in (working, aborted):
             task.cancel()
         await asyncio.gather(working, aborted, return_exceptions=True)
-
-
-def _num_sequences(sampling: inference_pb2.SamplingParameters) -> int:
-    return sampling.num_sequences if sampling.HasField("num_sequences") else 1

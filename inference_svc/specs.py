@@ -93,6 +93,16 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
     return ResolvedSpec(spec.request_id, capture, steering)
 
 
+def max_new_tokens(parameters: inference_pb2.SamplingParameters) -> int:
+    """Return how many tokens each sequence may generate at most."""
+    return parameters.max_tokens if parameters.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+
+
+def num_sequences(parameters: inference_pb2.SamplingParameters) -> int:
+    """Return how many sequences are generated."""
+    return parameters.num_sequences if parameters.HasField("num_sequences") else 1
+
+
 def check_sampling(parameters: inference_pb2.SamplingParameters) -> None:
     """Check sampling parameters by themselves.
 
@@ -100,7 +110,7 @@ def check_sampling(parameters: inference_pb2.SamplingParameters) -> None:
         Failure: One is out of range; the metadata name the field.
     """
     p = parameters
-    max_tokens = p.max_tokens if p.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    max_tokens = max_new_tokens(p)
     rules = (
         ("max_tokens", max_tokens >= 1, "at least 1"),
         ("temperature", not p.HasField("temperature") or 0 <= p.temperature <= _MAX_TEMPERATURE, "from 0 to 2"),
@@ -132,7 +142,7 @@ def check_prompt(token_ids: list[int], parameters: inference_pb2.SamplingParamet
     """
     if not token_ids:
         raise Failure(Reason.ERROR_REASON_EMPTY_PROMPT, "The prompt has no tokens; send at least one.")
-    new_tokens = parameters.max_tokens if parameters.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    new_tokens = max_new_tokens(parameters)
     if len(token_ids) + new_tokens > facts.max_model_len:
         raise Failure(
             Reason.ERROR_REASON_PROMPT_TOO_LONG,
@@ -151,9 +161,7 @@ def check_capture_size(
     Raises:
         Failure: Too many tokens would be captured.
     """
-    sequences = parameters.num_sequences if parameters.HasField("num_sequences") else 1
-    new_tokens = parameters.max_tokens if parameters.HasField("max_tokens") else DEFAULT_MAX_TOKENS
-    tokens = sequences * (prompt_tokens + new_tokens)
+    tokens = num_sequences(parameters) * (prompt_tokens + max_new_tokens(parameters))
     if capture is not None and tokens > MAX_CAPTURE_TOKENS:
         raise _invalid(
             "sampling.num_sequences",

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from inference_svc.taps.plan import Kind
+from inference_svc.taps.tables import WANT_AFTER
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -19,10 +22,9 @@ if TYPE_CHECKING:
     from inference_svc.taps.blocks import BlockPool
     from inference_svc.taps.tables import ProgramTable
 
-_ADD = tl.constexpr(0)
-_ABLATE = tl.constexpr(1)
-_WANT_AFTER = tl.constexpr(1)
-_WANT_BEFORE = tl.constexpr(2)
+_ADD = tl.constexpr(int(Kind.ADD))
+_ABLATE = tl.constexpr(int(Kind.ABLATE))
+_WANT_AFTER = tl.constexpr(WANT_AFTER)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
