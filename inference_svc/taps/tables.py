@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from inference_svc.runs import FreeRuns
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -126,33 +128,3 @@ class _Place:
         self.number = number
         self.first = first
         self.count = count
-
-
-class FreeRuns:
-    """Free runs of a table's rows; first fit, neighbours merged."""
-
-    def __init__(self, size: int) -> None:
-        """Make `size` free rows."""
-        self._runs = [(0, size)] if size else []
-
-    def take(self, count: int) -> int | None:
-        """Return the start of a free run of `count` rows, or None if there is none that long."""
-        if not count:
-            return 0
-        for at, (start, size) in enumerate(self._runs):
-            if size >= count:
-                self._runs[at : at + 1] = [(start + count, size - count)] if size > count else []
-                return start
-        return None
-
-    def give_back(self, start: int, count: int) -> None:
-        """Free a run."""
-        if not count:
-            return
-        merged: list[tuple[int, int]] = []
-        for run in sorted([*self._runs, (start, count)]):
-            if merged and sum(merged[-1]) == run[0]:
-                merged[-1] = (merged[-1][0], merged[-1][1] + run[1])
-            else:
-                merged.append(run)
-        self._runs = merged

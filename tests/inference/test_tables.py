@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.programs import Program, Step
-from inference_svc.taps.tables import WANT_AFTER, WANT_BEFORE, FreeRuns, ProgramTable, TablesFullError
+from inference_svc.taps.tables import WANT_AFTER, WANT_BEFORE, ProgramTable, TablesFullError
 
 CPU = torch.device("cpu")
 
@@ -73,21 +71,3 @@ def test_a_step_that_needs_more_than_fits() -> None:
     table.number(held[1])
     with pytest.raises(TablesFullError, match="2 programs"):
         table.number(held[2])
-
-
-@given(st.lists(st.integers(0, 9), max_size=30), st.randoms())
-def test_free_runs_never_overlap_and_come_back_whole(sizes: list[int], random: object) -> None:
-    runs, taken = FreeRuns(40), []
-    for size in sizes:
-        start = runs.take(size)
-        if start is None:
-            give = taken.pop(random.randrange(len(taken))) if taken else None  # type: ignore[attr-defined]
-            if give:
-                runs.give_back(*give)
-        elif size:
-            taken.append((start, size))
-        cells = [cell for start, size in taken for cell in range(start, start + size)]
-        assert len(cells) == len(set(cells)) <= 40
-    for run in taken:
-        runs.give_back(*run)
-    assert runs.take(40) == 0
