@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+
 
 class FreeRuns:
     """Free runs of numbered rows; first fit, neighbours merged. Not safe for threads."""
@@ -39,10 +41,8 @@ class FreeRuns:
         """Free a run that was taken."""
         if not count:
             return
-        merged: list[tuple[int, int]] = []
-        for run in sorted([*self._runs, (start, count)]):
-            if merged and sum(merged[-1]) == run[0]:
-                merged[-1] = (merged[-1][0], merged[-1][1] + run[1])
-            else:
-                merged.append(run)
-        self._runs = merged
+        at = bisect(self._runs, (start, 0))
+        first = at - 1 if at and sum(self._runs[at - 1]) == start else at
+        end = at + 1 if at < len(self._runs) and self._runs[at][0] == start + count else at
+        joined = [*self._runs[first:at], (start, count), *self._runs[at:end]]
+        self._runs[first:end] = [(joined[0][0], sum(size for _, size in joined))]
