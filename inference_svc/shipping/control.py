@@ -12,19 +12,19 @@ from pathlib import Path
 from inference_svc.shipping.backoff import Backoff
 from inference_svc.shipping.framing import payload_bytes
 from inference_svc.shipping.outbox import Outbox
-from inference_svc.shipping.parcels import loss_parcels, slot_parcels
+from inference_svc.shipping.parcels import extent_parcels, loss_parcels
 from inference_svc.shipping.protocol import (
     PROTOCOL_VERSION,
     Done,
+    ExtentReady,
     Hello,
     Leaving,
     LossReport,
     Message,
     MessageReader,
     ProtocolError,
-    SlotReady,
 )
-from inference_svc.shipping.ring import SharedRing
+from inference_svc.shipping.ring import Extent, SharedRing
 from residuum.rpc.logs import get_logger
 
 _FIRST_DELAY_SECONDS = 0.05
@@ -155,17 +155,17 @@ class _Session:
     def _handle(self, message: Message, descriptors: list[int]) -> None:
         if isinstance(message, Hello) and self._ring is None and descriptors:
             self._ring = _attach(message, descriptors[0])
-        elif isinstance(message, SlotReady) and self._ring is not None:
-            self._take_slot(message, self._ring)
+        elif isinstance(message, ExtentReady) and self._ring is not None:
+            self._take_extent(message, self._ring)
         elif isinstance(message, LossReport):
             self._outbox.put(loss_parcels(message.capture_id, message.loss, lambda: self.send(Done(message.ticket))))
         else:
             raise ProtocolError(f"{type(message).__name__} was not expected from a worker")
 
-    def _take_slot(self, message: SlotReady, ring: SharedRing) -> None:
-        rows = ring.slot(message.index).data[: payload_bytes(message.header)]
+    def _take_extent(self, message: ExtentReady, ring: SharedRing) -> None:
+        rows = ring.view(Extent(message.offset, sum(map(payload_bytes, message.headers)))).data
         self._outbox.put(
-            slot_parcels(message.capture_id, message.header, rows, lambda: self.send(Done(message.ticket)))
+            extent_parcels(message.capture_id, message.headers, rows, lambda: self.send(Done(message.ticket)))
         )
 
 
@@ -183,4 +183,4 @@ def _connect(path: Path) -> socket.socket:
 def _attach(hello: Hello, descriptor: int) -> SharedRing:
     if hello.version != PROTOCOL_VERSION:
         raise ProtocolError(f"the worker speaks version {hello.version}, this shipper version {PROTOCOL_VERSION}")
-    return SharedRing.attach(descriptor, hello.num_slots, hello.slot_bytes, hello.stride)
+    return SharedRing.attach(descriptor, hello.ring_bytes)

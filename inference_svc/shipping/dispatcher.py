@@ -1,4 +1,4 @@
-"""The worker's thread for its shippers: hands slots out, takes them back, hands those of a lost shipper to another."""
+"""The worker's thread for its shippers: hands extents out, takes them back, and gives a lost shipper's to another."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pathlib import Path
 
 from inference_svc.shipping.protocol import (
     Done,
+    ExtentReady,
     Hello,
     Leaving,
     LossReport,
     Message,
     MessageReader,
     ProtocolError,
-    SlotReady,
 )
 from residuum.rpc.logs import get_logger
 
-Item = SlotReady | LossReport
+Item = ExtentReady | LossReport
 """What is handed to a shipper, until its Done."""
 
 _RECEIVE_BYTES = 1 << 16
@@ -124,7 +124,7 @@ class Dispatcher:
                 for key, events in self._selector.select():
                     key.data(events)
                 self._hand_out()
-        except Exception as error:  # noqa: BLE001 - whoever waits for a slot must learn of it
+        except Exception as error:  # noqa: BLE001 - whoever waits for room must learn of it
             _log.exception("dispatcher failed")
             self._on_failed(error)
         finally:

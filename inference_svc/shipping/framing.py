@@ -1,4 +1,4 @@
-"""Cutting a slot into chunks that the store accepts, without copying any of it."""
+"""Cutting rows into chunks that the store accepts, without copying any of it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _HEADER_ROOM = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a slot that fits one chunk."""
+    """A part of an extent's rows that fits one chunk."""
 
     header: capture_pb2.ChunkHeader
     """What the payload holds."""
     payload: memoryview
-    """The rows, where they lie in the slot, contiguous [layers][positions][width]."""
+    """The rows, where they lie in the ring, contiguous [layers][positions][width]."""
 
 
 def payload_bytes(header: capture_pb2.ChunkHeader) -> int:
@@ -36,8 +36,10 @@ def payload_bytes(header: capture_pb2.ChunkHeader) -> int:
 def cut(header: capture_pb2.ChunkHeader, payload: memoryview) -> Iterator[Piece]:
     """Cut rows into pieces of about TARGET_CHUNK_BYTES, which none exceeds unless one layer's rows do.
 
-    Groups of whole layers are as equal as can be: a slot just above the target becomes two halves, not a whole and a
+    Groups of whole layers are as equal as can be: rows just above the target become two halves, not a whole and a
     rest. Layers are cut by positions only where a single one would not fit a chunk.
+
+    What cannot be cut is refused by the call itself; the pieces are made one by one, as they are asked for.
 
     Args:
         header: What the payload holds.
@@ -49,9 +51,12 @@ def cut(header: capture_pb2.ChunkHeader, payload: memoryview) -> Iterator[Piece]
     if not len(payload) or payload_bytes(header) != len(payload):
         raise ValueError(f"the header describes {payload_bytes(header)} bytes, the payload has {len(payload)}")
     layer_bytes = len(payload) // len(header.layers)
+    row_bytes = layer_bytes // len(header.positions)
+    if row_bytes > MAX_CHUNK_BYTES - _HEADER_ROOM:
+        raise ValueError(f"a row of {row_bytes} bytes does not fit a chunk")
     if layer_bytes <= MAX_CHUNK_BYTES - _HEADER_ROOM and len(header.positions) <= MAX_CHUNK_POSITIONS:
         return _by_layers(header, payload, layer_bytes)
-    return _by_positions(header, payload, layer_bytes)
+    return _by_positions(header, payload, row_bytes)
 
 
 def append_message(number: int, capture_id: str, piece: Piece) -> bytes:
@@ -69,14 +74,11 @@ def _by_layers(header: capture_pb2.ChunkHeader, payload: memoryview, layer_bytes
         yield Piece(part, payload[start * layer_bytes : end * layer_bytes])
 
 
-def _by_positions(header: capture_pb2.ChunkHeader, payload: memoryview, layer_bytes: int) -> Iterator[Piece]:
+def _by_positions(header: capture_pb2.ChunkHeader, payload: memoryview, row_bytes: int) -> Iterator[Piece]:
     positions = list(header.positions)
-    row_bytes = layer_bytes // len(positions)
-    if row_bytes > MAX_CHUNK_BYTES - _HEADER_ROOM:
-        raise ValueError(f"a row of {row_bytes} bytes does not fit a chunk")
     most = min(max(1, TARGET_CHUNK_BYTES // row_bytes), MAX_CHUNK_POSITIONS)
     for number, layer in enumerate(header.layers):
-        base = number * layer_bytes
+        base = number * len(positions) * row_bytes
         for start, end in _spans(len(positions), most):
             part = _part(header, [layer], positions[start:end])
             yield Piece(part, payload[base + start * row_bytes : base + end * row_bytes])

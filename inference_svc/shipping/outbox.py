@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from inference_svc.shipping.parcels import Parcel
@@ -27,13 +27,17 @@ class Outbox:
     A parcel waits, or is under way in the current stream. When a stream ends, for whatever reason, all that was under
     way waits again, in its old order and before what is newer; numbers start from 1. So the store sees each parcel at
     least once, and an ack settles it for good.
+
+    What waits is made into parcels as it is sent: however much is handed over, only what is under way, and what the
+    last stream left, exists as parcels.
     """
 
     def __init__(self, max_unacked_bytes: int) -> None:
         """Let at most that many bytes be under way; one parcel always may."""
         self._max_unacked_bytes = max_unacked_bytes
         self._changed = threading.Condition()  # guards everything below
-        self._waiting: deque[Parcel] = deque()
+        self._waiting: deque[Parcel] = deque()  # what the last stream left, and perhaps the next of the sources
+        self._sources: deque[Iterator[Parcel]] = deque()  # what waits behind that
         self._under_way: deque[tuple[int, Parcel]] = deque()
         self._unacked_bytes = 0
         self._rejected: dict[int, errors_pb2.ItemError] = {}
@@ -44,16 +48,16 @@ class Outbox:
         self._progress_at = time.monotonic()
 
     def put(self, parcels: Iterable[Parcel]) -> None:
-        """Add parcels, from any thread."""
+        """Add parcels, from any thread. Another takes them from the iterable, which must not fail, as it sends them."""
         with self._changed:
-            self._waiting.extend(parcels)
+            self._sources.append(iter(parcels))
             self._changed.notify_all()
 
     def wait_for_parcels(self) -> bool:
         """Wait until there is something to send; False when there is not and will not be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closing or self._abandoned)
-            return bool(self._waiting) and not self._abandoned
+            self._changed.wait_for(lambda: self._next() or self._closing or self._abandoned)
+            return self._next() is not None and not self._abandoned
 
     def start_stream(self) -> int:
         """Begin a new stream, and end the one before; return its name for `take`."""
@@ -130,7 +134,9 @@ class Outbox:
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
-            return len(self._waiting) + len(self._under_way)
+            from_sources = sum(1 for source in self._sources for _ in source)
+            self._sources.clear()
+            return len(self._waiting) + from_sources + len(self._under_way)
 
     def _end_stream(self) -> None:
         self._waiting.extendleft(parcel for _, parcel in reversed(self._under_way))
@@ -142,10 +148,21 @@ class Outbox:
         self._changed.notify_all()
 
     def _over(self, stream: int) -> bool:
-        return stream != self._stream or self._abandoned or (self._closing and not self._waiting)
+        return stream != self._stream or self._abandoned or (self._closing and self._next() is None)
 
     def _may_send(self) -> bool:
-        if not self._waiting:
+        parcel = self._next()
+        if parcel is None:
             return False
         room = 0 if self._one_by_one else self._max_unacked_bytes
-        return not self._under_way or self._unacked_bytes + self._waiting[0].num_bytes <= room
+        return not self._under_way or self._unacked_bytes + parcel.num_bytes <= room
+
+    def _next(self) -> Parcel | None:
+        """Return the parcel that is to be sent next, and leave it where it is; None if nothing waits."""
+        while not self._waiting and self._sources:
+            parcel = next(self._sources[0], None)
+            if parcel is None:
+                self._sources.popleft()
+            else:
+                self._waiting.append(parcel)
+        return self._waiting[0] if self._waiting else None

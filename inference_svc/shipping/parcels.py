@@ -1,29 +1,31 @@
-"""What a shipper sends: the pieces of a slot, or the news of a loss, each one message of AppendChunks."""
+"""What a shipper sends: the pieces of an extent, or the news of a loss, each one message of AppendChunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from inference_svc.shipping.framing import Piece, append_message, cut
+from inference_svc.shipping.framing import Piece, append_message, cut, payload_bytes
 from residuum.v1 import capture_pb2, store_pb2
 
 
 class Delivery:
     """What one ticket names, until the store has acknowledged every parcel of it.
 
-    Until `on_done` is called, a slot's bytes are the shipper's: whatever happens to a stream, they can be sent again
+    Until `on_done` is called, an extent's bytes are the shipper's: whatever happens to a stream, they can be sent again
     from where they lie, so nothing is ever copied aside.
+
+    It counts bytes, not parcels: parcels are made as they are sent, so their number is not known before.
     """
 
-    def __init__(self, num_parcels: int, on_done: Callable[[], None]) -> None:
-        """Expect that many parcels."""
-        self._remaining = num_parcels
+    def __init__(self, num_bytes: int, on_done: Callable[[], None]) -> None:
+        """Expect parcels whose shares are that many bytes together."""
+        self._remaining = num_bytes
         self._on_done = on_done
 
-    def finish_one(self) -> None:
-        """Count one parcel as settled. Only one thread may call it."""
-        self._remaining -= 1
+    def settle(self, share: int) -> None:
+        """Count a parcel's share as settled. Only one thread may call it."""
+        self._remaining -= share
         if self._remaining == 0:
             self._on_done()
 
@@ -35,6 +37,8 @@ class Parcel:
     capture_id: str
     content: Piece | store_pb2.RowLoss
     delivery: Delivery
+    share: int
+    """Bytes of the delivery that are settled with it; a loss that the worker reported is one."""
     resent: bool = False
     """The store found its checksum wrong once."""
 
@@ -50,6 +54,10 @@ class Parcel:
         message = store_pb2.AppendChunksRequest(number=number, capture_id=self.capture_id, loss=self.content)
         return message.SerializeToString()
 
+    def settle(self) -> None:
+        """Count it as settled. Only one thread may call it."""
+        self.delivery.settle(self.share)
+
     def as_loss(self, detail: str) -> Parcel | None:
         """Return the news that these rows cannot be written, which takes this parcel's place; None if it is that news.
 
@@ -57,27 +65,38 @@ class Parcel:
         """
         if not isinstance(self.content, Piece):
             return None
-        return Parcel(self.capture_id, write_failed(self.content.header, detail), self.delivery)
+        return Parcel(self.capture_id, write_failed(self.content.header, detail), self.delivery, self.share)
 
 
-def slot_parcels(
-    capture_id: str, header: capture_pb2.ChunkHeader, slot: memoryview, on_done: Callable[[], None]
-) -> list[Parcel]:
-    """Return the parcels of a slot whose first bytes the header describes; `on_done` follows the last one's settling.
+def extent_parcels(
+    capture_id: str, headers: Sequence[capture_pb2.ChunkHeader], rows: memoryview, on_done: Callable[[], None]
+) -> Iterator[Parcel]:
+    """Yield the parcels of an extent, made one by one; `on_done` follows the last one's settling.
 
     Rows that no chunk can hold become the news of their loss.
+
+    Args:
+        capture_id: The capture that the rows belong to.
+        headers: What the rows are; of known element types.
+        rows: The payloads of the headers, one after the other, and nothing else.
+        on_done: Called once every row is settled.
     """
-    try:
-        contents: list[Piece] = list(cut(header, slot))
-    except ValueError as error:
-        return loss_parcels(capture_id, write_failed(header, str(error)), on_done)
-    delivery = Delivery(len(contents), on_done)
-    return [Parcel(capture_id, content, delivery) for content in contents]
+    delivery = Delivery(len(rows), on_done)
+    end = 0
+    for header in headers:
+        start, end = end, end + payload_bytes(header)
+        try:
+            pieces = cut(header, rows[start:end])
+        except ValueError as error:
+            yield Parcel(capture_id, write_failed(header, str(error)), delivery, end - start)
+        else:
+            for piece in pieces:
+                yield Parcel(capture_id, piece, delivery, len(piece.payload))
 
 
 def loss_parcels(capture_id: str, loss: store_pb2.RowLoss, on_done: Callable[[], None]) -> list[Parcel]:
     """Return the one parcel of a loss."""
-    return [Parcel(capture_id, loss, Delivery(1, on_done))]
+    return [Parcel(capture_id, loss, Delivery(1, on_done), share=1)]
 
 
 def write_failed(header: capture_pb2.ChunkHeader, detail: str) -> store_pb2.RowLoss:

@@ -1,26 +1,27 @@
-"""The worker's end of shipping: fill slots, publish them, get them back."""
+"""The worker's end of shipping: fill extents, publish them, get them back."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from inference_svc.shipping.allotment import Allotment
 from inference_svc.shipping.dispatcher import Dispatcher, Item
 from inference_svc.shipping.framing import payload_bytes
-from inference_svc.shipping.protocol import Hello, LossReport, SlotReady
-from inference_svc.shipping.ring import SharedRing
+from inference_svc.shipping.protocol import MAX_BODY_BYTES, ExtentReady, Hello, LossReport
+from inference_svc.shipping.ring import Extent, SharedRing
 from residuum.rpc.logs import get_logger
 from residuum.v1 import capture_pb2, store_pb2
 
 _WARN_AFTER_SECONDS = 5.0
-"""A step that has waited this long for a slot says so in the log."""
+"""A step that has waited this long for room says so in the log."""
 
 _log = get_logger(__name__)
 
@@ -33,14 +34,14 @@ class ProducerClosedError(RuntimeError):
 class ProducerStats:
     """Figures of a producer since it was made."""
 
-    num_slots: int
-    """Slots in the ring."""
-    slots_used: int
-    """Slots that are acquired, or published and not yet given back."""
+    ring_bytes: int
+    """Bytes of the ring."""
+    bytes_used: int
+    """Bytes of extents that are acquired, or published and not yet given back, with what alignment costs."""
     published: int
-    """Slots that were published."""
+    """Extents that were published."""
     freed: int
-    """Published slots that were given back: their rows are acknowledged by the store."""
+    """Published extents that were given back: their rows are acknowledged by the store."""
     losses: int
     """Losses that were reported."""
     waits: int
@@ -52,39 +53,40 @@ class ProducerStats:
 
 
 class RingProducer:
-    """Hands filled slots to shipper processes without ever touching the network, a pickle or a copy.
+    """Hands filled extents to shipper processes without ever touching the network, a pickle or a copy.
 
-    A slot's bytes belong to the caller from `acquire` to `publish`, and from then on to a shipper until the store has
-    acknowledged every row in it; only then is the slot free again. A shipper that dies in between is no loss: its slots
-    go to another.
+    An extent is a run of the ring's bytes, as long as is asked for. Its bytes belong to the caller from `acquire` to
+    `publish`, and from then on to a shipper until the store has acknowledged every row in it; only then are they free
+    again. A shipper that dies in between is no loss: its extents go to another.
 
     Example:
-        producer = RingProducer(control_path, num_slots=64, slot_bytes=4 << 20)
+        producer = RingProducer(control_path, ring_bytes=256 << 20)
         producer.start()
-        index = producer.acquire(block=True)            # WAIT; with block=False, None when the ring is full: SHED
-        producer.slot(index)[:payload.nbytes] = payload
-        producer.publish(index, "capture", header)      # the header describes what lies in the slot
+        extent = producer.acquire(payload.nbytes, block=True)   # WAIT; with block=False, None for no room: SHED
+        producer.view(extent)[:] = payload
+        producer.publish(extent, "capture", [header])           # the header describes what lies in the extent
 
     All methods may be called from any thread; `acquire` and `publish` are made for the model's step: they take one
     uncontended lock and, to publish, wake the thread that does the rest.
     """
 
-    def __init__(self, control_path: str | os.PathLike[str], *, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, control_path: str | os.PathLike[str], *, ring_bytes: int) -> None:
         """Take the ring's memory and listen for shippers.
 
         Args:
             control_path: The Unix domain socket to listen on, at most about 100 characters, in a directory that only
                 this user can enter. A socket left there by a worker before is replaced.
-            num_slots: Slots in the ring.
-            slot_bytes: What a slot holds at least.
+            ring_bytes: Bytes of the ring at least; they are rounded up to whole pages.
 
         Raises:
-            ValueError: A size is not positive.
+            ValueError: The size is not positive.
             OSError: There is not enough memory, or the path cannot be listened on.
         """
-        self._ring, self._ring_descriptor = SharedRing.create(num_slots, slot_bytes)
+        self._ring, self._ring_descriptor = SharedRing.create(ring_bytes)
         self._changed = threading.Condition()  # guards everything below
-        self._free = deque(range(num_slots))
+        self._allotment = Allotment(self._ring.ring_bytes)
+        self._acquired: set[Extent] = set()  # not published yet
+        self._handed_over: dict[int, Extent] = {}  # by ticket
         self._closed = False
         self._failure: BaseException | None = None
         self._next_ticket = 1
@@ -94,7 +96,7 @@ class RingProducer:
         try:
             self._dispatcher = Dispatcher(
                 Path(control_path),
-                Hello(num_slots, slot_bytes, self._ring.stride),
+                Hello(self._ring.ring_bytes),
                 self._ring_descriptor,
                 on_done=self._take_back,
                 on_failed=self._fail,
@@ -105,69 +107,92 @@ class RingProducer:
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
-        """The whole ring, uint8[num_slots * stride]; its address never changes, so it can be pinned once."""
+        """The whole ring, uint8[ring_bytes]; its address never changes, so it can be pinned once."""
         return self._ring.memory
 
     @property
-    def slot_bytes(self) -> int:
-        """What a slot holds."""
-        return self._ring.slot_bytes
+    def ring_bytes(self) -> int:
+        """Bytes of the ring: what was asked for, rounded up to whole pages."""
+        return self._ring.ring_bytes
 
     @property
     def fill(self) -> float:
-        """How full the ring is, from 0 to 1."""
-        return 1.0 - len(self._free) / self._ring.num_slots
+        """How full the ring is, by bytes, from 0 to 1."""
+        return self._allotment.bytes_used / self._ring.ring_bytes
 
     def start(self) -> None:
         """Begin to serve shippers, on a thread of its own. Call it after any fork."""
         self._dispatcher.start()
 
-    def acquire(self, block: bool) -> int | None:  # noqa: FBT001 - the overflow policy, and its only argument
-        """Take a free slot.
+    def acquire(self, nbytes: int, block: bool) -> Extent | None:  # noqa: FBT001 - the overflow policy
+        """Take a free run of bytes.
+
+        A wait ends only when others' extents come back: what the caller itself holds it must publish or release before.
 
         Args:
-            block: With no slot free, wait for one (the policy WAIT) rather than return None (SHED).
+            nbytes: How many.
+            block: With no run that long, wait for one (the policy WAIT) rather than return None (SHED).
 
         Returns:
-            The slot's index, or None.
+            The extent, or None.
 
         Raises:
+            ValueError: The size is not positive, or more than the ring.
             ProducerClosedError: The producer is closed, or was while this waited.
         """
         with self._changed:
-            if not self._free and block:
-                self._wait_for_slot()
             self._check_open()
-            return self._free.popleft() if self._free else None
+            extent = self._allotment.take(nbytes)
+            if extent is None and block:
+                extent = self._wait_for_extent(nbytes)
+            if extent is not None:
+                self._acquired.add(extent)
+            return extent
 
-    def slot(self, index: int) -> npt.NDArray[np.uint8]:
-        """Return a slot's bytes, uint8[slot_bytes], to be written between `acquire` and `publish`."""
-        return self._ring.slot(index)
+    def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
+        """Return an extent's bytes, uint8[nbytes], to be written between `acquire` and `publish`."""
+        return self._ring.view(extent)
 
-    def release(self, index: int) -> None:
-        """Give back a slot that was acquired and is not needed after all."""
-        with self._changed:
-            self._free.append(index)
-            self._changed.notify_all()
-
-    def publish(self, index: int, capture_id: str, header: capture_pb2.ChunkHeader) -> None:
-        """Hand a filled slot over.
-
-        Args:
-            index: The slot.
-            capture_id: The capture that the rows belong to.
-            header: What the slot's first bytes hold, contiguous [layers][positions][width]. It may be larger than a
-                chunk: shippers cut it. It must not be changed afterwards.
+    def release(self, extent: Extent) -> None:
+        """Give back an extent that was acquired and is not needed after all.
 
         Raises:
-            ValueError: The header describes nothing, or more than a slot holds.
+            ValueError: It is not acquired, or is published.
+        """
+        with self._changed:
+            self._check_acquired(extent)
+            self._acquired.remove(extent)
+            self._free(extent)
+
+    def publish(self, extent: Extent, capture_id: str, headers: Sequence[capture_pb2.ChunkHeader]) -> None:
+        """Hand a filled extent over, under one ticket: it is free again when every row of it is acknowledged.
+
+        Args:
+            extent: The extent.
+            capture_id: The capture that the rows belong to.
+            headers: What the extent's first bytes hold: the headers' payloads, one directly after the other, each
+                contiguous [layers][positions][width]. One may be larger than a chunk: shippers cut it. They must not be
+                changed afterwards.
+
+        Raises:
+            ValueError: A header describes nothing; there is none; all together they describe more than the extent
+                holds, or are too long for a message; or the extent is not acquired. It stays the caller's.
             ProducerClosedError: The producer is closed.
         """
-        if not 0 < payload_bytes(header) <= self._ring.slot_bytes:
-            raise ValueError(f"{payload_bytes(header)} bytes do not fit a slot of {self._ring.slot_bytes}")
+        sizes = [payload_bytes(header) for header in headers]
+        if not sizes or not all(sizes) or sum(sizes) > extent.nbytes:
+            least = min(sizes, default=0)
+            raise ValueError(f"{len(sizes)} headers of {least} bytes or more, {sum(sizes)} in all, do not fit {extent}")
         with self._changed:
+            self._check_open()
+            self._check_acquired(extent)
+            item = ExtentReady(self._take_ticket(), extent.offset, capture_id, tuple(headers))
+            if item.body_bytes() > MAX_BODY_BYTES:
+                raise ValueError(f"{len(sizes)} headers of {item.body_bytes()} bytes do not fit a message")
+            self._acquired.remove(extent)
+            self._handed_over[item.ticket] = extent
             self._published += 1
-            self._submit(SlotReady(self._take_ticket(), index, capture_id, header))
+            self._submit(item)
 
     def report_loss(self, capture_id: str, loss: store_pb2.RowLoss) -> None:
         """Tell the store, by way of a shipper, of rows that will never come. It must not be changed afterwards.
@@ -183,8 +208,8 @@ class RingProducer:
         """Return the figures."""
         with self._changed:
             return ProducerStats(
-                num_slots=self._ring.num_slots,
-                slots_used=self._ring.num_slots - len(self._free),
+                ring_bytes=self._ring.ring_bytes,
+                bytes_used=self._allotment.bytes_used,
                 published=self._published,
                 freed=self._freed,
                 losses=self._losses,
@@ -200,7 +225,7 @@ class RingProducer:
             return not self._outstanding
 
     def close(self) -> None:
-        """Stop serving shippers, and wake whoever waits for a slot. Slots that a shipper has are still delivered.
+        """Stop serving shippers, and wake whoever waits for room. Extents that a shipper has are still delivered.
 
         The memory stays valid for whoever still holds a view of it.
         """
@@ -213,21 +238,35 @@ class RingProducer:
         self._dispatcher.stop()
         os.close(descriptor)
 
-    def _wait_for_slot(self) -> None:
+    def _wait_for_extent(self, nbytes: int) -> Extent | None:
+        """Wait for a run that is long enough: the whole ring is one, once all that was published has come back."""
+
+        def found() -> Extent | bool:
+            return self._allotment.take(nbytes) or self._closed
+
         self._waits += 1
         start = time.monotonic()
-        if not self._changed.wait_for(lambda: self._free or self._closed, _WARN_AFTER_SECONDS):
+        extent = self._changed.wait_for(found, _WARN_AFTER_SECONDS)
+        if not extent:
             _log.warning(
                 "the ring is full: the model waits for the store",
-                slots=self._ring.num_slots,
+                wanted_bytes=nbytes,
+                bytes_used=self._allotment.bytes_used,
+                ring_bytes=self._ring.ring_bytes,
                 shippers=self._dispatcher.num_links,
             )
-            self._changed.wait_for(lambda: self._free or self._closed)
+            extent = self._changed.wait_for(found)
         self._seconds_waited += time.monotonic() - start
+        self._check_open()
+        return extent if isinstance(extent, Extent) else None
 
     def _check_open(self) -> None:
         if self._closed:
             raise ProducerClosedError("the producer is closed") from self._failure
+
+    def _check_acquired(self, extent: Extent) -> None:
+        if extent not in self._acquired:
+            raise ValueError(f"{extent} is not acquired, or is no longer")
 
     def _take_ticket(self) -> int:
         self._check_open()
@@ -241,10 +280,14 @@ class RingProducer:
     def _take_back(self, item: Item) -> None:
         with self._changed:
             self._outstanding -= 1
-            if isinstance(item, SlotReady):
+            if isinstance(item, ExtentReady):
                 self._freed += 1
-                self._free.append(item.index)
+                self._free(self._handed_over.pop(item.ticket))
             self._changed.notify_all()
+
+    def _free(self, extent: Extent) -> None:
+        self._allotment.give_back(extent)
+        self._changed.notify_all()  # any run that comes back may be the missing part of a longer one
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

@@ -1,14 +1,14 @@
 """The words between a worker and a shipper, over a Unix domain socket. Small, length-prefixed, never pickled.
 
     worker:  Hello, with the ring's file descriptor
-    worker:  SlotReady {ticket 1, slot 0, capture A, header}
+    worker:  ExtentReady {ticket 1, offset 0, capture A, headers}
     worker:  LossReport {ticket 2, capture B, loss}
     shipper: Done {ticket 2}
-    shipper: Done {ticket 1}       from here on the worker may write slot 0 again
+    shipper: Done {ticket 1}       from here on the worker may write those bytes again
     shipper: Leaving               it is stopping: no more, please; Done still follows for what it has
 
-A ticket names one thing handed over; it is never used again, so a late Done cannot free a slot that has other rows by
-now. Numbers are little-endian. A message is its body's length (uint32), its kind (uint8) and its body.
+A ticket names one thing handed over; it is never used again, so a late Done cannot free bytes that hold other rows
+by now. Numbers are little-endian. A message is its body's length (uint32), its kind (uint8) and its body.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from google.protobuf.message import DecodeError
 
 from residuum.v1 import capture_pb2, store_pb2
 
-PROTOCOL_VERSION: Final = 1
-MAX_BODY_BYTES: Final = 1 << 20
-"""Far above any header; a longer body is not one of ours."""
+PROTOCOL_VERSION: Final = 2
+MAX_BODY_BYTES: Final = 16 << 20
+"""Far above the headers of any extent; a longer body is not one of ours."""
 
 _PREFIX = struct.Struct("<IB")
-_HELLO = struct.Struct("<HIQQ")
-_SLOT = struct.Struct("<QIH")
+_HELLO = struct.Struct("<HQ")
+_EXTENT = struct.Struct("<QQH")
+_HEADER = struct.Struct("<I")
 _LOSS = struct.Struct("<QH")
 _DONE = struct.Struct("<Q")
 
@@ -41,32 +42,38 @@ class ProtocolError(Exception):
 class Hello:
     """The worker's first message; the ring's file descriptor travels with it."""
 
-    num_slots: int
-    slot_bytes: int
-    stride: int
-    """Bytes from the start of one slot to the next."""
+    ring_bytes: int
     version: int = PROTOCOL_VERSION
 
     def encode(self) -> bytes:
         """Return the message's bytes."""
-        return _message(1, _HELLO.pack(self.version, self.num_slots, self.slot_bytes, self.stride))
+        return _message(1, _HELLO.pack(self.version, self.ring_bytes))
 
 
 @dataclass(frozen=True, slots=True)
-class SlotReady:
-    """A slot is the shipper's, to read, until it says Done."""
+class ExtentReady:
+    """An extent is the shipper's, to read, until it says Done."""
 
     ticket: int
-    index: int
+    offset: int
+    """Where in the ring the extent begins, in bytes."""
     capture_id: str
-    header: capture_pb2.ChunkHeader
-    """Of the whole slot, whose first bytes are [layers][positions][width]."""
+    headers: tuple[capture_pb2.ChunkHeader, ...]
+    """One at least. Their payloads, each [layers][positions][width], lie one after the other from the offset on."""
+
+    def body_bytes(self) -> int:
+        """Return the length of the message's body, which MAX_BODY_BYTES bounds."""
+        headers = sum(_HEADER.size + header.ByteSize() for header in self.headers)
+        return _EXTENT.size + len(self.capture_id.encode()) + headers
 
     def encode(self) -> bytes:
         """Return the message's bytes."""
         capture_id = self.capture_id.encode()
-        head = _SLOT.pack(self.ticket, self.index, len(capture_id))
-        return _message(2, head + capture_id + self.header.SerializeToString())
+        parts = [_EXTENT.pack(self.ticket, self.offset, len(capture_id)), capture_id]
+        for header in self.headers:
+            data = header.SerializeToString()
+            parts += (_HEADER.pack(len(data)), data)
+        return _message(2, b"".join(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ class LossReport:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What the ticket names is acknowledged by the store; a slot is the worker's again."""
+    """What the ticket names is acknowledged by the store; an extent is the worker's again."""
 
     ticket: int
 
@@ -104,7 +111,7 @@ class Leaving:
         return _message(5, b"")
 
 
-Message = Hello | SlotReady | LossReport | Done | Leaving
+Message = Hello | ExtentReady | LossReport | Done | Leaving
 
 
 class MessageReader:
@@ -148,15 +155,27 @@ def _decode(kind: int, body: bytes) -> Message:
 
 
 def _decode_hello(body: bytes) -> Hello:
-    version, num_slots, slot_bytes, stride = _HELLO.unpack(body)
-    return Hello(num_slots, slot_bytes, stride, version)
+    version, ring_bytes = _HELLO.unpack(body)
+    return Hello(ring_bytes, version)
 
 
-def _decode_slot(body: bytes) -> SlotReady:
-    ticket, index, id_bytes = _SLOT.unpack_from(body)
-    at = _SLOT.size + id_bytes
-    header = capture_pb2.ChunkHeader.FromString(body[at:])
-    return SlotReady(ticket, index, body[_SLOT.size : at].decode(), header)
+def _decode_extent(body: bytes) -> ExtentReady:
+    ticket, offset, id_bytes = _EXTENT.unpack_from(body)
+    at = _EXTENT.size + id_bytes
+    headers = tuple(_decode_headers(body, at))
+    return ExtentReady(ticket, offset, body[_EXTENT.size : at].decode(), headers)
+
+
+def _decode_headers(body: bytes, at: int) -> Iterator[capture_pb2.ChunkHeader]:
+    if at >= len(body):
+        raise struct.error("it has no header")
+    while at < len(body):
+        (size,) = _HEADER.unpack_from(body, at)
+        at += _HEADER.size
+        if at + size > len(body):
+            raise struct.error("a header is cut off")
+        yield capture_pb2.ChunkHeader.FromString(body[at : at + size])
+        at += size
 
 
 def _decode_loss(body: bytes) -> LossReport:
@@ -177,7 +196,7 @@ def _decode_leaving(body: bytes) -> Leaving:
 
 _DECODERS: dict[int, Callable[[bytes], Message]] = {
     1: _decode_hello,
-    2: _decode_slot,
+    2: _decode_extent,
     3: _decode_loss,
     4: _decode_done,
     5: _decode_leaving,

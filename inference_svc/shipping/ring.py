@@ -1,4 +1,4 @@
-"""The ring: slots of shared memory that a worker fills and its shippers read."""
+"""The ring: shared memory in which a worker fills extents, and its shippers read them."""
 
 from __future__ import annotations
 
@@ -7,81 +7,95 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+EXTENT_ALIGNMENT: Final = 256
+"""Bytes. Every extent begins at a multiple: any element type is aligned, no cache line is shared by two extents, and
+a single row wastes little."""
+
+
+class Extent(NamedTuple):
+    """A run of a ring's bytes."""
+
+    offset: int
+    """Bytes from the ring's start, a multiple of EXTENT_ALIGNMENT."""
+    nbytes: int
+    """Its length: what was asked for, in bytes."""
+
 
 class SharedRing:
-    """Slots of equal size in one piece of memory, shared by a file descriptor that has no name.
+    """One piece of memory, shared by a file descriptor that has no name.
 
     The memory is a memfd: nobody has to remove it, because it ends with the last process that maps it, however that
     process ends; and /dev/shm, 64 MiB in a container by default, does not bound it. It is taken in full when the ring
     is made, so that a machine with too little memory shows at start, not in the middle of a step; and it is sealed, so
     that no process can shrink it under another.
 
-    The worker makes the ring and writes; shippers attach it and can only read. Slots begin on pages, as pinning for
-    the GPU wants it.
+    The worker makes the ring and writes; shippers attach it and can only read. It is whole pages, as pinning for the
+    GPU wants it.
     """
 
-    def __init__(self, memory: mmap.mmap, num_slots: int, slot_bytes: int, stride: int) -> None:
+    def __init__(self, memory: mmap.mmap) -> None:
         """Wrap mapped memory; use `create` or `attach`."""
-        self.num_slots = num_slots
-        self.slot_bytes = slot_bytes
-        self.stride = stride
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
-        """The whole ring, uint8[num_slots * stride]: what is pinned for the GPU, once."""
+        """The whole ring, uint8[ring_bytes]: what is pinned for the GPU, once."""
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the whole ring."""
+        return self.memory.nbytes
 
     @classmethod
-    def create(cls, num_slots: int, slot_bytes: int) -> tuple[SharedRing, int]:
+    def create(cls, ring_bytes: int) -> tuple[SharedRing, int]:
         """Make a ring.
 
         Args:
-            num_slots: How many slots.
-            slot_bytes: Bytes that a slot holds at least.
+            ring_bytes: Its bytes at least; they are rounded up to whole pages.
 
         Returns:
             The ring, and a file descriptor that other processes attach it by. The caller closes it.
 
         Raises:
-            ValueError: A size is not positive.
+            ValueError: The size is not positive.
             OSError: There is not enough memory.
         """
-        if num_slots < 1 or slot_bytes < 1:
-            raise ValueError(f"a ring needs slots of some size, not {num_slots} of {slot_bytes} bytes")
-        stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        _check_memory(num_slots * stride)
+        if ring_bytes < 1:
+            raise ValueError(f"a ring needs some bytes, not {ring_bytes}")
+        size = -(-ring_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        _check_memory(size)
         descriptor = os.memfd_create("residuum-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(descriptor, 0, num_slots * stride)
+            os.posix_fallocate(descriptor, 0, size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            memory = mmap.mmap(descriptor, num_slots * stride, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
             os.close(descriptor)
             raise
-        return cls(memory, num_slots, slot_bytes, stride), descriptor
+        return cls(memory), descriptor
 
     @classmethod
-    def attach(cls, descriptor: int, num_slots: int, slot_bytes: int, stride: int) -> SharedRing:
+    def attach(cls, descriptor: int, ring_bytes: int) -> SharedRing:
         """Map a ring that another process made, for reading. The descriptor may be closed afterwards.
 
         Raises:
             OSError: The descriptor is not a ring of that size.
             ValueError: As above.
         """
-        memory = mmap.mmap(descriptor, num_slots * stride, mmap.MAP_SHARED, mmap.PROT_READ)
-        return cls(memory, num_slots, slot_bytes, stride)
+        return cls(mmap.mmap(descriptor, ring_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
 
-    def slot(self, index: int) -> npt.NDArray[np.uint8]:
-        """Return a slot, uint8[slot_bytes], where it lies.
+    def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
+        """Return an extent, uint8[nbytes], where it lies.
 
         Raises:
-            IndexError: There is no such slot.
+            IndexError: It is empty, or not within the ring.
         """
-        if not 0 <= index < self.num_slots:
-            raise IndexError(f"slot {index} is not one of the ring's {self.num_slots}")
-        start = index * self.stride
-        return self.memory[start : start + self.slot_bytes]
+        end = extent.offset + extent.nbytes
+        if not 0 <= extent.offset < end <= self.ring_bytes:
+            raise IndexError(f"bytes {extent.offset} to {end} are not an extent of the ring's {self.ring_bytes}")
+        return self.memory[extent.offset : end]
 
 
 def _check_memory(size: int) -> None:

@@ -120,7 +120,7 @@ class Uploader:
         for settled in all_settled:
             self.num_settled += 1
             if settled.error is None:
-                settled.parcel.delivery.finish_one()
+                settled.parcel.settle()
             else:
                 self._settle_rejected(settled.parcel, settled.error)
         if all_settled:
@@ -129,9 +129,9 @@ class Uploader:
     def _settle_rejected(self, parcel: Parcel, error: errors_pb2.ItemError) -> None:
         self.num_rejected += 1
         if error.reason in _UNWANTED:
-            parcel.delivery.finish_one()
+            parcel.settle()
         elif error.reason == Reason.ERROR_REASON_CHECKSUM_MISMATCH and not parcel.resent:
-            parcel.resent = True  # damaged on its way, perhaps: the slot still has the rows
+            parcel.resent = True  # damaged on its way, perhaps: the ring still has the rows
             self._outbox.put([parcel])
         else:
             self._report(parcel.capture_id, error)
@@ -148,7 +148,7 @@ class Uploader:
     def _give_up(self, parcel: Parcel, detail: str) -> None:
         loss = parcel.as_loss(detail)
         if loss is None:
-            parcel.delivery.finish_one()
+            parcel.settle()
         else:
             self._outbox.put([loss])
 

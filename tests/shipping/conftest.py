@@ -34,8 +34,8 @@ def control_path(tmp_path_factory):
 def start_producer(control_path):
     producers = []
 
-    def start(num_slots=4, slot_bytes=1 << 20, path=control_path):
-        producer = RingProducer(path, num_slots=num_slots, slot_bytes=slot_bytes)
+    def start(ring_bytes=4 << 20, path=control_path):
+        producer = RingProducer(path, ring_bytes=ring_bytes)
         producers.append(producer)
         producer.start()
         return producer

@@ -57,15 +57,20 @@ class Work:
         self.producer = producer
         self.expected = {}
 
-    def publish(self, capture_id, positions, layers=4, width=64):
-        header = make_header(positions, layers, width)
+    def publish(self, capture_id, *positions, layers=4, width=64):
+        """Publish one extent with a header for each of the `positions`."""
+        headers = [make_header(some, layers, width) for some in positions]
+        payload = b"".join(self.expect(capture_id, header) for header in headers)
+        extent = self.producer.acquire(len(payload), block=True)
+        self.producer.view(extent)[:] = np.frombuffer(payload, np.uint8)
+        self.producer.publish(extent, capture_id, headers)
+
+    def expect(self, capture_id, header):
         rows = make_rows(capture_id, header)
-        index = self.producer.acquire(block=True)
-        self.producer.slot(index)[: rows.nbytes] = rows.reshape(-1).view(np.uint8)
         for number, layer in enumerate(header.layers):
             for at, position in enumerate(header.positions):
                 self.expected[capture_id, layer, position] = rows[number, at].tobytes()
-        self.producer.publish(index, capture_id, header)
+        return rows.tobytes()
 
 
 class EndOfStream(Exception):  # noqa: N818

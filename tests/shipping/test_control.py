@@ -10,12 +10,13 @@ import pytest
 from inference_svc.shipping import control
 from inference_svc.shipping.control import ControlClient
 from inference_svc.shipping.outbox import Outbox
-from inference_svc.shipping.protocol import Done, Hello, SlotReady
+from inference_svc.shipping.protocol import Done, ExtentReady, Hello
 from inference_svc.shipping.ring import SharedRing
 from tests.shipping.support import DEADLINE, make_header
 
-GOOD = SlotReady(1, 0, "a", make_header([0], layers=1))
-HELLO = Hello(num_slots=2, slot_bytes=4096, stride=4096)
+GOOD = ExtentReady(1, 0, "a", (make_header([0], layers=1),))
+RING_BYTES = 7 << 20
+HELLO = Hello(RING_BYTES)
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def worker(control_path):
 
 @pytest.fixture
 def descriptor():
-    _, descriptor = SharedRing.create(2, 4096)
+    _, descriptor = SharedRing.create(RING_BYTES)
     yield descriptor
     os.close(descriptor)
 
@@ -55,29 +56,38 @@ def greet(worker, descriptors, *messages):
 @pytest.mark.parametrize(
     "messages",
     [
-        (Hello(2, 4096, 4096, version=2), GOOD),
-        (Hello(2000, 4096, 4096), GOOD),
+        (Hello(RING_BYTES, version=1), GOOD),
+        (Hello(1 << 30), GOOD),
         (GOOD,),
         (HELLO, HELLO),
-        (HELLO, SlotReady(1, 2, "a", make_header([0]))),
-        (HELLO, SlotReady(1, 0, "a", make_header([0], dtype=0))),
+        (HELLO, ExtentReady(1, RING_BYTES, "a", (make_header([0]),))),
+        (HELLO, ExtentReady(1, RING_BYTES - 256, "a", (make_header([0]),))),
+        (HELLO, ExtentReady(1, 0, "a", (make_header([]),))),
+        (HELLO, ExtentReady(1, 0, "a", (make_header([1]), make_header([0], dtype=0)))),
         (HELLO, Done(1)),
     ],
-    ids=["version", "size", "no-hello", "two-hellos", "no-such-slot", "no-dtype", "done"],
+    ids=["version", "size", "no-hello", "two-hellos", "beyond", "across-the-end", "empty", "no-dtype", "done"],
 )
 def test_a_worker_that_talks_nonsense_is_left_and_tried_again(worker, descriptor, outbox, messages):
     connection = greet(worker, [descriptor], *messages)
     assert connection.recv(1) == b""
     connection.close()
-    assert not outbox._waiting
+    assert not outbox._sources
     with greet(worker, [descriptor], HELLO, GOOD):
         assert outbox.take(outbox.start_stream())[1].capture_id == "a"
 
 
 def test_rows_that_no_chunk_can_hold_become_a_loss(worker, descriptor, outbox):
-    header = make_header([7], layers=1, width=1 << 20)
-    with greet(worker, [descriptor], HELLO, SlotReady(1, 0, "a", header)) as connection:
-        _, parcel = outbox.take(outbox.start_stream())
-        assert list(parcel.content.positions) == [7]
-        parcel.delivery.finish_one()
+    headers = (make_header([6], layers=1), make_header([7], layers=1, width=3 << 19), make_header([8], layers=1))
+    with greet(worker, [descriptor], HELLO, ExtentReady(1, 0, "a", headers)) as connection:
+        stream = outbox.start_stream()
+        first, loss, last = (outbox.take(stream)[1] for _ in headers)
+        assert [list(piece.content.header.positions) for piece in (first, last)] == [[6], [8]]
+        assert list(loss.content.positions) == [7]
+        for parcel in (first, loss, last):
+            connection.settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                connection.recv(64)
+            parcel.settle()
+        connection.settimeout(DEADLINE)
         assert connection.recv(64) == Done(1).encode()

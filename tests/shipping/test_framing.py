@@ -29,7 +29,7 @@ def header_of(layers, positions, width, dtype=F32):
     )
 
 
-def slot_of(header):
+def payload_of(header):
     size = payload_bytes(header)
     return np.resize(np.arange(251, dtype=np.uint8), size).data
 
@@ -48,15 +48,15 @@ def headers(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(headers())
-def test_frames_read_by_protobuf_itself_are_the_slot_again(header):
-    slot = slot_of(header)
+def test_frames_read_by_protobuf_itself_are_the_rows_again(header):
+    payload = payload_of(header)
     dtype = np.dtype(f"V{numpy_dtype(header.dtype).itemsize}")
-    rows = np.frombuffer(slot, dtype).reshape(len(header.layers), len(header.positions), header.width)
+    rows = np.frombuffer(payload, dtype).reshape(len(header.layers), len(header.positions), header.width)
     again = np.zeros_like(rows)
     seen = np.zeros(rows.shape[:2], dtype=int)
     layer_at = {layer: at for at, layer in enumerate(header.layers)}
     position_at = {position: at for at, position in enumerate(header.positions)}
-    for number, piece in enumerate(cut(header, slot), start=1):
+    for number, piece in enumerate(cut(header, payload), start=1):
         message = store_pb2.AppendChunksRequest.FromString(append_message(number, "capture", piece))
         part = message.chunk.header
         assert (message.number, message.capture_id) == (number, "capture")
@@ -66,15 +66,15 @@ def test_frames_read_by_protobuf_itself_are_the_slot_again(header):
         again[at] = np.frombuffer(message.chunk.payload, dtype).reshape(again[at].shape)
         seen[at] += 1
     assert (seen == 1).all()
-    assert again.tobytes() == bytes(slot)
+    assert again.tobytes() == bytes(payload)
 
 
 @settings(max_examples=60, deadline=None)
 @given(headers())
 def test_every_chunk_keeps_to_the_limits(header):
-    slot = slot_of(header)
-    pieces = list(cut(header, slot))
-    layer_bytes = len(slot) // len(header.layers)
+    payload = payload_of(header)
+    pieces = list(cut(header, payload))
+    layer_bytes = len(payload) // len(header.layers)
     for piece in pieces:
         chunk = frames.chunk_prefix(piece.header, 0, len(piece.payload))
         assert len(chunk) + len(piece.payload) <= MAX_CHUNK_BYTES
@@ -87,11 +87,11 @@ def test_every_chunk_keeps_to_the_limits(header):
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_pieces_lie_in_the_slot_itself():
+def test_pieces_lie_in_the_ring_itself():
     header = header_of(range(30), range(32), 576, BF16)
-    slot = np.zeros(payload_bytes(header), np.uint8)
-    pieces = list(cut(header, slot.data))
-    slot[:] = 9
+    payload = np.zeros(payload_bytes(header), np.uint8)
+    pieces = list(cut(header, payload.data))
+    payload[:] = 9
     assert [bytes(piece.payload[:1]) for piece in pieces] == [b"\x09", b"\x09"]
     assert [len(piece.header.layers) for piece in pieces] == [15, 15]
 
@@ -100,7 +100,7 @@ def test_worst_header_fits_beside_the_largest_layer():
     positions = range(2**32 - 1 - MAX_CHUNK_POSITIONS, 2**32 - 1)
     width = ((2 << 20) - (64 << 10)) // (2 * MAX_CHUNK_POSITIONS)
     header = header_of([2**31], positions, width, BF16)
-    (piece,) = cut(header, slot_of(header))
+    (piece,) = cut(header, payload_of(header))
     chunk = frames.chunk_prefix(piece.header, 2**32 - 1, len(piece.payload))
     assert len(chunk) + len(piece.payload) <= MAX_CHUNK_BYTES
 
@@ -119,4 +119,4 @@ def test_worst_header_fits_beside_the_largest_layer():
 )
 def test_what_cannot_be_framed_is_refused(header, size):
     with pytest.raises(ValueError, match=r"bytes|element type"):
-        list(cut(header, memoryview(bytearray(size))))
+        cut(header, memoryview(bytearray(size)))  # at once: nothing is sent of what cannot be sent whole

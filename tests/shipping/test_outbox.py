@@ -15,7 +15,7 @@ REASON = errors_pb2.ERROR_REASON_INVALID_FIELD
 
 def parcel(name, size=10):
     piece = Piece(make_header([0]), memoryview(bytes(size)))
-    return Parcel(name, piece, Delivery(1, lambda: None))
+    return Parcel(name, piece, Delivery(size, lambda: None), size)
 
 
 def ack(through, *rejected):
@@ -77,6 +77,39 @@ def test_take_waits_for_room_and_an_ack_makes_room(outbox):
 def test_one_parcel_may_always_be_under_way(outbox):
     outbox.put([parcel("large", size=1000)])
     assert outbox.take(outbox.start_stream())[0] == 1
+
+
+def test_parcels_are_made_only_as_there_is_room_for_them(outbox):
+    made = []
+
+    def make():
+        for name in "abcdefgh":
+            made.append(name)
+            yield parcel(name)
+
+    outbox.put(make())
+    assert made == []
+    stream = outbox.start_stream()
+    take_all(outbox, stream, 3)
+    blocked_take(outbox, stream)
+    assert made == ["a", "b", "c", "d"]  # the one that waits for room is known, no more
+    assert outbox.end_stream() == 3
+    stream = outbox.start_stream()
+    assert take_all(outbox, stream, 3) == [(1, "a"), (2, "b"), (3, "c")]
+    assert len(made) == 4
+    outbox.acknowledge(ack(3))
+    assert take_all(outbox, stream, 3) == [(4, "d"), (5, "e"), (6, "f")]
+    assert outbox.abandon() == 5
+
+
+def test_an_empty_source_is_nothing_to_send(outbox):
+    outbox.put([])
+    outbox.put([parcel("a")])
+    outbox.put(iter(()))
+    outbox.close()
+    stream = outbox.start_stream()
+    assert take_all(outbox, stream, 1) == [(1, "a")]
+    assert outbox.take(stream) is None
 
 
 def test_an_ended_stream_lets_its_reader_go_and_gives_it_nothing_more(outbox):

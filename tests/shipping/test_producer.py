@@ -6,15 +6,24 @@ import socket
 import threading
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from inference_svc.shipping.producer import ProducerClosedError, RingProducer
-from inference_svc.shipping.protocol import Done, Hello, Leaving, LossReport, MessageReader, SlotReady
-from residuum.v1 import store_pb2
+from inference_svc.shipping.protocol import MAX_BODY_BYTES, Done, ExtentReady, Hello, Leaving, LossReport, MessageReader
+from inference_svc.shipping.ring import EXTENT_ALIGNMENT, Extent
+from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 from tests.shipping.support import DEADLINE, make_header, wait_until
 
 HEADER = make_header([0, 1])
+NBYTES = 2048
+"""What HEADER describes."""
+PAGE = 4096
 
 
 class FakeShipper:
@@ -64,7 +73,7 @@ def connect(control_path):
 
 def publish(producer, *capture_ids):
     for capture_id in capture_ids:
-        producer.publish(producer.acquire(block=False), capture_id, HEADER)
+        producer.publish(producer.acquire(NBYTES, block=False), capture_id, [HEADER])
 
 
 def open_files():
@@ -86,47 +95,109 @@ def in_thread(function):
     return thread, result
 
 
-def test_a_slot_goes_to_the_shipper_and_comes_back(start_producer, connect):
-    producer = start_producer(num_slots=2, slot_bytes=5000)
+def test_an_extent_goes_to_the_shipper_and_comes_back(start_producer, connect):
+    producer = start_producer(ring_bytes=5000)
     publish(producer, "a")
     shipper = connect()
-    assert shipper.hello == Hello(2, 5000, 8192)
+    assert shipper.hello == Hello(8192)
+    assert producer.ring_bytes == producer.memory.nbytes == 8192
     message = shipper.receive()
-    assert message == SlotReady(message.ticket, 0, "a", HEADER)
-    assert producer.stats().slots_used == 1
+    assert message == ExtentReady(message.ticket, 0, "a", (HEADER,))
+    stats = producer.stats()
+    assert (stats.ring_bytes, stats.bytes_used) == (8192, NBYTES)
     shipper.send(Done(message.ticket))
     assert producer.drain(DEADLINE)
     stats = producer.stats()
-    assert (stats.slots_used, stats.published, stats.freed) == (0, 1, 1)
+    assert (stats.bytes_used, stats.published, stats.freed) == (0, 1, 1)
 
 
-def test_acquire_without_waiting_returns_none_when_full(start_producer):
-    producer = start_producer(num_slots=2)
-    assert [producer.acquire(block=False) for _ in range(3)] == [0, 1, None]
-    assert producer.fill == 1
-    producer.release(1)
-    assert producer.fill == 0.5
-    assert producer.acquire(block=False) == 1
-
-
-def test_acquire_waits_until_a_slot_is_given_back(start_producer, connect):
-    producer = start_producer(num_slots=1)
-    publish(producer, "a")
+def test_an_extent_with_several_headers_has_one_ticket(start_producer, connect):
+    producer = start_producer()
+    headers = [make_header([number], layers=1 + number) for number in range(3)]
+    extent = producer.acquire(6 * 256 + 100, block=False)  # more than they need
+    producer.publish(extent, "a", headers)
     shipper = connect()
-    ticket = shipper.receive().ticket
-    thread, result = in_thread(lambda: producer.acquire(block=True))
+    message = shipper.receive()
+    assert message == ExtentReady(message.ticket, extent.offset, "a", tuple(headers))
+    shipper.send(Done(message.ticket))
+    assert producer.drain(DEADLINE)
+    assert (producer.stats().published, producer.stats().freed, producer.stats().bytes_used) == (1, 1, 0)
+
+
+def test_acquire_without_waiting_returns_none_when_no_run_is_long_enough(start_producer):
+    producer = start_producer(ring_bytes=PAGE)
+    extents = [producer.acquire(size, block=False) for size in (1000, 1000, 1024, 1)]
+    assert extents == [(0, 1000), (1024, 1000), (2048, 1024), (3072, 1)]
+    assert producer.fill == (3072 + EXTENT_ALIGNMENT) / PAGE
+    producer.release(extents[0])
+    producer.release(extents[2])
+    assert producer.fill == (1024 + EXTENT_ALIGNMENT) / PAGE
+    assert producer.acquire(1025, block=False) is None  # there is that much, but not in one run
+    producer.release(extents[1])
+    assert producer.acquire(3072, block=False) == Extent(0, 3072)
+    assert producer.stats().waits == 0
+
+
+def test_what_is_written_into_an_extent_stays_in_it(start_producer):
+    producer = start_producer(ring_bytes=PAGE)
+    first, second = (producer.acquire(300, block=False) for _ in range(2))
+    producer.view(first)[:] = 1
+    producer.view(second)[:] = 2
+    assert producer.view(first).nbytes == 300
+    assert (set(producer.view(first).tolist()), set(producer.view(second).tolist())) == ({1}, {2})
+    assert np.shares_memory(producer.view(second), producer.memory)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, PAGE + 1])
+def test_a_size_that_can_never_be_had_is_refused(start_producer, nbytes):
+    producer = start_producer(ring_bytes=PAGE)
+    with pytest.raises(ValueError, match="cannot be had"):
+        producer.acquire(nbytes, block=True)
+
+
+def test_an_extent_is_given_back_or_published_once(start_producer):
+    producer = start_producer()
+    released, published = producer.acquire(NBYTES, block=False), producer.acquire(NBYTES, block=False)
+    producer.release(released)
+    producer.publish(published, "a", [HEADER])
+    for extent in (released, published):
+        with pytest.raises(ValueError, match="not acquired"):
+            producer.release(extent)
+        with pytest.raises(ValueError, match="not acquired"):
+            producer.publish(extent, "a", [HEADER])
+    assert producer.stats().bytes_used == NBYTES
+
+
+def test_acquire_waits_until_an_extent_is_given_back(start_producer, connect):
+    producer = start_producer(ring_bytes=PAGE)
+    publish(producer, "a", "a")
+    shipper = connect()
+    tickets = [shipper.receive().ticket for _ in range(2)]
+    thread, result = in_thread(lambda: producer.acquire(PAGE, block=True))
     wait_until(lambda: producer.stats().waits)
-    assert thread.is_alive()
-    shipper.send(Done(ticket))
+    shipper.send(Done(tickets[1]))
+    wait_until(lambda: producer.stats().freed)
+    assert thread.is_alive()  # half of it is there
+    shipper.send(Done(tickets[0]))
     thread.join(DEADLINE)
-    assert result == [0]
+    assert result == [Extent(0, PAGE)]
     assert producer.stats().seconds_waited > 0
 
 
+def test_releasing_wakes_a_waiting_acquire(start_producer):
+    producer = start_producer(ring_bytes=PAGE)
+    extent = producer.acquire(1, block=False)
+    thread, result = in_thread(lambda: producer.acquire(PAGE, block=True))
+    wait_until(lambda: producer.stats().waits)
+    producer.release(extent)
+    thread.join(2)  # see below
+    assert result == [Extent(0, PAGE)]
+
+
 def test_closing_wakes_a_waiting_acquire(start_producer):
-    producer = start_producer(num_slots=1)
-    publish(producer, "a")
-    thread, result = in_thread(lambda: producer.acquire(block=True))
+    producer = start_producer(ring_bytes=PAGE)
+    publish(producer, "a", "a")
+    thread, result = in_thread(lambda: producer.acquire(1, block=True))
     wait_until(lambda: producer.stats().waits)
     producer.close()
     thread.join(2)  # it looks around by itself every 5 s: that is not what should wake it
@@ -136,46 +207,156 @@ def test_closing_wakes_a_waiting_acquire(start_producer):
 
 def test_a_closed_producer_takes_nothing_and_leaves_nothing(start_producer, control_path):
     producer = start_producer()
+    extent = producer.acquire(NBYTES, block=False)
     producer.close()
     producer.close()
     assert not control_path.exists()
     with pytest.raises(ProducerClosedError):
-        producer.publish(0, "a", HEADER)
+        producer.publish(extent, "a", [HEADER])
+    with pytest.raises(ProducerClosedError):
+        producer.acquire(NBYTES, block=False)
     with pytest.raises(ProducerClosedError):
         producer.report_loss("a", store_pb2.RowLoss())
 
 
 def test_closing_what_was_never_started_leaves_no_descriptor(control_path):
     before = open_files()
-    RingProducer(control_path, num_slots=1, slot_bytes=1).close()
+    RingProducer(control_path, ring_bytes=1).close()
     assert open_files() == before
 
 
-def test_drain_waits_for_slots_and_losses(start_producer, connect):
+def test_drain_waits_for_extents_and_losses(start_producer, connect):
     producer = start_producer()
     loss = store_pb2.RowLoss(layers=[1], positions=[7])
     publish(producer, "a")
     producer.report_loss("a", loss)
     shipper = connect()
-    slot, report = shipper.receive(), shipper.receive()
+    ready, report = shipper.receive(), shipper.receive()
     assert report == LossReport(report.ticket, "a", loss)
-    shipper.send(Done(slot.ticket))
+    shipper.send(Done(ready.ticket))
     wait_until(lambda: producer.stats().freed)
     assert not producer.drain(0)
     shipper.send(Done(report.ticket))
     assert producer.drain(DEADLINE)
 
 
-@pytest.mark.parametrize("header", [make_header([0], width=300), make_header([])], ids=["too-large", "empty"])
-def test_what_does_not_fit_a_slot_is_refused_at_once(start_producer, header):
-    producer = start_producer(slot_bytes=4096)
-    index = producer.acquire(block=False)
-    with pytest.raises(ValueError, match="do not fit"):
-        producer.publish(index, "a", header)
+@pytest.mark.parametrize(
+    ("headers", "why"),
+    [
+        ([], "do not fit"),
+        ([make_header([])], "do not fit"),
+        ([HEADER, make_header([])], "do not fit"),
+        ([make_header([0], width=129)], "do not fit"),
+        ([make_header([0]), make_header([1, 2])], "do not fit"),
+        ([HEADER, make_header([0], dtype=0)], "element type"),
+    ],
+    ids=["none", "empty", "second-empty", "too-large", "together-too-large", "no-dtype"],
+)
+def test_what_does_not_fit_an_extent_is_refused_at_once(start_producer, headers, why):
+    producer = start_producer()
+    extent = producer.acquire(NBYTES, block=False)
+    with pytest.raises(ValueError, match=why):
+        producer.publish(extent, "a", headers)
     assert producer.stats().published == 0
+    producer.publish(extent, "a", [HEADER])
 
 
-def test_a_lost_shippers_slots_go_to_the_next_one_in_order(start_producer, connect):
+def test_more_headers_than_a_message_holds_are_refused(start_producer):
+    producer = start_producer(ring_bytes=64 << 20)
+    header = capture_pb2.ChunkHeader(dtype=HEADER.dtype, width=1, layers=[0], positions=range(1 << 16))
+    extent = producer.acquire(64 << 20, block=False)
+    with pytest.raises(ValueError, match="message"):
+        producer.publish(extent, "a", [header] * (MAX_BODY_BYTES // header.ByteSize() + 1))
+    producer.release(extent)
+
+
+class Allotted(RuleBasedStateMachine):
+    """Extents of any sizes, taken, released, published and acknowledged in any order."""
+
+    extents = Bundle("extents")
+
+    def __init__(self):
+        super().__init__()
+        self.folder = TemporaryDirectory()
+        self.producer = RingProducer(Path(self.folder.name) / "ring", ring_bytes=PAGE)
+        self.producer.start()
+        self.shipper = FakeShipper(Path(self.folder.name) / "ring")
+        self.taken = {}
+
+    def teardown(self):
+        self.shipper.close()
+        self.producer.close()
+        self.folder.cleanup()
+
+    @rule(target=extents, nbytes=st.integers(1, PAGE))
+    def acquire(self, nbytes):
+        extent = self.producer.acquire(nbytes, block=False)
+        if extent is None:
+            assert self.longest_run() < nbytes
+            return multiple()
+        assert extent.nbytes == nbytes
+        assert extent.offset % EXTENT_ALIGNMENT == 0
+        assert 0 <= extent.offset <= PAGE - nbytes
+        self.taken[extent] = None
+        return extent
+
+    @rule(extent=consumes(extents))
+    def release(self, extent):
+        self.producer.release(extent)
+        del self.taken[extent]
+
+    @rule(extent=consumes(extents), parts=st.integers(1, 3))
+    def publish(self, extent, parts):
+        header = capture_pb2.ChunkHeader(dtype=tensor_pb2.DATA_TYPE_BFLOAT16, width=1, layers=[0], positions=[0])
+        if 2 * parts > extent.nbytes:
+            with pytest.raises(ValueError, match="do not fit"):
+                self.producer.publish(extent, "a", parts * [header])
+            self.release(extent)
+            return
+        self.producer.publish(extent, "a", parts * [header])
+        message = self.shipper.receive()
+        assert (message.offset, len(message.headers)) == (extent.offset, parts)
+        self.taken[extent] = message.ticket
+
+    @precondition(lambda self: any(self.taken.values()))
+    @rule(data=st.data())
+    def acknowledge(self, data):
+        extent = data.draw(st.sampled_from([extent for extent, ticket in self.taken.items() if ticket]))
+        freed = self.producer.stats().freed
+        self.shipper.send(Done(self.taken.pop(extent)))
+        wait_until(lambda: self.producer.stats().freed > freed)
+
+    @precondition(lambda self: all(self.taken.values()))
+    @rule()
+    def wait_for_everything(self):
+        thread, result = in_thread(lambda: self.producer.acquire(PAGE, block=True))
+        self.shipper.send(*map(Done, self.taken.values()))
+        thread.join(DEADLINE)
+        assert result == [Extent(0, PAGE)]
+        self.producer.release(result[0])
+        self.taken.clear()
+
+    @invariant()
+    def none_overlap(self):
+        units = [unit for extent in self.taken for unit in self.units(extent)]
+        assert len(units) == len(set(units))
+        assert self.producer.stats().bytes_used == len(units) * EXTENT_ALIGNMENT
+
+    def longest_run(self):
+        taken = {unit for extent in self.taken for unit in self.units(extent)}
+        bits = "".join("x" if unit in taken else "." for unit in range(PAGE // EXTENT_ALIGNMENT))
+        return max(map(len, bits.split("x"))) * EXTENT_ALIGNMENT
+
+    @staticmethod
+    def units(extent):
+        return range(extent.offset // EXTENT_ALIGNMENT, -(-(extent.offset + extent.nbytes) // EXTENT_ALIGNMENT))
+
+
+Allotted.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+test_extents_in_any_order_never_overlap_and_all_come_back = Allotted.TestCase
+
+
+def test_a_lost_shippers_extents_go_to_the_next_one_in_order(start_producer, connect):
     producer = start_producer()
     publish(producer, "a", "b", "a")
     first = connect()
@@ -187,8 +368,8 @@ def test_a_lost_shippers_slots_go_to_the_next_one_in_order(start_producer, conne
     assert [second.receive() for _ in range(2)] == [messages[0], messages[2]]
 
 
-def test_a_lost_shippers_slots_go_to_one_that_is_there(start_producer, connect):
-    producer = start_producer(num_slots=32)
+def test_a_lost_shippers_extents_go_to_one_that_is_there(start_producer, connect):
+    producer = start_producer()
     first, second = connect(producer), connect(producer)
     captures = [f"capture-{number}" for number in range(32)]
     publish(producer, *captures)
@@ -199,7 +380,7 @@ def test_a_lost_shippers_slots_go_to_one_that_is_there(start_producer, connect):
 
 
 def test_a_capture_stays_with_one_shipper_and_both_have_work(start_producer, connect):
-    producer = start_producer(num_slots=128)
+    producer = start_producer()
     shippers = [connect(producer), connect(producer)]
     publish(producer, *[f"capture-{number % 32}" for number in range(128)])
     seen = [Counter(), Counter()]
@@ -244,7 +425,7 @@ def test_what_comes_back_goes_out_before_what_is_newer(start_producer, connect):
     assert [other.receive().capture_id for _ in range(3)] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("data", [b"\xff" * 64, Done(99).encode(), Hello(1, 1, 1).encode()])
+@pytest.mark.parametrize("data", [b"\xff" * 64, Done(99).encode(), Hello(1).encode()])
 def test_a_peer_that_talks_nonsense_is_dropped_alone(start_producer, connect, data):
     producer = start_producer()
     publish(producer, "a")
@@ -257,15 +438,15 @@ def test_a_peer_that_talks_nonsense_is_dropped_alone(start_producer, connect, da
     assert producer.drain(DEADLINE)
 
 
-def test_a_late_done_cannot_free_a_slot_that_was_filled_again(start_producer, connect):
-    producer = start_producer(num_slots=1)
+def test_a_late_done_cannot_free_bytes_that_were_filled_again(start_producer, connect):
+    producer = start_producer()
     publish(producer, "a")
     shipper = connect()
     ticket = shipper.receive().ticket
     shipper.send(Done(ticket))
     assert producer.drain(DEADLINE)
     publish(producer, "b")
-    assert shipper.receive().index == 0
+    assert shipper.receive().offset == 0
     shipper.send(Done(ticket))
     assert shipper.socket.recv(1) == b""
     assert producer.stats().freed == 1
@@ -275,7 +456,7 @@ def test_a_path_that_cannot_be_listened_on_is_named(tmp_path):
     path = tmp_path / ("x" * 120)
     before = open_files()
     with pytest.raises(OSError, match="cannot listen for shippers"):
-        RingProducer(path, num_slots=1, slot_bytes=1)
+        RingProducer(path, ring_bytes=1)
     assert open_files() == before
 
 

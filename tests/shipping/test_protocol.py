@@ -9,20 +9,21 @@ from hypothesis import strategies as st
 from inference_svc.shipping.protocol import (
     MAX_BODY_BYTES,
     Done,
+    ExtentReady,
     Hello,
     Leaving,
     LossReport,
     MessageReader,
     ProtocolError,
-    SlotReady,
 )
 from residuum.v1 import capture_pb2, store_pb2
 from tests.shipping.support import make_header
 
 LOSS = store_pb2.RowLoss(layers=[1], positions=[2, 3], reason=capture_pb2.INCOMPLETE_REASON_OVERFLOW, detail="full")
 MESSAGES = [
-    Hello(3, 5000, 8192),
-    SlotReady(2**63, 7, "capture-é", make_header(range(32))),
+    Hello(2**40),
+    ExtentReady(2**63, 2**40, "capture-é", (make_header(range(32)),)),
+    ExtentReady(1, 0, "", tuple(make_header(range(n)) for n in range(5))),
     LossReport(5, "x" * 128, LOSS),
     Done(2**64 - 1),
     Leaving(),
@@ -48,11 +49,30 @@ def test_messages_survive_any_cutting(messages, sizes):
         struct.pack("<IB", 3, 4) + b"abc",
         struct.pack("<IB", 1, 5) + b"a",
         struct.pack("<IB", 4, 2) + b"abcd",
-        struct.pack("<IBQIH", 15, 2, 1, 1, 0) + b"\xff",
-        struct.pack("<IBQIH", 15, 2, 1, 1, 1) + b"\xff",
+        struct.pack("<IBQQH", 18, 2, 1, 1, 0),
+        struct.pack("<IBQQHI", 22, 2, 1, 1, 0, 1),
+        struct.pack("<IBQQH", 21, 2, 1, 1, 0) + b"\0\0\0",
+        struct.pack("<IBQQHI", 23, 2, 1, 1, 0, 1) + b"\xff",
+        struct.pack("<IBQQH", 23, 2, 1, 1, 1) + b"\xff\0\0\0\0",
     ],
-    ids=["too-long", "unknown", "short-done", "leaving-with-body", "short-slot", "no-header", "bad-id"],
+    ids=[
+        "too-long",
+        "unknown",
+        "short-done",
+        "leaving-with-body",
+        "short-extent",
+        "no-header",
+        "header-beyond-the-end",
+        "cut-length",
+        "bad-header",
+        "bad-id",
+    ],
 )
 def test_anything_else_is_an_error(data):
     with pytest.raises(ProtocolError):
         list(MessageReader().feed(data))
+
+
+def test_the_length_of_a_body_is_known_before_it_is_made():
+    for message in MESSAGES[1:3]:
+        assert struct.unpack_from("<I", message.encode()) == (message.body_bytes(),)

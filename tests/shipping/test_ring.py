@@ -6,41 +6,46 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.shipping.ring import SharedRing
+from inference_svc.shipping.ring import Extent, SharedRing
 
 
 @pytest.fixture
 def ring():
-    ring, descriptor = SharedRing.create(num_slots=3, slot_bytes=5000)
+    ring, descriptor = SharedRing.create(10_000)
     yield ring, descriptor
     os.close(descriptor)
 
 
-def test_slots_are_apart_and_begin_on_pages(ring):
+def test_it_is_whole_pages(ring):
     ring, _ = ring
-    for index in range(3):
-        ring.slot(index)[:] = index + 1
-    assert [ring.slot(index).nbytes for index in range(3)] == [5000] * 3
-    assert [set(ring.slot(index).tolist()) for index in range(3)] == [{1}, {2}, {3}]
-    assert all(ring.slot(index).ctypes.data % mmap.PAGESIZE == 0 for index in range(3))
-    assert ring.memory.nbytes == 3 * 8192
+    assert ring.ring_bytes == ring.memory.nbytes == 12_288
+    assert ring.memory.ctypes.data % mmap.PAGESIZE == 0
+
+
+def test_extents_are_views_of_their_bytes(ring):
+    ring, _ = ring
+    for number in range(3):
+        ring.view(Extent(number * 256, 200))[:] = number + 1
+    assert [set(ring.memory[at : at + 200].tolist()) for at in (0, 256, 512)] == [{1}, {2}, {3}]
+    assert set(ring.memory[200:256].tolist()) == {0}
 
 
 def test_an_attached_ring_shows_what_is_written_and_cannot_be_written(ring):
     ring, descriptor = ring
-    attached = SharedRing.attach(descriptor, 3, 5000, ring.stride)
-    ring.slot(2)[:] = 42
-    assert (attached.slot(2) == 42).all()
+    attached = SharedRing.attach(descriptor, ring.ring_bytes)
+    extent = Extent(512, 5000)
+    ring.view(extent)[:] = 42
+    assert (attached.view(extent) == 42).all()
     with pytest.raises(ValueError, match="read-only"):
-        attached.slot(2)[0] = 1
+        attached.view(extent)[0] = 1
 
 
 def test_memory_outlives_its_descriptor():
-    ring, descriptor = SharedRing.create(1, 100)
-    attached = SharedRing.attach(descriptor, 1, 100, ring.stride)
+    ring, descriptor = SharedRing.create(100)
+    attached = SharedRing.attach(descriptor, ring.ring_bytes)
     os.close(descriptor)
-    ring.slot(0)[:] = 5
-    view = attached.slot(0)
+    ring.view(Extent(0, 100))[:] = 5
+    view = attached.view(Extent(0, 100))
     del ring, attached
     assert view.sum() == 500
 
@@ -58,18 +63,23 @@ def test_it_has_no_name_that_could_be_left_behind(ring):
     assert file.stat().st_nlink == 0
 
 
-@pytest.mark.parametrize("index", [-1, 3])
-def test_no_slot_beyond_the_ends(ring, index):
-    with pytest.raises(IndexError, match=str(index)):
-        ring[0].slot(index)
+@pytest.mark.parametrize("extent", [(-256, 300), (0, 0), (0, 12_289), (12_288, 1), (256, -1)])
+def test_no_extent_beyond_the_ends(ring, extent):
+    with pytest.raises(IndexError, match=str(extent[0])):
+        ring[0].view(Extent(*extent))
 
 
-@pytest.mark.parametrize(("num_slots", "slot_bytes"), [(0, 1), (1, 0), (-1, -1)])
-def test_senseless_sizes_are_refused(num_slots, slot_bytes):
-    with pytest.raises(ValueError, match="slots of some size"):
-        SharedRing.create(num_slots, slot_bytes)
+@pytest.mark.parametrize("ring_bytes", [0, -1])
+def test_senseless_sizes_are_refused(ring_bytes):
+    with pytest.raises(ValueError, match="some bytes"):
+        SharedRing.create(ring_bytes)
 
 
 def test_too_little_memory_is_an_error_and_takes_none():
     with pytest.raises(OSError, match="available"):
-        SharedRing.create(1, 1 << 50)
+        SharedRing.create(1 << 50)
+
+
+def test_another_size_than_the_rings_is_refused(ring):
+    with pytest.raises(ValueError, match="size"):
+        SharedRing.attach(ring[1], 1 << 20)

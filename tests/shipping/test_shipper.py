@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ import sys
 from inference_svc.shipping.producer import RingProducer
 from tests.shipping.support import Work
 
-producer = RingProducer(sys.argv[1], num_slots=8, slot_bytes=1 << 20)
+producer = RingProducer(sys.argv[1], ring_bytes=8 << 20)
 work = Work(producer)
 producer.start()
 for number in range(8):
@@ -31,7 +32,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def work(start_producer):
-    return Work(start_producer(num_slots=16))
+    return Work(start_producer())
 
 
 def publish_some(work, count=16):
@@ -59,6 +60,51 @@ def test_a_killed_shippers_rows_are_delivered_by_the_next(work, start_store, sta
     assert work.producer.drain(DEADLINE)
     assert store.rows == work.expected
     assert work.producer.stats().freed == 16
+
+
+def test_a_shipper_killed_in_mid_extent_loses_nothing(start_producer, start_store, start_shipper):
+    gate = threading.Event()
+    store = start_store(lambda store, request, context: request.number > 3 and gate.wait(DEADLINE) and None)
+    work = Work(start_producer(ring_bytes=16 << 20))
+    first = start_shipper(store.endpoint)
+    work.publish("capture", range(32), range(32, 64), layers=32, width=1024)
+    store.wait_for(lambda: store.messages == 4)
+    assert 0 < len(store.rows) < len(work.expected)
+    first.kill()
+    first.wait()
+    assert work.producer.stats().freed == 0
+    gate.set()
+    start_shipper(store.endpoint)
+    assert work.producer.drain(DEADLINE)
+    assert store.rows == work.expected
+    assert (work.producer.stats().freed, work.producer.fill) == (1, 0)
+
+
+def test_a_large_extent_goes_through_with_little_memory(start_producer, start_store, start_shipper):
+    gate = threading.Event()
+    store = start_store(lambda *_: gate.wait(DEADLINE) and None)
+    work = Work(start_producer(ring_bytes=48 << 20))
+    shipper = start_shipper(store.endpoint, "--max-unacked-bytes", str(4 << 20))
+    work.publish("warm-up", range(4))
+    gate.set()
+    assert work.producer.drain(DEADLINE)
+    before, most = own_bytes(shipper), 0
+    gate.clear()
+    work.publish("capture", range(40), range(40, 80), layers=128, width=1024)  # 40 MiB
+    store.wait_for(lambda: store.messages == 2)
+    gate.set()
+    while not work.producer.drain(0.005):
+        most = max(most, own_bytes(shipper))
+    assert store.rows == work.expected
+    assert store.messages == 1 + 2 * 22  # six layers of 160 KiB in each
+    assert most
+    assert most - before < 16 << 20
+
+
+def own_bytes(process):
+    """A process's memory, without what it shares with others: the ring."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 def test_two_shippers_share_captures_and_one_takes_over_from_the_other(work, start_store, start_shipper):

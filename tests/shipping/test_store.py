@@ -106,6 +106,20 @@ def test_rows_come_back_as_they_were(store, start_producer, start_shipper):
     assert store.read("a") | store.read("b") == work.expected
 
 
+def test_several_headers_in_one_extent_and_a_large_one_come_back_as_they_were(store, start_producer, start_shipper):
+    work = Work(start_producer(ring_bytes=48 << 20))
+    start_shipper(store.endpoint)
+    store.open("parts", 100)
+    work.publish("parts", range(1), range(1, 32), range(40, 100), [32, 34, 36, 38], [33, 35, 37, 39])
+    store.open("large", 40_960)
+    work.publish("large", range(30_000), range(30_000, 40_960))  # 40 MiB, each layer more than a chunk holds
+    assert work.producer.drain(DEADLINE)
+    assert (work.producer.stats().freed, work.producer.fill) == (2, 0)
+    for name in ("parts", "large"):
+        assert store.seal(name).state == capture_pb2.CAPTURE_STATE_COMPLETE
+    assert store.read("parts") | store.read("large") == work.expected
+
+
 def test_a_reported_loss_ends_its_capture_incomplete_and_no_other(store, start_producer, start_shipper):
     work = Work(start_producer())
     start_shipper(store.endpoint)
@@ -139,21 +153,21 @@ def test_rows_for_captures_that_are_gone_do_not_hold_up_others(store, start_prod
 
 
 def test_a_store_killed_in_mid_stream_misses_nothing_after_it_is_back(store, start_producer, start_shipper):
-    slots = 400
-    work = Work(start_producer(num_slots=8))
+    extents = 400
+    work = Work(start_producer(ring_bytes=64 << 10))  # eight of them
     start_shipper(store.endpoint)
-    store.open("capture", slots * 8)
+    store.open("capture", extents * 8)
 
     def generate():
-        for number in range(slots):
-            work.publish("capture", range(number * 8, number * 8 + 8), LAYERS, WIDTH)
+        for number in range(extents):
+            work.publish("capture", range(number * 8, number * 8 + 8), layers=LAYERS, width=WIDTH)
 
     model = threading.Thread(target=generate, daemon=True)
     model.start()
     for freed in (20, 120, 220):
         wait_until(lambda freed=freed: work.producer.stats().freed >= freed)
         store.kill()
-        assert work.producer.stats().freed < slots  # in mid-stream indeed
+        assert work.producer.stats().freed < extents  # in mid-stream indeed
         store.start()
     model.join(DEADLINE)
     assert work.producer.drain(DEADLINE)

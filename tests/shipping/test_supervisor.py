@@ -72,7 +72,7 @@ async def test_a_killed_shipper_is_started_again_and_nothing_is_missing(start_pr
 async def test_stopping_delivers_what_was_handed_over_and_ends_every_process(
     start_producer, start_store, start_supervisor
 ):
-    work, store = Work(start_producer(num_slots=32)), start_store()
+    work, store = Work(start_producer()), start_store()
     supervisor = await start_supervisor(store.endpoint, 2)
     pids = [status.pid for status in supervisor.status()]
     await until(lambda: work.producer.stats().connected_shippers == 2)

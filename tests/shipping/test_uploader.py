@@ -40,7 +40,7 @@ def start_uploader(control_path, monkeypatch):
 
 @pytest.fixture
 def work(start_producer):
-    return Work(start_producer(num_slots=8))
+    return Work(start_producer(ring_bytes=256 << 10))  # eight of `publish_some`
 
 
 def publish_some(work, count=8, **size):
@@ -52,7 +52,7 @@ def abort(context, reason):
     context.abort_with_status(Failure(reason, "scripted").to_status())
 
 
-def test_everything_arrives_and_slots_are_used_again(work, start_store, start_uploader):
+def test_everything_arrives_and_the_ring_is_used_again(work, start_store, start_uploader):
     store = start_store()
     start_uploader(store.endpoint)
     publish_some(work, count=50)
@@ -62,8 +62,8 @@ def test_everything_arrives_and_slots_are_used_again(work, start_store, start_up
     assert work.producer.stats().freed == 50
 
 
-def test_large_slots_travel_in_several_frames(start_producer, start_store, start_uploader):
-    work = Work(start_producer(num_slots=2, slot_bytes=5 << 20))
+def test_large_extents_travel_in_several_frames(start_producer, start_store, start_uploader):
+    work = Work(start_producer(ring_bytes=10 << 20))
     store = start_store()
     start_uploader(store.endpoint)
     publish_some(work, count=3, layers=36, width=1024)
@@ -149,11 +149,11 @@ def test_a_silent_store_is_given_up_and_tried_again(work, start_store, start_upl
 def test_no_more_than_the_limit_is_under_way(work, start_store, start_uploader):
     gate = threading.Event()
     store = start_store(lambda *_: gate.wait(DEADLINE) and None)
-    slot_bytes = 4 * 32 * 64 * 4
-    _, outbox = start_uploader(store.endpoint, max_unacked_bytes=3 * slot_bytes)
+    extent_bytes = 4 * 32 * 64 * 4
+    _, outbox = start_uploader(store.endpoint, max_unacked_bytes=3 * extent_bytes)
     publish_some(work, count=8)
-    wait_until(lambda: (len(outbox._under_way), len(outbox._waiting)) == (3, 5))
-    assert outbox._unacked_bytes == 3 * slot_bytes
+    wait_until(lambda: (len(outbox._under_way), len(outbox._sources)) == (3, 5))
+    assert outbox._unacked_bytes == 3 * extent_bytes
     gate.set()
     assert work.producer.drain(DEADLINE)
     assert store.rows == work.expected
@@ -162,7 +162,7 @@ def test_no_more_than_the_limit_is_under_way(work, start_store, start_uploader):
 @pytest.mark.parametrize(
     "reason", [Reason.ERROR_REASON_UNKNOWN_CAPTURE, Reason.ERROR_REASON_CAPTURE_ENDED], ids=errors_pb2.ErrorReason.Name
 )
-def test_rows_that_nobody_wants_free_their_slot_without_a_word(work, start_store, start_uploader, reason):
+def test_rows_that_nobody_wants_free_their_extent_without_a_word(work, start_store, start_uploader, reason):
     store = start_store(lambda store, request, context: reason if request.capture_id == "capture-0" else None)
     uploader, _ = start_uploader(store.endpoint)
     publish_some(work)
