@@ -1,4 +1,4 @@
-"""The sink that ends at the ring: a consumer in this process takes each slot, counts its rows, and frees it."""
+"""The sink that ends at the ring: a consumer in this process takes each extent, counts its rows, and frees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.capture.sinks import Arrived, RowsMissingError
 from inference_svc.shipping.framing import payload_bytes
-from inference_svc.shipping.protocol import Done, LossReport, Message, MessageReader, SlotReady
+from inference_svc.shipping.protocol import Done, ExtentReady, LossReport, Message, MessageReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Tally:
         self._row_bytes = 0
 
     def add(self, header: capture_pb2.ChunkHeader) -> None:
-        """Count the rows that a slot holds."""
+        """Count the rows that a header names."""
         positions = np.fromiter(header.positions, dtype=np.int64)
         layers = np.fromiter(header.layers, dtype=np.int64)
         self._row_bytes = payload_bytes(header) // (len(positions) * len(layers))
@@ -72,7 +72,7 @@ class RingSink:
         self._tallies = {capture_id: Tally(self._num_layers, self._num_positions) for capture_id in prompts}
 
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
-        """See `CaptureSink`. The engine has been drained: every slot was counted before its Done."""
+        """See `CaptureSink`. The engine has been drained: every extent was counted before its Done."""
         missing = [capture_id for capture_id in replies if not self._tallies[capture_id].is_complete]
         if missing or self._lost:
             raise RowsMissingError(f"rows are missing of {missing}; lost: {self._lost or 'none'}")
@@ -98,8 +98,9 @@ class RingSink:
                 data = connection.recv(_RECEIVE_BYTES)
 
     def _take(self, message: Message, connection: socket.socket) -> None:
-        if isinstance(message, SlotReady):
-            self._tallies[message.capture_id].add(message.header)
+        if isinstance(message, ExtentReady):
+            for header in message.headers:
+                self._tallies[message.capture_id].add(header)
         elif isinstance(message, LossReport):
             self._lost.append(f"{message.capture_id}: {message.loss.detail}")
         else:

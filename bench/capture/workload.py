@@ -39,7 +39,7 @@ class Sink(str, Enum):
     STORE = "store"
     """Through a shipper into a store, both processes of their own: what a user gets."""
     RING = "ring"
-    """Into the shared-memory ring and no further: a local consumer counts them and frees the slots."""
+    """Into the shared-memory ring and no further: a local consumer counts them and frees their extents."""
 
 
 @dataclass(frozen=True)

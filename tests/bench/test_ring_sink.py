@@ -39,14 +39,14 @@ def test_rows_that_come_twice_or_were_not_asked_for_do_not_count():
 
 @pytest.fixture
 def producer(tmp_path):
-    made = RingProducer(tmp_path / "ring.sock", num_slots=2, slot_bytes=64)
+    made = RingProducer(tmp_path / "ring.sock", ring_bytes=4096)
     made.start()
     yield made
     made.close()
 
 
-def publish(producer, capture_id, head):
-    producer.publish(producer.acquire(block=True), capture_id, head)
+def publish(producer, capture_id, *headers):
+    producer.publish(producer.acquire(2048, block=True), capture_id, headers)
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ async def sink(producer, tmp_path):
     await made.stop()
 
 
-async def test_slots_are_counted_and_freed(producer, sink):
-    for number in range(3):  # more slots than the ring has
+async def test_extents_are_counted_and_freed(producer, sink):
+    for number in range(3):  # more extents than the ring has room for
         await sink.begin({f"{number}": [1, 2]})
         publish(producer, f"{number}", header([0, 1], [0, 1]))
-        publish(producer, f"{number}", header([0, 1], [2]))
+        publish(producer, f"{number}", header([0], [2]), header([1], [2]))
         assert producer.drain(10)
         assert await sink.finish({f"{number}": [3, 4]}) == Arrived(rows=6, num_bytes=48)
 
