@@ -19,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from inference_svc.settings import SITES
 from inference_svc.specs import max_new_tokens
 from inference_svc.taps.worker import SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure, Reason
@@ -28,11 +29,10 @@ if TYPE_CHECKING:
 
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.plan import RequestPlan
-    from residuum.v1 import inference_pb2, tensor_pb2
+    from residuum.v1 import capture_pb2, inference_pb2, tensor_pb2
 
-TAPS_FINGERPRINT = {"residuum_taps": "resid_post/1"}
-"""Goes into vLLM's `additional_config`, and so into its compile cache's key: a graph that was compiled without the op,
-or with another one, is never taken for this one."""
+_TAPS_VERSION = 2
+"""Raised whenever the ops in the graph change."""
 
 _WORKERS = {
     "cpu": "inference_svc.taps.cpu_worker.TappedCpuWorker",
@@ -61,8 +61,12 @@ class ModelFacts:
     eager: bool
     vllm_version: str
     max_num_seqs: int
+    sites: tuple[capture_pb2.Site.ValueType, ...]
+    """The sites that can be captured."""
     pool_bytes: int
     """Device memory for capture blocks, all ranks together."""
+    table_bytes: int
+    """Device memory for vectors and programs, all ranks together."""
     ring_bytes: int
     """Shared memory of the rings, all ranks together."""
     control_paths: tuple[str, ...]
@@ -172,7 +176,7 @@ class Engine:
         """Write vectors into rows of every rank's bank; see `VectorBank.load`."""
         await self._call("residuum_load_vectors", list(rows))
 
-    async def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], bytes]]:
+    async def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
         """Return the rows of a self-test from every rank; see `TappedWorker.residuum_take_probe`."""
         parts = await self._call("residuum_take_probe", capture_id)
         return [block for rank in parts for block in rank]
@@ -276,6 +280,8 @@ def _prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
         "service_pid": os.getpid(),
         "ring_bytes": settings.ring_mib << 20,
         "bank_rows": settings.max_active_vectors,
+        "sites": sorted(SITES[name] for name in settings.capture_sites),
+        "fold_norms": settings.fold_norms,
     }
     os.environ[SETTINGS_VARIABLE] = json.dumps(worker)
     # A step may wait for the store for as long as the operator lets it (policy WAIT); vLLM would kill the engine after
@@ -297,7 +303,7 @@ def _engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
         "pipeline_parallel_size": settings.pipeline_parallel_size,
         "seed": settings.seed,
         "worker_cls": _WORKERS["cpu" if current_platform.is_cpu() else "cuda"],
-        "additional_config": TAPS_FINGERPRINT,
+        "additional_config": _taps_fingerprint(settings),
         "disable_log_stats": True,
     }
     kv_cache_gib = settings.kv_cache_gib or (_CPU_KV_CACHE_GIB if current_platform.is_cpu() else 0)
@@ -306,6 +312,18 @@ def _engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
     if settings.max_model_len:
         values["max_model_len"] = settings.max_model_len
     return AsyncEngineArgs(**{**values, **settings.engine_args})
+
+
+def _taps_fingerprint(settings: InferenceSettings) -> dict[str, Any]:
+    """Return what goes into vLLM's compile cache's key.
+
+    A graph that was compiled without the ops, or with others, is never taken for this one.
+    """
+    return {
+        "residuum_taps": _TAPS_VERSION,
+        "residuum_sites": sorted(settings.capture_sites),
+        "residuum_fold_norms": settings.fold_norms,
+    }
 
 
 def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str, Any]]) -> ModelFacts:
@@ -323,7 +341,9 @@ def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str,
         eager=bool(model.enforce_eager),
         vllm_version=vllm.__version__,
         max_num_seqs=config.scheduler_config.max_num_seqs,
+        sites=tuple(ranks[0]["sites"]),
         pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
+        table_bytes=sum(rank["table_bytes"] for rank in ranks),
         ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
         control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
     )

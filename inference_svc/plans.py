@@ -39,6 +39,7 @@ def _capture(capture_id: str, sequence: int, spec: capture_pb2.CaptureSpec) -> C
         sequence=sequence,
         layers=tuple(spec.layers.list.layers),
         positions=spec.positions,
+        sites=tuple(sorted(spec.sites)),
         sheds=spec.overflow == capture_pb2.OVERFLOW_POLICY_SHED,
         before_steering=spec.before_steering,
     )

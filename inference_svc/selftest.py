@@ -12,16 +12,19 @@ import numpy as np
 from vllm import SamplingParams
 
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
-from residuum.v1 import selection_pb2
+from residuum.v1 import capture_pb2, selection_pb2
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from inference_svc.engine import Engine
 
+    Rows = npt.NDArray[np.float32]
+
 _PROMPT_TOKENS = 5
 _NEW_TOKENS = 2
 _BANK_ROW = 0
+_STREAM = capture_pb2.SITE_RESID_POST
 _PUSH = 4.0
 """How far the rows are pushed, in multiples of their own norm: far beyond what rounding could do."""
 
@@ -38,15 +41,20 @@ async def run_self_test(engine: Engine) -> None:
     """
     layer = engine.facts.num_layers // 2
     plain = await _capture(engine, "plain", ())
-    _check_rows(plain)
-    push = _push(plain[layer])
+    for site in engine.facts.sites:
+        _check_rows(plain[site], capture_pb2.Site.Name(site))
+    stream = _STREAM if _STREAM in plain else min(plain)
+    push = _push(plain[stream][layer])
     await engine.load_vectors([(_BANK_ROW, push.astype("<f4").tobytes())])
     steered = await _capture(engine, "steered", (_add(layer),))
-    _check_steering(plain, steered, push, layer)
+    if _STREAM in plain:
+        _check_steering(plain[_STREAM], steered[_STREAM], push, layer)
+    elif np.array_equal(plain[stream][-1], steered[stream][-1]):
+        raise SelfTestError(f"steering after layer {layer} did not reach the last layer")
 
 
-async def _capture(engine: Engine, name: str, operations: tuple[Operation, ...]) -> npt.NDArray[np.float32]:
-    """Return the rows of the prompt, float32 [layers, positions, hidden]."""
+async def _capture(engine: Engine, name: str, operations: tuple[Operation, ...]) -> dict[int, Rows]:
+    """Return the rows of the prompt at each armed site, float32 [layers, positions, hidden]."""
     facts = engine.facts
     capture_id = f"self-test-{name}"
     capture = Capture(
@@ -54,6 +62,7 @@ async def _capture(engine: Engine, name: str, operations: tuple[Operation, ...])
         sequence=0,
         layers=tuple(range(facts.num_layers)),
         positions=selection_pb2.PositionSelection(),
+        sites=facts.sites,
         is_probe=True,
     )
     prompt = [(index + 1) % facts.vocab_size for index in range(_PROMPT_TOKENS)]
@@ -61,19 +70,21 @@ async def _capture(engine: Engine, name: str, operations: tuple[Operation, ...])
     plan = RequestPlan(len(prompt), capture, operations)
     async for _ in engine.generate(capture_id, prompt, sampling, plan, cache_salt=capture_id):
         pass
-    rows = np.full((facts.num_layers, _PROMPT_TOKENS, facts.hidden_size), np.nan, dtype=np.float32)
-    for layers, positions, values in await engine.take_probe(capture_id):
-        block = np.frombuffer(values, dtype=np.float32).reshape(len(layers), len(positions), facts.hidden_size)
-        for at, position in enumerate(positions):
-            if position < _PROMPT_TOKENS:
-                rows[layers, position] = block[:, at]
+    shape = (facts.num_layers, _PROMPT_TOKENS, facts.hidden_size)
+    rows: dict[int, Rows] = {site: np.full(shape, np.nan, dtype=np.float32) for site in facts.sites}
+    for sites, layers, positions, values in await engine.take_probe(capture_id):
+        block = np.frombuffer(values, dtype=np.float32).reshape(len(sites), len(layers), len(positions), -1)
+        for site, of_site in zip(sites, block, strict=True):
+            for at, position in enumerate(positions):
+                if position < _PROMPT_TOKENS:
+                    rows[site][layers, position] = of_site[:, at]
     return rows
 
 
-def _push(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _push(rows: Rows) -> Rows:
     direction = np.random.default_rng(0).standard_normal(size=(rows.shape[-1],)).astype(np.float32)
     length = _PUSH * float(np.linalg.norm(rows, axis=-1).max())
-    pushed: npt.NDArray[np.float32] = direction / np.linalg.norm(direction) * np.float32(length)
+    pushed: Rows = direction / np.linalg.norm(direction) * np.float32(length)
     return pushed
 
 
@@ -81,23 +92,21 @@ def _add(layer: int) -> Operation:
     return Operation(Kind.ADD, _BANK_ROW, (layer,), selection_pb2.PositionSelection())
 
 
-def _check_rows(rows: npt.NDArray[np.float32]) -> None:
+def _check_rows(rows: Rows, site: str) -> None:
     if np.isnan(rows).any():
         bad = sorted({int(layer) for layer in np.argwhere(np.isnan(rows))[:, 0]})
-        raise SelfTestError(f"rows of layers {bad} did not arrive, or are not numbers; is the op in the graph?")
+        raise SelfTestError(f"{site}: rows of layers {bad} did not arrive, or are not numbers; is the op in the graph?")
     if not np.isfinite(rows).all():
-        raise SelfTestError("captured rows are not finite")
+        raise SelfTestError(f"{site}: captured rows are not finite")
     zero = [layer for layer in range(len(rows)) if not rows[layer].any()]
     if zero:
-        raise SelfTestError(f"captured rows of layers {zero} are all zero")
+        raise SelfTestError(f"{site}: captured rows of layers {zero} are all zero")
     same = [layer for layer in range(1, len(rows)) if np.array_equal(rows[layer], rows[layer - 1])]
     if same:
-        raise SelfTestError(f"captured rows of layers {same} equal those of the layer before")
+        raise SelfTestError(f"{site}: captured rows of layers {same} equal those of the layer before")
 
 
-def _check_steering(
-    plain: npt.NDArray[np.float32], steered: npt.NDArray[np.float32], push: npt.NDArray[np.float32], layer: int
-) -> None:
+def _check_steering(plain: Rows, steered: Rows, push: Rows, layer: int) -> None:
     scale = np.linalg.norm(push)
     moved = np.linalg.norm(steered - plain, axis=-1).max(axis=-1) / scale  # [layers]
     if (moved[:layer] > 0.01).any():  # noqa: PLR2004 - rounding moves rows by far less than a hundredth of the push

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from inference_svc.generation import Generator, require_keeper
-from inference_svc.specs import ARMED_SITES, OPERATIONS, resolve_spec
+from inference_svc.specs import OPERATIONS, resolve_spec
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc
 from residuum.wire.limits import (
@@ -158,7 +158,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
         num_layers=facts.num_layers,
         hidden_size=facts.hidden_size,
         dtype=facts.dtype,
-        sites=ARMED_SITES,
+        sites=facts.sites,
         steering_operations=OPERATIONS,
         encodings=[capture_pb2.ENCODING_RAW],
         limits=inference_pb2.Limits(

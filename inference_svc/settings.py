@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import NoDecode
 
 from residuum.rpc.settings import Endpoint, OptionalEndpoint, ServiceSettings
+from residuum.v1 import capture_pb2
 
 _TAPS_OWN = {"model", "worker_cls", "additional_config", "speculative_config"}
 """Engine arguments that the taps depend on."""
+
+
+SITES = {
+    "resid_post": capture_pb2.SITE_RESID_POST,
+    "resid_pre": capture_pb2.SITE_RESID_PRE,
+    "attn_out": capture_pb2.SITE_ATTN_OUT,
+    "mlp_out": capture_pb2.SITE_MLP_OUT,
+}
+"""The sites that can be armed, by name."""
+
+
+def _split(value: Any) -> Any:
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+def _known_sites(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if name not in SITES:
+            raise ValueError(f"{name!r} is not a site; there are {', '.join(SITES)}")
+    if len(set(names)) != len(names) or not names:
+        raise ValueError("name at least one site, and each once")
+    return names
 
 
 def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
@@ -55,6 +79,14 @@ class InferenceSettings(ServiceSettings):
     """vLLM's seed."""
     engine_args: Annotated[dict[str, Any], AfterValidator(_engine_args)] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object. What the taps depend on cannot be set here."""
+
+    capture_sites: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_known_sites)] = (
+        "resid_post",
+    )
+    """The sites that requests may capture, separated by commas: resid_post, resid_pre, attn_out, mlp_out. The memory of
+    capture blocks grows with them; attn_out and mlp_out cost a kernel a layer even where nobody captures them."""
+    fold_norms: bool | None = None
+    """Fold taps into the norms that follow them, so that idle ones cost next to nothing. Default: on a GPU."""
 
     ring_mib: int = Field(default=256, ge=1)
     """Shared memory between each capturing worker and the shippers, in MiB."""

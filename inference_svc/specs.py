@@ -23,9 +23,6 @@ from residuum.wire.selection import check_positions, resolve_layers
 if TYPE_CHECKING:
     from inference_svc.engine import ModelFacts
 
-ARMED_SITES = (capture_pb2.SITE_RESID_POST,)
-"""The sites that the taps serve."""
-
 OPERATIONS = tuple(field.name for field in steering_pb2.SteeringOperation.DESCRIPTOR.oneofs_by_name["operation"].fields)
 """The names of the steering operations."""
 
@@ -183,13 +180,14 @@ def _depends_on_prompt(positions: selection_pb2.PositionSelection) -> bool:
 def _resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture_pb2.CaptureSpec:
     sites = list(spec.sites) or [capture_pb2.SITE_RESID_POST]
     for site in sites:
-        if site not in ARMED_SITES:
+        if site not in facts.sites:
+            armed = [_name(capture_pb2.Site, known) for known in facts.sites]
             raise Failure(
                 Reason.ERROR_REASON_UNKNOWN_SITE,
-                f"The site {_name(capture_pb2.Site, site)} is not armed on this server; "
-                f"armed: {', '.join(_name(capture_pb2.Site, armed) for armed in ARMED_SITES)}.",
+                f"The site {_name(capture_pb2.Site, site)} is not armed on this server; armed: {', '.join(armed)}. "
+                "Its operator arms sites with --capture-sites.",
                 site=_name(capture_pb2.Site, site),
-                armed=",".join(_name(capture_pb2.Site, armed) for armed in ARMED_SITES),
+                armed=",".join(armed),
             )
     if len(set(sites)) != len(sites):
         raise _invalid("capture.sites", "Name each site once.")

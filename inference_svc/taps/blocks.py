@@ -1,4 +1,4 @@
-"""Capture blocks: memory on the device that requests fill 32 positions at a time, as attention fills KV pages."""
+"""Capture blocks: memory on the device that requests fill position by position, as attention fills KV pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from residuum.wire.limits import BLOCK_TOKENS
+from inference_svc.runs import FreeRuns
+from residuum.wire.limits import BLOCK_TOKENS, MAX_CHUNK_POSITIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,80 +18,120 @@ if TYPE_CHECKING:
 
 
 class PoolExhaustedError(RuntimeError):
-    """More blocks were asked for than one step can need: the pool was sized wrong."""
+    """More was asked for than one step can need: the pool was sized wrong."""
 
 
 @dataclass
 class Block:
-    """A block that one request is filling."""
+    """A block that one request is filling: rows [units, capacity] of the pool, a unit for each site and layer."""
 
-    index: int
-    """Where it lies in the pool."""
+    first_row: int
+    """The pool's row that takes the first unit of the first position."""
+    capacity: int
+    """How many positions fit: from one unit's row of a position to the next unit's."""
     capture: Capture
     """What fills it."""
     positions: list[int] = field(default_factory=list)
-    """The positions it holds, in the order of its rows; at most 32."""
+    """The positions it holds, in the order of its rows."""
 
     @property
     def free(self) -> int:
         """How many more positions fit."""
-        return BLOCK_TOKENS - len(self.positions)
+        return self.capacity - len(self.positions)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the pool that it takes."""
+        return self.capture.units * self.capacity
 
 
 class BlockPool:
-    """The memory of all blocks: [blocks, layers, 32, hidden] in the model's dtype, allotted once."""
+    """The memory of all blocks: [rows, hidden] in the model's dtype, allotted once.
 
-    def __init__(self, blocks: int, layers: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.memory: Tensor = torch.zeros(blocks, layers, BLOCK_TOKENS, hidden, dtype=dtype, device=device)
-        self._free = list(range(blocks - 1, -1, -1))
+    A block takes the rows of what its capture asks for and no more. Blocks for generated tokens hold 32 positions and
+    fill slowly; they are taken from the end of the pool. Those for a prompt hold what one step computes, leave when
+    that step is done, and are taken from the start: so the two do not fragment each other's room.
+    """
+
+    def __init__(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, largest_block: int) -> None:
+        """Allot the memory.
+
+        Args:
+            rows: Rows of the pool; see `rows_needed`.
+            hidden: Elements of a row.
+            dtype: The model's.
+            device: The model's.
+            largest_block: Rows that a block may take, if it holds more than 32 positions: what fits the ring well.
+        """
+        self.memory: Tensor = torch.zeros(rows, hidden, dtype=dtype, device=device)
+        self._runs = FreeRuns(rows)
+        self._largest_block = largest_block
         self._changed = threading.Condition()
         self._leaving = 0
         self._failed = False
 
     @staticmethod
-    def blocks_needed(step_tokens: int, requests: int, steps_leaving: int = 0) -> int:
-        """Return how many blocks the worst step needs.
+    def rows_needed(step_tokens: int, requests: int, units: int, steps_leaving: int = 0) -> int:
+        """Return how many rows the worst step needs.
 
         Args:
             step_tokens: Tokens that one step computes at most.
             requests: Requests that run at once at most.
+            units: Rows of a captured position at most: sites times layers.
             steps_leaving: Steps whose blocks may still be on their way out.
 
-        A step fills step_tokens / 32 blocks, and each request may leave two of them part full: one at the end of its
-        prompt, and one in generation.
+        A step fills step_tokens / 32 blocks of 32 positions, and each request may leave two of them part full: one at
+        the end of its prompt, and one in generation.
         """
-        return (1 + steps_leaving) * (-(-step_tokens // BLOCK_TOKENS) + requests) + requests
+        blocks = (1 + steps_leaving) * (-(-step_tokens // BLOCK_TOKENS) + requests) + requests
+        return blocks * BLOCK_TOKENS * units
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
         return int(self.memory[0].nbytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all rows."""
         return int(self.memory.nbytes)
 
     @property
-    def free_blocks(self) -> int:
-        """Blocks that nobody fills."""
-        return len(self._free)
+    def free_rows(self) -> int:
+        """Rows of no block."""
+        with self._changed:
+            return self._runs.total
 
-    def take(self, capture: Capture) -> Block:
-        """Allot a block; waits while all are on their way out.
+    def rows(self, block: Block) -> Tensor:
+        """Return what a block holds, where it lies: [units, positions, hidden]."""
+        whole = self.memory[block.first_row : block.first_row + block.num_rows]
+        return whole.view(block.capture.units, block.capacity, -1)[:, : len(block.positions)]
+
+    def take(self, capture: Capture, positions: int) -> Block:
+        """Allot a block; waits while the room for it is on its way out.
+
+        Args:
+            capture: What will fill it.
+            positions: How many positions are at hand; the block may hold fewer, and holds 32 or more.
 
         Raises:
-            PoolExhaustedError: There is none left, and none will come back.
+            PoolExhaustedError: There is no room, and none will come back.
         """
+        most = min(MAX_CHUNK_POSITIONS, self._largest_block // capture.units)
+        capacities = sorted({BLOCK_TOKENS, max(BLOCK_TOKENS, min(positions, most))}, reverse=True)
         with self._changed:
-            self._changed.wait_for(lambda: self._free or not self._leaving or self._failed)
-            if not self._free:
-                raise PoolExhaustedError(
-                    "captured rows cannot leave the device; see the log above"
-                    if self._failed
-                    else "no capture block is left; the pool is too small for this step"
-                )
-            return Block(self._free.pop(), capture)
+            while True:
+                for capacity in capacities:
+                    first = self._runs.take(capacity * capture.units, from_end=capacity == BLOCK_TOKENS)
+                    if first is not None:
+                        return Block(first, capacity, capture)
+                if self._failed or not self._leaving:
+                    raise PoolExhaustedError(
+                        "captured rows cannot leave the device; see the log above"
+                        if self._failed
+                        else "no room is left for captured rows; the pool is too small for this step"
+                    )
+                self._changed.wait()
 
     def leaving(self, count: int) -> None:
         """Note that blocks will be given back by another thread."""
@@ -100,7 +141,7 @@ class BlockPool:
     def give_back(self, block: Block) -> None:
         """Return a block whose rows have been copied out."""
         with self._changed:
-            self._free.append(block.index)
+            self._runs.give_back(block.first_row, block.num_rows)
             self._leaving = max(self._leaving - 1, 0)
             self._changed.notify()
 

@@ -1,4 +1,4 @@
-"""The tap on a CPU: what the op does to one layer's rows, in torch."""
+"""The tap on a CPU: what the ops do to the rows at one point, in torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from inference_svc.taps.layout import NOWHERE
 from inference_svc.taps.operations import OperationBatch, apply_batch
-from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,59 +20,78 @@ if TYPE_CHECKING:
     from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import BlockPool
     from inference_svc.taps.layout import ProgramRows, StepLayout
-    from inference_svc.taps.programs import Step
+    from inference_svc.taps.points import TapPoints
+    from inference_svc.taps.programs import Program, Step
 
 
 class CaptureGroup(NamedTuple):
-    """Rows that are captured on the same layers, and where they go."""
+    """Rows that are captured at the same sites of the same layers, and where they go."""
 
-    layers: frozenset[int]
-    before_steering: bool
+    program: Program
+    """Any of those that the rows have: what is captured is the same in all of them."""
     rows: Tensor
     """Rows of the batch, int64 [r]."""
-    blocks: Tensor
-    """The block of each, int64 [r]."""
-    offsets: Tensor
-    """The row of the block that takes each, int64 [r]."""
+    places: Tensor
+    """The pool's row that takes the first unit of each, int64 [r]."""
+    strides: Tensor
+    """From the pool's row of one unit to that of the next, int64 [r]."""
 
 
 class CpuTap:
     """Steers and captures rows in place. Does nothing between steps, so that profile and warm-up runs pass through."""
 
-    def __init__(self, bank: VectorBank, pool: BlockPool | None, first_layer: int) -> None:
-        """Make the tap.
+    nbytes = 0
+    """Bytes of tables on the device: there are none."""
+
+    def __init__(self, bank: VectorBank, pool: BlockPool | None, points: TapPoints) -> None:
+        """Make the tap of one pipeline stage.
 
         Args:
             bank: The vectors.
             pool: Where captured rows go; None on a rank that only steers.
-            first_layer: The first layer of this pipeline stage, whose rows are layer 0 of a block.
+            points: The stage's tap points.
         """
         self._bank = bank
         self._pool = pool
-        self._first_layer = first_layer
+        self._points = points
         self._captures: list[CaptureGroup] = []
         self._steering: dict[int, list[OperationBatch]] = {}
 
     def arm(self, layout: StepLayout) -> None:
         """Take over what the next run of the model does."""
         self._captures = _capture_groups(layout.parts)
-        self._steering = _operation_batches(layout.parts)
+        self._steering = _operation_batches(layout.parts, self._points)
 
     def disarm(self) -> None:
         """Let the next runs of the model pass through."""
         self._captures = []
         self._steering = {}
 
-    def tap(self, hidden: Tensor, residual: Tensor | None, layer: int) -> None:
-        """Steer and capture after a layer; `hidden` and `residual` are [rows, hidden]."""
+    def tap(self, hidden: Tensor, residual: Tensor | None, point: int) -> None:
+        """See `op.Tap.tap`."""
+        self._capture(hidden, residual, point, before_steering=True)
+        if point in self._steering:
+            self._steer(self._steering[point], hidden, residual)
+        self._capture(hidden, residual, point, before_steering=False)
+
+    def tap_norm(
+        self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, point: int, *, plus_one: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `op.Tap.tap_norm`."""
+        steered = hidden.clone()
+        self.tap(steered, residual, point)
+        x = steered.float() + residual.float()
+        y = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+        scaled = y * (weight.float() + 1.0) if plus_one else y.to(weight.dtype) * weight
+        return scaled.to(hidden.dtype), x.to(hidden.dtype)
+
+    def _capture(self, hidden: Tensor, residual: Tensor | None, point: int, *, before_steering: bool) -> None:
         for group in self._captures:
-            if group.before_steering and layer in group.layers:
-                self._store(group, hidden, residual, layer)
-        if layer in self._steering:
-            self._steer(self._steering[layer], hidden, residual)
-        for group in self._captures:
-            if not group.before_steering and layer in group.layers:
-                self._store(group, hidden, residual, layer)
+            if group.program.before_steering == before_steering:
+                for site, layer in self._points.sites(point):
+                    unit = group.program.unit(site, layer)
+                    if unit is not None:
+                        self._store(group, hidden, residual, unit)
 
     def _steer(self, batches: Sequence[OperationBatch], hidden: Tensor, residual: Tensor | None) -> None:
         # Rounded to the model's dtype once, after the last operation. Only the difference is written back: a row that
@@ -89,36 +107,33 @@ class CpuTap:
             steered[at] = apply_batch(steered[at], vectors, inverse_norms, batch)
         hidden[rows] = (before + (steered - x)).to(hidden.dtype)
 
-    def _store(self, group: CaptureGroup, hidden: Tensor, residual: Tensor | None, layer: int) -> None:
+    def _store(self, group: CaptureGroup, hidden: Tensor, residual: Tensor | None, unit: int) -> None:
         assert self._pool is not None  # noqa: S101 - a rank without a pool lays out no captures
         rows = hidden[group.rows]
         if residual is not None:
             rows = rows + residual[group.rows]  # rounded to the model's dtype, as the next layer's norm does
-        self._pool.memory[:, layer - self._first_layer][group.blocks, group.offsets] = rows
+        self._pool.memory[group.places + unit * group.strides] = rows
 
 
 def _capture_groups(parts: list[ProgramRows]) -> list[CaptureGroup]:
-    same: dict[tuple[tuple[int, ...], bool], list[ProgramRows]] = defaultdict(list)
+    same: dict[tuple[object, ...], list[ProgramRows]] = defaultdict(list)
     for part in parts:
-        if part.program.capture_layers and part.places[0] != NOWHERE:
-            same[part.program.capture_layers, part.program.before_steering].append(part)
-    groups = []
-    for (layers, before_steering), captured in same.items():
-        places = torch.from_numpy(np.concatenate([part.places for part in captured]))
-        groups.append(
-            CaptureGroup(
-                layers=frozenset(layers),
-                before_steering=before_steering,
-                rows=torch.from_numpy(np.concatenate([part.rows for part in captured])),
-                blocks=places // BLOCK_TOKENS,
-                offsets=places % BLOCK_TOKENS,
-            )
+        program = part.program
+        if program.capture_layers and part.places[0] != NOWHERE:
+            same[program.capture_sites, program.capture_layers, program.before_steering].append(part)
+    return [
+        CaptureGroup(
+            program=captured[0].program,
+            rows=torch.from_numpy(np.concatenate([part.rows for part in captured])),
+            places=torch.from_numpy(np.concatenate([part.places for part in captured])),
+            strides=torch.from_numpy(np.concatenate([part.strides for part in captured])),
         )
-    return groups
+        for captured in same.values()
+    ]
 
 
-def _operation_batches(parts: list[ProgramRows]) -> dict[int, list[OperationBatch]]:
-    """Return for each layer its batches, in the order in which they are applied.
+def _operation_batches(parts: list[ProgramRows], points: TapPoints) -> dict[int, list[OperationBatch]]:
+    """Return for each point its batches, in the order in which they are applied.
 
     The i-th operation of each program on a layer goes into that layer's i-th batch: so a program's own operations keep
     their order, and one batch serves all requests.
@@ -127,12 +142,12 @@ def _operation_batches(parts: list[ProgramRows]) -> dict[int, list[OperationBatc
     for part in parts:
         depth: dict[int, int] = defaultdict(int)
         for step in part.program.steps:
-            for layer in step.layers:
+            for layer in points.own(step.layers):
                 if depth[layer] == len(batches[layer]):
                     batches[layer].append([])
                 batches[layer][depth[layer]].append((part.rows, step))
                 depth[layer] += 1
-    return {layer: [_to_batch(steps) for steps in found] for layer, found in batches.items()}
+    return {points.after(layer): [_to_batch(steps) for steps in found] for layer, found in batches.items()}
 
 
 def _to_batch(parts: list[tuple[npt.NDArray[np.int64], Step]]) -> OperationBatch:

@@ -1,19 +1,21 @@
 # ruff: noqa: ANN001, ANN202, N803 - a Triton kernel is written without annotations, its constants in capitals
-"""The tap on a GPU: one Triton kernel a layer does everything for a row, in one pass.
+"""The tap on a GPU: one Triton kernel a point does everything for a row, in one pass.
 
-A row's program says what is done to it (tables.py); rows without one, and padding, leave at once. The arithmetic is
+A row's program says what is done to it (tables.py); rows without one, and padding, are left alone. The arithmetic is
 that of operations.py, in float32, with the projection summed in the order that the reduction takes.
+
+There are two kernels. One stands by itself after a layer. The other takes the place of the add and the RMS norm that
+follow a layer in most models: the model then runs as many kernels as without taps, and idle taps cost next to nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
 
 from inference_svc.taps.plan import Kind
-from inference_svc.taps.tables import WANT_AFTER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,40 +26,78 @@ if TYPE_CHECKING:
 
 _ADD = tl.constexpr(int(Kind.ADD))
 _ABLATE = tl.constexpr(int(Kind.ABLATE))
-_WANT_AFTER = tl.constexpr(WANT_AFTER)
+
+ROW_FIELDS = 4
+"""Numbers in a line of the row table: program, place, stride, and one that fills 16 bytes."""
+
+_ROW_FIELDS = tl.constexpr(ROW_FIELDS)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms):  # type: ignore[no-untyped-def]
+    """Return a row, float32 [WIDTH], after `count` operations from entry `first` on."""
+    for entry in range(first, first + count):
+        kind = tl.load(kinds + entry)
+        vector = tl.load(vectors + entry)
+        scale = tl.load(numbers + entry * 3)
+        low = tl.load(numbers + entry * 3 + 1)
+        high = tl.load(numbers + entry * 3 + 2)
+        inverse = tl.load(inverse_norms + vector)
+        v = tl.load(bank + vector.to(tl.int64) * width + columns, mask=mask, other=0.0)
+        factor = scale
+        if kind != _ADD:
+            projection = tl.sum(x * v, axis=0) * inverse
+            clamped = tl.maximum(tl.minimum(projection, high), low)
+            along = tl.where(kind == _ABLATE, -scale * projection, clamped - projection)
+            factor = along * inverse
+        x += factor * v
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _keep(destination, before, after, columns, mask, width, row_line, pool):  # type: ignore[no-untyped-def]
+    """Store a row, before or after steering, into its block, if the destination says so."""
+    if destination >= 0:
+        place = tl.load(row_line + 1).to(tl.int64)
+        stride = tl.load(row_line + 2).to(tl.int64)
+        target = pool + (place + (destination >> 1).to(tl.int64) * stride) * width
+        if destination & 1:
+            tl.store(target + columns, before, mask=mask)
+        else:
+            tl.store(target + columns, after, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _tap_kernel(  # type: ignore[no-untyped-def]
     hidden,
     residual,
-    row_programs,
-    row_places,
-    wants,
-    spans,
+    row_table,
+    lines,
     kinds,
     vectors,
     numbers,
     bank,
     inverse_norms,
     pool,
-    layer,
-    num_layers,
+    point,
+    num_points,
     hidden_stride,
     residual_stride,
     width,
     HAS_RESIDUAL: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0)
-    program = tl.load(row_programs + row)
+    row_line = row_table + row * _ROW_FIELDS
+    program = tl.load(row_line)
     if program < 0:
         return
-    want = tl.load(wants + program * num_layers + layer)
-    span = spans + (program * num_layers + layer) * 2
-    count = tl.load(span + 1)
-    if (count == 0) & (want == 0):
+    line = lines + (program * num_points + point) * 4
+    first = tl.load(line)
+    count = tl.load(line + 1)
+    here = tl.load(line + 2)
+    next_here = tl.load(line + 3)
+    if (count == 0) & (here < 0) & (next_here < 0):
         return
     columns = tl.arange(0, WIDTH)
     mask = columns < width
@@ -65,89 +105,164 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     r = tl.zeros([WIDTH], dtype=tl.float32)
     if HAS_RESIDUAL:
         r = tl.load(residual + row.to(tl.int64) * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    stored = (h.to(tl.float32) + r).to(hidden.dtype.element_ty)
+    x = h.to(tl.float32) + r
+    before = x.to(hidden.dtype.element_ty)
+    after = before
     if count > 0:
-        before = h.to(tl.float32) + r
-        x = before
-        first = tl.load(span)
-        for entry in range(first, first + count):
-            kind = tl.load(kinds + entry)
-            vector = tl.load(vectors + entry)
-            scale = tl.load(numbers + entry * 3)
-            low = tl.load(numbers + entry * 3 + 1)
-            high = tl.load(numbers + entry * 3 + 2)
-            inverse = tl.load(inverse_norms + vector)
-            v = tl.load(bank + vector.to(tl.int64) * width + columns, mask=mask, other=0.0)
-            factor = scale
-            if kind != _ADD:
-                projection = tl.sum(x * v, axis=0) * inverse
-                clamped = tl.maximum(tl.minimum(projection, high), low)
-                along = tl.where(kind == _ABLATE, -scale * projection, clamped - projection)
-                factor = along * inverse
-            x += factor * v
+        steered = _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms)
         # Only the difference is written back: a row that no operation moves stays as it is to the bit.
-        changed = (h.to(tl.float32) + (x - before)).to(hidden.dtype.element_ty)
+        changed = (h.to(tl.float32) + (steered - x)).to(hidden.dtype.element_ty)
         tl.store(hidden + row.to(tl.int64) * hidden_stride + columns, changed, mask=mask)
-        if want == _WANT_AFTER:
-            stored = (changed.to(tl.float32) + r).to(hidden.dtype.element_ty)
-    if want > 0:
-        place = tl.load(row_places + row)
-        if place >= 0:
-            block = place // BLOCK_TOKENS
-            offset = place % BLOCK_TOKENS
-            target = ((block.to(tl.int64) * num_layers + layer) * BLOCK_TOKENS + offset) * width
-            tl.store(pool + target + columns, stored, mask=mask)
+        after = (changed.to(tl.float32) + r).to(hidden.dtype.element_ty)
+    _keep(here, before, after, columns, mask, width, row_line, pool)
+    _keep(next_here, before, after, columns, mask, width, row_line, pool)
 
 
-def launch(
-    hidden: Tensor,
-    residual: Tensor | None,
-    layer: int,
-    row_table: Tensor,
-    table: ProgramTable,
-    bank: VectorBank,
-    pool: BlockPool | None,
-) -> None:
-    """Run the kernel over every row of a layer's output.
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _tap_norm_kernel(  # type: ignore[no-untyped-def]
+    hidden,
+    residual,
+    weight,
+    normed,
+    summed,
+    row_table,
+    lines,
+    kinds,
+    vectors,
+    numbers,
+    bank,
+    inverse_norms,
+    pool,
+    point,
+    num_points,
+    hidden_stride,
+    residual_stride,
+    width,
+    epsilon,
+    PLUS_ONE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0)
+    row_line = row_table + row * _ROW_FIELDS
+    program = tl.load(row_line)
+    columns = tl.arange(0, WIDTH)
+    mask = columns < width
+    h = tl.load(hidden + row.to(tl.int64) * hidden_stride + columns, mask=mask, other=0.0)
+    r = tl.load(residual + row.to(tl.int64) * residual_stride + columns, mask=mask, other=0.0)
+    w = tl.load(weight + columns, mask=mask, other=0.0)
+    x = h.to(tl.float32) + r.to(tl.float32)
+    if program >= 0:
+        line = lines + (program * num_points + point) * 4
+        first = tl.load(line)
+        count = tl.load(line + 1)
+        before = x.to(hidden.dtype.element_ty)
+        if count > 0:
+            x = _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms)
+        after = x.to(hidden.dtype.element_ty)
+        _keep(tl.load(line + 2), before, after, columns, mask, width, row_line, pool)
+        _keep(tl.load(line + 3), before, after, columns, mask, width, row_line, pool)
+    tl.store(summed + row.to(tl.int64) * width + columns, x.to(hidden.dtype.element_ty), mask=mask)
+    # As vLLM's fused_add_rms_norm defines it: from the sum before it is rounded.
+    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + epsilon)
+    factor = w.to(tl.float32)
+    if PLUS_ONE:
+        factor += 1.0
+    else:
+        y = y.to(weight.dtype.element_ty).to(tl.float32)
+    y = y * factor
+    tl.store(normed + row.to(tl.int64) * width + columns, y.to(hidden.dtype.element_ty), mask=mask)
 
-    Args:
-        hidden: [rows, hidden], changed in place.
-        residual: [rows, hidden], or None.
-        layer: Which of this stage's layers.
-        row_table: Each row's program and place (block * 32 + offset), int32 [2, rows or more]; -1: none.
-        table: The programs.
-        bank: The vectors.
-        pool: The capture blocks; None on a rank that only steers.
-    """
+
+class KernelTables(NamedTuple):
+    """What the kernels read beside the rows; all of it at fixed addresses."""
+
+    rows: Tensor
+    """Each row's program (-1: none), place and stride, int32 [rows or more, ROW_FIELDS]."""
+    programs: ProgramTable
+    bank: VectorBank
+    pool: BlockPool | None
+    """The capture blocks; None on a rank that only steers."""
+
+    def arguments(self, hidden: Tensor, point: int) -> tuple[object, ...]:
+        """Return the arguments that both kernels take in the same order."""
+        programs, bank = self.programs, self.bank
+        return (
+            self.rows,
+            programs.lines,
+            programs.kinds,
+            programs.vectors,
+            programs.numbers,
+            bank.vectors,
+            bank.inverse_norms,
+            self.pool.memory if self.pool is not None else hidden,
+            point,
+            programs.lines.shape[1],
+        )
+
+
+def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTables) -> None:
+    """Steer and capture the rows of `hidden` + `residual`, each [rows, hidden]; `hidden` is changed in place."""
     rows, width = hidden.shape
     if not rows:
         return
-    memory = pool.memory if pool is not None else hidden
-    block_tokens = pool.memory.shape[2] if pool is not None else 1
     padded = triton.next_power_of_2(width)
     _tap_kernel[(rows,)](
         hidden,
         residual if residual is not None else hidden,
-        row_table[0],
-        row_table[1],
-        table.wants,
-        table.spans,
-        table.kinds,
-        table.vectors,
-        table.numbers,
-        bank.vectors,
-        bank.inverse_norms,
-        memory,
-        layer,
-        table.wants.shape[1],
+        *tables.arguments(hidden, point),
         hidden.stride(0),
         residual.stride(0) if residual is not None else 0,
         width,
         HAS_RESIDUAL=residual is not None,
-        BLOCK_TOKENS=block_tokens,
         WIDTH=padded,
         num_warps=_warps(padded),
     )
+
+
+def tap_norm(
+    hidden: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    point: int,
+    tables: KernelTables,
+    *,
+    plus_one: bool,
+) -> tuple[Tensor, Tensor]:
+    """Steer and capture as `tap`, and go on with the RMS norm of the sum.
+
+    Args:
+        hidden: [rows, hidden].
+        residual: [rows, hidden].
+        weight: The norm's, [hidden].
+        epsilon: The norm's.
+        point: The tap point.
+        tables: What the kernel reads.
+        plus_one: The norm multiplies by weight + 1, in float32 (Gemma), rather than by weight in its dtype.
+
+    Returns:
+        The norm of the steered sum, and the sum, each [rows, hidden].
+    """
+    rows, width = hidden.shape
+    normed, summed = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
+    if rows:
+        padded = triton.next_power_of_2(width)
+        _tap_norm_kernel[(rows,)](
+            hidden,
+            residual,
+            weight,
+            normed,
+            summed,
+            *tables.arguments(hidden, point),
+            hidden.stride(0),
+            residual.stride(0),
+            width,
+            epsilon,
+            PLUS_ONE=plus_one,
+            WIDTH=padded,
+            num_warps=_warps(padded),
+        )
+    return normed, summed
 
 
 def _warps(width: int) -> int:

@@ -13,7 +13,6 @@ import numpy as np
 
 from inference_svc.taps.programs import Program
 from residuum.v1 import selection_pb2
-from residuum.wire.limits import BLOCK_TOKENS
 from residuum.wire.selection import wanted_positions
 
 if TYPE_CHECKING:
@@ -73,7 +72,9 @@ class ProgramRows(NamedTuple):
     rows: npt.NDArray[np.int64]
     """Rows of the batch."""
     places: npt.NDArray[np.int64]
-    """Where each is captured: block * 32 + row of the block; NOWHERE if it is not."""
+    """The pool's row that takes each one's first unit; NOWHERE if it is not captured."""
+    strides: npt.NDArray[np.int64]
+    """From the pool's row of one unit to that of the next: the capacity of the block."""
 
 
 @dataclass
@@ -96,7 +97,7 @@ class StepPlanner:
         """Plan for a rank that captures into `pool`, or one that only steers."""
         self._pool = pool
         self._layout = StepLayout()
-        self._singles: dict[Program, tuple[list[int], list[int]]] = {}
+        self._singles: dict[Program, tuple[list[int], list[int], list[int]]] = {}
 
     def add_request(self, state: RequestState, row: int, first: int, count: int) -> None:
         """Lay out `count` rows of a request, from `row` of the batch and position `first` on."""
@@ -109,7 +110,8 @@ class StepPlanner:
     def finish(self) -> StepLayout:
         """Return the layout."""
         self._layout.parts += [
-            ProgramRows(program, np.array(rows), np.array(places)) for program, (rows, places) in self._singles.items()
+            ProgramRows(program, np.array(rows), np.array(places), np.array(strides))
+            for program, (rows, places, strides) in self._singles.items()
         ]
         return self._layout
 
@@ -117,32 +119,33 @@ class StepPlanner:
         state.next_position = position + 1
         if decode.program is None:
             return
-        place = NOWHERE
+        place, stride = NOWHERE, 0
         if decode.captured and self._pool is not None:
-            block = self._open_block(state, self._pool)
-            place = block.index * BLOCK_TOKENS + len(block.positions)
+            block = self._open_block(state, self._pool, 1)
+            place, stride = block.first_row + len(block.positions), block.capacity
             block.positions.append(position)
             if not block.free:
                 self._close(state)
-        rows, places = self._singles.setdefault(decode.program, ([], []))
+        rows, places, strides = self._singles.setdefault(decode.program, ([], [], []))
         rows.append(row)
         places.append(place)
+        strides.append(stride)
 
     def _add_many(self, state: RequestState, row: int, first: int, count: int) -> None:
         plan = state.plan
         applied = [wanted_positions(item.positions, plan.prompt_tokens, first, count) for item in plan.operations]
-        places = self._capture(state, first, count)
+        places, strides = self._capture(state, first, count)
         masks = np.array([*applied, places != NOWHERE])  # [operations + 1, rows]
         combinations, which = np.unique(masks, axis=1, return_inverse=True)
         for index, combination in enumerate(combinations.T):
             program = Program.for_rows(plan, np.flatnonzero(combination[:-1]).tolist(), captured=bool(combination[-1]))
             if program is not None:
                 chosen = np.flatnonzero(which.reshape(-1) == index)
-                self._layout.parts.append(ProgramRows(program, row + chosen, places[chosen]))
+                self._layout.parts.append(ProgramRows(program, row + chosen, places[chosen], strides[chosen]))
 
     def _capture(self, state: RequestState, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the place of each row, [count]; opens and closes blocks on the way."""
-        places = np.full(count, NOWHERE, dtype=np.int64)
+        """Return the place and the stride of each row, [2, count]; opens and closes blocks on the way."""
+        places = np.full((2, count), NOWHERE, dtype=np.int64)
         known, stop = state.next_position, first + count
         state.next_position = max(known, stop)
         capture, pool, prompt_tokens = state.plan.capture, self._pool, state.plan.prompt_tokens
@@ -171,19 +174,20 @@ class StepPlanner:
     ) -> None:
         at = 0
         while at < len(positions):
-            block = self._open_block(state, pool)
+            block = self._open_block(state, pool, len(positions) - at)
             part = positions[at : at + block.free]
-            start = block.index * BLOCK_TOKENS + len(block.positions)
-            places[part - first] = np.arange(start, start + len(part))
+            start = block.first_row + len(block.positions)
+            places[0, part - first] = np.arange(start, start + len(part))
+            places[1, part - first] = block.capacity
             block.positions.extend(part.tolist())
             at += len(part)
             if not block.free:
                 self._close(state)
 
-    def _open_block(self, state: RequestState, pool: BlockPool) -> Block:
+    def _open_block(self, state: RequestState, pool: BlockPool, positions: int) -> Block:
         if state.block is None:
             assert state.plan.capture is not None  # noqa: S101 - asked only for requests that capture
-            state.block = pool.take(state.plan.capture)
+            state.block = pool.take(state.plan.capture, positions)
         return state.block
 
     def _close(self, state: RequestState) -> None:

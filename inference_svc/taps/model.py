@@ -1,4 +1,4 @@
-"""Finding a model's decoder layers by structure, and hooking the op to them."""
+"""Finding a model's decoder layers by structure, and putting the ops into it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from inference_svc.taps import op
+from inference_svc.taps.points import ENTRY
+from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Mapping
+
+    from inference_svc.taps.points import Site, TapPoints
+    from inference_svc.taps.structure import Structure
+
+
+_SUM_TOLERANCE = 0.05
+"""What rounding to bfloat16 at every step may amount to."""
 
 
 class CannotTapError(RuntimeError):
@@ -46,18 +55,97 @@ def find_decoder_layers(model: nn.Module, num_layers: int) -> dict[int, nn.Modul
     return {index: layer for index, layer in enumerate(layers) if type(layer).__name__ != "PPMissingLayer"}
 
 
-def hook_layers(layers: dict[int, nn.Module]) -> None:
-    """Call the op after each layer. Must come before vLLM's first run of the model, which traces it."""
+def put_taps(
+    layers: Mapping[int, nn.Module],
+    points: TapPoints,
+    structure: Structure,
+    sites: Iterable[Site.ValueType],
+    fold: Callable[[nn.Module, int], bool],
+) -> int:
+    """Put the ops into a model. Must come before vLLM's first run of the compiled model, which traces it.
+
+    Args:
+        layers: The decoder layers by index.
+        points: The tap points.
+        structure: What is known of the model.
+        sites: The sites that can be captured. The point after each layer is always there: it is where rows are
+            steered.
+        fold: Folds the tap of a point into a norm, if the norm is of a kind that allows it; tells whether it did.
+
+    Returns:
+        How many taps were folded into norms.
+
+    Raises:
+        CannotTapError: A site was not found.
+    """
+    folded = 0
     for index, layer in layers.items():
-        layer.register_forward_hook(_make_hook(index))
+        norm = structure.norms.get(index)
+        if norm is not None and fold(norm, points.after(index)):
+            folded += 1
+        else:
+            layer.register_forward_hook(_after_module(points.after(index)))
+    for site in sites:
+        if site == capture_pb2.SITE_RESID_PRE:
+            _put_entry(layers, structure)
+        elif site != capture_pb2.SITE_RESID_POST:
+            _put_parts(layers, points, structure, site)
+    return folded
 
 
-def _make_hook(index: int) -> Any:
-    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor | Sequence[Tensor]) -> None:
+def check_sum(errors: Mapping[int, float]) -> None:
+    """Make sure that the parts of each layer are what it adds to the residual stream; see `structure.sum_error`.
+
+    Raises:
+        CannotTapError: They are not.
+    """
+    off = {layer: error for layer, error in errors.items() if not error < _SUM_TOLERANCE}
+    if off:
+        layer, error = max(off.items(), key=lambda item: item[1])
+        raise CannotTapError(
+            "attn_out and mlp_out cannot be captured: looked for two modules whose outputs, added to the residual "
+            f"stream before a layer, give the stream after it; in layer {layer} they are off by {error:.0%}. The model "
+            "scales or merges them. Leave the two sites out of --capture-sites."
+        )
+
+
+def _put_entry(layers: Mapping[int, nn.Module], structure: Structure) -> None:
+    first = layers[min(layers)]
+    if structure.inputs is None:
+        raise CannotTapError(
+            f"resid_pre cannot be captured: looked for the arguments of {type(first).__name__} that carry what the "
+            "layer before it returned, found none."
+        )
+    hidden, residual = structure.inputs
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        op.call(hidden.of(args, kwargs), residual.of(args, kwargs) if residual else None, ENTRY)
+
+    first.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _put_parts(layers: Mapping[int, nn.Module], points: TapPoints, structure: Structure, site: Site.ValueType) -> None:
+    is_attention = site == capture_pb2.SITE_ATTN_OUT
+    found = structure.attention if is_attention else structure.mlp
+    missing = sorted(set(layers) - set(found))
+    if missing:
+        layer = layers[missing[0]]
+        raise CannotTapError(
+            f"{'attn_out' if is_attention else 'mlp_out'} cannot be captured: looked in {type(layer).__name__} for an "
+            "attention block and for an MLP after it, each a module of its own, "
+            f"found {sorted(name for name, _ in layer.named_children())} (layers {missing})."
+        )
+    for index in layers:
+        found[index].register_forward_hook(_after_module(points.of(site, index), one_tensor=True))
+
+
+def _after_module(point: int, *, one_tensor: bool = False) -> Any:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         del module, arguments
         if isinstance(output, Tensor):
-            op.call(output, None, index)
+            op.call(output, None, point)
         else:
-            op.call(output[0], output[1], index)
+            op.call(output[0], None if one_tensor or len(output) == 1 else output[1], point)
 
     return hook

@@ -1,7 +1,8 @@
-"""The custom op that sits in the compiled graph: one call a layer, whose arguments never change.
+"""The custom ops that sit in the compiled graph: one call a tap point, whose arguments never change.
 
-It is registered with `mutates_args=["hidden"]`, so the compiler neither drops nor reorders it, and everything that
-differs from step to step is data behind it.
+`tap` stands by itself. It is registered with `mutates_args=["hidden"]`, so the compiler neither drops nor reorders it.
+`tap_norm` takes the place of a model's own add and RMS norm; the model goes on with what it returns. Everything that
+differs from step to step is data behind them.
 """
 
 from __future__ import annotations
@@ -14,41 +15,82 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LIBRARY = torch.library.Library("residuum", "FRAGMENT")
-_LIBRARY.define("tap(Tensor(a!) hidden, Tensor? residual, int layer) -> ()")
+_LIBRARY.define("tap(Tensor(a!) hidden, Tensor? residual, int point) -> ()")
+_LIBRARY.define(
+    "tap_norm(Tensor hidden, Tensor residual, Tensor weight, float epsilon, bool plus_one, int point)"
+    " -> (Tensor, Tensor)"
+)
 
 
 class Tap(Protocol):
-    """What is done with a layer's output."""
+    """What is done at the tap points."""
 
-    def tap(self, hidden: Tensor, residual: Tensor | None, layer: int) -> None:
-        """Steer and capture the rows of `hidden` + `residual` ([rows, hidden]) after a layer, in place."""
+    def tap(self, hidden: Tensor, residual: Tensor | None, point: int) -> None:
+        """Steer and capture the rows of `hidden` + `residual` ([rows, hidden]) at a point, in place."""
+
+    def tap_norm(
+        self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, point: int, *, plus_one: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the RMS norm of the sum and the sum itself, after it was steered and captured; see kernel.py."""
 
 
 class _Current:
     """The tap of this process. There is one model in a worker process, and so one tap."""
 
-    tap: Tap | None = None
+    tap: Tap
 
 
 def install(tap: Tap) -> None:
-    """Make `tap` what the op calls, in this process."""
+    """Make `tap` what the ops call, in this process. Comes before the model is hooked."""
     _Current.tap = tap
 
 
-def call(hidden: Tensor, residual: Tensor | None, layer: int) -> None:
-    """Call the op; traced into the graph."""
-    torch.ops.residuum.tap(hidden, residual, layer)
+def call(hidden: Tensor, residual: Tensor | None, point: int) -> None:
+    """Call `tap`; traced into the graph."""
+    torch.ops.residuum.tap(hidden, residual, point)
 
 
-def _run(hidden: Tensor, residual: Tensor | None, layer: int) -> None:
-    if _Current.tap is not None:
-        _Current.tap.tap(hidden, residual, layer)
+def call_norm(
+    hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, point: int, *, plus_one: bool
+) -> tuple[Tensor, Tensor]:
+    """Call `tap_norm`; traced into the graph."""
+    normed, summed = torch.ops.residuum.tap_norm(hidden, residual, weight, epsilon, plus_one, point)
+    return normed, summed
 
 
-def _fake(hidden: Tensor, residual: Tensor | None, layer: int) -> None:
-    del hidden, residual, layer
+def _tap(hidden: Tensor, residual: Tensor | None, point: int) -> None:
+    _Current.tap.tap(hidden, residual, point)
 
 
-_LIBRARY.impl("tap", _run, "CPU")
-_LIBRARY.impl("tap", _run, "CUDA")
-_LIBRARY._register_fake("tap", _fake)  # noqa: SLF001 - the documented way for a Library object
+def _fake_tap(hidden: Tensor, residual: Tensor | None, point: int) -> None:
+    del hidden, residual, point
+
+
+def _tap_norm(
+    hidden: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    plus_one: bool,  # noqa: FBT001 - ops are called by position
+    point: int,
+) -> tuple[Tensor, Tensor]:
+    return _Current.tap.tap_norm(hidden, residual, weight, epsilon, point, plus_one=plus_one)
+
+
+def _fake_tap_norm(
+    hidden: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    plus_one: bool,  # noqa: FBT001 - ops are called by position
+    point: int,
+) -> tuple[Tensor, Tensor]:
+    del residual, weight, epsilon, plus_one, point
+    return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("tap", _tap, _device)
+    _LIBRARY.impl("tap_norm", _tap_norm, _device)
+_LIBRARY._register_fake("tap", _fake_tap)  # noqa: SLF001 - the documented way for a Library object
+_LIBRARY._register_fake("tap_norm", _fake_tap_norm)  # noqa: SLF001 - see above

@@ -5,7 +5,7 @@ vLLM serialises `extra_args` with msgpack, so a plan is plain data; selections t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from residuum.v1 import capture_pb2, selection_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from inference_svc.taps.points import TapPoints
 
 KEY = "residuum"
 """The key of the plan in `extra_args`."""
@@ -54,11 +56,18 @@ class Capture:
     layers: tuple[int, ...]
     """The layers, ascending."""
     positions: selection_pb2.PositionSelection
+    sites: tuple[capture_pb2.Site.ValueType, ...] = (capture_pb2.SITE_RESID_POST,)
+    """The sites, ascending."""
     sheds: bool = False
     """Drop rows when the ring is full, instead of waiting."""
     before_steering: bool = False
     is_probe: bool = False
     """Keep the rows in the worker for the self-test, instead of sending them to the store."""
+
+    @property
+    def units(self) -> int:
+        """Rows that one captured position gives: one for each site and layer, in this order."""
+        return len(self.sites) * len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class RequestPlan:
             data["capture"] = {
                 **vars(self.capture),
                 "layers": list(self.capture.layers),
+                "sites": [int(site) for site in self.capture.sites],
                 "positions": self.capture.positions.SerializeToString(),
             }
         data["operations"] = [
@@ -98,17 +108,18 @@ class RequestPlan:
         capture = data.get("capture")
         return cls(
             prompt_tokens=data["prompt_tokens"],
-            capture=Capture(**_restore(capture)) if capture else None,
+            capture=Capture(**{**_restore(capture), "sites": tuple(capture["sites"])}) if capture else None,
             operations=tuple(
                 Operation(**{**_restore(item), "kind": Kind(item["kind"])}) for item in data["operations"]
             ),
         )
 
+    def for_rank(self, points: TapPoints, *, captures: bool) -> RequestPlan:
+        """Return what one rank does of it: the layers of its own stage are captured, if it is one that captures."""
+        layers = points.own(self.capture.layers) if self.capture and captures else ()
+        return replace(self, capture=replace(self.capture, layers=layers) if self.capture and layers else None)
+
 
 def _restore(item: Mapping[str, Any]) -> dict[str, Any]:
     positions = selection_pb2.PositionSelection.FromString(item["positions"])
     return {**item, "layers": tuple(item["layers"]), "positions": positions}
-
-
-SITE = capture_pb2.SITE_RESID_POST
-"""The one site that these taps serve: the residual stream after a layer."""

@@ -37,25 +37,34 @@ class Step(NamedTuple):
 class Program:
     """What is done to a row. Interned: equal programs are one object, so that comparing and hashing cost nothing."""
 
-    __slots__ = ("__weakref__", "before_steering", "capture_layers", "steps")
+    __slots__ = ("__weakref__", "before_steering", "capture_layers", "capture_sites", "steps")
 
     _known: ClassVar[WeakValueDictionary[tuple[object, ...], Program]] = WeakValueDictionary()
 
+    capture_sites: tuple[int, ...]
+    """The sites at which the row is captured, ascending; empty: none."""
     capture_layers: tuple[int, ...]
-    """The layers on which the row is captured, ascending; empty: none."""
+    """The layers on which it is captured, ascending; empty: none."""
     before_steering: bool
     """Capture the row as it was before steering."""
     steps: tuple[Step, ...]
     """The operations, in the order in which they are applied; each names its layers."""
 
     @classmethod
-    def make(cls, capture_layers: tuple[int, ...], *, before_steering: bool, steps: Sequence[Step]) -> Program:
+    def make(
+        cls,
+        capture_sites: tuple[int, ...] = (),
+        capture_layers: tuple[int, ...] = (),
+        *,
+        before_steering: bool = False,
+        steps: Sequence[Step] = (),
+    ) -> Program:
         """Return the program."""
-        key = (capture_layers, before_steering, tuple(steps))
+        key = (capture_sites, capture_layers, before_steering, tuple(steps))
         known = cls._known.get(key)
         if known is None:
             known = cls()
-            known.capture_layers, known.before_steering, known.steps = key
+            known.capture_sites, known.capture_layers, known.before_steering, known.steps = key
             cls._known[key] = known
         return known
 
@@ -66,7 +75,14 @@ class Program:
         if capture is None and not operations:
             return None
         return cls.make(
+            capture.sites if capture else (),
             capture.layers if capture else (),
             before_steering=bool(capture and capture.before_steering),
             steps=[Step.of(plan.operations[index]) for index in operations],
         )
+
+    def unit(self, site: int, layer: int) -> int | None:
+        """Return which of a captured position's rows holds a site of a layer; None if that is not captured."""
+        if site not in self.capture_sites or layer not in self.capture_layers:
+            return None
+        return self.capture_sites.index(site) * len(self.capture_layers) + self.capture_layers.index(layer)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.blocks import BlockPool
     from inference_svc.taps.layout import StepLayout
+    from inference_svc.taps.points import TapPoints
     from inference_svc.taps.sink import BlockSink
 
 
@@ -24,19 +25,21 @@ class DeviceTap(Protocol):
         """Take over what the next run of the model does."""
 
     def disarm(self) -> None:
-        """Let the next runs of the model pass through."""
+        """Let the next runs of the model pass through. Told once, when a step has nothing to do."""
 
 
 class TapRuntime:
     """Keeps the requests that the taps work for, and takes the taps through each step of the engine."""
 
-    def __init__(self, tap: DeviceTap, pool: BlockPool | None, sink: BlockSink | None) -> None:
+    def __init__(self, points: TapPoints, tap: DeviceTap, pool: BlockPool | None, sink: BlockSink | None) -> None:
         """Make the runtime of a rank that captures, or, without a pool and a sink, of one that only steers."""
+        self._points = points
         self._tap = tap
         self._pool = pool
         self._sink = sink
         self._requests: dict[str, RequestState] = {}
         self._layout: StepLayout | None = None
+        self._is_armed = False
 
     @property
     def open_requests(self) -> int:
@@ -56,6 +59,7 @@ class TapRuntime:
             plan = RequestPlan.from_extra_args(extra_args)
             if plan is not None:
                 # Some runners announce a preempted request again, as if it were new; what is captured stays captured.
+                plan = plan.for_rank(self._points, captures=self._pool is not None)
                 self._requests.setdefault(request_id, RequestState(plan))
 
     def place(self, tell_rows: Callable[[], StepRows]) -> None:
@@ -65,6 +69,7 @@ class TapRuntime:
             tell_rows: Tells which rows are whose; not asked if there is nothing to do, so that it costs nothing.
         """
         if not self._requests:
+            self._disarm()
             return
         rows = tell_rows()
         planner = StepPlanner(self._pool)
@@ -75,15 +80,19 @@ class TapRuntime:
                 planner.add_request(state, row, int(first), int(count))
             row += int(count)
         self._layout = planner.finish()
+        if not self._layout.parts:
+            self._disarm()
+            return
         self._tap.arm(self._layout)
+        self._is_armed = True
 
     def finish_step(self) -> None:
-        """Send the blocks that the step filled, and switch the taps off until the next step."""
+        """Send the blocks that the step filled.
+
+        The taps stay armed: each step that computes something is placed anew, and nothing runs in between.
+        """
         layout, self._layout = self._layout, None
-        if layout is None:
-            return
-        self._tap.disarm()
-        if self._sink is None:
+        if layout is None or self._sink is None:
             return
         for capture, positions in layout.skipped:
             self._sink.lose(
@@ -93,6 +102,11 @@ class TapRuntime:
                 "The engine did not compute these positions: it took them from a cache.",
             )
         self._sink.send(layout.full_blocks)
+
+    def _disarm(self) -> None:
+        if self._is_armed:
+            self._tap.disarm()
+            self._is_armed = False
 
     def _retire(self, request_id: str) -> None:
         state = self._requests.pop(request_id, None)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from inference_svc.taps.plan import SITE
 from residuum.v1 import capture_pb2, store_pb2
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from inference_svc.shipping.producer import RingProducer
+    from inference_svc.shipping.ring import Extent
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.plan import Capture
     from residuum.v1 import tensor_pb2
@@ -23,13 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What the rows of this rank are."""
+    """What a captured row is."""
 
-    first_layer: int
-    num_layers: int
-    """Layers of this pipeline stage."""
     hidden: int
+    """Elements."""
     dtype: tensor_pb2.DataType.ValueType
+
+
+class Probe(NamedTuple):
+    """A block that was kept for the self-test."""
+
+    capture: Capture
+    positions: list[int]
+    rows: Tensor
+    """[sites, layers, positions, hidden]."""
 
 
 class BlockSink:
@@ -39,7 +46,7 @@ class BlockSink:
         self._pool = pool
         self._format = row_format
         self._producer = producer
-        self._probes: dict[str, list[tuple[list[int], Tensor]]] = {}
+        self._probes: dict[str, list[Probe]] = {}
 
     def send(self, blocks: Sequence[Block]) -> None:
         """Move blocks' rows on and give the blocks back to the pool.
@@ -47,16 +54,16 @@ class BlockSink:
         A full ring is handled as the capture asks: WAIT holds up the step, SHED drops the rows and says so.
         """
         for block in blocks:
-            layers = self._own_layers(block.capture)
             if block.capture.is_probe:
-                self._keep_probe(block, layers)
-            elif layers and block.positions:
-                slot = self._producer.acquire(block=not block.capture.sheds)
-                if slot is None:
+                self._keep_probe(block)
+            elif block.positions:
+                rows = self._pool.rows(block)
+                extent = self._producer.acquire(rows.nbytes, block=not block.capture.sheds)
+                if extent is None:
                     self._shed(block)
                 else:
-                    self._copy(block, layers, slot)
-                    self._publish(block, layers, slot)
+                    self._copy(rows, extent)
+                    self._publish(block, extent)
             self._pool.give_back(block)
 
     def flush(self, timeout_seconds: float) -> bool:
@@ -72,26 +79,26 @@ class BlockSink:
         detail: str,
     ) -> None:
         """Report rows of a capture that will never come."""
-        layers = self._own_layers(capture)
-        if capture.is_probe or not layers or not positions:
+        if capture.is_probe or not positions:
             return
         loss = store_pb2.RowLoss(
             sequence=capture.sequence,
-            sites=[SITE],
-            layers=layers,
+            sites=capture.sites,
+            layers=capture.layers,
             positions=positions,
             reason=reason,
             detail=detail,
         )
         self._producer.report_loss(capture.capture_id, loss)
 
-    def take_probe(self, capture_id: str) -> list[tuple[list[int], Tensor]]:
-        """Return, once, the rows of a self-test's capture: positions and [layers, positions, hidden] for each block."""
+    def take_probe(self, capture_id: str) -> list[Probe]:
+        """Return, once, the blocks of a self-test's capture."""
         return self._probes.pop(capture_id, [])
 
-    def _keep_probe(self, block: Block, layers: list[int]) -> None:
-        rows = self._rows(block, layers).clone()
-        self._probes.setdefault(block.capture.capture_id, []).append((list(block.positions), rows))
+    def _keep_probe(self, block: Block) -> None:
+        capture = block.capture
+        rows = self._pool.rows(block).clone().unflatten(0, (len(capture.sites), len(capture.layers)))
+        self._probes.setdefault(capture.capture_id, []).append(Probe(capture, list(block.positions), rows))
 
     def _shed(self, block: Block) -> None:
         self.lose(
@@ -101,33 +108,23 @@ class BlockSink:
             "The ring between the engine and the store was full, and the capture's policy is SHED.",
         )
 
-    def _copy(self, block: Block, layers: list[int], slot: int) -> Tensor:
-        """Copy a block's rows into a slot; returns the rows, which must live until the copy is done."""
-        rows = self._rows(block, layers)
-        target = torch.from_numpy(self._producer.slot(slot)[: rows.nbytes])
+    def _copy(self, rows: Tensor, extent: Extent) -> None:
+        """Copy a block's rows, [units, positions, hidden], into the ring."""
+        target = torch.from_numpy(self._producer.view(extent))
         target.view(rows.dtype).view(rows.shape).copy_(rows, non_blocking=True)
-        return rows
 
-    def _publish(self, block: Block, layers: list[int], slot: int) -> None:
-        self._producer.publish(slot, block.capture.capture_id, self._header(block, layers))
-
-    def _header(self, block: Block, layers: list[int]) -> capture_pb2.ChunkHeader:
-        return capture_pb2.ChunkHeader(
-            sequence=block.capture.sequence,
-            site=SITE,
-            layers=layers,
-            positions=block.positions,
-            dtype=self._format.dtype,
-            width=self._format.hidden,
-            encoding=capture_pb2.ENCODING_RAW,
-        )
-
-    def _rows(self, block: Block, layers: list[int]) -> Tensor:
-        memory = self._pool.memory[block.index, :, : len(block.positions)]
-        if len(layers) == self._format.num_layers:
-            return memory
-        return memory[[layer - self._format.first_layer for layer in layers]]
-
-    def _own_layers(self, capture: Capture) -> list[int]:
-        first, count = self._format.first_layer, self._format.num_layers
-        return [layer for layer in capture.layers if first <= layer < first + count]
+    def _publish(self, block: Block, extent: Extent) -> None:
+        capture = block.capture
+        headers = [
+            capture_pb2.ChunkHeader(
+                sequence=capture.sequence,
+                site=site,
+                layers=capture.layers,
+                positions=block.positions,
+                dtype=self._format.dtype,
+                width=self._format.hidden,
+                encoding=capture_pb2.ENCODING_RAW,
+            )
+            for site in capture.sites
+        ]
+        self._producer.publish(extent, capture.capture_id, headers)

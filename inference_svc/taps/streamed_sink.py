@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from inference_svc.shipping.producer import RingProducer
+    from inference_svc.shipping.ring import Extent
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.sink import RowFormat
 
@@ -37,9 +38,9 @@ class _Copy(NamedTuple):
     """A copy that is under way."""
 
     block: Block
-    layers: list[int]
-    slot: int
+    extent: Extent
     rows: Tensor
+    """What is copied; it must live until the copy is done."""
     done: torch.cuda.Event
 
 
@@ -102,31 +103,31 @@ class StreamedSink(BlockSink):
                         self._changed.notify_all()
 
     def _start(self, block: Block) -> None:
-        layers = self._own_layers(block.capture)
         if block.capture.is_probe:
-            self._keep_probe(block, layers)
+            self._keep_probe(block)
             self._stream.synchronize()
-        elif layers and block.positions:
-            slot = self._acquire(block)
-            if slot is not None:
-                rows = self._copy(block, layers, slot)
+        elif block.positions:
+            rows = self._pool.rows(block)
+            extent = self._acquire(rows.nbytes, sheds=block.capture.sheds)
+            if extent is not None:
+                self._copy(rows, extent)
                 done = torch.cuda.Event()
                 done.record(self._stream)
-                self._under_way.append(_Copy(block, layers, slot, rows, done))
+                self._under_way.append(_Copy(block, extent, rows, done))
                 return
             self._shed(block)
         self._pool.give_back(block)
 
-    def _acquire(self, block: Block) -> int | None:
-        slot = self._producer.acquire(block=False)
-        if slot is None:
-            self._finish_all()  # what is under way must be published before its slots can come back
-            slot = self._producer.acquire(block=not block.capture.sheds)
-        return slot
+    def _acquire(self, nbytes: int, *, sheds: bool) -> Extent | None:
+        extent = self._producer.acquire(nbytes, block=False)
+        if extent is None:
+            self._finish_all()  # what is under way must be published before its room in the ring can come back
+            extent = self._producer.acquire(nbytes, block=not sheds)
+        return extent
 
     def _finish_all(self) -> None:
         while self._under_way:
             copy = self._under_way.popleft()
             copy.done.synchronize()
-            self._publish(copy.block, copy.layers, copy.slot)
+            self._publish(copy.block, copy.extent)
             self._pool.give_back(copy.block)

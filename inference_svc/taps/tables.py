@@ -17,10 +17,17 @@ from inference_svc.runs import FreeRuns
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from inference_svc.taps.points import TapPoints
     from inference_svc.taps.programs import Program, Step
 
-WANT_NOTHING, WANT_AFTER, WANT_BEFORE = 0, 1, 2
-"""Whether a row is captured on a layer: not, as it is after steering, or as it was before."""
+NOT_KEPT = -1
+"""The destination of a row that is not captured at a point."""
+
+
+def destination(program: Program, site: int, layer: int) -> int:
+    """Return where a program keeps a row at a site of a layer: 2 * unit, plus 1 for the row before steering."""
+    unit = program.unit(site, layer)
+    return NOT_KEPT if unit is None else 2 * unit + program.before_steering
 
 
 class TablesFullError(RuntimeError):
@@ -30,17 +37,15 @@ class TablesFullError(RuntimeError):
 class ProgramTable:
     """The tables that the kernel reads.
 
-    Shapes: `wants` uint8 [programs, layers]; `spans` int32 [programs, layers, 2], the first entry and the number of
-    entries; entries: `kinds` int32, `vectors` int32 (rows of the bank), `numbers` float32 [entries, 3] (scale, low,
-    high).
+    Shapes: `lines` int32 [programs, points, 4]: the first entry, the number of entries, and the two destinations of
+    the row at that point (see `destination`); entries: `kinds` int32, `vectors` int32 (rows of the bank), `numbers`
+    float32 [entries, 3] (scale, low, high).
     """
 
-    def __init__(self, programs: int, entries: int, layers: int, first_layer: int, device: torch.device) -> None:
-        """Allot tables for `layers` layers from `first_layer` on."""
-        self._layers = layers
-        self._first_layer = first_layer
-        self.wants = torch.zeros(programs, layers, dtype=torch.uint8, device=device)
-        self.spans = torch.zeros(programs, layers, 2, dtype=torch.int32, device=device)
+    def __init__(self, programs: int, entries: int, points: TapPoints, device: torch.device) -> None:
+        """Allot tables for the points of a stage."""
+        self._points = points
+        self.lines = torch.zeros(programs, points.count, 4, dtype=torch.int32, device=device)
         self.kinds = torch.zeros(entries, dtype=torch.int32, device=device)
         self.vectors = torch.zeros(entries, dtype=torch.int32, device=device)
         self.numbers = torch.zeros(entries, 3, dtype=torch.float32, device=device)
@@ -52,7 +57,7 @@ class ProgramTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all tables."""
-        return sum(int(table.nbytes) for table in (self.wants, self.spans, self.kinds, self.vectors, self.numbers))
+        return sum(int(table.nbytes) for table in (self.lines, self.kinds, self.vectors, self.numbers))
 
     def begin_step(self) -> None:
         """Forget which programs the last step used: from now on they may be replaced."""
@@ -72,12 +77,11 @@ class ProgramTable:
         return known.number
 
     def _write(self, program: Program) -> _Place:
-        wants, spans, entries = self._compile(program)
+        lines, entries = self._compile(program)
         place = self._make_room(len(entries))
-        spans[:, 0] += place.first
+        lines[:, 0] += place.first
         # From pageable memory: the driver copies it aside before these calls return.
-        self.wants[place.number].copy_(torch.from_numpy(wants))
-        self.spans[place.number].copy_(torch.from_numpy(spans))
+        self.lines[place.number].copy_(torch.from_numpy(lines))
         if entries:
             run = slice(place.first, place.first + place.count)
             self.kinds[run].copy_(torch.tensor([int(step.kind) for step in entries], dtype=torch.int32))
@@ -86,23 +90,23 @@ class ProgramTable:
             self.numbers[run].copy_(torch.tensor(numbers, dtype=torch.float32))
         return place
 
-    def _compile(self, program: Program) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32], list[Step]]:
-        """Return the program's rows of the tables; spans count from its first entry."""
-        wants = np.zeros(self._layers, dtype=np.uint8)
-        spans = np.zeros((self._layers, 2), dtype=np.int32)
+    def _compile(self, program: Program) -> tuple[npt.NDArray[np.int32], list[Step]]:
+        """Return the program's lines, whose first entries count from its own first one, and its entries."""
+        lines = np.zeros((self._points.count, 4), dtype=np.int32)
+        lines[:, 2:] = NOT_KEPT
         entries: list[Step] = []
         written: dict[tuple[int, ...], int] = {}  # layers with the same operations share their entries
-        for row in range(self._layers):
-            layer = row + self._first_layer
-            if layer in program.capture_layers:
-                wants[row] = WANT_BEFORE if program.before_steering else WANT_AFTER
+        for layer in self._points.layers:
             chosen = tuple(index for index, step in enumerate(program.steps) if layer in step.layers)
             if chosen and chosen not in written:
                 written[chosen] = len(entries)
                 entries += [program.steps[index] for index in chosen]
             if chosen:
-                spans[row] = written[chosen], len(chosen)
-        return wants, spans, entries
+                lines[self._points.after(layer), :2] = written[chosen], len(chosen)
+        for point in range(self._points.count):
+            for column, (site, layer) in enumerate(self._points.sites(point), start=2):
+                lines[point, column] = destination(program, site, layer)
+        return lines, entries
 
     def _make_room(self, entries: int) -> _Place:
         """Return a free number and room for entries, replacing programs that were not used for longest."""
@@ -113,7 +117,7 @@ class ProgramTable:
             idle = next((program for program in self._known if program not in self._in_step), None)
             if idle is None:
                 raise TablesFullError(
-                    f"one step captures and steers in more ways than the tables hold ({len(self.wants)} programs, "
+                    f"one step captures and steers in more ways than the tables hold ({len(self.lines)} programs, "
                     f"{len(self.kinds)} operations)"
                 )
             place = self._known.pop(idle)

@@ -12,23 +12,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from inference_svc.logs import configure_worker_logs
 from inference_svc.shipping.producer import RingProducer
 from inference_svc.taps import model as model_taps
-from inference_svc.taps import op, runner_v1, runner_v2
+from inference_svc.taps import norms, op, runner_v1, runner_v2
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
 from inference_svc.taps.limits import refuse_unsupported
+from inference_svc.taps.points import TapPoints
 from inference_svc.taps.runtime import TapRuntime
 from inference_svc.taps.sink import BlockSink, RowFormat
+from inference_svc.taps.structure import Structure, observe, sum_error
 from inference_svc.taps.watchdog import end_with
-from residuum.v1 import tensor_pb2
+from residuum.rpc.logs import get_logger
+from residuum.v1 import capture_pb2, tensor_pb2
+from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import nn
 
 SETTINGS_VARIABLE = "RESIDUUM_WORKER_SETTINGS"
 """The environment variable that carries `WorkerSettings` to the workers.
@@ -42,10 +50,21 @@ _DTYPES = {
 }
 
 
+_log = get_logger(__name__)
+
 _PROBE_SECONDS = 30.0
+
+_OBSERVED_TOKENS = 4
+"""Tokens of the run by which the model is seen."""
 
 _STEPS_LEAVING = 1
 """Steps whose blocks a GPU copies out while the next one runs."""
+
+_BLOCKS_IN_RING = 8
+"""Blocks of the largest size that the ring holds: some are filled while others are sent."""
+
+_LARGEST_BLOCK_BYTES = 64 << 20
+"""What one block takes at most, if more than 32 positions are in it: larger ones would only come later."""
 
 
 class TappedWorker:
@@ -80,8 +99,11 @@ class TappedWorker:
         """Write vectors into rows of the bank; see `VectorBank.load`."""
         self._residuum.bank.load(rows)
 
-    def residuum_take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], bytes]]:
-        """Return the rows of a self-test: (layers, positions, float32 values [layers, positions, hidden]) a block."""
+    def residuum_take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
+        """Return the rows of a self-test, for each block (sites, layers, positions, values).
+
+        Values are float32 [sites, layers, positions, hidden].
+        """
         return self._residuum.take_probe(capture_id)
 
     def residuum_drain(self, timeout_seconds: float) -> bool:
@@ -106,23 +128,28 @@ class _Taps:
         refuse_unsupported(config)
         num_layers = config.model_config.get_total_num_hidden_layers()
         layers = model_taps.find_decoder_layers(runner.get_model(), num_layers)
-        self._format = RowFormat(
-            first_layer=min(layers),
-            num_layers=len(layers),
-            hidden=config.model_config.get_hidden_size(),
-            dtype=_DTYPES[config.model_config.dtype],
-        )
+        points = TapPoints(min(layers), len(layers))
+        self._points = points
+        self._sites = tuple(settings["sites"])
+        hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
         self._rank = worker.rank
         self._pipeline_rank = get_pp_group().rank_in_group
-        self.bank = VectorBank(settings["bank_rows"], self._format.hidden, worker.device)
-        captures = get_tp_group().rank_in_group == 0
-        self.pool = self._make_pool(config, worker.device) if captures else None
-        self.producer = self._make_producer(settings, self.pool) if self.pool else None
-        self._sink = self._make_sink(worker.device) if self.pool and self.producer else None
+        self.bank = VectorBank(settings["bank_rows"], hidden, worker.device)
+        self._format = RowFormat(hidden, _DTYPES[dtype])
+        self.pool: BlockPool | None = None
+        self.producer: RingProducer | None = None
+        self._sink: BlockSink | None = None
+        if get_tp_group().rank_in_group == 0:
+            self._make_capture_path(settings, config, worker.device)
         tap = self._make_tap(config, worker.device)
-        self.runtime = TapRuntime(tap, self.pool, self._sink)
+        self._table_bytes = tap.nbytes
+        self.runtime = TapRuntime(points, tap, self.pool, self._sink)
+        structure = _observe(worker, layers, self._sites)
         op.install(tap)
-        model_taps.hook_layers(layers)
+        folds = settings["fold_norms"] if settings["fold_norms"] is not None else worker.device.type == "cuda"
+        self._folded = model_taps.put_taps(
+            layers, points, structure, self._sites, lambda norm, point: folds and _fold(norm, point, dtype)
+        )
         adapter = runner_v2 if worker.use_v2_model_runner else runner_v1
         adapter.attach(runner, self.runtime.place, vllm.__version__)
 
@@ -131,13 +158,16 @@ class _Taps:
         return {
             "rank": self._rank,
             "pipeline_rank": self._pipeline_rank,
-            "first_layer": self._format.first_layer,
-            "num_layers": self._format.num_layers,
+            "first_layer": self._points.first_layer,
+            "num_layers": self._points.num_layers,
+            "sites": list(self._sites),
+            "folded_norms": self._folded,
             "hidden": self._format.hidden,
             "dtype": int(self._format.dtype),
             "captures": self._sink is not None,
             "pool_bytes": self.pool.nbytes if self.pool else 0,
-            "ring_bytes": self._ring_bytes if self.producer else 0,
+            "table_bytes": self._table_bytes + self.bank.nbytes,
+            "ring_bytes": self.producer.ring_bytes if self.producer else 0,
             "control_path": self._control_path if self.producer else "",
         }
 
@@ -148,45 +178,82 @@ class _Taps:
         deadline = time.monotonic() + timeout_seconds
         return self._sink.flush(timeout_seconds) and self.producer.drain(max(deadline - time.monotonic(), 0.0))
 
-    def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], bytes]]:
+    def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
         """See `TappedWorker.residuum_take_probe`."""
         if self._sink is None:
             return []
         self._sink.flush(_PROBE_SECONDS)
-        first, count = self._format.first_layer, self._format.num_layers
         return [
-            (list(range(first, first + count)), positions, rows.float().cpu().numpy().tobytes())
-            for positions, rows in self._sink.take_probe(capture_id)
+            (
+                [int(site) for site in probe.capture.sites],
+                list(probe.capture.layers),
+                probe.positions,
+                probe.rows.float().cpu().numpy().tobytes(),
+            )
+            for probe in self._sink.take_probe(capture_id)
         ]
 
-    def _make_pool(self, config: Any, device: torch.device) -> BlockPool:
+    def _make_capture_path(self, settings: dict[str, Any], config: Any, device: torch.device) -> None:
+        """Allot the blocks and the ring, and start what moves rows from the one to the other."""
         scheduler = config.scheduler_config
+        row_bytes = self._format.hidden * config.model_config.dtype.itemsize
+        units = self._points.num_layers * len(self._sites)
+        least = BLOCK_TOKENS * units * row_bytes
+        ring_bytes = max(settings["ring_bytes"], 2 * least)
         leaving = _STEPS_LEAVING if device.type == "cuda" else 0
-        blocks = BlockPool.blocks_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, leaving)
-        return BlockPool(blocks, self._format.num_layers, self._format.hidden, config.model_config.dtype, device)
-
-    def _make_sink(self, device: torch.device) -> BlockSink:
-        assert self.pool is not None  # noqa: S101 - asked only where rows are captured
-        assert self.producer is not None  # noqa: S101 - see above
+        rows = BlockPool.rows_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, units, leaving)
+        self.pool = BlockPool(
+            rows,
+            self._format.hidden,
+            config.model_config.dtype,
+            device,
+            largest_block=min(ring_bytes // _BLOCKS_IN_RING, _LARGEST_BLOCK_BYTES) // row_bytes,
+        )
+        self._control_path = os.path.join(settings["control_dir"], f"rank{self._rank}.sock")  # noqa: PTH118
+        self.producer = RingProducer(self._control_path, ring_bytes=ring_bytes)
+        self.producer.start()
         if device.type == "cuda":
             from inference_svc.taps.streamed_sink import StreamedSink
 
-            return StreamedSink(self.pool, self._format, self.producer)
-        return BlockSink(self.pool, self._format, self.producer)
+            self._sink = StreamedSink(self.pool, self._format, self.producer)
+        else:
+            self._sink = BlockSink(self.pool, self._format, self.producer)
 
     def _make_tap(self, config: Any, device: torch.device) -> Any:
-        layers = range(self._format.first_layer, self._format.first_layer + self._format.num_layers)
         if device.type == "cuda":
             from inference_svc.taps.cuda import CudaTap  # Triton is there on GPU machines alone
 
             sizes = config.compilation_config.cudagraph_capture_sizes or [0]
-            return CudaTap(self.bank, self.pool, layers, max(config.scheduler_config.max_num_batched_tokens, *sizes, 1))
-        return CpuTap(self.bank, self.pool, layers.start)
+            most_rows = max(config.scheduler_config.max_num_batched_tokens, *sizes, 1)
+            return CudaTap(self.bank, self.pool, self._points, most_rows)
+        return CpuTap(self.bank, self.pool, self._points)
 
-    def _make_producer(self, settings: dict[str, Any], pool: BlockPool) -> RingProducer:
-        slots = max(2, settings["ring_bytes"] // pool.block_bytes)
-        self._ring_bytes = slots * pool.block_bytes
-        self._control_path = os.path.join(settings["control_dir"], f"rank{self._rank}.sock")  # noqa: PTH118
-        producer = RingProducer(self._control_path, num_slots=slots, slot_bytes=pool.block_bytes)
-        producer.start()
-        return producer
+
+def _fold(norm: nn.Module, point: int, dtype: torch.dtype) -> bool:
+    if not norms.can_fold(norm, dtype):
+        return False
+    norms.fold(norm, point)
+    return True
+
+
+def _observe(worker: Any, layers: dict[int, nn.Module], sites: Sequence[int]) -> Structure:
+    """Run the model on a few tokens, uncompiled, as vLLM's own profile run does, and return what was seen."""
+    model = worker.model_runner.get_model()
+    compiled = [module for module in model.modules() if getattr(module, "do_not_compile", True) is False]
+    for module in compiled:
+        module.do_not_compile = True
+    options = {"skip_attn": True} if worker.use_v2_model_runner else {}
+
+    def run() -> None:
+        worker.model_runner._dummy_run(_OBSERVED_TOKENS, is_profile=True, **options)  # noqa: SLF001 - see worker.py
+
+    try:
+        with set_current_vllm_config(worker.vllm_config), torch.inference_mode():
+            structure = observe(model, layers, lambda module: isinstance(module, AttentionLayerBase), run)
+            of_parts = {capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT} & set(sites)
+            if of_parts and structure.inputs and structure.attention.keys() == structure.mlp.keys() == layers.keys():
+                model_taps.check_sum(sum_error(layers, structure, run))
+            return structure
+    finally:
+        for module in compiled:
+            module.do_not_compile = False

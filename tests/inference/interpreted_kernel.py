@@ -21,41 +21,84 @@ from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
 from inference_svc.taps.layout import NOWHERE, ProgramRows, StepLayout
 from inference_svc.taps.plan import Kind
+from inference_svc.taps.points import TapPoints
 from inference_svc.taps.programs import Program, Step
 from inference_svc.taps.tables import ProgramTable
+from residuum.v1 import capture_pb2
 
 LAYERS, ROWS, CPU = 3, 12, torch.device("cpu")
+POINTS = TapPoints(0, LAYERS)
+SITES = (
+    capture_pb2.SITE_RESID_POST,
+    capture_pb2.SITE_RESID_PRE,
+    capture_pb2.SITE_ATTN_OUT,
+    capture_pb2.SITE_MLP_OUT,
+)
+CAPACITY = 7
+"""Positions of a block: no round number, and fewer than a block has in earnest."""
 
 
 def main() -> None:
-    """Print {dtype: [largest difference in hidden, in captured rows]}, relative to the largest value."""
+    """Print {case: [largest differences in what the model goes on with, in captured rows]}, relative."""
     rng = np.random.default_rng(0)
-    json.dump({name: differences(rng, getattr(torch, name)) for name in ("float32", "bfloat16")}, sys.stdout)
+    torch.manual_seed(0)
+    json.dump(
+        {
+            f"{name} {what}": run(rng, getattr(torch, name))
+            for name in ("float32", "bfloat16")
+            for what, run in (("tap", tap_differences), ("norm", norm_differences))
+        },
+        sys.stdout,
+    )
 
 
-def differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+def tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
     worst = [0.0, 0.0]
     for hidden, has_residual in ((48, True), (64, False)):
-        bank = VectorBank(8, hidden, CPU)
-        bank.load([(row, rng.standard_normal(hidden).astype("<f4").tobytes()) for row in range(8)])
-        pools = [BlockPool(2, LAYERS, hidden, dtype, CPU) for _ in range(2)]
-        parts = random_parts(rng)
-        cpu = CpuTap(bank, pools[0], 0)
-        cpu.arm(StepLayout(parts=parts))
-        table = ProgramTable(32, 256, LAYERS, 0, CPU)
-        rows = torch.full((2, ROWS), -1, dtype=torch.int32)
-        for part in parts:
-            rows[0, part.rows] = table.number(part.program)
-            rows[1, part.rows] = torch.from_numpy(part.places.astype(np.int32))
-        for layer in range(LAYERS):
+        cpu, gpu, pools = prepare(rng, hidden, dtype)
+        for point in range(POINTS.count):
             states = torch.randn(ROWS, hidden).to(dtype)
             residual = torch.randn(ROWS, hidden).to(dtype) if has_residual else None
             expected, got = states.clone(), states.clone()
-            cpu.tap(expected, residual, layer)
-            kernel.launch(got, residual, layer, rows, table, bank, pools[1])
+            cpu.tap(expected, residual, point)
+            kernel.tap(got, residual, point, gpu)
             worst[0] = max(worst[0], distance(got, expected))
         worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
     return worst
+
+
+def norm_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    worst = [0.0, 0.0]
+    for hidden, plus_one in ((48, True), (64, False)):
+        cpu, gpu, pools = prepare(rng, hidden, dtype)
+        weight = torch.randn(hidden).to(dtype)
+        for layer in range(LAYERS):
+            point = POINTS.after(layer)
+            states, residual = torch.randn(ROWS, hidden).to(dtype), torch.randn(ROWS, hidden).to(dtype)
+            expected = cpu.tap_norm(states, residual, weight, 1e-5, point, plus_one=plus_one)
+            got = kernel.tap_norm(states, residual, weight, 1e-5, point, gpu, plus_one=plus_one)
+            worst[0] = max(worst[0], *(distance(*pair) for pair in zip(got, expected, strict=True)))
+        worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
+    return worst
+
+
+def prepare(
+    rng: np.random.Generator, hidden: int, dtype: torch.dtype
+) -> tuple[CpuTap, kernel.KernelTables, list[BlockPool]]:
+    """Return the CPU's tap and what the kernel reads, armed with the same parts, and their pools."""
+    bank = VectorBank(8, hidden, CPU)
+    bank.load([(row, rng.standard_normal(hidden).astype("<f4").tobytes()) for row in range(8)])
+    pools = [BlockPool(1000, hidden, dtype, CPU, 0) for _ in range(2)]
+    parts = random_parts(rng)
+    cpu = CpuTap(bank, pools[0], POINTS)
+    cpu.arm(StepLayout(parts=parts))
+    table = ProgramTable(32, 256, POINTS, CPU)
+    rows = torch.full((ROWS, kernel.ROW_FIELDS), -1, dtype=torch.int32)
+    for part in parts:
+        rows[part.rows, 0] = table.number(part.program)
+        rows[part.rows, 1] = torch.from_numpy(part.places.astype(np.int32))
+        rows[part.rows, 2] = torch.from_numpy(part.strides.astype(np.int32))
+    return cpu, kernel.KernelTables(rows, table, bank, pools[1]), pools
 
 
 def random_parts(rng: np.random.Generator) -> list[ProgramRows]:
@@ -68,11 +111,13 @@ def random_parts(rng: np.random.Generator) -> list[ProgramRows]:
             for kind in rng.permutation(3)[: int(rng.integers(4))]
         ]
         layers = tuple(sorted({int(layer) for layer in rng.integers(LAYERS, size=2)}))
-        program = Program.make(layers, before_steering=bool(rng.integers(2)), steps=steps)
-        parts.append(ProgramRows(program, rows, np.arange(place, place + len(rows))))
-        place += len(rows)
-    steered = Program.make((), before_steering=False, steps=[Step(Kind.ADD, 0, (0, 2), 2.0, 0.0, 0.0)])
-    parts[0] = ProgramRows(steered, parts[0].rows, np.full(len(parts[0].rows), NOWHERE))
+        sites = tuple(sorted({SITES[int(site)] for site in rng.integers(len(SITES), size=3)}))
+        program = Program.make(sites, layers, before_steering=bool(rng.integers(2)), steps=steps)
+        parts.append(ProgramRows(program, rows, np.arange(place, place + len(rows)), np.full(len(rows), CAPACITY)))
+        place += len(sites) * len(layers) * CAPACITY
+    steered = Program.make(steps=[Step(Kind.ADD, 0, (0, 2), 2.0, 0.0, 0.0)])
+    count = len(parts[0].rows)
+    parts[0] = ProgramRows(steered, parts[0].rows, np.full(count, NOWHERE), np.zeros(count, dtype=np.int64))
     return parts
 
 

@@ -48,7 +48,9 @@ FACTS = ModelFacts(
     eager=True,
     vllm_version="1.2.3",
     max_num_seqs=8,
+    sites=(capture_pb2.SITE_RESID_POST,),
     pool_bytes=1000,
+    table_bytes=500,
     ring_bytes=2000,
     control_paths=(),
 )

@@ -8,19 +8,23 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from inference_svc.shipping.ring import Extent
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
 from inference_svc.taps.layout import StepRows
 from inference_svc.taps.plan import Capture, Kind, RequestPlan
+from inference_svc.taps.points import TapPoints
 from inference_svc.taps.runtime import TapRuntime
 from inference_svc.taps.sink import BlockSink, RowFormat
-from residuum.v1 import selection_pb2, tensor_pb2
+from residuum.v1 import capture_pb2, selection_pb2, tensor_pb2
 
 DTYPES = {
     torch.float32: (np.dtype("<f4"), tensor_pb2.DATA_TYPE_FLOAT32),
     torch.bfloat16: (np.dtype(ml_dtypes.bfloat16), tensor_pb2.DATA_TYPE_BFLOAT16),
 }
+POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
+ATTN, MLP = capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT
 PROMPT, GENERATED = selection_pb2.PHASE_PROMPT, selection_pb2.PHASE_GENERATED
 CPU = torch.device("cpu")
 
@@ -65,7 +69,7 @@ def steer(x, operation, vector):
 
 @dataclass
 class Chunk:
-    """A slot that was published, with its bytes as they were at that moment."""
+    """The rows of one header that was published, as they were at that moment."""
 
     capture_id: str
     header: object
@@ -78,33 +82,36 @@ class Chunk:
 
 
 class Ring:
-    """Stands in for RingProducer: keeps what is published. `slots` says how many may be taken; None: any number."""
+    """Stands in for RingProducer: keeps what is published. `free` says how many bytes may be taken; None: any."""
 
-    def __init__(self, slot_bytes, slots=None):
-        self.free = slots
+    def __init__(self, free=None):
+        self.free = free
         self.chunks = []
         self.losses = []
-        self._slot_bytes = slot_bytes
         self._taken = {}
 
-    def acquire(self, block):
-        if self.free == 0:
+    def acquire(self, nbytes, block):
+        if self.free is not None and self.free < nbytes:
             assert not block, "a producer would wait for the store here"
             return None
         if self.free is not None:
-            self.free -= 1
-        index = len(self.chunks) + len(self._taken)
-        self._taken[index] = np.full(self._slot_bytes, 0xEE, dtype=np.uint8)
-        return index
+            self.free -= nbytes
+        extent = Extent(len(self.chunks) + len(self._taken), nbytes)
+        self._taken[extent] = np.full(nbytes, 0xEE, dtype=np.uint8)
+        return extent
 
-    def slot(self, index):
-        return self._taken[index]
+    def view(self, extent):
+        return self._taken[extent]
 
-    def publish(self, index, capture_id, header):
-        dtype = next(numpy_type for numpy_type, wire in DTYPES.values() if wire == header.dtype)
-        shape = (len(header.layers), len(header.positions), header.width)
-        data = self._taken.pop(index)[: int(np.prod(shape)) * dtype.itemsize]
-        self.chunks.append(Chunk(capture_id, header, data.view(dtype).reshape(shape)))
+    def publish(self, extent, capture_id, headers):
+        data, at = self._taken.pop(extent), 0
+        for header in headers:
+            dtype = next(numpy_type for numpy_type, wire in DTYPES.values() if wire == header.dtype)
+            shape = (len(header.layers), len(header.positions), header.width)
+            size = int(np.prod(shape)) * dtype.itemsize
+            self.chunks.append(Chunk(capture_id, header, data[at : at + size].view(dtype).reshape(shape)))
+            at += size
+        assert at == len(data), "nothing is sent that no header describes"
 
     def report_loss(self, capture_id, loss):
         self.losses.append((capture_id, loss))
@@ -119,18 +126,27 @@ class Worker:
     """The taps of a worker process, with an engine that does as it is told."""
 
     def __init__(
-        self, *, hidden=8, layers=range(2), dtype=torch.float32, blocks=16, vectors=(), slots=None, captures=True
+        self,
+        *,
+        hidden=8,
+        layers=range(2),
+        dtype=torch.float32,
+        rows=16 * 2 * 32,
+        largest_block=0,
+        vectors=(),
+        ring_bytes=None,
+        captures=True,
     ):
         self.dtype = dtype
         self.layers = layers
+        self.points = TapPoints(layers[0], len(layers))
         self.bank = VectorBank(max(len(vectors), 1), hidden, CPU)
         self.bank.load((row, np.asarray(vector, dtype="<f4").tobytes()) for row, vector in enumerate(vectors))
-        self.pool = BlockPool(blocks, len(layers), hidden, dtype, CPU) if captures else None
-        self.ring = Ring(self.pool.block_bytes, slots) if captures else None
-        row_format = RowFormat(layers[0], len(layers), hidden, DTYPES[dtype][1])
-        self.sink = BlockSink(self.pool, row_format, self.ring) if captures else None
-        self.tap = CpuTap(self.bank, self.pool, layers[0])
-        self.runtime = TapRuntime(self.tap, self.pool, self.sink)
+        self.pool = BlockPool(rows, hidden, dtype, CPU, largest_block) if captures else None
+        self.ring = Ring(ring_bytes) if captures else None
+        self.sink = BlockSink(self.pool, RowFormat(hidden, DTYPES[dtype][1]), self.ring) if captures else None
+        self.tap = CpuTap(self.bank, self.pool, self.points)
+        self.runtime = TapRuntime(self.points, self.tap, self.pool, self.sink)
         self.hidden = hidden
 
     def step(self, rows, *, admitted=(), finished=(), tensors=None):
@@ -140,7 +156,7 @@ class Worker:
             rows: (request id, first position, count) for each request, in the order of the batch.
             admitted: (request id, plan or None) of new requests.
             finished: Ids of requests that ended.
-            tensors: For each layer (hidden, residual or None), changed in place. None: zeros.
+            tensors: For each layer, or (site, layer), (hidden, residual or None), changed in place. None: zeros.
         """
         self.runtime.begin_step(finished, [(name, plan.to_extra_args() if plan else None) for name, plan in admitted])
         if rows:
@@ -150,8 +166,8 @@ class Worker:
             tensors = tensors or {
                 layer: (torch.zeros(total, self.hidden, dtype=self.dtype), None) for layer in self.layers
             }
-            for layer, (hidden, residual) in tensors.items():
-                self.tap.tap(hidden, residual, layer)
+            for where, (hidden, residual) in tensors.items():
+                self.tap.tap(hidden, residual, self.points.of(*(where if isinstance(where, tuple) else (POST, where))))
         self.runtime.finish_step()
 
 
@@ -163,19 +179,22 @@ class Tracked:
     next_position: int = 0
     pending: list = field(default_factory=list)
     """Positions that were captured and have not left."""
+    capacity: int = 0
+    """How many make them leave."""
 
 
 class Model:
     """What must come out of the taps, told the slow way: row by row, with lists and float64."""
 
-    def __init__(self, layers, vectors):
+    def __init__(self, layers, vectors, largest_block=0):
         self.layers = layers
+        self.largest_block = largest_block
         self.vectors = [np.asarray(vector, dtype=np.float64) for vector in vectors]
         self.requests = {}
         self.rows = {}
-        """(capture id, layer, position) -> the row that must be shipped."""
+        """(capture id, site, layer, position) -> the row that must be shipped."""
         self.lost = set()
-        """(capture id, layer, position)"""
+        """(capture id, site, layer, position)"""
 
     def begin_step(self, finished, admitted):
         """Take the scheduler's news; return the blocks that leave: (capture id, positions)."""
@@ -210,7 +229,7 @@ class Model:
 
         Args:
             rows: As for `Worker.step`.
-            before: For each layer, the sums hidden + residual before the tap, [rows, hidden].
+            before: For each (site, layer), the sums hidden + residual before the tap, [rows, hidden].
             after: The same after the tap.
         """
         left, row = [], 0
@@ -227,16 +246,19 @@ class Model:
         left = []
         for position in range(request.next_position, first):
             if is_wanted(wanted.positions, prompt, position):
-                self.lost |= {(wanted.capture_id, layer, position) for layer in self._own(wanted)}
+                self.lost |= {(wanted.capture_id, site, layer, position) for site, layer in self._own(wanted)}
         reached = max(request.next_position, first + count)
         if request.next_position < prompt <= first and request.pending:
             left.append(self._leave(request))
         for position in range(max(first, request.next_position), first + count):
             if is_wanted(wanted.positions, prompt, position):
+                if not request.pending:
+                    request.capacity = self._capacity(wanted, prompt, position, first + count)
                 request.pending.append(position)
-                for layer in self._own(wanted):
-                    self.rows[wanted.capture_id, layer, position] = source[layer][row + position - first]
-            if request.pending and (len(request.pending) == 32 or position == prompt - 1):
+                for site, layer in self._own(wanted):
+                    key = (POST, layer - 1) if site == PRE and layer - 1 in self.layers else (site, layer)
+                    self.rows[wanted.capture_id, site, layer, position] = source[key][row + position - first]
+            if request.pending and (len(request.pending) == request.capacity or position == prompt - 1):
                 left.append(self._leave(request))
         request.next_position = reached
         return left
@@ -245,5 +267,11 @@ class Model:
         block, request.pending = (request.plan.capture.capture_id, request.pending), []
         return block
 
+    def _capacity(self, wanted, prompt, position, stop):
+        """A block takes what this step computes on this side of the prompt's end, within bounds, or 32."""
+        stop = min(stop, prompt) if position < prompt else stop
+        at_hand = sum(is_wanted(wanted.positions, prompt, other) for other in range(position, stop))
+        return max(32, min(at_hand, self.largest_block // max(len(self._own(wanted)), 1)))
+
     def _own(self, wanted):
-        return [layer for layer in wanted.layers if layer in self.layers]
+        return [(site, layer) for site in wanted.sites for layer in wanted.layers if layer in self.layers]

@@ -12,12 +12,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc import engine as engine_module
-from inference_svc.engine import TAPS_FINGERPRINT, Delta, Engine, sampling_params
+from inference_svc.engine import Delta, Engine, sampling_params
 from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.worker import SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure
-from residuum.v1 import inference_pb2
+from residuum.v1 import capture_pb2, inference_pb2
 from tests.inference.service_support import FACTS
 from tests.inference.taps_support import capture
 
@@ -216,15 +216,31 @@ def test_the_taps_have_the_last_word_about_what_they_need():
     settings = InferenceSettings(model="folder", max_model_len=77, engine_args={"block_size": 32})
     args = engine_module._engine_args(settings)
     assert args.worker_cls == "inference_svc.taps.cpu_worker.TappedCpuWorker"
-    assert args.additional_config == TAPS_FINGERPRINT
     assert (args.model, args.max_model_len, args.block_size) == ("folder", 77, 32)
+
+
+def test_the_compile_caches_key_knows_what_is_in_the_graph():
+    def key(**settings):
+        return engine_module._engine_args(InferenceSettings(model="folder", **settings)).additional_config
+
+    assert key() == key(ring_mib=3)
+    different = [key(), key(capture_sites="resid_post,resid_pre"), key(fold_norms=True)]
+    assert all(one != other for at, one in enumerate(different) for other in different[:at])
+    assert key(capture_sites="resid_pre, resid_post") == key(capture_sites="resid_post,resid_pre")
 
 
 def test_workers_find_their_settings_in_the_environment(monkeypatch):
     monkeypatch.setenv(SETTINGS_VARIABLE, "")
     for name in ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_NO_USAGE_STATS"):
         monkeypatch.setenv(name, "1")
-    settings = InferenceSettings(model="folder", ring_mib=3, max_active_vectors=5)
+    settings = InferenceSettings(model="folder", ring_mib=3, max_active_vectors=5, capture_sites="mlp_out,resid_pre")
     engine_module._prepare_environment(settings, "/control")
     worker = json.loads(engine_module.os.environ[SETTINGS_VARIABLE])
-    assert worker == {"control_dir": "/control", "ring_bytes": 3 << 20, "bank_rows": 5, "service_pid": os.getpid()}
+    assert worker == {
+        "control_dir": "/control",
+        "ring_bytes": 3 << 20,
+        "bank_rows": 5,
+        "service_pid": os.getpid(),
+        "sites": [capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_MLP_OUT],
+        "fold_norms": None,
+    }

@@ -19,5 +19,5 @@ def test_the_kernel_agrees_with_the_cpu() -> None:
         timeout=120,
     )
     differences = json.loads(done.stdout)
-    assert max(differences["float32"]) < 1e-6
-    assert max(differences["bfloat16"]) < 2**-7, "one rounding apart, at the most"
+    for case, worst in differences.items():
+        assert max(worst) < (1e-6 if "float32" in case else 2**-6), f"{case}: two roundings apart, at the most"

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from inference_svc.taps import op
-from inference_svc.taps.model import CannotTapError, find_decoder_layers, hook_layers
+from inference_svc.taps.model import CannotTapError, check_sum, find_decoder_layers, put_taps
+from inference_svc.taps.points import TapPoints
+from inference_svc.taps.structure import Structure, observe, sum_error
+from residuum.v1 import capture_pb2
+
+POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
+ATTN, MLP = capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT
 
 
 class PPMissingLayer(nn.Identity):
@@ -42,6 +48,98 @@ class Decoder(nn.Module):
         return hidden + residual
 
 
+class RMSNorm(nn.Module):
+    """As vLLM's: with a residual, it adds first, and returns both."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x, residual=None):
+        total = x if residual is None else x + residual
+        normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return normed if residual is None else (normed, total)
+
+
+class Attention(nn.Module):
+    """In a run without context it gives zeros, as vLLM's does."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.out = nn.Linear(width, width)
+
+    def forward(self, positions, hidden):
+        return self.out(hidden * 0.0)
+
+
+class LlamaLayer(nn.Module):
+    """Norms that add; hidden and residual are handed on."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(), nn.Linear(4, 4)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(), RMSNorm()
+        self.scale = scale
+
+    def forward(self, positions, hidden, residual):
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden, residual = self.post_attention_layernorm(self.self_attn(positions, hidden) * self.scale, residual)
+        return self.mlp(hidden) * self.scale, residual
+
+
+class GemmaLayer(LlamaLayer):
+    """Norms after attention and MLP as well: what is added is what they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = RMSNorm(), RMSNorm()
+
+    def forward(self, positions, hidden, residual):
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.post_attention_layernorm(self.self_attn(positions=positions, hidden=hidden))
+        hidden, residual = self.pre_feedforward_layernorm(hidden, residual)
+        return self.post_feedforward_layernorm(self.mlp(hidden)), residual
+
+
+class GPTLayer(nn.Module):
+    """Adds by itself, and hands on one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(4), Attention(), nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, hidden):
+        hidden = hidden + self.attn(None, self.ln_1(hidden))
+        return hidden + self.mlp(self.ln_2(hidden))
+
+
+class LlamaModel(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(layers), RMSNorm()
+
+    def forward(self, hidden):
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(None, hidden, residual)
+        return self.norm(hidden, residual)[0]
+
+
+def watch(model):
+    def run():
+        with torch.no_grad():
+            return model(torch.randn(3, 4))
+
+    numbered = dict(enumerate(getattr(model, "layers", model)))
+    return observe(model, numbered, lambda module: isinstance(module, Attention), run), numbered, run
+
+
 class Recorder:
     """A tap that remembers what it sees, and adds `push` to it."""
 
@@ -49,18 +147,26 @@ class Recorder:
         self.seen = []
         self.push = push
 
-    def tap(self, hidden, residual, layer):
-        self.seen.append((layer, hidden.clone(), None if residual is None else residual.clone()))
+    def tap(self, hidden, residual, point):
+        self.seen.append((point, hidden.clone(), None if residual is None else residual.clone()))
         hidden += self.push
+
+    def points(self):
+        return [point for point, _, _ in self.seen]
 
 
 @pytest.fixture
 def tap(monkeypatch):
     """Install a recorder as the process's tap, for one test."""
-    monkeypatch.setattr(op._Current, "tap", None)
+    monkeypatch.setattr(op._Current, "tap", None, raising=False)
     recorder = Recorder()
     op.install(recorder)
     return recorder
+
+
+def hook_layers(numbered, structure=None, sites=(POST,), fold=lambda norm, point: False):
+    points = TapPoints(min(numbered), len(numbered))
+    return put_taps(numbered, points, structure or Structure(), sites, fold)
 
 
 def layers(count):
@@ -99,7 +205,7 @@ def test_hooks_pass_hidden_and_residual_of_each_layer(tap):
     model = Decoder(layers(2))
     hook_layers(dict(enumerate(model.layers)))
     model(torch.ones(3, 4))
-    assert [layer for layer, _, _ in tap.seen] == [0, 1]
+    assert tap.points() == [1, 2]
     hidden = model.layers[0].linear(torch.ones(3, 4))
     assert torch.equal(tap.seen[0][1], hidden)
     assert torch.equal(tap.seen[0][2], torch.ones(3, 4))
@@ -110,7 +216,7 @@ def test_hooks_take_layers_that_return_one_tensor(tap):
     hook_layers({5: layer})
     output = layer(torch.ones(2, 4))
     ((index, hidden, residual),) = tap.seen
-    assert (index, residual) == (5, None)
+    assert (index, residual) == (1, None)
     assert torch.equal(hidden, output)
 
 
@@ -123,11 +229,89 @@ def test_what_the_tap_changes_the_next_layer_sees(tap):
         assert not torch.allclose(model(torch.ones(1, 4)), before)
 
 
-def test_without_a_tap_the_op_does_nothing(monkeypatch):
-    monkeypatch.setattr(op._Current, "tap", None)
-    hidden = torch.ones(1, 4)
-    op.call(hidden, None, 0)
-    assert torch.equal(hidden, torch.ones(1, 4))
+def test_a_layer_that_returns_a_tuple_of_one_is_tapped(tap):
+    class Single(nn.Linear):
+        def forward(self, hidden):
+            return (super().forward(hidden),)
+
+    layer = Single(4, 4)
+    hook_layers({0: layer})
+    layer(torch.ones(2, 4))
+    assert [(point, residual) for point, _, residual in tap.seen] == [(1, None)]
+
+
+def test_the_norm_that_takes_what_a_layer_returns_is_found():
+    model = LlamaModel([LlamaLayer() for _ in range(3)])
+    structure, _, _ = watch(model)
+    assert structure.norms == {0: model.layers[1].input_layernorm, 1: model.layers[2].input_layernorm, 2: model.norm}
+
+
+def test_a_norm_is_not_taken_if_something_else_looks_first():
+    class Nosy(LlamaModel):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.probe = nn.Linear(4, 4)
+
+        def forward(self, hidden):
+            residual = None
+            for layer in self.layers:
+                hidden, residual = layer(None, hidden, residual)
+                self.probe(hidden)
+            return self.norm(hidden, residual)[0]
+
+    assert watch(Nosy([LlamaLayer(), LlamaLayer()]))[0].norms == {}
+
+
+def test_a_norm_that_is_used_twice_is_not_taken():
+    layers = [LlamaLayer() for _ in range(3)]
+    layers[2].input_layernorm = layers[1].input_layernorm
+    model = LlamaModel(layers)
+    assert watch(model)[0].norms == {2: model.norm}
+
+
+def test_taps_are_folded_where_they_can_be_and_hooked_where_not(tap):
+    model = LlamaModel([LlamaLayer() for _ in range(3)])
+    structure, numbered, run = watch(model)
+    folded = []
+
+    def fold(norm, point):
+        folded.append((norm, point))
+        return norm is not model.norm
+
+    assert hook_layers(numbered, structure, fold=fold) == 2
+    assert folded == [(model.layers[1].input_layernorm, 1), (model.layers[2].input_layernorm, 2), (model.norm, 3)]
+    run()
+    assert tap.points() == [3]
+
+
+@pytest.mark.parametrize("make", [LlamaLayer, GemmaLayer, GPTLayer])
+def test_the_parts_of_a_layer_are_found_and_add_up(tap, make):
+    layers = [make() for _ in range(3)]
+    model = nn.Sequential(*layers) if make is GPTLayer else LlamaModel(layers)
+    structure, numbered, run = watch(model)
+    check_sum(sum_error(numbered, structure, run))
+    hook_layers(numbered, structure, sites=(POST, PRE, ATTN, MLP))
+    with torch.no_grad():
+        run()
+    seen = {point: hidden if residual is None else hidden + residual for point, hidden, residual in tap.seen}
+    assert sorted(seen) == list(range(10))
+    for index in range(3):
+        torch.testing.assert_close(seen[index] + seen[4 + index] + seen[7 + index], seen[index + 1])
+
+
+def test_parts_that_the_model_scales_are_refused():
+    structure, numbered, run = watch(LlamaModel([LlamaLayer(), LlamaLayer(scale=0.5)]))
+    with pytest.raises(CannotTapError, match=r"attn_out and mlp_out cannot be captured.* in layer 1 they are off by"):
+        check_sum(sum_error(numbered, structure, run))
+
+
+def test_sites_that_are_not_found_are_refused_by_name():
+    model = Decoder(layers(2))
+    structure, numbered, _ = watch(model)
+    with pytest.raises(CannotTapError, match=r"mlp_out cannot be captured.* in Layer .*\['linear'\]"):
+        hook_layers(numbered, structure, sites=(MLP,))
+    with pytest.raises(CannotTapError, match="resid_pre cannot be captured"):
+        hook_layers({0: Layer()}, sites=(PRE,))
 
 
 needs_headers = pytest.mark.skipif(
@@ -146,7 +330,7 @@ def test_the_op_stays_in_the_compiled_graph_as_data_changes_behind_it(tap, backe
     x = torch.ones(3, 4)
     with torch.no_grad():
         plain = compiled(x)
-        assert [layer for layer, _, _ in tap.seen] == [0, 1]
+        assert tap.points() == [1, 2]
         tap.push = 10.0
         steered = compiled(x)
         torch.testing.assert_close(steered, model(x))

@@ -13,6 +13,7 @@ from inference_svc.plans import make_plan
 from inference_svc.requests import Running
 from inference_svc.specs import ResolvedSpec
 from inference_svc.taps.plan import KEY, Capture, Kind, Operation, RequestPlan
+from inference_svc.taps.points import TapPoints
 from residuum.v1 import capture_pb2, selection_pb2, steering_pb2
 from tests.inference.taps_support import PROMPT, select
 
@@ -28,7 +29,15 @@ plans = st.builds(
     st.integers(1, 2**31),
     st.none()
     | st.builds(
-        Capture, st.text(), st.integers(0, 63), layers, selections, st.booleans(), st.booleans(), st.booleans()
+        Capture,
+        st.text(),
+        st.integers(0, 63),
+        layers,
+        selections,
+        st.lists(st.sampled_from([1, 2, 3, 4]), unique=True, min_size=1).map(tuple),
+        st.booleans(),
+        st.booleans(),
+        st.booleans(),
     ),
     st.lists(
         st.builds(
@@ -88,14 +97,23 @@ def test_nothing_to_do_needs_no_plan():
 def test_a_capture_goes_by_the_requests_name_and_the_sequence():
     spec = capture_pb2.CaptureSpec(
         layers=layer_list(0, 3),
+        sites=[capture_pb2.SITE_MLP_OUT, capture_pb2.SITE_RESID_PRE],
         positions=select((-1, None)),
         overflow=capture_pb2.OVERFLOW_POLICY_SHED,
         before_steering=True,
     )
     plan = make_plan(running(spec), 2, 5, {})
-    assert plan == RequestPlan(
-        5, Capture("request", 2, (0, 3), select((-1, None)), sheds=True, before_steering=True, is_probe=False)
-    )
+    sites = (capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_MLP_OUT)
+    wanted = Capture("request", 2, (0, 3), select((-1, None)), sites, sheds=True, before_steering=True)
+    assert plan == RequestPlan(5, wanted)
+
+
+def test_a_rank_captures_the_layers_of_its_stage_and_only_if_it_captures():
+    plan = RequestPlan(5, Capture("request", 0, (0, 3, 4), select()), (Operation(Kind.ADD, 0, (0,), select()),))
+    second = TapPoints(first_layer=3, num_layers=3)
+    assert plan.for_rank(second, captures=True).capture.layers == (3, 4)
+    assert plan.for_rank(TapPoints(6, 2), captures=True) == RequestPlan(5, None, plan.operations)
+    assert plan.for_rank(second, captures=False) == RequestPlan(5, None, plan.operations)
 
 
 def test_a_capture_waits_unless_it_may_shed():

@@ -9,9 +9,11 @@ import pytest
 
 from inference_svc.selftest import SelfTestError, run_self_test
 from inference_svc.taps.plan import Kind
+from residuum.v1 import capture_pb2
 from tests.inference.service_support import FACTS
 
 LAYERS, HIDDEN, POSITIONS = 4, 32, 6
+POST = capture_pb2.SITE_RESID_POST
 STEERED = 2
 """The layer that the self-test steers: the middle one."""
 
@@ -57,7 +59,7 @@ class ProbedEngine:
         """As two pipeline stages deliver it: the prompt's block, and the generated rows' block."""
         rows = self.probes.pop(capture_id)
         return [
-            (list(layers), list(positions), np.ascontiguousarray(rows[layers][:, positions]).tobytes())
+            ([POST], list(layers), list(positions), np.ascontiguousarray(rows[layers][:, positions]).tobytes())
             for layers in (range(2), range(2, LAYERS))
             for positions in (range(5), range(5, POSITIONS))
         ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inference_svc.shipping.producer import RingProducer
-from inference_svc.shipping.protocol import Done, MessageReader, SlotReady
+from inference_svc.shipping.protocol import Done, ExtentReady, MessageReader
 from inference_svc.taps.blocks import BlockPool, PoolExhaustedError
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.sink import BlockSink, RowFormat
@@ -28,19 +28,18 @@ def run_request(worker, plan, tokens):
 
 
 def test_a_full_ring_sheds_what_may_be_shed_and_says_so():
-    worker = Worker(slots=1)
+    worker = Worker(ring_bytes=40 * 2 * 8 * 4)
     run_request(worker, RequestPlan(70, capture("c", layers=(0, 1), sheds=True)), 70)
-    assert [chunk.positions for chunk in worker.ring.take()] == [[*range(32)]]
-    assert [name for name, _ in worker.ring.losses] == ["c", "c"]
-    for (_, loss), positions in zip(worker.ring.losses, (range(32, 64), range(64, 70)), strict=True):
-        assert loss.reason == capture_pb2.INCOMPLETE_REASON_OVERFLOW
-        assert (list(loss.layers), list(loss.positions)) == ([0, 1], list(positions))
-        assert (loss.sequence, list(loss.sites)) == (0, [capture_pb2.SITE_RESID_POST])
-    assert worker.pool.free_blocks == 16
+    assert [chunk.positions for chunk in worker.ring.take()] == [[*range(32)], [*range(64, 70)]]
+    ((name, loss),) = worker.ring.losses
+    assert (name, loss.reason) == ("c", capture_pb2.INCOMPLETE_REASON_OVERFLOW)
+    assert (list(loss.layers), list(loss.positions)) == ([0, 1], list(range(32, 64)))
+    assert (loss.sequence, list(loss.sites)) == (0, [capture_pb2.SITE_RESID_POST])
+    assert worker.pool.free_rows == 16 * 2 * 32
 
 
 def test_a_full_ring_holds_up_the_step_of_what_must_not_be_shed():
-    worker = Worker(slots=1)
+    worker = Worker(ring_bytes=40 * 2 * 8 * 4)
     with pytest.raises(AssertionError, match="would wait"):
         run_request(worker, RequestPlan(70, capture("c", layers=(0, 1))), 70)
 
@@ -51,27 +50,27 @@ def test_a_probe_stays_in_the_worker():
     tensors = run_request(worker, plan, 40)
     assert not worker.ring.chunks
     blocks = worker.sink.take_probe("probe")
-    assert [positions for positions, _ in blocks] == [[*range(32)], [*range(32, 40)]]
-    rows = torch.cat([block for _, block in blocks], dim=1)
-    assert torch.equal(rows, torch.stack([tensors[0][0], tensors[2][0]]))
+    assert [block.positions for block in blocks] == [[*range(32)], [*range(32, 40)]]
+    rows = torch.cat([block.rows for block in blocks], dim=2)
+    assert torch.equal(rows, torch.stack([tensors[0][0], tensors[2][0]])[None])
     assert worker.sink.take_probe("probe") == []
-    assert worker.pool.free_blocks == 16
+    assert worker.pool.free_rows == 16 * 2 * 32
 
 
 def test_a_probe_outlives_its_block():
-    worker = Worker(blocks=2)
+    worker = Worker(rows=2 * 2 * 32)
     run_request(worker, RequestPlan(4, capture("probe", layers=(0, 1), is_probe=True)), 4)
-    ((_, rows),) = worker.sink.take_probe("probe")
-    kept = rows.clone()
+    (probe,) = worker.sink.take_probe("probe")
+    kept = probe.rows.clone()
     worker.pool.memory.fill_(7)
-    assert torch.equal(rows, kept)
+    assert torch.equal(probe.rows, kept)
 
 
 def test_a_capture_of_another_stages_layers_ships_nothing_here():
     worker = Worker(layers=range(4, 6))
     run_request(worker, RequestPlan(40, capture("c", layers=(0, 1))), 40)
     assert worker.ring.chunks == worker.ring.losses == []
-    assert worker.pool.free_blocks == 16
+    assert worker.pool.free_rows == 16 * 2 * 32
 
 
 def test_a_chunk_says_what_it_holds():
@@ -89,52 +88,69 @@ def test_a_chunk_says_what_it_holds():
 
 
 def test_a_pool_that_is_too_small_fails_loudly():
-    pool = BlockPool(1, 1, 4, torch.float32, CPU)
-    pool.take(capture())
+    pool = BlockPool(32, 4, torch.float32, CPU, largest_block=0)
+    pool.take(capture(), 1)
     with pytest.raises(PoolExhaustedError, match="too small"):
-        pool.take(capture())
+        pool.take(capture(), 1)
+
+
+def test_a_block_takes_what_is_asked_for_and_no_more():
+    pool = BlockPool(4000, 4, torch.float32, CPU, largest_block=600)
+    blocks = [pool.take(capture(layers=layers), positions) for layers, positions in (((3,), 1), ((0, 5, 9), 500))]
+    assert [block.num_rows for block in blocks] == [32, 3 * 200], "32 positions at least; what fits the ring at most"
+    assert pool.free_rows == 4000 - 632
+    for block in blocks:
+        pool.give_back(block)
+    assert pool.free_rows == 4000
+
+
+def test_a_pool_without_a_long_run_gives_a_short_one():
+    pool = BlockPool(100, 4, torch.float32, CPU, largest_block=100)
+    pool.take(capture(), 60)
+    assert pool.take(capture(), 60).capacity == 32
 
 
 def test_a_block_travels_through_the_real_ring(tmp_path):
     """The sink's rows are in shared memory, as the header says, when a shipper hears of them."""
-    pool = BlockPool(2, 2, 4, torch.bfloat16, CPU)
-    producer = RingProducer(tmp_path / "ring", num_slots=2, slot_bytes=pool.block_bytes)
+    pool = BlockPool(128, 4, torch.bfloat16, CPU, largest_block=0)
+    producer = RingProducer(tmp_path / "ring", ring_bytes=1 << 16)
     producer.start()
     try:
-        sink = BlockSink(pool, RowFormat(0, 2, 4, tensor_pb2.DATA_TYPE_BFLOAT16), producer)
-        block = pool.take(capture("c", layers=(0, 1)))
+        sink = BlockSink(pool, RowFormat(4, tensor_pb2.DATA_TYPE_BFLOAT16), producer)
+        block = pool.take(capture("c", layers=(0, 1)), 1)
         block.positions.extend([5, 6, 7])
-        pool.memory[block.index] = torch.arange(2 * 32 * 4).view(2, 32, 4)
+        pool.memory[block.first_row :][:64] = torch.arange(2 * 32 * 4).view(64, 4)
         sink.send([block])
         with socket.socket(socket.AF_UNIX) as shipper:
             shipper.settimeout(20)
             shipper.connect(str(tmp_path / "ring"))
-            ready = receive_slot(shipper)
-            assert (ready.capture_id, list(ready.header.positions)) == ("c", [5, 6, 7])
+            ready = receive_extent(shipper)
+            (header,) = ready.headers
+            assert (ready.capture_id, list(header.positions)) == ("c", [5, 6, 7])
             expected = torch.arange(2 * 32 * 4).to(torch.bfloat16).view(2, 32, 4)[:, :3].contiguous()
             expected_bytes = expected.view(torch.uint8).numpy().ravel()
-            np.testing.assert_array_equal(producer.slot(ready.index)[: len(expected_bytes)], expected_bytes)
+            np.testing.assert_array_equal(producer.memory[ready.offset :][: len(expected_bytes)], expected_bytes)
             shipper.sendall(Done(ready.ticket).encode())
             assert producer.drain(20)
     finally:
         producer.close()
 
 
-def receive_slot(shipper):
+def receive_extent(shipper):
     reader = MessageReader()
     while True:
         for message in reader.feed(shipper.recv(1 << 16)):
-            if isinstance(message, SlotReady):
+            if isinstance(message, ExtentReady):
                 return message
 
 
-def test_the_real_ring_holds_up_a_step_until_a_slot_is_free(tmp_path):
-    pool = BlockPool(3, 1, 4, torch.float32, CPU)
-    producer = RingProducer(tmp_path / "ring", num_slots=1, slot_bytes=pool.block_bytes)
+def test_the_real_ring_holds_up_a_step_until_there_is_room(tmp_path):
+    pool = BlockPool(96, 4, torch.float32, CPU, largest_block=0)
+    producer = RingProducer(tmp_path / "ring", ring_bytes=1 << 16)
     producer.start()
-    sink = BlockSink(pool, RowFormat(0, 1, 4, tensor_pb2.DATA_TYPE_FLOAT32), producer)
+    sink = BlockSink(pool, RowFormat(4, tensor_pb2.DATA_TYPE_FLOAT32), producer)
     try:
-        held = producer.acquire(block=True)
+        held = producer.acquire(producer.ring_bytes, block=True)
         step = threading.Thread(target=send_one, args=(pool, sink))
         step.start()
         while not producer.stats().waits:  # it cannot end before it has waited
@@ -148,6 +164,6 @@ def test_the_real_ring_holds_up_a_step_until_a_slot_is_free(tmp_path):
 
 
 def send_one(pool, sink):
-    block = pool.take(capture("c"))
+    block = pool.take(capture("c"), 1)
     block.positions.append(0)
     sink.send([block])

@@ -13,7 +13,9 @@ from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from residuum.wire.limits import MAX_OPERATIONS, MAX_RANGES
 from tests.inference.taps_support import GENERATED, PROMPT, select
 
-FACTS = SimpleNamespace(name="tiny", num_layers=4, max_model_len=32)
+FACTS = SimpleNamespace(
+    name="tiny", num_layers=4, max_model_len=32, sites=(capture_pb2.SITE_RESID_POST, capture_pb2.SITE_ATTN_OUT)
+)
 """What the checks need of ModelFacts, which cannot be imported without vLLM."""
 A, B = b"a" * 32, b"b" * 32
 ALL = selection_pb2.LayerSelection(all=True)
@@ -73,9 +75,9 @@ BAD_SPECS = {
     "site not armed": (
         capturing(sites=[capture_pb2.SITE_MLP_OUT]),
         "UNKNOWN_SITE",
-        {"site": "SITE_MLP_OUT", "armed": "SITE_RESID_POST"},
+        {"site": "SITE_MLP_OUT", "armed": "SITE_RESID_POST,SITE_ATTN_OUT"},
     ),
-    "unknown site": (capturing(sites=[77]), "UNKNOWN_SITE", {"site": "77", "armed": "SITE_RESID_POST"}),
+    "unknown site": (capturing(sites=[77]), "UNKNOWN_SITE", {"site": "77", "armed": "SITE_RESID_POST,SITE_ATTN_OUT"}),
     "site twice": (
         capturing(sites=[capture_pb2.SITE_RESID_POST] * 2),
         "INVALID_FIELD",

@@ -6,22 +6,31 @@ import pytest
 import torch
 
 from inference_svc.taps.plan import Kind
+from inference_svc.taps.points import TapPoints
 from inference_svc.taps.programs import Program, Step
-from inference_svc.taps.tables import WANT_AFTER, WANT_BEFORE, ProgramTable, TablesFullError
+from inference_svc.taps.tables import NOT_KEPT, ProgramTable, TablesFullError
+from residuum.v1 import capture_pb2
 
 CPU = torch.device("cpu")
+POST, PRE, ATTN = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_ATTN_OUT
 
 
 def step(row: int, *layers: int) -> Step:
     return Step(Kind.ADD, row, layers, 1.0, 0.0, 0.0)
 
 
-def program(*steps: Step, capture: tuple[int, ...] = (), before: bool = False) -> Program:
-    return Program.make(capture, before_steering=before, steps=steps)
+def program(
+    *steps: Step, capture: tuple[int, ...] = (), sites: tuple[int, ...] = (POST,), before: bool = False
+) -> Program:
+    return Program.make(sites if capture else (), capture, before_steering=before, steps=steps)
+
+
+def make_table(programs: int = 4, layers: int = 2, first_layer: int = 0) -> ProgramTable:
+    return ProgramTable(programs, 16, TapPoints(first_layer, layers), CPU)
 
 
 def vectors_on(table: ProgramTable, number: int, layer: int) -> list[int]:
-    first, count = table.spans[number, layer].tolist()
+    first, count = table.lines[number, 1 + layer, :2].tolist()
     return table.vectors[first : first + count].tolist()
 
 
@@ -32,30 +41,45 @@ def test_equal_programs_are_one_object() -> None:
 
 
 def test_each_layer_has_its_operations_in_order() -> None:
-    table = ProgramTable(4, 16, layers=3, first_layer=10, device=CPU)
+    table = make_table(layers=3, first_layer=10)
     number = table.number(program(step(5, 10, 12), step(6, 10), capture=(11, 12)))
     assert [vectors_on(table, number, layer) for layer in range(3)] == [[5, 6], [], [5]]
-    assert table.wants[number].tolist() == [0, WANT_AFTER, WANT_AFTER]
+    assert table.lines[number, 1:4, 2].tolist() == [NOT_KEPT, 0, 2]
+    assert (table.lines[number, :, 3] == NOT_KEPT).all()
 
 
 def test_rows_before_steering() -> None:
-    table = ProgramTable(4, 16, layers=2, first_layer=0, device=CPU)
+    table = make_table()
     number = table.number(program(capture=(1,), before=True))
-    assert table.wants[number].tolist() == [0, WANT_BEFORE]
+    assert table.lines[number, 1:3, 2].tolist() == [NOT_KEPT, 1]
+
+
+def test_one_point_keeps_a_row_after_a_layer_and_before_the_next() -> None:
+    table = make_table(layers=3)
+    number = table.number(program(capture=(0, 2), sites=(POST, PRE, ATTN)))
+    units = {POST: (0, 1), PRE: (2, 3), ATTN: (4, 5)}  # in the order of sites, then layers
+    assert table.lines[number, :4, 2:].tolist() == [
+        [NOT_KEPT, 2 * units[PRE][0]],
+        [2 * units[POST][0], NOT_KEPT],
+        [NOT_KEPT, 2 * units[PRE][1]],
+        [2 * units[POST][1], NOT_KEPT],
+    ]
+    assert table.lines[number, 4:7, 2].tolist() == [2 * units[ATTN][0], NOT_KEPT, 2 * units[ATTN][1]]
+    assert (table.lines[number, 7:, 2:] == NOT_KEPT).all()
 
 
 def test_a_program_is_written_once_and_keeps_its_number() -> None:
-    table = ProgramTable(4, 16, layers=2, first_layer=0, device=CPU)
+    table = make_table()
     wanted = program(step(1, 0))
     number = table.number(wanted)
-    table.wants[number] = 77  # a second write would undo this
+    table.lines[number] = 77  # a second write would undo this
     table.begin_step()
     assert table.number(wanted) == number
-    assert table.wants[number].tolist() == [77, 77]
+    assert (table.lines[number] == 77).all()
 
 
 def test_the_one_that_was_not_used_for_longest_makes_room() -> None:
-    table = ProgramTable(2, 16, layers=1, first_layer=0, device=CPU)
+    table = make_table(programs=2, layers=1)
     old, kept, new = (program(step(row, 0)) for row in (1, 2, 3))
     numbers = [table.number(old), table.number(kept)]
     table.begin_step()
@@ -65,7 +89,7 @@ def test_the_one_that_was_not_used_for_longest_makes_room() -> None:
 
 
 def test_a_step_that_needs_more_than_fits() -> None:
-    table = ProgramTable(2, 16, layers=1, first_layer=0, device=CPU)
+    table = make_table(programs=2, layers=1)
     held = [program(step(row, 0)) for row in range(3)]
     table.number(held[0])
     table.number(held[1])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
-from tests.inference.taps_support import DTYPES, GENERATED, PROMPT, Model, Worker, capture, select
+from tests.inference.taps_support import ATTN, DTYPES, GENERATED, MLP, POST, PRE, PROMPT, Model, Worker, capture, select
 
 HIDDEN = 6
 MODEL_LAYERS = range(5)
@@ -61,6 +61,7 @@ def plans(draw, name):
             st.just(f"capture of {name}"),
             layer_sets(),
             selections(),
+            sites=st.sampled_from([(POST,), (POST,), (PRE,), (POST, PRE), (ATTN, MLP), (POST, PRE, ATTN, MLP)]),
             before_steering=st.booleans(),
         )
     )
@@ -143,12 +144,13 @@ def _schedule(random, request, step):
 def make_tensors(step, number, layers, dtype, with_residual):
     total = sum(count for _, _, count in step.rows) + step.padding
     random = torch.Generator().manual_seed(number)
+    places = [(PRE, layers[0])] + [(site, layer) for layer in layers for site in (ATTN, MLP, POST)]
     return {
-        layer: tuple(
+        place: tuple(
             torch.randn(total, HIDDEN, generator=random).to(dtype) if wanted else None
-            for wanted in (True, with_residual)
+            for wanted in (True, with_residual and place[0] not in (ATTN, MLP))
         )
-        for layer in layers
+        for place in places
     }
 
 
@@ -158,11 +160,11 @@ def as_numpy(tensor, dtype):
 
 
 def sums(tensors, dtype):
-    """The residual stream of each layer, rounded as the model rounds it."""
+    """The rows at each place, rounded as the model rounds them."""
     result = {}
-    for layer, (hidden, residual) in tensors.items():
+    for place, (hidden, residual) in tensors.items():
         total = as_numpy(hidden, dtype)
-        result[layer] = total if residual is None else total + as_numpy(residual, dtype)
+        result[place] = total if residual is None else total + as_numpy(residual, dtype)
     return result
 
 
@@ -170,11 +172,13 @@ def check_steering(model, step, tensors, originals, dtype):
     owners = [(name, first + at) for name, first, count in step.rows for at in range(count)]
     owners += [("padding", 0)] * step.padding
     rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
-    for layer, (hidden, residual) in tensors.items():
+    for place, (hidden, residual) in tensors.items():
         now, delayed = as_numpy(hidden, dtype), as_numpy(residual, dtype)
         for row, (name, position) in enumerate(owners):
-            before = originals[layer][row]
+            before = originals[place][row]
+            is_after, layer = place[0] == POST, place[1]
             wanted = model.steered(name, position, layer, before, None if delayed is None else delayed[row])
+            wanted = wanted if is_after else None
             if wanted is None:
                 assert now[row].tobytes() == before.tobytes(), f"{name}'s row was touched"
             else:
@@ -187,58 +191,63 @@ def check_steering(model, step, tensors, originals, dtype):
     steps=schedules(),
     stage=st.sampled_from([range(5), range(1, 4)]),
     with_residual=st.booleans(),
+    largest_block=st.sampled_from([0, 200, 1000]),
 )
-def test_taps_do_what_the_model_says(dtype, steps, stage, with_residual):
-    worker, model = (
-        Worker(hidden=HIDDEN, layers=stage, dtype=dtype, blocks=pool_size(steps), vectors=VECTORS),
-        Model(stage, VECTORS),
-    )
+def test_taps_do_what_the_model_says(dtype, steps, stage, with_residual, largest_block):
+    size = pool_size(steps, len(stage))
+    worker = Worker(hidden=HIDDEN, layers=stage, dtype=dtype, rows=size, largest_block=largest_block, vectors=VECTORS)
+    model = Model(stage, VECTORS, largest_block)
     for number, step in enumerate(steps):
         tensors = make_tensors(step, number, stage, dtype, with_residual)
-        originals = {layer: as_numpy(hidden, dtype) for layer, (hidden, _) in tensors.items()}
+        originals = {place: as_numpy(hidden, dtype) for place, (hidden, _) in tensors.items()}
         before = sums(tensors, dtype)
         worker.step(step.rows, admitted=step.admitted, finished=step.finished, tensors=tensors)
         left = model.begin_step(step.finished, step.admitted)
         check_steering(model, step, tensors, originals, dtype)
         left += model.run(step.rows, before, sums(tensors, dtype))
         check_shipped(model, worker.ring.take(), left)
-        assert worker.pool.free_blocks == pool_size(steps) - sum(bool(r.pending) for r in model.requests.values())
+        assert worker.pool.free_rows == size - sum(rows_held(model, request) for request in model.requests.values())
     assert lost_rows(worker) == model.lost
     assert not model.rows, "wanted rows were not shipped"
-    assert worker.pool.free_blocks == pool_size(steps)
+    assert worker.pool.free_rows == size
     assert worker.runtime.open_requests == 0
 
 
-def pool_size(steps):
+def rows_held(model, request):
+    return request.capacity * len(model._own(request.plan.capture)) if request.pending else 0
+
+
+def pool_size(steps, layers):
     """What the worker would allot for the largest step and the most requests of this schedule."""
     alive, most = set(), 1
     for step in steps:
         alive = (alive - set(step.finished)) | {name for name, _ in step.admitted}
         most = max(most, len(alive))
-    return BlockPool.blocks_needed(max(sum(count for _, _, count in step.rows) for step in steps), most)
+    return BlockPool.rows_needed(max(sum(count for _, _, count in step.rows) for step in steps), most, 4 * layers)
 
 
 def check_shipped(model, chunks, left):
     """Check that these chunks are the blocks that had to leave, and take their rows out of the model."""
-    own = {request_id: layers for request_id, layers in wanted_layers(model, left).items() if layers}
-    expected = Counter((capture_id, tuple(positions)) for capture_id, positions in left if capture_id in own)
-    assert Counter((chunk.capture_id, tuple(chunk.positions)) for chunk in chunks) == expected
+    own = {name: sorted({key[1:3] for key in model.rows if key[0] == name}) for name, _ in left}
+    expected = Counter(
+        (name, site, tuple(positions)) for name, positions in left for site in {site for site, _ in own[name]}
+    )
+    assert Counter((chunk.capture_id, chunk.header.site, tuple(chunk.positions)) for chunk in chunks) == expected
     for chunk in chunks:
-        assert list(chunk.header.layers) == own[chunk.capture_id]
+        site = chunk.header.site
+        assert [(site, layer) for layer in chunk.header.layers] == [
+            key for key in own[chunk.capture_id] if key[0] == site
+        ]
         for layer, rows in zip(chunk.header.layers, chunk.rows, strict=True):
             for position, row in zip(chunk.positions, rows, strict=True):
-                assert row.tobytes() == model.rows.pop((chunk.capture_id, layer, position)).tobytes()
-
-
-def wanted_layers(model, left):
-    """The layers of this stage that each of these captures wants."""
-    return {name: sorted({layer for capture_id, layer, _ in model.rows if capture_id == name}) for name, _ in left}
+                assert row.tobytes() == model.rows.pop((chunk.capture_id, site, layer, position)).tobytes()
 
 
 def lost_rows(worker):
     return {
-        (capture_id, layer, position)
+        (capture_id, site, layer, position)
         for capture_id, loss in worker.ring.losses
+        for site in loss.sites
         for layer in loss.layers
         for position in loss.positions
     }
@@ -300,12 +309,12 @@ def test_a_rank_that_only_steers_captures_nothing():
     np.testing.assert_array_equal(hidden, np.stack([VECTORS[0]] * 2))
 
 
-def test_between_steps_the_tap_does_nothing():
+def test_a_step_of_others_alone_finds_the_tap_idle():
     worker = Worker(hidden=HIDDEN, vectors=VECTORS)
     plan = RequestPlan(1, capture(), (Operation(Kind.ADD, 0, (0,), select()),))
     worker.step([("a", 0, 1)], admitted=[("a", plan)])
     hidden = torch.zeros(1, HIDDEN)
-    worker.tap.tap(hidden, None, 0)
+    worker.step([("b", 0, 1)], finished=["a"], admitted=[("b", None)], tensors={0: (hidden, None)})
     assert not hidden.any()
     assert len(worker.ring.take()) == 1
 
@@ -313,7 +322,7 @@ def test_between_steps_the_tap_does_nothing():
 def test_the_pool_has_room_for_the_worst_step():
     """Every request ends its prompt in it, with two rows: one fills a block, the other needs one more."""
     names = ["a", "b", "c", "d"]
-    worker = Worker(blocks=BlockPool.blocks_needed(2 * len(names), len(names)))
+    worker = Worker(rows=BlockPool.rows_needed(2 * len(names), len(names), 2))
     plans = [(name, RequestPlan(33, capture(name))) for name in names]
     worker.step([(name, 0, 1) for name in names], admitted=plans)
     for first in range(1, 33, 2):

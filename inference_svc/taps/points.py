@@ -1,0 +1,64 @@
+"""Tap points: the places of the graph where the op sits, and the sites of layers that each of them sees.
+
+Between two layers there is one point for two sites: the residual stream after a layer is the one before the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from residuum.v1 import capture_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Site = capture_pb2.Site
+
+ENTRY = 0
+"""The point before the first layer of this pipeline stage."""
+
+
+@dataclass(frozen=True)
+class TapPoints:
+    """The points of one pipeline stage: the entry, one after each layer, then those of its attention and its MLP."""
+
+    first_layer: int
+    num_layers: int
+
+    @property
+    def count(self) -> int:
+        """How many points there are, whether or not the op sits at them."""
+        return 1 + 3 * self.num_layers
+
+    @property
+    def layers(self) -> range:
+        """The stage's layers."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    def own(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Return those of some layers that this stage has."""
+        return tuple(layer for layer in layers if layer in self.layers)
+
+    def after(self, layer: int) -> int:
+        """Return the point after a layer, where rows are steered."""
+        return 1 + layer - self.first_layer
+
+    def of(self, site: Site.ValueType, layer: int) -> int:
+        """Return the point that sees a site of a layer of this stage."""
+        index = layer - self.first_layer
+        return {
+            capture_pb2.SITE_RESID_PRE: index,
+            capture_pb2.SITE_RESID_POST: index + 1,
+            capture_pb2.SITE_ATTN_OUT: 1 + self.num_layers + index,
+            capture_pb2.SITE_MLP_OUT: 1 + 2 * self.num_layers + index,
+        }[site]
+
+    def sites(self, point: int) -> tuple[tuple[Site.ValueType, int], ...]:
+        """Return the (site, layer) pairs that a point sees; those of other stages' layers are among them."""
+        index, layers = point - 1, self.num_layers
+        if index < layers:
+            layer = self.first_layer + index
+            return (capture_pb2.SITE_RESID_POST, layer), (capture_pb2.SITE_RESID_PRE, layer + 1)
+        site = capture_pb2.SITE_ATTN_OUT if index < 2 * layers else capture_pb2.SITE_MLP_OUT
+        return ((site, self.first_layer + index % layers),)
