@@ -67,10 +67,6 @@ class ModelFacts:
     """Shared memory of the rings, all ranks together."""
     control_paths: tuple[str, ...]
     """The control sockets of the rings, one for each rank that captures."""
-    bank_bytes: int = 0
-    """Device memory for steering vectors, all ranks together."""
-    table_bytes: int = 0
-    """Device memory for what the kernel reads of each row and request, all ranks together."""
     model_runner: str = ""
     """Which of vLLM's model runners runs: "v1" or "v2"."""
 
@@ -369,7 +365,5 @@ def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str,
         pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
         ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
         control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
-        bank_bytes=sum(rank.get("bank_bytes", 0) for rank in ranks),
-        table_bytes=sum(rank.get("table_bytes", 0) for rank in ranks),
         model_runner=model_runner(config),
     )

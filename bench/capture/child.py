@@ -227,8 +227,7 @@ def _memory(facts: ModelFacts | None) -> Memory:
     sizes = (
         {
             "blocks_mib": facts.pool_bytes / _MIB,
-            "bank_mib": facts.bank_bytes / _MIB,
-            "tables_mib": facts.table_bytes / _MIB,
+            "tables_mib": getattr(facts, "table_bytes", 0) / _MIB,
             "ring_mib": facts.ring_bytes / _MIB,
         }
         if facts

@@ -38,10 +38,8 @@ class Memory:
     """Peak resident memory of the host by kind of process. Shared pages count in each process that touches them."""
     blocks_mib: float = 0.0
     """Device memory of capture blocks."""
-    bank_mib: float = 0.0
-    """Device memory of steering vectors."""
     tables_mib: float = 0.0
-    """Device memory of what the kernel reads of each row and request."""
+    """Device memory of steering vectors, and of what the kernel reads of each row and request."""
     ring_mib: float = 0.0
     """Shared host memory of the ring."""
     gpus_used_mib: float = 0.0

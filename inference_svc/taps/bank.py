@@ -20,11 +20,6 @@ class VectorBank:
         self.vectors: Tensor = torch.zeros(rows, hidden, dtype=torch.float32, device=device)
         self.inverse_norms: Tensor = torch.zeros(rows, dtype=torch.float32, device=device)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the table."""
-        return int(self.vectors.nbytes + self.inverse_norms.nbytes)
-
     def load(self, rows: Iterable[tuple[int, bytes]]) -> None:
         """Write vectors into rows.
 

@@ -51,11 +51,6 @@ class CudaTap:
         self._turn = 0
         self._armed_rows = 0
 
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the tables that the kernel reads, on the device."""
-        return self._table.nbytes + int(self._rows.nbytes)
-
     def arm(self, layout: StepLayout) -> None:
         """Take over what the next run of the model does."""
         if not layout.parts:

@@ -120,7 +120,6 @@ class _Taps:
         self.producer = self._make_producer(settings, self.pool) if self.pool else None
         self._sink = self._make_sink(worker.device) if self.pool and self.producer else None
         tap = self._make_tap(config, worker.device)
-        self._table_bytes = int(getattr(tap, "table_bytes", 0))  # a CPU's tap has no tables
         self.runtime = TapRuntime(tap, self.pool, self._sink)
         op.install(tap)
         model_taps.hook_layers(layers)
@@ -137,8 +136,6 @@ class _Taps:
             "hidden": self._format.hidden,
             "dtype": int(self._format.dtype),
             "captures": self._sink is not None,
-            "bank_bytes": self.bank.nbytes,
-            "table_bytes": self._table_bytes,
             "pool_bytes": self.pool.nbytes if self.pool else 0,
             "ring_bytes": self._ring_bytes if self.producer else 0,
             "control_path": self._control_path if self.producer else "",
