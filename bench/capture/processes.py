@@ -15,27 +15,28 @@ from typing import TYPE_CHECKING
 
 from bench.capture.memory import peak_of
 from bench.capture.results import Run
-from bench.capture.workload import Job
+from bench.capture.workload import Job, Runner
 from bench.machine import ROOT
 from examples.services import start_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bench.capture.workload import Mode, Workload
+    from bench.capture.workload import Turn, Workload
     from examples.services import Service
 
 _STORE_SECONDS = 60.0
 _RUN_SECONDS = 1800.0
 _LOG_LINES = 40
+_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 class RunFailedError(RuntimeError):
     """A run failed. The message ends with the end of its log."""
 
 
-def run_job(mode: Mode, number: int, workload: Workload) -> Run:
-    """Run one mode once.
+def run_turn(turn: Turn, workload: Workload) -> list[Run]:
+    """Run a process; return what it measured, mode by mode.
 
     Raises:
         RunFailedError: It failed, or took too long.
@@ -43,12 +44,18 @@ def run_job(mode: Mode, number: int, workload: Workload) -> Run:
     """
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         folder = Path(scratch)
-        job = Job(mode, number, workload, scratch)
+        job = Job(turn.modes, turn.round, workload, scratch, turn.runner)
         if not job.needs_store:
             return _run(job, folder)
         with _running_store(folder) as store:
-            run = _run(dataclasses.replace(job, store=store.endpoint), folder)
-            return dataclasses.replace(run, peak_mib={**run.peak_mib, "store": peak_of(store.process.pid)})
+            runs = _run(dataclasses.replace(job, store=store.endpoint), folder)
+            peak = peak_of(store.process.pid)
+            return [_with_peak(run, "store", peak) for run in runs]
+
+
+def _with_peak(run: Run, kind: str, peak: int) -> Run:
+    memory = dataclasses.replace(run.memory, peak_mib={**run.memory.peak_mib, kind: peak})
+    return dataclasses.replace(run, memory=memory)
 
 
 @contextmanager
@@ -71,14 +78,14 @@ def _running_store(folder: Path) -> Iterator[Service]:
         store.stop()
 
 
-def _run(job: Job, folder: Path) -> Run:
+def _run(job: Job, folder: Path) -> list[Run]:
     job_file, result_file, log_file = (folder / name for name in ("job.json", "result.json", "run.log"))
     job_file.write_text(json.dumps(job.to_json()))
     with log_file.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.capture.child", str(job_file), str(result_file)],
             cwd=ROOT,
-            env=_environment(folder),
+            env=_environment(folder, job.runner),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -97,11 +104,14 @@ def _run(job: Job, folder: Path) -> Run:
     if status != 0 or not result_file.exists():
         end = "\n".join(log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:])
         how = "took too long" if status is None else f"ended with code {status}"
-        raise RunFailedError(f"{job.mode.value}, round {job.round + 1}, {how}\n{end}")
-    return Run.from_json(json.loads(result_file.read_text()))
+        modes = " ".join(mode.value for mode in job.modes)
+        raise RunFailedError(f"{modes}, round {job.round + 1}, model runner {job.runner.value}: {how}\n{end}")
+    return [Run.from_json(run) for run in json.loads(result_file.read_text())]
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def _environment(folder: Path, runner: Runner) -> dict[str, str]:
     """Return this environment without the service's own settings: the workload alone decides."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RESIDUUM_")}
+    if runner.variable is not None:
+        kept[_RUNNER_VARIABLE] = runner.variable
     return {**kept, "VLLM_RPC_BASE_PATH": str(folder)}

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 _COLUMNS = (
     "mode",
+    "runner",
     "generation",
     "over stock",
     "best",
     "by round",
+    "last/first",
     "settled",
     "over stock",
     "tokens/s",
@@ -30,7 +32,7 @@ _COLUMNS = (
 def show_run(console: Console, run: Run, rounds: int) -> None:
     """Print one line for a run that has ended."""
     times = " ".join(f"{iteration.generation_seconds:.3f}" for iteration in run.iterations)
-    head = f"round {run.round + 1}/{rounds}  {run.mode.value:<17}"
+    head = f"round {run.round + 1}/{rounds}  {run.mode.value:<17} {run.model_runner}"
     console.print(f"{head} {times} s  (ready in {run.start_seconds:.0f} s)")
 
 
@@ -55,10 +57,12 @@ def summary_cells(summary: ModeSummary) -> tuple[str, ...]:
     same = summary.replies_as_stock
     return (
         summary.mode.value,
+        summary.model_runner,
         f"{generation.median:.3f} s",
         _change(generation.ratio_to_stock),
         _change(generation.ratio_of_best),
         _by_round(generation),
+        f"{generation.last_over_first:.2f}",
         f"{settled.median:.3f} s",
         _change(settled.ratio_to_stock),
         f"{summary.tokens_per_second:.0f}",

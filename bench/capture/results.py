@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from bench.capture.workload import Mode
+from bench.capture.workload import Mode, Runner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,28 +31,51 @@ class Iteration:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What an engine takes, all devices and ranks together, in MiB."""
+
+    peak_mib: dict[str, int]
+    """Peak resident memory of the host by kind of process. Shared pages count in each process that touches them."""
+    blocks_mib: float = 0.0
+    """Device memory of capture blocks."""
+    tables_mib: float = 0.0
+    """Device memory of steering vectors, and of what the kernel reads of each row and request."""
+    ring_mib: float = 0.0
+    """Shared host memory of the ring."""
+    gpus_used_mib: float = 0.0
+    """Memory that is in use on all GPUs, whoever uses it, at the end of the run. 0 without a GPU."""
+
+
+@dataclass(frozen=True)
 class Run:
-    """What one process measured."""
+    """What one process measured in one mode."""
 
     mode: Mode
     round: int
+    runner: Runner
+    """The model runner that was asked for."""
+    model_runner: str
+    """The model runner that ran, "v1" or "v2"."""
+    shared: bool
+    """Whether other modes were measured by turns on the same engine."""
     device: str
     num_layers: int
     start_seconds: float
     """Until the engine was ready: load, compile, self-test."""
-    peak_mib: dict[str, int]
-    """Peak resident memory by kind of process. Shared pages count in each process that touches them."""
-    capture_pool_mib: float
-    """Device memory of capture blocks."""
-    ring_mib: float
-    """Shared host memory of the ring."""
+    memory: Memory
     iterations: tuple[Iteration, ...]
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:
         """Return the run that its process wrote as plain data."""
         iterations = tuple(Iteration(**{**item, "replies": tuple(item["replies"])}) for item in data["iterations"])
-        return cls(**{**data, "mode": Mode(data["mode"]), "iterations": iterations})
+        restored = {
+            "mode": Mode(data["mode"]),
+            "runner": Runner(data["runner"]),
+            "memory": Memory(**data["memory"]),
+            "iterations": iterations,
+        }
+        return cls(**{**data, **restored})
 
 
 @dataclass(frozen=True)
@@ -68,29 +91,40 @@ class Times:
     """Shortest over shortest: what a machine that others use as well disturbs least."""
     ratio_by_round: tuple[float, ...]
     """The same within each round: how far apart they are says how much the ratio is worth."""
+    last_over_first: float
+    """A process's last iteration over its first, the median over all processes: 1 if nothing piles up."""
 
 
 @dataclass(frozen=True)
 class ModeSummary:
-    """A mode over all rounds."""
+    """A mode over all rounds, with one of vLLM's model runners."""
 
     mode: Mode
+    runner: Runner
+    model_runner: str
     generation_seconds: Times
     settled_seconds: Times
     tokens_per_second: float
     """Generated tokens, over the median generation."""
     rows_per_iteration: int
     bytes_per_iteration: int
-    peak_mib: dict[str, int]
+    memory: Memory
+    """The most of any round."""
     replies_as_stock: float | None
     """The share of replies that equal stock's, token by token. Steering must lower it; taps that only look must not."""
 
 
 def summarise(runs: Sequence[Run]) -> list[ModeSummary]:
-    """Return a summary of each mode, in the order in which they first ran."""
-    stock = [run for run in runs if run.mode is Mode.STOCK]
-    modes = list(dict.fromkeys(run.mode for run in runs))
-    return [_summarise_mode([run for run in runs if run.mode is mode], stock) for mode in modes]
+    """Return a summary of each mode with each model runner, in the order in which they first ran.
+
+    Each is compared with stock on the same runner.
+    """
+    kinds = list(dict.fromkeys((run.runner, run.mode) for run in runs))
+    return [_summarise_mode(_of(runs, *kind), _of(runs, kind[0], Mode.STOCK)) for kind in kinds]
+
+
+def _of(runs: Sequence[Run], runner: Runner, mode: Mode) -> list[Run]:
+    return [run for run in runs if (run.runner, run.mode) == (runner, mode)]
 
 
 def _summarise_mode(runs: Sequence[Run], stock: Sequence[Run]) -> ModeSummary:
@@ -98,14 +132,26 @@ def _summarise_mode(runs: Sequence[Run], stock: Sequence[Run]) -> ModeSummary:
     first = runs[0].iterations[0]
     return ModeSummary(
         mode=runs[0].mode,
+        runner=runs[0].runner,
+        model_runner=runs[0].model_runner,
         generation_seconds=generation,
         settled_seconds=_times(runs, stock, "settled_seconds"),
         tokens_per_second=first.generated_tokens / generation.median,
         rows_per_iteration=first.rows,
         bytes_per_iteration=first.num_bytes,
-        peak_mib={kind: max(run.peak_mib.get(kind, 0) for run in runs) for run in runs for kind in run.peak_mib},
+        memory=_most([run.memory for run in runs]),
         replies_as_stock=_agreement(runs, stock),
     )
+
+
+def _most(memories: Sequence[Memory]) -> Memory:
+    kinds = dict.fromkeys(kind for memory in memories for kind in memory.peak_mib)
+    sizes = {
+        item.name: max(getattr(memory, item.name) for memory in memories)
+        for item in fields(Memory)
+        if item.name != "peak_mib"
+    }
+    return Memory(peak_mib={kind: max(memory.peak_mib.get(kind, 0) for memory in memories) for kind in kinds}, **sizes)
 
 
 def _times(runs: Sequence[Run], stock: Sequence[Run], field: str) -> Times:
@@ -123,6 +169,9 @@ def _times(runs: Sequence[Run], stock: Sequence[Run], field: str) -> Times:
             statistics.median(_all_times([run], field)) / stock_by_round[run.round]
             for run in sorted(runs, key=lambda run: run.round)
             if run.round in stock_by_round
+        ),
+        last_over_first=statistics.median(
+            getattr(run.iterations[-1], field) / getattr(run.iterations[0], field) for run in runs
         ),
     )
 

@@ -1,114 +1,77 @@
-"""The sink that ends at the ring: a consumer in this process takes each extent, counts its rows, and frees it."""
+"""The sink that ends at the ring: a process beside the engine's takes each extent, counts its rows, and frees it."""
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
-from typing import TYPE_CHECKING
-
-import numpy as np
+import asyncio
+import json
+import sys
+from typing import TYPE_CHECKING, Any
 
 from bench.capture.sinks import Arrived, RowsMissingError
-from inference_svc.shipping.framing import payload_bytes
-from inference_svc.shipping.protocol import Done, ExtentReady, LossReport, Message, MessageReader
+from bench.machine import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy.typing as npt
-
     from inference_svc.engine import ModelFacts
-    from residuum.v1 import capture_pb2
 
-_RECEIVE_BYTES = 1 << 16
-
-
-class Tally:
-    """Which rows of one capture have come."""
-
-    def __init__(self, num_layers: int, num_positions: int) -> None:
-        """Expect `num_positions` of each layer; later positions, which a step too many computed, do not count."""
-        self._seen: npt.NDArray[np.bool_] = np.zeros((num_layers, num_positions), dtype=np.bool_)
-        self._row_bytes = 0
-
-    def add(self, header: capture_pb2.ChunkHeader) -> None:
-        """Count the rows that a header names."""
-        positions = np.fromiter(header.positions, dtype=np.int64)
-        layers = np.fromiter(header.layers, dtype=np.int64)
-        self._row_bytes = payload_bytes(header) // (len(positions) * len(layers))
-        self._seen[np.ix_(layers, positions[positions < self._seen.shape[1]])] = True
-
-    @property
-    def arrived(self) -> Arrived:
-        """What has come, each row counted once."""
-        rows = int(self._seen.sum())
-        return Arrived(rows, rows * self._row_bytes)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether everything has come."""
-        return bool(self._seen.all())
+_STOP_SECONDS = 10.0
+_LINE_BYTES = 1 << 20
 
 
 class RingSink:
-    """Consumers of the rings, a thread for each."""
+    """The consumer of the rings, a process of its own; see `ring_consumer`."""
 
     def __init__(self, facts: ModelFacts, rows_per_request: int) -> None:
-        self._num_layers = facts.num_layers
-        self._num_positions = rows_per_request
-        self._tallies: dict[str, Tally] = {}
-        self._lost: list[str] = []
-        self._sockets = [_connect(path) for path in facts.control_paths]
-        self._threads = [threading.Thread(target=self._consume, args=(item,), daemon=True) for item in self._sockets]
+        self._arguments = [str(facts.num_layers), str(rows_per_request), *facts.control_paths]
+        self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """See `CaptureSink`."""
-        for thread in self._threads:
-            thread.start()
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bench.capture.ring_consumer", *self._arguments),
+            cwd=ROOT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LINE_BYTES,
+        )
+        await self._read(self._process)
 
     async def begin(self, prompts: Mapping[str, Sequence[int]]) -> None:
         """See `CaptureSink`."""
-        self._tallies = {capture_id: Tally(self._num_layers, self._num_positions) for capture_id in prompts}
+        await self._ask({"begin": list(prompts)})
 
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
         """See `CaptureSink`. The engine has been drained: every extent was counted before its Done."""
-        missing = [capture_id for capture_id in replies if not self._tallies[capture_id].is_complete]
-        if missing or self._lost:
-            raise RowsMissingError(f"rows are missing of {missing}; lost: {self._lost or 'none'}")
-        arrived = [tally.arrived for tally in self._tallies.values()]
-        return Arrived(sum(item.rows for item in arrived), sum(item.num_bytes for item in arrived))
+        del replies  # they are as long as they were asked to be
+        counted = await self._ask({"finish": True})
+        if counted["missing"] or counted["lost"]:
+            raise RowsMissingError(f"rows are missing of {counted['missing']}; lost: {counted['lost'] or 'none'}")
+        return Arrived(counted["rows"], counted["num_bytes"])
 
     async def stop(self) -> None:
         """See `CaptureSink`."""
-        for item in self._sockets:
-            item.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-
-    def _consume(self, connection: socket.socket) -> None:
-        reader = MessageReader()
-        with connection:
-            data, descriptors, _, _ = socket.recv_fds(connection, _RECEIVE_BYTES, 1)
-            for descriptor in descriptors:
-                os.close(descriptor)  # the ring's memory, which nobody reads here
-            while data:
-                for message in reader.feed(data):
-                    self._take(message, connection)
-                data = connection.recv(_RECEIVE_BYTES)
-
-    def _take(self, message: Message, connection: socket.socket) -> None:
-        if isinstance(message, ExtentReady):
-            for header in message.headers:
-                self._tallies[message.capture_id].add(header)
-        elif isinstance(message, LossReport):
-            self._lost.append(f"{message.capture_id}: {message.loss.detail}")
-        else:
+        if self._process is None or self._process.stdin is None:
             return
-        connection.sendall(Done(message.ticket).encode())
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), _STOP_SECONDS)
+        except asyncio.TimeoutError:
+            self._process.kill()
+            await self._process.wait()
 
+    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        process = self._process
+        assert process is not None  # noqa: S101 - it was started
+        assert process.stdin is not None  # noqa: S101 - see `start`
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        await process.stdin.drain()
+        return await self._read(process)
 
-def _connect(path: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(path)
-    return connection
+    async def _read(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
+        assert process.stdout is not None  # noqa: S101 - see `start`
+        line = await process.stdout.readline()
+        if not line:
+            raise RowsMissingError("the consumer of the ring has ended; the log above says why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer

@@ -72,8 +72,10 @@ class StoreSink:
             await self._store.OpenCapture(store_pb2.OpenCaptureRequest(description=description))
 
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
-        """Seal the captures, and hold the store to their being COMPLETE."""
+        """Seal the captures, and hold the store to their being COMPLETE; then they are deleted, to make room."""
         manifests = [await self._seal(capture_id, reply) for capture_id, reply in replies.items()]
+        for capture_id in replies:
+            await self._store.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=capture_id))
         return Arrived(
             sum(manifest.num_rows for manifest in manifests), sum(manifest.num_bytes for manifest in manifests)
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from inference_svc.engine import Engine
+from inference_svc.engine import Engine, engine_arguments, model_runner
 from inference_svc.selftest import run_self_test
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ class Subject(Protocol):
     def vocab_size(self) -> int:
         """Token ids that its model knows."""
 
+    @property
+    def model_runner(self) -> str:
+        """Which of vLLM's model runners runs it."""
+
     async def generate(
         self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, plan: RequestPlan | None
     ) -> list[int]:
@@ -49,11 +53,13 @@ class StockSubject:
         self._llm = llm
         self.num_layers: int = llm.vllm_config.model_config.get_total_num_hidden_layers()
         self.vocab_size: int = llm.vllm_config.model_config.get_vocab_size()
+        self.model_runner = model_runner(llm.vllm_config)
 
     @classmethod
     async def start(cls, settings: InferenceSettings) -> StockSubject:
         """Start it with the arguments that the service would give, but for those that bring the taps in."""
-        return cls(await asyncio.to_thread(AsyncLLM.from_engine_args, AsyncEngineArgs(**stock_arguments(settings))))
+        arguments = AsyncEngineArgs(**engine_arguments(settings))
+        return cls(await asyncio.to_thread(AsyncLLM.from_engine_args, arguments))
 
     async def generate(
         self,
@@ -81,6 +87,7 @@ class TappedSubject:
         self.engine = engine
         self.num_layers = engine.facts.num_layers
         self.vocab_size = engine.facts.vocab_size
+        self.model_runner = engine.facts.model_runner
 
     @classmethod
     async def start(cls, settings: InferenceSettings, folder: str) -> TappedSubject:
@@ -114,18 +121,3 @@ class TappedSubject:
     def shutdown(self) -> None:
         """See `Subject`."""
         self.engine.shutdown()
-
-
-def stock_arguments(settings: InferenceSettings) -> dict[str, Any]:
-    """Return vLLM's arguments for an engine like the service's, with vLLM's own worker."""
-    return {
-        "model": settings.model,
-        "dtype": settings.dtype,
-        "enforce_eager": settings.enforce_eager,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "seed": settings.seed,
-        "kv_cache_memory_bytes": int(settings.kv_cache_gib * (1 << 30)),
-        "disable_log_stats": True,
-        **settings.engine_args,
-    }

@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 
 class Mode(str, Enum):
@@ -18,7 +21,7 @@ class Mode(str, Enum):
     ALL_LAYERS = "all-layers"
     """Every layer of every token is captured."""
     STEER = "steer"
-    """Each request is steered after every layer, by a vector of its own."""
+    """Each request is steered after every layer, by the workload's `Vectors`."""
     ALL_LAYERS_STEER = "all-layers+steer"
     """Both."""
 
@@ -42,6 +45,32 @@ class Sink(str, Enum):
     """Into the shared-memory ring and no further: a local consumer counts them and frees their extents."""
 
 
+class Runner(str, Enum):
+    """vLLM's model runners."""
+
+    DEFAULT = "default"
+    """Whichever vLLM takes by itself."""
+    V1 = "v1"
+    V2 = "v2"
+
+    @property
+    def variable(self) -> str | None:
+        """What VLLM_USE_V2_MODEL_RUNNER must say; None: nothing."""
+        return {Runner.V1: "0", Runner.V2: "1"}.get(self)
+
+
+class Vectors(str, Enum):
+    """What steered requests are steered by: always an Add after every layer."""
+
+    REQUEST = "request"
+    """Each request by a vector of its own, the same after every layer."""
+    LAYER = "layer"
+    """After each layer by that layer's vector, the same for all requests."""
+
+
+_LEAST_MODEL_LEN = 16
+
+
 @dataclass(frozen=True)
 class Workload:
     """What every run does."""
@@ -57,11 +86,18 @@ class Workload:
     warmups: int = 1
     eager: bool = False
     sink: Sink = Sink.STORE
+    vectors: Vectors = Vectors.REQUEST
+    max_num_batched_tokens: int = 2048
     kv_cache_gib: float = 1.0
     ring_mib: int = 256
     shippers: int = 1
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine, the same in every mode."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a sequence may have: what the workload needs, and the self-test."""
+        return max(self.prefill + self.decode, _LEAST_MODEL_LEN)
 
     @property
     def rows_per_request(self) -> int:
@@ -76,20 +112,27 @@ class Workload:
 
 @dataclass(frozen=True)
 class Job:
-    """One run, as its process is told."""
+    """What one process does, as it is told."""
 
-    mode: Mode
+    modes: tuple[Mode, ...]
+    """Measured by turns on one engine: stock alone, or any of the others."""
     round: int
     workload: Workload
     folder: str
     """A private folder for sockets and the like."""
+    runner: Runner = Runner.DEFAULT
     store: str = ""
     """host:port of the store; empty if none is needed."""
 
     @property
+    def captures(self) -> bool:
+        """Whether rows are captured in any mode."""
+        return any(mode.captures for mode in self.modes)
+
+    @property
     def needs_store(self) -> bool:
         """Whether captured rows go to a store."""
-        return self.mode.captures and self.workload.sink is Sink.STORE
+        return self.captures and self.workload.sink is Sink.STORE
 
     def to_json(self) -> dict[str, Any]:
         """Return the job as plain data."""
@@ -98,14 +141,48 @@ class Job:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
         """Return the job that `to_json` made plain."""
-        workload = Workload(**{**data["workload"], "sink": Sink(data["workload"]["sink"])})
-        return cls(**{**data, "mode": Mode(data["mode"]), "workload": workload})
+        plain = data["workload"]
+        workload = Workload(**{**plain, "sink": Sink(plain["sink"]), "vectors": Vectors(plain["vectors"])})
+        modes = tuple(map(Mode, data["modes"]))
+        return cls(**{**data, "modes": modes, "runner": Runner(data["runner"]), "workload": workload})
 
 
-def schedule(modes: list[Mode], rounds: int) -> list[tuple[int, Mode]]:
-    """Return the order of the runs: forwards in even rounds, backwards in odd ones.
+class Turn(NamedTuple):
+    """One process of a benchmark."""
+
+    round: int
+    runner: Runner
+    modes: tuple[Mode, ...]
+
+
+def schedule(
+    modes: Sequence[Mode], rounds: int, runners: Sequence[Runner] = (Runner.DEFAULT,), *, shared: bool = False
+) -> list[Turn]:
+    """Return the order of the processes: forwards in even rounds, backwards in odd ones.
 
     So no mode is always the first after a pause, or always behind the same neighbour; a drift of the machine over the
     whole run cancels.
+
+    Args:
+        modes: The modes, in the order of the first round.
+        rounds: How often each is run.
+        runners: vLLM's model runners, with each of which all of that is done.
+        shared: Let the modes with taps share a process, and so an engine.
     """
-    return [(number, mode) for number in range(rounds) for mode in (modes if number % 2 == 0 else modes[::-1])]
+    groups: list[tuple[Mode, ...]] = [(mode,) for mode in modes]
+    if shared:
+        tapped = tuple(mode for mode in modes if mode is not Mode.STOCK)
+        groups = [group for group in ((Mode.STOCK,) * (Mode.STOCK in modes), tapped) if group]
+    order = [(runner, group) for runner in runners for group in groups]
+    return [
+        Turn(number, runner, group)
+        for number in range(rounds)
+        for runner, group in (order if number % 2 == 0 else order[::-1])
+    ]
+
+
+def turns(modes: Sequence[Mode], iterations: int) -> Iterator[tuple[int, Mode]]:
+    """Yield the order of iterations in one process: each in every mode, forwards and backwards by turns."""
+    for number in range(iterations):
+        for mode in modes if number % 2 == 0 else reversed(modes):
+            yield number, mode

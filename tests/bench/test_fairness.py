@@ -1,22 +1,56 @@
 """Stock is given what the service gives vLLM, but for the taps: else their difference would not be the taps' cost."""
 
+import pytest
+
+from bench.capture import subjects
 from bench.capture.child import settings_of
-from bench.capture.subjects import stock_arguments
+from bench.capture.subjects import StockSubject
 from bench.capture.workload import Job, Mode, Workload
 from inference_svc import engine
 
+WORKLOAD = Workload(
+    "m",
+    batch_size=100,
+    prefill=500,
+    decode=12,
+    eager=True,
+    engine_args={"load_format": "dummy", "tensor_parallel_size": 2},
+)
 
-def test_stock_differs_from_the_service_in_the_taps_alone(monkeypatch):
-    given = {}
-    monkeypatch.setattr(engine, "AsyncEngineArgs", lambda **values: given.update(values))
-    workload = Workload("m", batch_size=100, eager=True, engine_args={"load_format": "dummy"})
-    settings = settings_of(Job(Mode.STOCK, 0, workload, "/tmp/x"))
+
+@pytest.fixture
+def given(monkeypatch):
+    """What vLLM was given, engine by engine."""
+    given = []
+
+    def keep(**values):
+        given.append(values)
+        return values
+
+    monkeypatch.setattr(engine, "AsyncEngineArgs", keep)
+    monkeypatch.setattr(subjects, "AsyncEngineArgs", keep)
+    return given
+
+
+async def test_stock_differs_from_the_service_in_the_taps_alone(given, monkeypatch):
+    settings = settings_of(Job((Mode.STOCK,), 0, WORKLOAD, "/tmp/x"))
+    monkeypatch.setattr(subjects.AsyncLLM, "from_engine_args", lambda values: None)
+    with pytest.raises(AttributeError):  # no engine came of it
+        await StockSubject.start(settings)
     engine._engine_args(settings)
-    tapped = dict(given)
+    stock, tapped = given
     assert tapped.pop("worker_cls")
     assert tapped.pop("additional_config")
-    # One device, which is vLLM's default as well.
-    assert tapped.pop("tensor_parallel_size") == tapped.pop("pipeline_parallel_size") == 1
-    assert stock_arguments(settings) == tapped
-    assert tapped["enable_prefix_caching"] is False
-    assert tapped["max_num_seqs"] == 100
+    assert stock == tapped
+
+
+def test_both_are_given_what_the_workload_needs():
+    arguments = engine.engine_arguments(settings_of(Job((Mode.STOCK,), 0, WORKLOAD, "/tmp/x")))
+    assert arguments["enable_prefix_caching"] is False
+    assert arguments["max_num_seqs"] == 100
+    assert arguments["max_model_len"] == 512
+    assert arguments["tensor_parallel_size"] == 2
+
+
+def test_a_model_has_room_for_the_self_test():
+    assert settings_of(Job((Mode.IDLE,), 0, Workload("m", prefill=1, decode=1), "/tmp/x")).max_model_len == 16

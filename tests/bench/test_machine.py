@@ -1,8 +1,12 @@
 import os
 import socket
 
+import pytest
+
+from bench import gpu
 from bench.capture.memory import peak_mib, peak_of
-from bench.machine import Machine, Revision, versions
+from bench.gpu import Gpu, gpus, used_mib
+from bench.machine import REVISION_VARIABLE, Machine, Revision, versions
 
 
 def test_a_machine_is_described_by_its_kind_alone():
@@ -17,6 +21,45 @@ def test_versions_of_what_is_installed():
     assert found["residuum"]
     assert found["torch"]
     assert all(found.values())
+
+
+def test_a_copy_without_history_is_told_its_revision(monkeypatch):
+    monkeypatch.setenv(REVISION_VARIABLE, "1234abc")
+    assert Revision.describe() == Revision("1234abc", ())
+
+
+def test_the_version_of_cuda_is_torchs():
+    torch = pytest.importorskip("torch")
+    assert versions().get("cuda") == torch.version.cuda
+
+
+SMI = "NVIDIA H200, 580.1, 143771, 512\nNVIDIA H200, 580.1, 143771, [N/A]\n"
+
+
+def test_gpus_are_what_nvidia_smi_says(monkeypatch):
+    monkeypatch.setattr(gpu, "_run", lambda command: SMI)
+    assert gpus() == [Gpu("NVIDIA H200", "580.1", 143771, 512), Gpu("NVIDIA H200", "580.1", 143771, 0)]
+    assert used_mib() == 512
+    machine = Machine.describe()
+    assert (machine.gpu, machine.gpu_count, machine.gpu_driver) == ("NVIDIA H200", 2, "580.1")
+    assert machine.gpu_memory_gib == 140.4
+
+
+def test_without_nvidia_smi_torch_is_asked(monkeypatch):
+    monkeypatch.setattr(
+        gpu, "_run", lambda command: None if command[0] == "nvidia-smi" else '[["A", 2097152, 1048576]]'
+    )
+    assert gpus() == [Gpu("A", "", 2, 1)]
+
+
+def test_without_either_there_are_none(monkeypatch):
+    monkeypatch.setattr(gpu, "_run", lambda command: None)
+    assert gpus() == []
+
+
+def test_a_program_that_is_not_there_tells_nothing():
+    assert gpu._run(["/nonexistent/program"]) is None
+    assert gpu._run(["false"]) is None
 
 
 def test_a_revision_lists_what_differs_from_it():

@@ -7,16 +7,18 @@ from rich.console import Console
 
 from bench.capture.__main__ import parse, result, workload_of
 from bench.capture.report import show_summary
-from bench.capture.results import Iteration, Run, summarise
-from bench.capture.workload import Mode, Sink, Workload
+from bench.capture.results import Iteration, Memory, Run, summarise
+from bench.capture.shapes import SHAPES
+from bench.capture.workload import Mode, Runner, Sink, Vectors, Workload
 
 
-def make_run(mode, number, times, replies=("a", "b"), settled=0.0):
+def make_run(mode, number, times, replies=("a", "b"), settled=0.0, runner=Runner.V1):
     iterations = tuple(
         Iteration(seconds, seconds + settled, 128, 64, 40 if settled else 0, 400 if settled else 0, replies)
         for seconds in times
     )
-    return Run(mode, number, "cpu", 2, 10.0, {"engine": 100 + number}, 1.0, 2.0, iterations)
+    memory = Memory({"engine": 100 + number}, blocks_mib=5 - number)
+    return Run(mode, number, runner, runner.value, True, "cpu", 2, 10.0, memory, iterations)
 
 
 RUNS = [
@@ -52,7 +54,28 @@ def test_replies_are_compared_with_stocks():
 
 
 def test_memory_is_the_worst_of_all_rounds():
-    assert summarise(RUNS)[0].peak_mib == {"engine": 101}
+    assert summarise(RUNS)[0].memory == Memory({"engine": 101}, blocks_mib=5)
+
+
+def test_what_piles_up_within_a_process_shows():
+    stock, captured, _ = summarise(RUNS)
+    assert stock.generation_seconds.last_over_first == pytest.approx(2.0)  # of 3.0 and 1.0
+    assert captured.generation_seconds.last_over_first == pytest.approx((2.0 / 2.2 + 4.2 / 4.0) / 2)
+
+
+def test_a_runner_is_compared_with_stock_on_the_same():
+    other = [
+        make_run(Mode.ALL_LAYERS, 0, [12.0], runner=Runner.V2),
+        make_run(Mode.STOCK, 0, [10.0], runner=Runner.V2),
+    ]
+    summaries = summarise([*RUNS, *other])
+    assert [(item.runner, item.mode) for item in summaries[3:]] == [
+        (Runner.V2, Mode.ALL_LAYERS),
+        (Runner.V2, Mode.STOCK),
+    ]
+    assert summaries[1] == summarise(RUNS)[1]
+    assert summaries[3].generation_seconds.ratio_to_stock == pytest.approx(1.2)
+    assert summaries[3].replies_as_stock == 1.0
 
 
 def test_without_stock_there_is_no_ratio():
@@ -84,7 +107,7 @@ def test_every_mode_is_shown(terminal):
     lines = out.getvalue().splitlines()
     assert len(lines) == 4
     assert ("\t" in lines[0]) is not terminal
-    assert lines[2].startswith("all-layers")
+    assert lines[2].split()[:2] == ["all-layers", "v1"]
     assert "-11.4%" in lines[2]
 
 
@@ -100,12 +123,34 @@ def test_the_command_line_decides_the_workload():
     assert options.modes == list(Mode)
 
 
+def test_a_shape_brings_its_own_arguments(monkeypatch, tmp_path):
+    monkeypatch.setenv("RESIDUUM_CACHE", str(tmp_path))
+    workload = workload_of(parse(["--shape", "tiny", "--vectors", "layer", "--engine-args", '{"load_format": "auto"}']))
+    assert workload.model == str(tmp_path / "shapes" / "tiny")
+    assert workload.engine_args == {**SHAPES["tiny"].engine_args, "load_format": "auto"}
+    assert workload.vectors is Vectors.LAYER
+
+
+def test_model_runners_are_chosen_by_name():
+    assert parse(["--runners", "v1,v2"]).runners == [Runner.V1, Runner.V2]
+    assert parse([]).runners == [Runner.DEFAULT]
+
+
 def test_modes_are_chosen_by_name():
     assert parse(["--modes", "stock,all-layers+steer"]).modes == [Mode.STOCK, Mode.ALL_LAYERS_STEER]
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--modes", "none"], ["--decode", "0"], ["--eager", "--compiled"], ["--sink", "x"]]
+    "arguments",
+    [
+        ["--modes", "none"],
+        ["--decode", "0"],
+        ["--eager", "--compiled"],
+        ["--sink", "x"],
+        ["--runners", "v3"],
+        ["--shape", "x"],
+        ["--model", "m", "--shape", "tiny"],
+    ],
 )
 def test_a_bad_flag_ends_the_program(arguments, capsys):
     with pytest.raises(SystemExit):

@@ -2,7 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.capture.ring_sink import RingSink, Tally
+from bench.capture.ring_consumer import Tally
+from bench.capture.ring_sink import RingSink
 from bench.capture.sinks import Arrived, RowsMissingError
 from inference_svc.shipping.producer import RingProducer
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
@@ -27,14 +28,14 @@ def test_a_tally_is_complete_when_every_row_has_come():
     assert not tally.is_complete
     tally.add(header([0], [2]))
     assert tally.is_complete
-    assert tally.arrived == Arrived(rows=6, num_bytes=6 * 4 * 2)
+    assert (tally.rows, tally.num_bytes) == (6, 6 * 4 * 2)
 
 
 def test_rows_that_come_twice_or_were_not_asked_for_do_not_count():
     tally = Tally(num_layers=2, num_positions=3)
     tally.add(header([0, 1], [0, 1, 2]))
     tally.add(header([0, 1], [2, 3]))
-    assert tally.arrived.rows == 6
+    assert tally.rows == 6
 
 
 @pytest.fixture
@@ -73,6 +74,22 @@ async def test_a_missing_row_is_an_error(producer, sink):
     assert producer.drain(10)
     with pytest.raises(RowsMissingError, match="'a'"):
         await sink.finish({"a": [3, 4]})
+
+
+async def test_rows_of_an_unknown_capture_are_an_error(producer, sink):
+    await sink.begin({"a": [1, 2]})
+    publish(producer, "a", header([0, 1], [0, 1, 2]))
+    publish(producer, "b", header([0, 1], [0]))
+    assert producer.drain(10)
+    with pytest.raises(RowsMissingError, match="b: rows came that nobody expects"):
+        await sink.finish({"a": [3, 4]})
+
+
+async def test_a_consumer_that_has_died_is_an_error(sink):
+    sink._process.kill()
+    await sink._process.wait()
+    with pytest.raises((RowsMissingError, ConnectionError)):
+        await sink.begin({"a": [1, 2]})
 
 
 async def test_a_loss_is_an_error(producer, sink):

@@ -2,13 +2,71 @@ import json
 
 import pytest
 
-from bench.capture.workload import Job, Mode, Sink, Workload, schedule
+from bench.capture.child import operations
+from bench.capture.processes import _environment
+from bench.capture.shapes import SHAPES, write_shape
+from bench.capture.workload import Job, Mode, Runner, Sink, Vectors, Workload, schedule, turns
+
+MODES = [Mode.STOCK, Mode.IDLE, Mode.STEER]
 
 
 def test_rounds_go_forwards_and_backwards_by_turns():
-    modes = [Mode.STOCK, Mode.IDLE, Mode.STEER]
-    assert [mode for _, mode in schedule(modes, 3)] == [*modes, *modes[::-1], *modes]
-    assert [number for number, _ in schedule(modes, 2)] == [0, 0, 0, 1, 1, 1]
+    alone = [(mode,) for mode in MODES]
+    assert [turn.modes for turn in schedule(MODES, 3)] == [*alone, *alone[::-1], *alone]
+    assert [turn.round for turn in schedule(MODES, 2)] == [0, 0, 0, 1, 1, 1]
+    assert {turn.runner for turn in schedule(MODES, 2)} == {Runner.DEFAULT}
+
+
+def test_all_but_stock_may_share_an_engine():
+    stock, tapped = (Mode.STOCK,), (Mode.IDLE, Mode.STEER)
+    assert [turn.modes for turn in schedule(MODES, 2, shared=True)] == [stock, tapped, tapped, stock]
+    assert [turn.modes for turn in schedule(tapped, 1, shared=True)] == [tapped]
+    assert [turn.modes for turn in schedule(stock, 1, shared=True)] == [stock]
+
+
+def test_everything_is_run_with_each_model_runner():
+    order = schedule([Mode.STOCK, Mode.IDLE], 2, [Runner.V1, Runner.V2])
+    assert [(turn.round, turn.runner.value, turn.modes[0].value) for turn in order] == [
+        (0, "v1", "stock"),
+        (0, "v1", "idle"),
+        (0, "v2", "stock"),
+        (0, "v2", "idle"),
+        (1, "v2", "idle"),
+        (1, "v2", "stock"),
+        (1, "v1", "idle"),
+        (1, "v1", "stock"),
+    ]
+
+
+def test_modes_on_one_engine_take_turns():
+    a, b = Mode.IDLE, Mode.STEER
+    assert list(turns([a, b], 3)) == [(0, a), (0, b), (1, b), (1, a), (2, a), (2, b)]
+
+
+@pytest.mark.parametrize(("runner", "value"), [(Runner.DEFAULT, "x"), (Runner.V1, "0"), (Runner.V2, "1")])
+def test_the_model_runner_is_chosen_by_the_environment(runner, value, monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "x")
+    monkeypatch.setenv("RESIDUUM_MODEL", "another")
+    environment = _environment(tmp_path, runner)
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == value
+    assert "RESIDUUM_MODEL" not in environment
+
+
+def test_each_request_has_a_vector_or_each_layer_has():
+    def steps(vectors, index):
+        return [(operation.row, operation.layers) for operation in operations(vectors, index, 3)]
+
+    assert steps(Vectors.REQUEST, 5) == [(5, (0, 1, 2))]
+    assert steps(Vectors.LAYER, 5) == [(0, (0,)), (1, (1,)), (2, (2,))]
+
+
+def test_a_shape_is_a_model_without_weights(tmp_path):
+    for name, shape in SHAPES.items():
+        folder = write_shape(name, tmp_path)
+        assert folder == write_shape(name, tmp_path)
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["config.json"]
+        assert json.loads((tmp_path / name / "config.json").read_text()) == shape.config
+        assert shape.engine_args["load_format"] == "dummy"
 
 
 def test_prompts_have_the_exact_length_and_no_id_twice():
@@ -28,13 +86,14 @@ def test_prompts_differ_between_iterations_and_are_the_same_in_every_process():
 
 @pytest.mark.parametrize("mode", Mode)
 def test_a_job_survives_its_way_to_another_process(mode):
-    job = Job(mode, 1, Workload("m", sink=Sink.RING, engine_args={"load_format": "dummy"}), "/tmp/x", "localhost:1")
+    workload = Workload("m", sink=Sink.RING, vectors=Vectors.LAYER, engine_args={"load_format": "dummy"})
+    job = Job((mode, Mode.IDLE), 1, workload, "/tmp/x", Runner.V2, "localhost:1")
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
 
 
 def test_only_a_capture_that_leaves_the_ring_needs_a_store():
-    jobs = [Job(mode, 0, Workload("m", sink=sink), "/tmp/x") for mode in Mode for sink in Sink]
-    assert [job.mode for job in jobs if job.needs_store] == [Mode.ALL_LAYERS, Mode.ALL_LAYERS_STEER]
+    jobs = [Job((Mode.IDLE, mode), 0, Workload("m", sink=sink), "/tmp/x") for mode in Mode for sink in Sink]
+    assert [job.modes[1] for job in jobs if job.needs_store] == [Mode.ALL_LAYERS, Mode.ALL_LAYERS_STEER]
 
 
 def test_the_last_generated_token_has_no_row():

@@ -190,6 +190,42 @@ def test_prompts_that_cannot_be_are_refused(engine, request_, field):
     assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
 
 
+@pytest.fixture
+def engine_without_tokenizer(llm):
+    return Engine(llm, None, FACTS)
+
+
+def test_without_a_tokenizer_ids_are_taken_as_ever(engine_without_tokenizer):
+    assert engine_without_tokenizer.tokenize(ids(5, 6)) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (TEXT, "text"),
+        (inference_pb2.GenerateRequest(text=""), "text"),
+        (chat("user"), "chat"),
+        (
+            inference_pb2.GenerateRequest(
+                token_ids=inference_pb2.TokenIds(ids=[1]), sampling=inference_pb2.SamplingParameters(stop=["x"])
+            ),
+            "sampling.stop",
+        ),
+    ],
+    ids=["text", "empty text", "chat", "stop text"],
+)
+def test_without_a_tokenizer_texts_are_refused(engine_without_tokenizer, request_, field):
+    with pytest.raises(Failure, match="This engine has no tokenizer") as caught:
+        engine_without_tokenizer.tokenize(request_)
+    assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
+
+
+async def test_tokens_become_text_only_where_there_is_a_tokenizer(engine, engine_without_tokenizer, llm):
+    await generate(engine)
+    await generate(engine_without_tokenizer)
+    assert [asked.detokenize for _, asked, _ in llm.asked] == [True, False]
+
+
 def test_sampling_defaults_are_the_contracts():
     made = sampling_params(inference_pb2.SamplingParameters(), 0)
     assert (made.max_tokens, made.temperature, made.top_p, made.top_k, made.seed) == (16, 0.0, 1.0, 0, None)
@@ -227,6 +263,14 @@ def test_the_compile_caches_key_knows_what_is_in_the_graph():
     different = [key(), key(capture_sites="resid_post,resid_pre"), key(fold_norms=True)]
     assert all(one != other for at, one in enumerate(different) for other in different[:at])
     assert key(capture_sites="resid_pre, resid_post") == key(capture_sites="resid_post,resid_pre")
+
+
+def test_an_engine_without_taps_is_given_all_else():
+    settings = InferenceSettings(model="folder", max_model_len=77, kv_cache_gib=0.5, engine_args={"block_size": 32})
+    args, plain = engine_module._engine_args(settings), engine_module.engine_arguments(settings)
+    assert {"worker_cls", "additional_config"}.isdisjoint(plain)
+    assert {name: getattr(args, name) for name in plain} == plain
+    assert plain["kv_cache_memory_bytes"] == 1 << 29
 
 
 def test_workers_find_their_settings_in_the_environment(monkeypatch):

@@ -1,0 +1,128 @@
+"""Takes every extent of the rings, counts its rows, and frees it.
+
+`python -m bench.capture.ring_consumer LAYERS POSITIONS SOCKET...`, started by RingSink: a process of its own, so that
+neither it nor the engine's front end waits for the other. It answers each line of JSON on its standard input with one
+on its standard output, and ends when the input does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from inference_svc.shipping.framing import payload_bytes
+from inference_svc.shipping.protocol import Done, ExtentReady, LossReport, Message, MessageReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from residuum.v1 import capture_pb2
+
+_RECEIVE_BYTES = 1 << 16
+
+
+class Tally:
+    """Which rows of one capture have come."""
+
+    def __init__(self, num_layers: int, num_positions: int) -> None:
+        """Expect `num_positions` of each layer; later positions, which a step too many computed, do not count."""
+        self._seen: npt.NDArray[np.bool_] = np.zeros((num_layers, num_positions), dtype=np.bool_)
+        self._row_bytes = 0
+
+    def add(self, header: capture_pb2.ChunkHeader) -> None:
+        """Count the rows that a header names."""
+        positions = np.fromiter(header.positions, dtype=np.int64)
+        layers = np.fromiter(header.layers, dtype=np.int64)
+        self._row_bytes = payload_bytes(header) // (len(positions) * len(layers))
+        self._seen[np.ix_(layers, positions[positions < self._seen.shape[1]])] = True
+
+    @property
+    def rows(self) -> int:
+        """The rows that have come, each counted once."""
+        return int(self._seen.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Their size."""
+        return self.rows * self._row_bytes
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything has come."""
+        return bool(self._seen.all())
+
+
+class Consumer:
+    """Consumers of the rings, a thread for each, and what they have counted."""
+
+    def __init__(self, num_layers: int, num_positions: int, paths: Sequence[str]) -> None:
+        """Connect to the control sockets of some rings."""
+        self._shape = num_layers, num_positions
+        self._tallies: dict[str, Tally] = {}
+        self._lost: list[str] = []
+        for path in paths:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.connect(path)
+            threading.Thread(target=self._consume, args=(connection,), daemon=True).start()
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer one line: {"begin": capture ids}, or {"finish": true}: what has come of them."""
+        if "begin" in request:
+            self._tallies = {capture_id: Tally(*self._shape) for capture_id in request["begin"]}
+            return {}
+        tallies = self._tallies
+        return {
+            "rows": sum(tally.rows for tally in tallies.values()),
+            "num_bytes": sum(tally.num_bytes for tally in tallies.values()),
+            "missing": [capture_id for capture_id, tally in tallies.items() if not tally.is_complete],
+            "lost": self._lost,
+        }
+
+    def _consume(self, connection: socket.socket) -> None:
+        reader = MessageReader()
+        with connection:
+            data, descriptors, _, _ = socket.recv_fds(connection, _RECEIVE_BYTES, 1)
+            for descriptor in descriptors:
+                os.close(descriptor)  # the ring's memory, which nobody reads here
+            while data:
+                for message in reader.feed(data):
+                    self._take(message, connection)
+                data = connection.recv(_RECEIVE_BYTES)
+
+    def _take(self, message: Message, connection: socket.socket) -> None:
+        if isinstance(message, ExtentReady):
+            self._count(message)
+        elif isinstance(message, LossReport):
+            self._lost.append(f"{message.capture_id}: {message.loss.detail}")
+        else:
+            return
+        connection.sendall(Done(message.ticket).encode())
+
+    def _count(self, message: ExtentReady) -> None:
+        tally = self._tallies.get(message.capture_id)
+        if tally is None:
+            self._lost.append(f"{message.capture_id}: rows came that nobody expects")
+        else:
+            for header in message.headers:
+                tally.add(header)
+
+
+def main() -> None:
+    """Answer until the input ends: then whoever asked has gone."""
+    num_layers, num_positions, *paths = sys.argv[1:]
+    consumer = Consumer(int(num_layers), int(num_positions), paths)
+    print("{}", flush=True)  # connected
+    for line in sys.stdin:
+        print(json.dumps(consumer.answer(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Models that are nothing but a shape: the benchmark needs no weights, no tokenizer and no network for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.fetch_model import cache
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's configuration, and vLLM's arguments that go with it."""
+
+    config: dict[str, Any]
+    """The model's config.json."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+
+_NO_WEIGHTS = {"load_format": "dummy", "skip_tokenizer_init": True}
+
+_QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+
+SHAPES = {
+    # Few sizes of CUDA graphs: each takes time at every start, and a batch runs the next larger one.
+    "qwen2.5-3b": Shape(
+        {
+            **_QWEN2,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+        },
+        {**_NO_WEIGHTS, "compilation_config": {"cudagraph_capture_sizes": [1, 8, 16, 32, 64]}},
+    ),
+    # To try the benchmark itself, also on a CPU.
+    "tiny": Shape(
+        {
+            **_QWEN2,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 1024,
+        },
+        _NO_WEIGHTS,
+    ),
+}
+
+
+def write_shape(name: str, folder: Path | None = None) -> str:
+    """Write a shape's config.json; return its folder.
+
+    It is the same folder each time: its path is part of the key of vLLM's compile cache.
+    """
+    target = (folder or cache() / "shapes") / name
+    target.mkdir(parents=True, exist_ok=True)
+    descriptor, written = tempfile.mkstemp(dir=target)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(SHAPES[name].config, file, indent=1)
+    Path(written).replace(target / "config.json")  # whole, whoever reads it meanwhile
+    return str(target)

@@ -1,0 +1,1 @@
+"""What the taps cost the host in each step, without an engine."""

@@ -1,0 +1,134 @@
+"""`python -m bench.host`: what the taps cost the host in each step of a running batch, without an engine.
+
+Everything else of a step waits for this: the model's next forward pass starts only after the taps are placed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from bench.host.loop import DecodeLoop, Device, Steering
+from bench.machine import Machine, Revision, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_WARMUP_STEPS = 64
+"""Two blocks of every request: by then all tables are written and all lists have grown."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs the host."""
+
+    requests: int
+    """All of them generate, a token in each step."""
+    captures: bool
+    """Every position on every layer."""
+    steering: Steering
+    median_us: float
+    """Microseconds of a step."""
+    p95_us: float
+    """What one step in twenty exceeds."""
+    us_per_request: float
+    """The median over the requests; 0 without requests."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the result."""
+    options = parse(arguments)
+    context = {
+        "machine": asdict(Machine.describe()),
+        "versions": versions(),
+        "revision": asdict(Revision.describe()),
+        "device": options.device.value,
+        "layers": options.layers,
+        "steps": options.steps,
+    }
+    costs = []
+    print("requests\tcaptures\tsteering\tus/step\tp95\tus/request")
+    for captures, steering in _KINDS:
+        for requests in options.requests:
+            loop = DecodeLoop(requests, options.layers, device=options.device, captures=captures, steering=steering)
+            costs.append(cost_of(requests, times_of(loop, options.steps), captures=captures, steering=steering))
+            print(line(costs[-1]), flush=True)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        result = {"benchmark": "bench.host", **context, "costs": [asdict(cost) for cost in costs]}
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+_KINDS = (
+    (True, Steering.NONE),
+    (False, Steering.SHARED),
+    (False, Steering.REQUEST),
+    (True, Steering.SHARED),
+    (True, Steering.REQUEST),
+)
+"""Whether rows are captured, and how they are steered."""
+
+
+def times_of(loop: DecodeLoop, steps: int) -> list[float]:
+    """Return the seconds that `place` and `finish_step` take, step by step."""
+    for _ in range(_WARMUP_STEPS):
+        loop.step()
+    times = []
+    for _ in range(steps):
+        loop.begin()
+        start = time.perf_counter()
+        loop.place_and_finish()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def cost_of(requests: int, times: Sequence[float], *, captures: bool, steering: Steering) -> Cost:
+    """Return what steps of these seconds cost."""
+    median = statistics.median(times) * 1e6
+    return Cost(
+        requests=requests,
+        captures=captures,
+        steering=steering,
+        median_us=median,
+        p95_us=sorted(times)[len(times) * 19 // 20] * 1e6,
+        us_per_request=median / requests if requests else 0.0,
+    )
+
+
+def line(cost: Cost) -> str:
+    """Return a cost as it is printed."""
+    figures = f"{cost.median_us:.1f}\t{cost.p95_us:.1f}\t{cost.us_per_request:.2f}"
+    return f"{cost.requests}\t{'all' if cost.captures else 'none'}\t{cost.steering.value}\t{figures}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__)
+    parser.add_argument(
+        "--requests", type=_numbers, default=[0, 1, 8, 32, 128, 256], help="requests in the batch, separated by commas"
+    )
+    parser.add_argument("--layers", type=int, default=36, help="layers of the model; all are captured and steered")
+    parser.add_argument("--steps", type=int, default=1000, help="steps that are measured")
+    parser.add_argument(
+        "--device", type=Device, choices=list(Device), metavar="{none,host,cuda}",
+        default=Device.CUDA if torch.cuda.is_available() else Device.HOST,
+        help="what a step is handed to: the GPU's tap (cuda; the default where there is one), that tap in host memory "
+        "(host), or nothing (none)",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    return parser.parse_args(arguments)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

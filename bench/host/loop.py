@@ -1,0 +1,198 @@
+"""The taps of a worker in a running batch: every request generates a token in each step.
+
+What is measured is the taps' own code, with a real tap, a real pool and real tables; of the rest of a worker only a
+stand-in for the sink is here. Where the taps' constructors change, this file is what follows them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from inference_svc.taps import cuda
+from inference_svc.taps.bank import VectorBank
+from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.layout import StepRows
+from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
+from inference_svc.taps.points import TapPoints
+from inference_svc.taps.runtime import TapRuntime
+from residuum.v1 import selection_pb2
+from residuum.wire.limits import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inference_svc.taps.blocks import Block
+    from inference_svc.taps.layout import StepLayout
+
+PROMPT_TOKENS = 3
+_HIDDEN = 8
+"""No step of the host looks at the rows themselves: their width costs nothing, so it may be small."""
+_EVERYWHERE = selection_pb2.PositionSelection()
+
+
+class Device(str, Enum):
+    """What the layout of a step is handed to."""
+
+    NONE = "none"
+    """Nothing: what remains is the runtime and the planner."""
+    HOST = "host"
+    """The GPU's tap, with its tables in host memory and without CUDA's own calls: needs no GPU."""
+    CUDA = "cuda"
+    """The GPU's tap as it serves."""
+
+
+class Steering(str, Enum):
+    """How requests are steered: after every layer."""
+
+    NONE = "none"
+    SHARED = "shared"
+    """All by the same vector."""
+    REQUEST = "request"
+    """Each by a vector of its own."""
+
+
+class DecodeLoop:
+    """A batch of requests that all generate, a token in each step."""
+
+    def __init__(
+        self,
+        requests: int,
+        layers: int,
+        *,
+        device: Device = Device.HOST,
+        captures: bool = True,
+        steering: Steering = Steering.NONE,
+        staggered: bool = True,
+    ) -> None:
+        """Admit the requests, and compute their prompts.
+
+        Args:
+            requests: How many there are.
+            layers: Layers of the model; all are captured, all steered.
+            device: What the layout of a step is handed to.
+            captures: Whether every position is captured.
+            steering: How they are steered.
+            staggered: Let as many blocks be full after each step, instead of all after every 32nd.
+        """
+        where = torch.device("cuda" if device is Device.CUDA else "cpu")
+        self._points = TapPoints(0, layers)
+        rows = BlockPool.rows_needed(PROMPT_TOKENS * requests, requests + 1, layers)
+        self._pool = BlockPool(rows, _HIDDEN, torch.bfloat16, where, largest_block=0)
+        self._bank = VectorBank(max(requests, 1), _HIDDEN, where)
+        self.sink = Sink(self._pool)
+        tap = self._make_tap(device, requests)
+        self.runtime = TapRuntime(self._points, tap, self._pool, self.sink)  # type: ignore[arg-type]
+        self._names: list[str] = []
+        self._step = 0
+        self._firsts = np.zeros(0, dtype=np.int64)  # the position of each request in step 0, as it were
+        self._counts = np.zeros(0, dtype=np.int64)
+        plans = [_plan(index, layers, captures=captures, steering=steering) for index in range(requests)]
+        turns = range(BLOCK_TOKENS if staggered else 1)
+        for turn in turns:
+            self._admit(plans[turn :: len(turns)])
+
+    def step(self) -> None:
+        """Compute a token of every request."""
+        self.begin()
+        self.place_and_finish()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.runtime.begin_step((), ())
+
+    def place_and_finish(self) -> None:
+        """Do what the taps do around the forward pass."""
+        self.runtime.place(self._tell_rows)
+        self.runtime.finish_step()
+        self._step += 1
+
+    def _tell_rows(self) -> StepRows:
+        """Tell the rows as the adapters of the model runners do: two of the three lists come out of numpy arrays."""
+        return StepRows(self._names, (self._firsts + self._step).tolist(), self._counts.tolist())
+
+    def _admit(self, plans: Sequence[RequestPlan]) -> None:
+        """Compute the prompts of new requests, beside a token of those that are there."""
+        known = len(self._names)
+        names = [f"request-{known + index}" for index in range(len(plans))]
+        self.runtime.begin_step((), [(name, plan.to_extra_args()) for name, plan in zip(names, plans, strict=True)])
+        self._names += names
+        self._firsts = np.append(self._firsts, [-self._step] * len(plans)).astype(np.int64)
+        self._counts = np.array([1] * known + [PROMPT_TOKENS] * len(plans), dtype=np.int64)
+        self.place_and_finish()
+        self._firsts[known:] += PROMPT_TOKENS - 1
+        self._counts[known:] = 1
+
+    def _make_tap(self, device: Device, requests: int) -> Any:
+        if device is Device.NONE:
+            return _NoTap()
+        most_rows = max(requests, 1) * PROMPT_TOKENS
+        arguments = (self._bank, self._pool, self._points, most_rows)
+        if device is Device.CUDA:
+            return cuda.CudaTap(*arguments)
+        with mock.patch.object(cuda, "torch", _TorchWithoutCuda()):
+            return cuda.CudaTap(*arguments)
+
+
+class Sink:
+    """Stands in for the sink: gives blocks back at once, as the thread of the GPU's sink does a little later."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.sent = 0
+        """Blocks that were sent."""
+
+    def send(self, blocks: Sequence[Block]) -> None:
+        """See `BlockSink.send`."""
+        self.sent += len(blocks)
+        for block in blocks:
+            self._pool.give_back(block)
+
+    def lose(self, *arguments: object) -> None:
+        """See `BlockSink.lose`."""
+        raise AssertionError(f"rows were lost: {arguments}")
+
+
+class _NoTap:
+    def arm(self, layout: StepLayout) -> None:
+        del layout
+
+    def disarm(self) -> None:
+        pass
+
+
+class _NoEvent:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _TorchWithoutCuda:
+    """torch, but for the two things that the GPU's tap cannot be made without: pinned memory and events."""
+
+    cuda = SimpleNamespace(Event=_NoEvent)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *size: int, pin_memory: bool, **options: Any) -> torch.Tensor:
+        """Return memory that is not pinned."""
+        del pin_memory
+        return torch.empty(*size, **options)
+
+
+def _plan(index: int, layers: int, *, captures: bool, steering: Steering) -> RequestPlan:
+    everywhere = tuple(range(layers))
+    vector = index if steering is Steering.REQUEST else 0
+    return RequestPlan(
+        prompt_tokens=PROMPT_TOKENS,
+        capture=Capture(f"capture-{index}", 0, everywhere, _EVERYWHERE) if captures else None,
+        operations=(Operation(Kind.ADD, vector, everywhere, _EVERYWHERE),) if steering is not Steering.NONE else (),
+    )

@@ -1,0 +1,55 @@
+import json
+
+import pytest
+
+from bench.host.__main__ import cost_of, line, main, parse
+from bench.host.loop import DecodeLoop, Device, Steering
+from residuum.wire.limits import BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("device", [Device.NONE, Device.HOST])
+@pytest.mark.parametrize("steering", Steering)
+def test_staggered_requests_fill_as_many_blocks_in_each_step(device, steering):
+    loop = DecodeLoop(BLOCK_TOKENS, 2, device=device, steering=steering)
+    for _ in range(BLOCK_TOKENS):
+        loop.step()
+    for _ in range(2 * BLOCK_TOKENS):
+        before = loop.sink.sent
+        loop.step()
+        assert loop.sink.sent == before + 1
+
+
+def test_without_requests_a_step_is_nothing():
+    loop = DecodeLoop(0, 2)
+    loop.step()
+    assert loop.sink.sent == 0
+
+
+def test_what_is_only_steered_sends_no_blocks():
+    loop = DecodeLoop(3, 2, captures=False, steering=Steering.REQUEST)
+    for _ in range(40):
+        loop.step()
+    assert loop.sink.sent == 0
+
+
+def test_a_cost_is_told_for_the_step_and_for_each_request():
+    cost = cost_of(4, [8e-6] * 99 + [1.0], captures=True, steering=Steering.SHARED)
+    assert (cost.median_us, cost.us_per_request) == pytest.approx((8.0, 2.0))
+    assert line(cost) == "4\tall\tshared\t8.0\t8.0\t2.00"
+    assert cost_of(0, [1e-6], captures=True, steering=Steering.NONE).us_per_request == 0.0
+
+
+def test_the_result_is_written(tmp_path, capsys):
+    main(
+        ["--requests", "0,3", "--layers", "2", "--steps", "5", "--device", "host", "--output", str(tmp_path / "x.json")]
+    )
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert result["benchmark"] == "bench.host"
+    assert [cost["requests"] for cost in result["costs"]] == [0, 3] * 5
+    assert len(capsys.readouterr().out.splitlines()) == 11
+
+
+def test_bad_flags_end_the_program(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--device", "tpu"])
+    assert "--device" in capsys.readouterr().err

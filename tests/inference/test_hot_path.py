@@ -1,0 +1,156 @@
+"""What a step of a running batch may cost the host: nothing that grows with the layers, and little for each request.
+
+The code under test is the GPU's, with its tables in host memory; where there is a GPU, one test lets CUDA itself object
+to whatever makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+import structlog
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.host.loop import DecodeLoop, Device, Steering
+
+FEW, MANY = 4, 64
+LAYERS, MANY_LAYERS = 4, 400
+WARMUP_STEPS = 3
+KINDS = [
+    pytest.param(True, Steering.NONE, id="captured"),
+    pytest.param(False, Steering.SHARED, id="steered"),
+    pytest.param(False, Steering.REQUEST, id="steered each by its own vector"),
+    pytest.param(True, Steering.SHARED, id="captured and steered"),
+    pytest.param(True, Steering.REQUEST, id="captured and steered each by its own vector"),
+]
+
+
+def decoding(requests=FEW, layers=LAYERS, *, captures=True, steering=Steering.NONE, device=Device.HOST):
+    """A running batch in which no block is full after the next steps."""
+    loop = DecodeLoop(requests, layers, device=device, captures=captures, steering=steering, staggered=False)
+    for _ in range(WARMUP_STEPS):
+        loop.step()
+    return loop
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts what reaches torch: every operation, and so every tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+        self.blocking_copies = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.calls[func.overloadpacket] += 1
+        if func.overloadpacket is torch.ops.aten.copy_:
+            is_async = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            self.blocking_copies += not is_async
+        return func(*args, **kwargs)
+
+
+def dispatched(loop):
+    with Dispatched() as seen:
+        loop.step()
+    return seen
+
+
+class Traced:
+    """Counts the lines of the service's own code that run, as a debugger would see them."""
+
+    def __init__(self):
+        self.lines = 0
+
+    def __enter__(self):
+        self._previous = sys.gettrace()
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *exc):
+        sys.settrace(self._previous)
+
+    def _enter(self, frame, event, argument):
+        return self._line if "inference_svc" in frame.f_code.co_filename else None
+
+    def _line(self, frame, event, argument):
+        self.lines += event == "line"
+        return self._line
+
+
+def lines(loop):
+    with Traced() as traced:
+        loop.step()
+    return traced.lines
+
+
+@pytest.mark.parametrize(("captures", "steering"), KINDS)
+def test_no_python_runs_for_each_layer(captures, steering):
+    few, many = (decoding(layers=layers, captures=captures, steering=steering) for layers in (LAYERS, MANY_LAYERS))
+    assert 0 < lines(few) == lines(many)
+
+
+@pytest.mark.parametrize(("captures", "steering"), KINDS)
+def test_a_request_costs_a_few_lines_of_python(captures, steering):
+    few, many = (decoding(requests, captures=captures, steering=steering) for requests in (FEW, MANY))
+    assert lines(many) - lines(few) <= 40 * (MANY - FEW)
+
+
+def test_requests_that_the_taps_have_nothing_to_do_for_cost_nothing():
+    assert lines(decoding(0)) <= 20
+
+
+@pytest.mark.parametrize(("captures", "steering"), KINDS)
+def test_torch_is_called_as_often_whatever_the_batch(captures, steering):
+    few, many = (
+        dispatched(decoding(requests, layers, captures=captures, steering=steering)).calls
+        for requests, layers in ((FEW, LAYERS), (MANY, MANY_LAYERS))
+    )
+    assert few == many
+    assert few.total() <= 20
+
+
+@pytest.mark.parametrize(("captures", "steering"), KINDS)
+def test_the_host_reads_nothing_back_and_waits_for_no_copy(captures, steering):
+    seen = dispatched(decoding(captures=captures, steering=steering))
+    aten = torch.ops.aten
+    assert not seen.calls.keys() & {aten._local_scalar_dense, aten._to_copy, aten.nonzero, aten.clone, aten.cat}
+    assert seen.calls[aten.copy_] >= 1
+    assert seen.blocking_copies == 0
+
+
+@pytest.mark.parametrize(("captures", "steering"), KINDS)
+def test_full_blocks_cost_torch_nothing_more(captures, steering):
+    loop = decoding(captures=captures, steering=steering)
+    quiet = dispatched(loop).calls
+    steps = [dispatched(loop).calls for _ in range(33)]
+    assert loop.sink.sent == (2 * FEW if captures else 0)  # of the prompt, and of 32 generated tokens
+    assert all(calls == quiet for calls in steps)
+
+
+def test_nothing_is_logged(caplog):
+    loop = decoding(captures=True, steering=Steering.REQUEST)
+    with caplog.at_level(0), structlog.testing.capture_logs() as records:
+        for _ in range(40):
+            loop.step()
+    assert not records
+    assert not caplog.records
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA itself says what waits for the device")
+@pytest.mark.parametrize(("captures", "steering"), KINDS)
+def test_no_step_waits_for_the_device(captures, steering):
+    loop = decoding(captures=captures, steering=steering, device=Device.CUDA)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    previous = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):
+            loop.step()
+    finally:
+        torch.cuda.set_sync_debug_mode(previous)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
