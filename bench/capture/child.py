@@ -138,7 +138,7 @@ class _Driver:
             RowsMissingError: A capture is not complete.
         """
         prompts = {
-            f"{mode.value}-{number}-{index}": prompt
+            request_id(mode, number, index): prompt
             for index, prompt in enumerate(self._workload.prompts(number, self._subject.vocab_size))
         }
         plans = {name: self._plan(mode, name, index) for index, name in enumerate(prompts)}
@@ -193,6 +193,11 @@ class _Driver:
             capture=Capture(name, 0, tuple(range(num_layers)), EVERYWHERE) if mode.captures else None,
             operations=operations(self._workload.vectors, index, num_layers) if mode.steers else (),
         )
+
+
+def request_id(mode: Mode, number: int, index: int) -> str:
+    """Return the id of a request, and of its capture: no other of the same engine and store has it."""
+    return f"{mode.name.lower()}-{number}-{index}"
 
 
 def operations(vectors: Vectors, index: int, num_layers: int) -> tuple[Operation, ...]:

@@ -2,10 +2,11 @@ import json
 
 import pytest
 
-from bench.capture.child import operations
+from bench.capture.child import operations, request_id
 from bench.capture.processes import _environment
 from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Job, Mode, Runner, Sink, Vectors, Workload, schedule, turns
+from residuum.wire.ids import is_valid_id
 
 MODES = [Mode.STOCK, Mode.IDLE, Mode.STEER]
 
@@ -58,6 +59,12 @@ def test_each_request_has_a_vector_or_each_layer_has():
 
     assert steps(Vectors.REQUEST, 5) == [(5, (0, 1, 2))]
     assert steps(Vectors.LAYER, 5) == [(0, (0,)), (1, (1,)), (2, (2,))]
+
+
+def test_no_two_requests_have_the_same_id_and_a_store_takes_each():
+    ids = [request_id(mode, number, index) for mode in Mode for number in range(3) for index in range(3)]
+    assert len(set(ids)) == len(ids)
+    assert all(map(is_valid_id, ids))
 
 
 def test_a_shape_is_a_model_without_weights(tmp_path):
