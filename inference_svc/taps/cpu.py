@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from inference_svc.taps.layout import NOWHERE
+from inference_svc.taps.layout import PLACE, PROGRAM, ROW, STRIDE
 from inference_svc.taps.operations import OperationBatch, apply_batch
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import BlockPool
-    from inference_svc.taps.layout import ProgramRows, StepLayout
+    from inference_svc.taps.layout import StepLayout
     from inference_svc.taps.points import TapPoints
     from inference_svc.taps.programs import Program, Step
 
@@ -59,8 +59,9 @@ class CpuTap:
 
     def arm(self, layout: StepLayout) -> None:
         """Take over what the next run of the model does."""
-        self._captures = _capture_groups(layout.parts)
-        self._steering = _operation_batches(layout.parts, self._points)
+        parts = _parts(layout)
+        self._captures = _capture_groups(parts)
+        self._steering = _operation_batches(parts, self._points)
 
     def disarm(self) -> None:
         """Let the next runs of the model pass through."""
@@ -115,24 +116,33 @@ class CpuTap:
         self._pool.memory[group.places + unit * group.strides] = rows
 
 
-def _capture_groups(parts: list[ProgramRows]) -> list[CaptureGroup]:
-    same: dict[tuple[object, ...], list[ProgramRows]] = defaultdict(list)
-    for part in parts:
-        program = part.program
-        if program.capture_layers and part.places[0] != NOWHERE:
-            same[program.capture_sites, program.capture_layers, program.before_steering].append(part)
+class _Part(NamedTuple):
+    """A program, and the lines of the rows that have it."""
+
+    program: Program
+    lines: npt.NDArray[np.int64]
+
+
+def _parts(layout: StepLayout) -> list[_Part]:
     return [
-        CaptureGroup(
-            program=captured[0].program,
-            rows=torch.from_numpy(np.concatenate([part.rows for part in captured])),
-            places=torch.from_numpy(np.concatenate([part.places for part in captured])),
-            strides=torch.from_numpy(np.concatenate([part.strides for part in captured])),
-        )
-        for captured in same.values()
+        _Part(program, layout.lines[layout.lines[:, PROGRAM] == index]) for index, program in enumerate(layout.programs)
     ]
 
 
-def _operation_batches(parts: list[ProgramRows], points: TapPoints) -> dict[int, list[OperationBatch]]:
+def _capture_groups(parts: list[_Part]) -> list[CaptureGroup]:
+    same: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
+    for part in parts:
+        program = part.program
+        if program.capture_layers:
+            same[program.capture_sites, program.capture_layers, program.before_steering].append(part)
+    groups = []
+    for captured in same.values():
+        lines = torch.from_numpy(np.concatenate([part.lines for part in captured]))
+        groups.append(CaptureGroup(captured[0].program, lines[:, ROW], lines[:, PLACE], lines[:, STRIDE]))
+    return groups
+
+
+def _operation_batches(parts: list[_Part], points: TapPoints) -> dict[int, list[OperationBatch]]:
     """Return for each point its batches, in the order in which they are applied.
 
     The i-th operation of each program on a layer goes into that layer's i-th batch: so a program's own operations keep
@@ -145,7 +155,7 @@ def _operation_batches(parts: list[ProgramRows], points: TapPoints) -> dict[int,
             for layer in points.own(step.layers):
                 if depth[layer] == len(batches[layer]):
                     batches[layer].append([])
-                batches[layer][depth[layer]].append((part.rows, step))
+                batches[layer][depth[layer]].append((part.lines[:, ROW], step))
                 depth[layer] += 1
     return {points.after(layer): [_to_batch(steps) for steps in found] for layer, found in batches.items()}
 

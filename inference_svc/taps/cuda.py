@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from inference_svc.taps import kernel
+from inference_svc.taps.layout import PLACE, PROGRAM, ROW
 from inference_svc.taps.tables import ProgramTable
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
 
     from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import BlockPool
-    from inference_svc.taps.layout import ProgramRows, StepLayout
+    from inference_svc.taps.layout import StepLayout
     from inference_svc.taps.points import TapPoints
 
 _PROGRAMS = 4096
@@ -55,12 +58,12 @@ class CudaTap:
 
     def arm(self, layout: StepLayout) -> None:
         """Take over what the next run of the model does."""
-        rows = 1 + max(int(part.rows.max()) for part in layout.parts)
+        rows = 1 + int(layout.lines[:, ROW].max())
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % _STAGES
         self._programs.begin_step()
-        numbers = [self._programs.number(part.program) for part in layout.parts]
-        stage.fill(layout.parts, numbers, max(rows, self._armed_rows))
+        numbers = np.array([self._programs.number(program) for program in layout.programs], dtype=np.int32)
+        stage.fill(layout.lines, numbers, max(rows, self._armed_rows))
         stage.upload(self._tables.rows, max(rows, self._armed_rows))
         self._armed_rows = rows
 
@@ -89,15 +92,13 @@ class _Stage:
         self._view = self._memory.numpy()
         self._uploaded = torch.cuda.Event()
 
-    def fill(self, parts: list[ProgramRows], numbers: list[int], count: int) -> None:
-        """Write the rows of a step; rows up to `count` that are in no part stand at "nothing"."""
+    def fill(self, lines: npt.NDArray[np.int64], numbers: npt.NDArray[np.int32], count: int) -> None:
+        """Write the rows of a step; rows up to `count` that have no line stand at "nothing"."""
         self._uploaded.synchronize()  # of four steps ago: it is long done
-        view = self._view
-        view[:count, 0] = _NO_PROGRAM
-        for part, number in zip(parts, numbers, strict=True):
-            view[part.rows, 0] = number
-            view[part.rows, 1] = part.places
-            view[part.rows, 2] = part.strides
+        self._view[:count, 0] = _NO_PROGRAM
+        rows = lines[:, ROW]
+        self._view[rows, 0] = numbers[lines[:, PROGRAM]]
+        self._view[rows, 1:3] = lines[:, PLACE:]
 
     def upload(self, target: Tensor, count: int) -> None:
         """Copy the first `count` rows to the device."""

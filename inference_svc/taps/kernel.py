@@ -18,6 +18,7 @@ import triton.language as tl
 from inference_svc.taps.plan import Kind
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from inference_svc.taps.bank import VectorBank
@@ -29,6 +30,11 @@ _ABLATE = tl.constexpr(int(Kind.ABLATE))
 
 ROW_FIELDS = 4
 """Numbers in a line of the row table: program, place, stride, and one that fills 16 bytes."""
+
+_COPY_BLOCKS = 4
+_COPY_WARPS = 4
+_COPY_CHUNK = 4096
+"""Elements that a block of the copying kernel moves at once."""
 
 _ROW_FIELDS = tl.constexpr(ROW_FIELDS)
 
@@ -173,6 +179,17 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(normed + row.to(tl.int64) * width + columns, y.to(hidden.dtype.element_ty), mask=mask)
 
 
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _copy_kernel(source, target, units, unit_elements, unit_stride, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    chunks = tl.cdiv(unit_elements, CHUNK)
+    for index in range(tl.program_id(0), units * chunks, tl.num_programs(0)):
+        unit = (index // chunks).to(tl.int64)
+        offsets = (index % chunks) * CHUNK + tl.arange(0, CHUNK)
+        mask = offsets < unit_elements
+        values = tl.load(source + unit * unit_stride + offsets, mask=mask)
+        tl.store(target + unit * unit_elements + offsets, values, mask=mask)
+
+
 class KernelTables(NamedTuple):
     """What the kernels read beside the rows; all of it at fixed addresses."""
 
@@ -263,6 +280,32 @@ def tap_norm(
             num_warps=_warps(padded),
         )
     return normed, summed
+
+
+class HostPointer:
+    """Host memory that the device reaches by its address, for a kernel: what Triton asks of a tensor, no more."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        """Point to `address`, where elements of `dtype` lie."""
+        self.address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        return self.address
+
+
+def copy_out(rows: Tensor, target: Tensor | HostPointer) -> None:
+    """Copy rows, [units, positions, hidden] and contiguous but for gaps between units, to `target`, without the gaps.
+
+    A kernel of a few blocks moves as much over PCIe as the copy engine does. The copy engine works off one copy after
+    the other: behind tens of megabytes of rows the model's own few bytes would wait, its sampled tokens among them,
+    and with them the next step.
+    """
+    units, positions, hidden = rows.shape
+    _copy_kernel[(_COPY_BLOCKS,)](
+        rows, target, units, positions * hidden, rows.stride(0), CHUNK=_COPY_CHUNK, num_warps=_COPY_WARPS
+    )
 
 
 def _warps(width: int) -> int:

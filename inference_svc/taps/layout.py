@@ -65,24 +65,20 @@ class Decode(NamedTuple):
     captured: bool
 
 
-class ProgramRows(NamedTuple):
-    """Rows that have the same program."""
-
-    program: Program
-    rows: npt.NDArray[np.int64]
-    """Rows of the batch."""
-    places: npt.NDArray[np.int64]
-    """The pool's row that takes each one's first unit; NOWHERE if it is not captured."""
-    strides: npt.NDArray[np.int64]
-    """From the pool's row of one unit to that of the next: the capacity of the block."""
+ROW, PROGRAM, PLACE, STRIDE = range(4)
+"""The columns of `StepLayout.lines`."""
 
 
 @dataclass
 class StepLayout:
     """What the taps do in one step."""
 
-    parts: list[ProgramRows] = field(default_factory=list)
-    """Sets of rows, disjoint."""
+    programs: list[Program] = field(default_factory=list)
+    """The programs of the step's rows, each once."""
+    lines: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 4), dtype=np.int64))
+    """A line for each row that has a program, in any order: the row of the batch; the index of its program; the pool's
+    row that takes its first unit, or NOWHERE if it is not captured; and how far it is from there to the next unit's:
+    the capacity of the block."""
     full_blocks: list[Block] = field(default_factory=list)
     """Blocks that are ready to leave when the step is done."""
     skipped: list[tuple[Capture, list[int]]] = field(default_factory=list)
@@ -97,7 +93,9 @@ class StepPlanner:
         """Plan for a rank that captures into `pool`, or one that only steers."""
         self._pool = pool
         self._layout = StepLayout()
-        self._singles: dict[Program, tuple[list[int], list[int], list[int]]] = {}
+        self._programs: dict[Program, int] = {}
+        self._singles: list[int] = []  # lines, one after the other: one array is made of them in the end
+        self._many: list[npt.NDArray[np.int64]] = []
 
     def add_request(self, state: RequestState, row: int, first: int, count: int) -> None:
         """Lay out `count` rows of a request, from `row` of the batch and position `first` on."""
@@ -109,10 +107,9 @@ class StepPlanner:
 
     def finish(self) -> StepLayout:
         """Return the layout."""
-        self._layout.parts += [
-            ProgramRows(program, np.array(rows), np.array(places), np.array(strides))
-            for program, (rows, places, strides) in self._singles.items()
-        ]
+        self._layout.programs = list(self._programs)
+        singles = np.array(self._singles, dtype=np.int64).reshape(-1, 4)
+        self._layout.lines = np.concatenate([singles, *self._many]) if self._many else singles
         return self._layout
 
     def _add_single(self, state: RequestState, decode: Decode, row: int, position: int) -> None:
@@ -126,10 +123,7 @@ class StepPlanner:
             block.positions.append(position)
             if not block.free:
                 self._close(state)
-        rows, places, strides = self._singles.setdefault(decode.program, ([], [], []))
-        rows.append(row)
-        places.append(place)
-        strides.append(stride)
+        self._singles += (row, self._index(decode.program), place, stride)
 
     def _add_many(self, state: RequestState, row: int, first: int, count: int) -> None:
         plan = state.plan
@@ -141,7 +135,11 @@ class StepPlanner:
             program = Program.for_rows(plan, np.flatnonzero(combination[:-1]).tolist(), captured=bool(combination[-1]))
             if program is not None:
                 chosen = np.flatnonzero(which.reshape(-1) == index)
-                self._layout.parts.append(ProgramRows(program, row + chosen, places[chosen], strides[chosen]))
+                numbers = np.full(len(chosen), self._index(program))
+                self._many.append(np.stack([row + chosen, numbers, places[chosen], strides[chosen]], axis=1))
+
+    def _index(self, program: Program) -> int:
+        return self._programs.setdefault(program, len(self._programs))
 
     def _capture(self, state: RequestState, first: int, count: int) -> npt.NDArray[np.int64]:
         """Return the place and the stride of each row, [2, count]; opens and closes blocks on the way."""

@@ -80,7 +80,7 @@ class TapRuntime:
                 planner.add_request(state, row, int(first), int(count))
             row += int(count)
         self._layout = planner.finish()
-        if not self._layout.parts:
+        if not self._layout.programs:
             self._disarm()
             return
         self._tap.arm(self._layout)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from inference_svc.taps import kernel
 from inference_svc.taps.sink import BlockSink
 from residuum.rpc.logs import get_logger
 
@@ -58,6 +59,7 @@ class StreamedSink(BlockSink):
         code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
         if int(code) != 0:
             raise CannotPinError(f"cudaHostRegister of the ring ({memory.nbytes} bytes) failed with code {int(code)}")
+        self._address = memory.ctypes.data  # the device reaches registered memory by the host's address
         self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)
         self._work: queue.SimpleQueue[tuple[Sequence[Block], torch.cuda.Event]] = queue.SimpleQueue()
@@ -117,6 +119,9 @@ class StreamedSink(BlockSink):
                 return
             self._shed(block)
         self._pool.give_back(block)
+
+    def _copy(self, rows: Tensor, extent: Extent) -> None:
+        kernel.copy_out(rows, kernel.HostPointer(self._address + extent.offset, rows.dtype))
 
     def _acquire(self, nbytes: int, *, sheds: bool) -> Extent | None:
         extent = self._producer.acquire(nbytes, block=False)

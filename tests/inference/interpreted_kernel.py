@@ -19,7 +19,7 @@ from inference_svc.taps import kernel
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
-from inference_svc.taps.layout import NOWHERE, ProgramRows, StepLayout
+from inference_svc.taps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.programs import Program, Step
@@ -46,7 +46,7 @@ def main() -> None:
         {
             f"{name} {what}": run(rng, getattr(torch, name))
             for name in ("float32", "bfloat16")
-            for what, run in (("tap", tap_differences), ("norm", norm_differences))
+            for what, run in (("tap", tap_differences), ("norm", norm_differences), ("copy", copy_differences))
         },
         sys.stdout,
     )
@@ -82,6 +82,17 @@ def norm_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float
     return worst
 
 
+def copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    pool, worst = torch.randn(4000, 48).to(dtype), []
+    for units, capacity, positions in ((3, 200, 130), (1, 32, 32), (5, 40, 1)):
+        rows = pool[7 : 7 + units * capacity].view(units, capacity, -1)[:, :positions]
+        target = torch.zeros(units * positions * 48 + 1, dtype=dtype)
+        kernel.copy_out(rows, target)
+        worst += [distance(target[:-1], rows.reshape(-1)), float(target[-1].abs())]
+    del rng
+    return worst
+
+
 def prepare(
     rng: np.random.Generator, hidden: int, dtype: torch.dtype
 ) -> tuple[CpuTap, kernel.KernelTables, list[BlockPool]]:
@@ -89,36 +100,33 @@ def prepare(
     bank = VectorBank(8, hidden, CPU)
     bank.load([(row, rng.standard_normal(hidden).astype("<f4").tobytes()) for row in range(8)])
     pools = [BlockPool(1000, hidden, dtype, CPU, 0) for _ in range(2)]
-    parts = random_parts(rng)
+    layout = random_layout(rng)
     cpu = CpuTap(bank, pools[0], POINTS)
-    cpu.arm(StepLayout(parts=parts))
+    cpu.arm(layout)
     table = ProgramTable(32, 256, POINTS, CPU)
     rows = torch.full((ROWS, kernel.ROW_FIELDS), -1, dtype=torch.int32)
-    for part in parts:
-        rows[part.rows, 0] = table.number(part.program)
-        rows[part.rows, 1] = torch.from_numpy(part.places.astype(np.int32))
-        rows[part.rows, 2] = torch.from_numpy(part.strides.astype(np.int32))
+    numbers = np.array([table.number(program) for program in layout.programs])
+    rows[layout.lines[:, ROW], 0] = torch.from_numpy(numbers[layout.lines[:, PROGRAM]].astype(np.int32))
+    rows[layout.lines[:, ROW], 1:3] = torch.from_numpy(layout.lines[:, PLACE:].astype(np.int32))
     return cpu, kernel.KernelTables(rows, table, bank, pools[1]), pools
 
 
-def random_parts(rng: np.random.Generator) -> list[ProgramRows]:
-    """Return parts that cover all but the last two rows: those must stay as they are."""
-    order, parts, place = rng.permutation(ROWS - 2), [], 0
-    for chosen in np.split(order, [3, 4, 8]):
-        rows = np.sort(chosen).astype(np.int64)
+def random_layout(rng: np.random.Generator) -> StepLayout:
+    """Return a layout of all but the last two rows: those must stay as they are."""
+    order, programs, lines, place = rng.permutation(ROWS - 2), [], [], 0
+    for index, chosen in enumerate(np.split(order, [3, 4, 8])):
         steps = [
             Step(Kind(kind), int(rng.integers(8)), tuple(range(int(rng.integers(LAYERS)) + 1)), 0.7, -0.5, 0.5)
             for kind in rng.permutation(3)[: int(rng.integers(4))]
         ]
         layers = tuple(sorted({int(layer) for layer in rng.integers(LAYERS, size=2)}))
         sites = tuple(sorted({SITES[int(site)] for site in rng.integers(len(SITES), size=3)}))
-        program = Program.make(sites, layers, before_steering=bool(rng.integers(2)), steps=steps)
-        parts.append(ProgramRows(program, rows, np.arange(place, place + len(rows)), np.full(len(rows), CAPACITY)))
+        programs.append(Program.make(sites, layers, before_steering=bool(rng.integers(2)), steps=steps))
+        lines += [(int(row), index, place + at, CAPACITY) for at, row in enumerate(chosen)]
         place += len(sites) * len(layers) * CAPACITY
-    steered = Program.make(steps=[Step(Kind.ADD, 0, (0, 2), 2.0, 0.0, 0.0)])
-    count = len(parts[0].rows)
-    parts[0] = ProgramRows(steered, parts[0].rows, np.full(count, NOWHERE), np.zeros(count, dtype=np.int64))
-    return parts
+    programs[0] = Program.make(steps=[Step(Kind.ADD, 0, (0, 2), 2.0, 0.0, 0.0)])
+    lines[:3] = [(row, 0, NOWHERE, 0) for row, _, _, _ in lines[:3]]
+    return StepLayout(programs, np.array(lines))
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -10,7 +11,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from inference_svc.taps import op
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.cpu import CpuTap
-from inference_svc.taps.layout import ProgramRows, StepLayout
+from inference_svc.taps.layout import NOWHERE, StepLayout
 from inference_svc.taps.norms import can_fold, fold
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
@@ -64,8 +65,7 @@ def test_what_is_steered_is_what_is_normalised(tap, kind):
     norm, plain = make_norm(kind, torch.float32), make_norm(kind, torch.float32)
     fold(norm, POINT)
     program = Program.make(steps=[Step(Kind.ADD, 0, (0,), 3.0, 0.0, 0.0)])
-    nothing = torch.zeros(2, dtype=torch.int64).numpy()
-    tap.arm(StepLayout(parts=[ProgramRows(program, torch.tensor([1, 4]).numpy(), nothing - 1, nothing)]))
+    tap.arm(StepLayout([program], np.array([(row, 0, NOWHERE, 0) for row in (1, 4)])))
     x, residual = rows(2, torch.float32), rows(3, torch.float32)
     moved = x.clone()
     moved[[1, 4]] += 3.0
