@@ -1,0 +1,113 @@
+"""Many requests in one batch: none gets another's rows, and none has rows that it did not ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import residuum
+from tests.conformance.rows import EVERY_LAYER, check_capture, everything, make_prompt
+from tests.reference.tiny import LAYERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tests.conformance.engines import Engine
+    from tests.conformance.rows import Wanted
+    from tests.reference.hf import Reference
+
+pytestmark = pytest.mark.engine
+
+ALL = residuum.Capture(layers="all")
+
+
+def _explicit(prompt: int, rows: int) -> Iterable[int]:
+    return [p for p in range(rows) if p in {0, 5, 6, 30, prompt - 1}]
+
+
+# What may be asked for, and what that means for a prompt of so many tokens and a sequence of so many rows.
+SELECTIONS: dict[str, tuple[object, Wanted]] = {
+    "all": (None, everything),
+    "prompt": ("prompt", lambda prompt, rows: range(prompt)),
+    "generated": ("generated", range),
+    "last prompt token": ("last_prompt", lambda prompt, rows: [prompt - 1]),
+    "positions by name": ([0, 5, 6, 30, -1], _explicit),
+    "ranges": ([(2, 9), (33, 40)], lambda prompt, rows: {*range(2, 10), *range(33, 41)} & set(range(rows))),
+    "the prompt's end": (slice(-4, 0), lambda prompt, rows: range(max(prompt - 4, 0), prompt)),
+    "from the prompt's end on": ([(-2, None)], lambda prompt, rows: range(max(prompt - 2, 0), rows)),
+    "all but the prompt's ends": ([(1, -2)], lambda prompt, rows: range(1, prompt - 1)),
+    "every seventh": (residuum.Positions(every=7), lambda prompt, rows: range(0, rows, 7)),
+    "every third generated": (
+        residuum.Positions(phases=["generated"], every=3),
+        lambda prompt, rows: [p for p in range(prompt, rows) if p % 3 == 0],
+    ),
+    "beyond the end": ([(400, None)], lambda prompt, rows: range(400, rows)),
+}
+
+
+def test_64_requests_of_all_kinds_at_once(engine: Engine, reference: Reference) -> None:
+    """Random prompts, layers, positions and lengths; every second one is sampled."""
+    rng = np.random.default_rng(5)
+    asked = []
+    for index in range(64):
+        layers = sorted({int(layer) for layer in rng.integers(0, LAYERS, size=int(rng.integers(1, LAYERS + 1)))})
+        selection, wanted = list(SELECTIONS.values())[index % len(SELECTIONS)]
+        sampling = {"temperature": 1.0, "seed": index} if index % 2 else {}
+        stream = engine.client.stream(
+            make_prompt(rng, int(rng.integers(1, 100))),
+            max_tokens=int(rng.integers(1, 50)),
+            ignore_eos=True,
+            capture=residuum.Capture(layers=layers, positions=selection),
+            **sampling,
+        )
+        asked.append((stream, layers, wanted))
+    for stream, layers, wanted in asked:
+        for _ in stream:
+            pass
+        check_capture(engine, reference, stream.reply, layers=layers, wanted=wanted)
+    steps = engine.journal.steps_of(*(stream.request_id for stream, _, _ in asked))
+    assert max(len(step.chunks) for step in steps) > 16, "many ran at once"
+    assert sum(step.is_mixed for step in steps) > 10, "decoding beside prefilling"
+
+
+def test_rows_keep_their_request_as_the_batch_changes(engine: Engine, reference: Reference) -> None:
+    """Requests end in another order than they began, and later ones take their places in the batch.
+
+    Of the later ones, some have prompts of one token, and some leave one token to their last chunk.
+    """
+    rng = np.random.default_rng(6)
+    first = [(int(size), int(count)) for size, count in zip((20, 3, 40, 1, 9, 30), (60, 5, 30, 12, 45, 20), strict=True)]
+    later = [(1, 40), (65, 3), (1, 2), (129, 25), (7, 1), (64, 10)]
+    streams = []
+    for group in (first, later):
+        for size, count in group:
+            stream = engine.client.stream(make_prompt(rng, size), max_tokens=count, ignore_eos=True, capture=ALL)
+            streams.append(stream)
+        next(iter(streams[0]))  # the first group is running
+    for stream in streams:
+        for _ in stream:
+            pass
+    for stream in streams:
+        check_capture(engine, reference, stream.reply)
+    steps = engine.journal.steps_of(*(stream.request_id for stream in streams))
+    assert any(step.is_mixed for step in steps)
+
+
+def test_a_chunk_of_one_token_beside_others(engine: Engine, reference: Reference) -> None:
+    """The running requests leave room for all but one token of a prompt."""
+    rng = np.random.default_rng(7)
+    running = [
+        engine.client.stream(make_prompt(rng, 4), max_tokens=150, ignore_eos=True, capture=ALL) for _ in range(10)
+    ]
+    for stream in running:
+        next(iter(stream))
+    room = 64 - len(running)
+    reply = engine.client.generate(make_prompt(rng, room + 1), max_tokens=5, ignore_eos=True, capture=ALL)
+    for stream in running:
+        for _ in stream:
+            pass
+    assert engine.journal.chunks(reply.request_id)[:2] == [(0, room), (room, 1)]
+    for answered in (reply, *(stream.reply for stream in running)):
+        check_capture(engine, reference, answered, layers=EVERY_LAYER)
