@@ -82,9 +82,7 @@ def running_engine(name: str, model: Path, folder: Path, cache_root: Path) -> It
     environment = {"RESIDUUM_TEST_JOURNAL": str(journal), "VLLM_CACHE_ROOT": str(cache_root)}
     with (
         patch.dict(os.environ, environment),
-        running_services(
-            str(model), inference_arguments=arguments, store_arguments=["--ending-timeout-seconds=2"]
-        ) as (store, inference),
+        running_services(str(model), inference_arguments=arguments) as (store, inference),
         residuum.Client(inference.endpoint) as client,
     ):
         yield Engine(name, store, inference, client, Journal(journal))

@@ -106,7 +106,7 @@ def check_capture(
     return rows
 
 
-def check_aborted(
+def check_partial(
     engine: Engine,
     reference: Reference,
     request_id: str,
@@ -114,26 +114,42 @@ def check_aborted(
     layers: Sequence[int] = EVERY_LAYER,
     wanted: Wanted = everything,
 ) -> dict[Row, Rows]:
-    """Check what is left of a request that was stopped: a gapless beginning, and a manifest that says so.
+    """Check a capture that is not complete: its rows are right, and its manifest names every one that is not there.
 
     Returns:
         The rows.
     """
     manifest = engine.client.manifest(request_id, wait=60)
-    assert manifest.state == "aborted"
+    assert manifest.state in {"aborted", "incomplete"}
     expected = _expected_rows(manifest, reference, layers, wanted, None)
     rows = stored_rows(engine, request_id)
-    _compare(rows, {row: expected[row] for row in rows})  # none beyond what was asked for, and the right ones
-    for sequence, site, layer in {row[:3] for row in expected}:
-        asked = sorted(row.position for row in expected if row[:3] == (sequence, site, layer))
-        there = sorted(row.position for row in rows if row[:3] == (sequence, site, layer))
-        first = sorted(row.position for row in rows if row[:3] == (sequence, site, layers[0]))
-        assert there == asked[: len(there)], "gapless, from the first position that was asked for"
-        assert there == first, "every layer as far as the others"
+    assert not rows.keys() - expected.keys(), "no row that was not asked for"
+    _compare(rows, {row: expected[row] for row in rows})
     assert _named(manifest.present) == rows.keys()
     assert _named(manifest.missing) == expected.keys() - rows.keys(), "what is not there is said to be missing"
     assert manifest.num_rows == len(rows)
     return rows
+
+
+def check_aborted(engine: Engine, reference: Reference, request_id: str, wanted: Wanted = everything) -> None:
+    """Check what is left of a request that was stopped, every layer of which was asked for.
+
+    Of each sequence that is a gapless beginning of what was asked for, as far in every layer; and all of it if a token
+    of the reply was delivered, for then the rows before it were computed.
+    """
+    rows = check_partial(engine, reference, request_id, wanted=wanted)
+    manifest = engine.client.manifest(request_id)
+    assert manifest.state == "aborted"
+    prompt = len(manifest.prompt_token_ids)
+    for sequence, outcome in enumerate(manifest.sequences):
+        generated = len(outcome.generated_token_ids)
+        asked = sorted(set(wanted(prompt, prompt + max(generated - 1, 0))))
+        for site in SITES:
+            there = [sorted(row.position for row in rows if row[:3] == (sequence, site, n)) for n in EVERY_LAYER]
+            assert all(positions == there[0] for positions in there)
+            assert there[0] == asked[: len(there[0])]
+            if generated:
+                assert there[0] == asked
 
 
 def _expected_rows(

@@ -1,4 +1,4 @@
-"""vLLM by itself, with its own worker and none of our code: `python -m tests.conformance.stock JOB.json RESULT.json`."""
+"""vLLM by itself, with none of our code: `python -m tests.conformance.stock JOB.json RESULT.json`."""
 
 from __future__ import annotations
 
