@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,6 +52,27 @@ class Engine:
     client: residuum.Client
     journal: Journal
     """What the engine computed, step by step."""
+
+    @contextmanager
+    def held(self, *vectors: residuum.Vector) -> Iterator[None]:
+        """Let vLLM's engine stand still, so that everything that is asked for meanwhile runs at once.
+
+        An engine that stands still takes no vectors: those that are to be used must be named.
+        """
+        if vectors:
+            self.client.generate([5], max_tokens=1, steer=[residuum.Add(vector, layer=0) for vector in vectors])
+        table = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], check=True, capture_output=True, text=True).stdout
+        rows = [line.split(maxsplit=2) for line in table.splitlines()]
+        (core,) = [
+            int(pid)
+            for pid, parent, command in rows
+            if int(parent) == self.inference.process.pid and "EngineCore" in command
+        ]
+        os.kill(core, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(core, signal.SIGCONT)
 
 
 def stock_arguments(model: Path) -> dict[str, Any]:

@@ -91,18 +91,33 @@ def check_capture(
     Returns:
         The rows.
     """
-    manifest = engine.client.manifest(reply.request_id, wait=30)
-    assert manifest.state == "complete", f"{manifest.state}: {manifest.describe_missing()}"
+    rows = check_complete(engine, reference, reply.request_id, layers=layers, wanted=wanted, changes=changes)
+    manifest = engine.client.manifest(reply.request_id)
     assert manifest.prompt_token_ids == reply.prompt_token_ids
     assert [item.generated_token_ids for item in manifest.sequences] == [item.token_ids for item in reply.sequences]
+    return rows
+
+
+def check_complete(
+    engine: Engine,
+    reference: Reference,
+    request_id: str,
+    *,
+    layers: Sequence[int] = EVERY_LAYER,
+    wanted: Wanted = everything,
+    changes: Mapping[int, Change] | None = None,
+) -> dict[Row, Rows]:
+    """Check the same of a request whose reply is not known but from its manifest."""
+    manifest = engine.client.manifest(request_id, wait=30)
+    assert manifest.state == "complete", f"{manifest.state}: {manifest.describe_missing()}"
     expected = _expected_rows(manifest, reference, layers, wanted, changes)
-    rows = stored_rows(engine, reply.request_id)
+    rows = stored_rows(engine, request_id)
     _compare(rows, expected)
     assert _named(manifest.present) == expected.keys(), "the manifest says what is there"
     assert manifest.num_rows == len(expected)
     assert not manifest.missing
     if expected:
-        _check_client(engine, reply.request_id, rows)
+        _check_client(engine, request_id, rows)
     return rows
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import residuum
+from residuum.wire.ids import make_id
 from tests.conformance.rows import check_capture, make_prompt
 from tests.conformance.steering import adding
 from tests.reference.tiny import EOS, LAYERS
@@ -80,7 +81,7 @@ def test_sequences_of_a_prompt_of_one_token(engine: Engine, reference: Reference
 
 
 def test_an_id_that_runs_is_refused_and_the_first_goes_on(engine: Engine, reference: Reference) -> None:
-    name = f"runs-{engine.name}"
+    name = make_id()
     stream = engine.client.stream(PROMPT, max_tokens=60, ignore_eos=True, capture=ALL, request_id=name)
     next(stream)
     with pytest.raises(residuum.RequestExists, match=name):
@@ -93,11 +94,11 @@ def test_an_id_that_runs_is_refused_and_the_first_goes_on(engine: Engine, refere
 
 
 def test_one_of_many_with_the_same_id_runs(engine: Engine, reference: Reference) -> None:
+    name = make_id()
+
     def ask(size: int) -> residuum.Reply | None:
         try:
-            return engine.client.generate(
-                PROMPT[:size], max_tokens=20, ignore_eos=True, capture=ALL, request_id=f"wanted-{engine.name}"
-            )
+            return engine.client.generate(PROMPT[:size], max_tokens=20, ignore_eos=True, capture=ALL, request_id=name)
         except (residuum.RequestExists, residuum.CaptureExists):
             return None
 

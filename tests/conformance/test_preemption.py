@@ -31,19 +31,20 @@ def test_rows_of_preempted_requests(engine: Engine, reference: Reference, direct
         (None, everything),
     ]
     asked = []
-    for index in range(14):
-        capture, wanted = kinds[index % len(kinds)]
-        prompt = make_prompt(rng, int(rng.integers(20, 100)))
-        steered = adding(direction, scale=0.7, positions="generated", start=len(prompt)) if index % 3 == 0 else None
-        stream = engine.client.stream(
-            prompt,
-            max_tokens=int(rng.integers(180, 230)),
-            ignore_eos=True,
-            temperature=float(index % 2 and capture is not None),
-            capture=capture,
-            steer=steered.steer if steered else (),
-        )
-        asked.append((stream, wanted, steered.changes if steered else {}))
+    with engine.held(direction):
+        for index in range(14):
+            capture, wanted = kinds[index % len(kinds)]
+            prompt = make_prompt(rng, int(rng.integers(20, 100)))
+            steered = adding(direction, scale=0.7, positions="generated", start=len(prompt)) if index % 3 == 0 else None
+            stream = engine.client.stream(
+                prompt,
+                max_tokens=int(rng.integers(180, 230)),
+                ignore_eos=True,
+                temperature=float(index % 2 and capture is not None),
+                capture=capture,
+                steer=steered.steer if steered else (),
+            )
+            asked.append((stream, wanted, steered.changes if steered else {}))
     for stream, _, _ in asked:
         for _ in stream:
             pass

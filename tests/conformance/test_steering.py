@@ -79,20 +79,21 @@ def test_rows_before_steering(engine: Engine, reference: Reference, direction: r
 
 
 def test_captured_steered_both_and_neither_in_one_batch(engine: Engine, reference: Reference) -> None:
-    """Twelve at once, each third with a vector of its own; each does what it was asked, by rows or by its tokens."""
+    """Twelve at once, half of them steered, by three vectors; each does what it was asked, by rows or by its tokens."""
     rng = np.random.default_rng(9)
+    vectors = [residuum.Vector.from_array(rng.standard_normal(HIDDEN).astype(np.float32)) for _ in range(3)]
     asked = []
-    for index in range(12):
-        vector = residuum.Vector.from_array(rng.standard_normal(HIDDEN).astype(np.float32))
-        steered = adding(vector, scale=1.5) if index % 4 >= 2 else None
-        stream = engine.client.stream(
-            make_prompt(rng, int(rng.integers(1, 90))),
-            max_tokens=int(rng.integers(10, 40)),
-            ignore_eos=True,
-            capture=ALL if index % 2 else None,
-            steer=steered.steer if steered else (),
-        )
-        asked.append((stream, steered.changes if steered else {}))
+    with engine.held(*vectors):
+        for index in range(12):
+            steered = adding(vectors[index // 4], scale=1.5) if index % 4 >= 2 else None
+            stream = engine.client.stream(
+                make_prompt(rng, int(rng.integers(1, 90))),
+                max_tokens=int(rng.integers(10, 40)),
+                ignore_eos=True,
+                capture=ALL if index % 2 else None,
+                steer=steered.steer if steered else (),
+            )
+            asked.append((stream, steered.changes if steered else {}))
     for index, (stream, changes) in enumerate(asked):
         for _ in stream:
             pass
@@ -115,13 +116,14 @@ def test_a_request_is_not_touched_by_its_neighbours(
     steered = adding(direction, scale=1.5)
     asked = {"max_tokens": 24, "ignore_eos": True, "capture": ALL, "steer": steered.steer}
     alone = engine.client.generate(PROMPT[:30], **asked)
-    neighbours = [engine.client.stream(PROMPT[at : at + 40], max_tokens=60, ignore_eos=True) for at in range(7)]
-    for neighbour in neighbours:
-        next(iter(neighbour))  # they are running
-    together = engine.client.generate(PROMPT[:30], **asked)
-    for neighbour in neighbours:
-        for _ in neighbour:
+    with engine.held():
+        neighbours = [engine.client.stream(PROMPT[at : at + 40], max_tokens=60, ignore_eos=True) for at in range(7)]
+        stream = engine.client.stream(PROMPT[:30], **asked)
+    for running in (stream, *neighbours):
+        for _ in running:
             pass
+    together = stream.reply
+    for neighbour in neighbours:
         reply = neighbour.reply
         assert reference.shortfall(reply.prompt_token_ids, reply.token_ids) < MAX_SHORTFALL, "nor does it touch them"
     assert all(len(step.chunks) > 1 for step in engine.journal.steps_of(together.request_id)), "it was never alone"
