@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
 import residuum
 from tests.conformance import stock
@@ -42,6 +43,7 @@ def stock_before(tiny_llama: Path, cache_root: Path) -> stock.Run:
 @pytest.fixture(scope="package")
 def reference(tiny_llama: Path) -> Reference:
     """The same model, run by transformers."""
+    torch.set_num_threads(1)  # it is tiny, and the engine is busy on the other cores
     return Reference(str(tiny_llama))
 
 

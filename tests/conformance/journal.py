@@ -28,17 +28,21 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._read = 0
+        self._steps: list[Step] = []
 
     def steps(self) -> list[Step]:
         """Return every step until now. A step is there before anything that it computed."""
-        whole = [line for line in self._path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        return [
-            Step(
-                chunks={name: (first, count) for name, (first, count) in entry["chunks"].items()},
-                preempted=tuple(entry["preempted"]),
-            )
-            for entry in map(json.loads, whole)
-        ]
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._read += len(line)
+                entry = json.loads(line)
+                chunks = {name: (first, count) for name, (first, count) in entry["chunks"].items()}
+                self._steps.append(Step(chunks, tuple(entry["preempted"])))
+        return self._steps
 
     def steps_of(self, *request_ids: str) -> list[Step]:
         """Return the steps that computed something of any of these requests."""
