@@ -113,3 +113,18 @@ def test_a_chunk_of_one_token_beside_others(engine: Engine, reference: Reference
         pytest.fail("no chunk was of one token")
     for stream in running:
         check_aborted(engine, reference, stream.request_id)
+
+
+@pytest.mark.xfail(
+    run=False, reason="vLLM 0.32 on a CPU takes back a partial prompt's sample by an offset that CPU generators lack"
+)
+def test_a_seeded_request_whose_prompt_is_computed_in_chunks(engine: Engine, reference: Reference) -> None:
+    """Not run: it would end the engine, and every other test's with it."""
+    prompt = make_prompt(np.random.default_rng(16), CHUNK + 5)
+    replies = [
+        engine.client.generate(prompt, max_tokens=8, ignore_eos=True, temperature=1.0, seed=1, capture=ALL)
+        for _ in range(2)
+    ]
+    assert replies[0].token_ids == replies[1].token_ids
+    for reply in replies:
+        check_capture(engine, reference, reply)
