@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+from running_store import RunningStore
 
 from residuum.rpc.channels import open_channel
 from residuum.v1 import store_pb2, store_pb2_grpc
-from tests.client.running_store import RunningStore
 
 if TYPE_CHECKING:
     from pathlib import Path
