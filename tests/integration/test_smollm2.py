@@ -53,7 +53,7 @@ def test_steered_and_captured_among_seven_that_are_neither(client: residuum.Clie
     direction = residuum.Vector.from_array(np.random.default_rng(1).standard_normal(576).astype(np.float32))
     steer = [residuum.Add(direction, layer=12, scale=0.1)]
     # A reply of which the model is sure: where two tokens are as likely, the batch's shape decides in bf16, as it does
-    # in stock vLLM. test_exact.py has the same in float32, where it must not.
+    # in stock vLLM. tests/conformance has the same in float32, where it must not.
     prompt = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,"
     alone = client.generate(prompt, max_tokens=24, capture=ALL, steer=steer)
     neighbours = [client.stream(other, max_tokens=60, ignore_eos=True) for other in PROMPTS[:7]]

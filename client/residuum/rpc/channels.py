@@ -51,7 +51,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # A service that restarts is found again within seconds; gRPC's own back-off grows to two minutes.
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
+    # In spite of its name: how long a connection may take to come about. A busy service greets late, and is there.
+    ("grpc.min_reconnect_backoff_ms", 10_000),
     # gRPC's own retries, for idempotent unary calls that found the service away.
     ("grpc.enable_retries", 1),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),

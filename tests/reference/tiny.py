@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 LAYERS = 4
 HIDDEN = 128
+EOS = 2
+"""The token that ends a reply."""
 
 
 def make_tiny_llama(folder: Path, tokenizer_from: Path) -> Path:
@@ -27,7 +29,7 @@ def make_tiny_llama(folder: Path, tokenizer_from: Path) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=512,
         initializer_range=0.2,  # large enough that the layers differ well beyond rounding
-        eos_token_id=2,
+        eos_token_id=EOS,
     )
     transformers.LlamaForCausalLM(config).float().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):

@@ -1,0 +1,32 @@
+"""A service that is there but slow is waited for: only one that is not there is called unreachable."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from running_store import RunningStore
+
+from residuum.rpc.channels import open_channel
+from residuum.v1 import store_pb2, store_pb2_grpc
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_service_that_takes_its_time_to_greet(tmp_path: Path) -> None:
+    """Its machine accepts the connection, and it answers two seconds later. A stream is not retried by gRPC."""
+    store = RunningStore(tmp_path)
+    store.process.send_signal(signal.SIGSTOP)
+    wakes = threading.Timer(2.0, store.process.send_signal, [signal.SIGCONT])
+    wakes.start()
+    try:
+        with open_channel(store.endpoint) as channel, pytest.raises(grpc.RpcError) as raised:
+            list(store_pb2_grpc.StoreServiceStub(channel).ReadChunks(store_pb2.ReadChunksRequest(capture_id="none")))
+    finally:
+        wakes.join()
+        store.stop()
+    assert raised.value.code() == grpc.StatusCode.NOT_FOUND, "it was asked, and answered"

@@ -1,0 +1,111 @@
+"""A running pair of services under test: real processes, vLLM on the CPU, a tiny model in float32."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import residuum
+from examples.services import Service, running_services
+from tests.conformance.journal import Journal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CHUNK = 64
+"""Tokens that a step computes at most: longer prompts are computed in several."""
+
+KV_BLOCK = 32
+"""Positions in a block of vLLM's KV cache; what the prefix cache keeps is whole blocks."""
+
+KV_BLOCKS = 64
+"""Blocks of vLLM's KV cache: few, so that several long requests at once are preempted."""
+
+_KV_GIB = 0.25
+_VLLM_ARGUMENTS = {
+    "dtype": "float32",
+    "max_num_batched_tokens": CHUNK,
+    "max_num_seqs": 32,
+    "block_size": KV_BLOCK,
+    "num_gpu_blocks_override": KV_BLOCKS,
+}
+"""What decides what vLLM compiles, and how it schedules."""
+
+RING_MIB = 4
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Both services, and what a test needs of them."""
+
+    name: str
+    """"compiled" or "eager"."""
+    store: Service
+    inference: Service
+    client: residuum.Client
+    journal: Journal
+    """What the engine computed, step by step."""
+
+    @contextmanager
+    def held(self, *vectors: residuum.Vector) -> Iterator[None]:
+        """Let vLLM's engine stand still, so that everything that is asked for meanwhile runs at once.
+
+        An engine that stands still takes no vectors: those that are to be used must be named.
+        """
+        if vectors:
+            self.client.generate([5], max_tokens=1, steer=[residuum.Add(vector, layer=0) for vector in vectors])
+        table = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], check=True, capture_output=True, text=True).stdout
+        rows = [line.split(maxsplit=2) for line in table.splitlines()]
+        (core,) = [
+            int(pid)
+            for pid, parent, command in rows
+            if int(parent) == self.inference.process.pid and "EngineCore" in command
+        ]
+        os.kill(core, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(core, signal.SIGCONT)
+
+
+def stock_arguments(model: Path) -> dict[str, Any]:
+    """Return vLLM's arguments for an engine like the compiled one, with vLLM's own worker."""
+    memory = int(_KV_GIB * (1 << 30))
+    return {"model": str(model), "kv_cache_memory_bytes": memory, "disable_log_stats": True, **_VLLM_ARGUMENTS}
+
+
+@contextmanager
+def running_engine(name: str, model: Path, folder: Path, cache_root: Path) -> Iterator[Engine]:
+    """Run both services, the engine "compiled" or "eager".
+
+    Args:
+        name: Which.
+        model: The model's folder.
+        folder: Where the journal is kept.
+        cache_root: Where vLLM keeps what it compiled.
+    """
+    further = ("block_size", "num_gpu_blocks_override")
+    engine_args = {key: _VLLM_ARGUMENTS[key] for key in further}
+    engine_args["scheduler_cls"] = "tests.conformance.scheduler.JournalScheduler"
+    arguments = [
+        *(f"--{key.replace('_', '-')}={value}" for key, value in _VLLM_ARGUMENTS.items() if key not in further),
+        f"--engine-args={json.dumps(engine_args)}",
+        f"--kv-cache-gib={_KV_GIB}",
+        f"--ring-mib={RING_MIB}",
+        *(["--enforce-eager"] if name == "eager" else []),
+    ]
+    journal = folder / f"{name}.jsonl"
+    environment = {"RESIDUUM_TEST_JOURNAL": str(journal), "VLLM_CACHE_ROOT": str(cache_root)}
+    with (
+        patch.dict(os.environ, environment),
+        running_services(str(model), inference_arguments=arguments) as (store, inference),
+        residuum.Client(inference.endpoint) as client,
+    ):
+        yield Engine(name, store, inference, client, Journal(journal))

@@ -1,0 +1,60 @@
+"""Reading the journal that `scheduler.JournalScheduler` keeps: what the engine really computed, step by step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the engine that computed something."""
+
+    chunks: dict[str, tuple[int, int]]
+    """The first position and the number of positions computed of each request, by the engine's own id."""
+    preempted: tuple[str, ...]
+    """Requests whose KV cache was taken away when the step was scheduled, by the engine's own id."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it computed single tokens of some requests beside larger parts of others."""
+        counts = {count for _, count in self.chunks.values()}
+        return 1 in counts and len(counts) > 1
+
+
+class Journal:
+    """The steps of one engine, oldest first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+        self._steps: list[Step] = []
+
+    def steps(self) -> list[Step]:
+        """Return every step until now. A step is there before anything that it computed."""
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._read += len(line)
+                entry = json.loads(line)
+                chunks = {name: (first, count) for name, (first, count) in entry["chunks"].items()}
+                self._steps.append(Step(chunks, tuple(entry["preempted"])))
+        return self._steps
+
+    def steps_of(self, *request_ids: str) -> list[Step]:
+        """Return the steps that computed something of any of these requests."""
+        prefixes = tuple(f"{request_id}#" for request_id in request_ids)
+        return [step for step in self.steps() if any(name.startswith(prefixes) for name in step.chunks)]
+
+    def chunks(self, request_id: str, sequence: int = 0) -> list[tuple[int, int]]:
+        """Return (first position, number of positions) of each step that computed something of a sequence."""
+        prefix = f"{request_id}#{sequence}-"
+        return [chunk for step in self.steps() for name, chunk in step.chunks.items() if name.startswith(prefix)]
+
+    def preemptions(self, request_id: str) -> int:
+        """Return how often a request was preempted."""
+        prefix = f"{request_id}#"
+        return sum(name.startswith(prefix) for step in self.steps() for name in step.preempted)

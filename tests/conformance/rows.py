@@ -1,0 +1,221 @@
+"""What a capture must hold, row by row: nothing else, nothing less, nothing twice, and the reference's values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+import numpy as np
+
+import residuum
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+from tests.reference.hf import relative_error
+from tests.reference.tiny import LAYERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from residuum.manifest import Manifest, RowSet
+    from tests.conformance.engines import Engine
+    from tests.reference.hf import Change, Reference, Rows
+
+    Wanted = Callable[[int, int], Iterable[int]]
+    """The positions that are wanted of a sequence, by the tokens of its prompt and the rows that it has."""
+
+MAX_ERROR = 2e-4
+"""Both sides compute in float32, in another order; rows of another token or layer differ by about 1."""
+
+EVERY_LAYER = tuple(range(LAYERS))
+SITES = ("resid_post",)
+_SITE_NUMBERS = {"resid_post": capture_pb2.SITE_RESID_POST}
+
+
+class Row(NamedTuple):
+    """The name of a row."""
+
+    sequence: int
+    site: str
+    layer: int
+    position: int
+
+
+def everything(prompt_tokens: int, rows: int) -> Iterable[int]:
+    """Want every position."""
+    return range(rows)
+
+
+def make_prompt(rng: np.random.Generator, size: int) -> list[int]:
+    """Return random token ids."""
+    return [int(token) for token in rng.integers(10, 40_000, size=size)]
+
+
+def stored_rows(engine: Engine, capture_id: str) -> dict[Row, Rows]:
+    """Return every row that the store has of a capture, read from its own messages. None may come twice."""
+    names = {number: name for name, number in _SITE_NUMBERS.items()}
+    found: dict[Row, Rows] = {}
+    with grpc.insecure_channel(engine.store.endpoint) as channel:
+        request = store_pb2.ReadChunksRequest(capture_id=capture_id)
+        for response in store_pb2_grpc.StoreServiceStub(channel).ReadChunks(request, timeout=60):
+            if response.WhichOneof("content") != "chunk":
+                continue
+            header = response.chunk.header
+            shape = (len(header.layers), len(header.positions), header.width)
+            values = np.frombuffer(response.chunk.payload, dtype="<f4").reshape(shape)
+            for i, layer in enumerate(header.layers):
+                for j, position in enumerate(header.positions):
+                    row = Row(header.sequence, names[header.site], layer, position)
+                    assert row not in found, f"{row} came twice"
+                    found[row] = values[i, j]
+    return found
+
+
+def check_capture(
+    engine: Engine,
+    reference: Reference,
+    reply: residuum.Reply,
+    *,
+    layers: Sequence[int] = EVERY_LAYER,
+    wanted: Wanted = everything,
+    changes: Mapping[int, Change] | None = None,
+) -> dict[Row, Rows]:
+    """Check a whole capture: it is complete, and holds just the rows that were asked for, each as the reference has it.
+
+    Args:
+        engine: Where it was made.
+        reference: The same model.
+        reply: What the request was answered.
+        layers: The layers that were asked for.
+        wanted: The positions that were asked for.
+        changes: The steering, as the reference is to do it.
+
+    Returns:
+        The rows.
+    """
+    rows = check_complete(engine, reference, reply.request_id, layers=layers, wanted=wanted, changes=changes)
+    manifest = engine.client.manifest(reply.request_id)
+    assert manifest.prompt_token_ids == reply.prompt_token_ids
+    assert [item.generated_token_ids for item in manifest.sequences] == [item.token_ids for item in reply.sequences]
+    return rows
+
+
+def check_complete(
+    engine: Engine,
+    reference: Reference,
+    request_id: str,
+    *,
+    layers: Sequence[int] = EVERY_LAYER,
+    wanted: Wanted = everything,
+    changes: Mapping[int, Change] | None = None,
+) -> dict[Row, Rows]:
+    """Check the same of a request whose reply is not known but from its manifest."""
+    manifest = engine.client.manifest(request_id, wait=30)
+    assert manifest.state == "complete", f"{manifest.state}: {manifest.describe_missing()}"
+    expected = _expected_rows(manifest, reference, layers, wanted, changes)
+    rows = stored_rows(engine, request_id)
+    _compare(rows, expected)
+    assert _named(manifest.present) == expected.keys(), "the manifest says what is there"
+    assert manifest.num_rows == len(expected)
+    assert not manifest.missing
+    if expected:
+        _check_client(engine, request_id, rows)
+    return rows
+
+
+def check_partial(
+    engine: Engine,
+    reference: Reference,
+    request_id: str,
+    *,
+    layers: Sequence[int] = EVERY_LAYER,
+    wanted: Wanted = everything,
+) -> dict[Row, Rows]:
+    """Check a capture that is not complete: its rows are right, and its manifest names every one that is not there.
+
+    Returns:
+        The rows.
+    """
+    manifest = engine.client.manifest(request_id, wait=60)
+    assert manifest.state in {"aborted", "incomplete"}
+    expected = _expected_rows(manifest, reference, layers, wanted, None)
+    rows = stored_rows(engine, request_id)
+    assert not rows.keys() - expected.keys(), "no row that was not asked for"
+    _compare(rows, {row: expected[row] for row in rows})
+    assert _named(manifest.present) == rows.keys()
+    assert _named(manifest.missing) == expected.keys() - rows.keys(), "what is not there is said to be missing"
+    assert manifest.num_rows == len(rows)
+    return rows
+
+
+def check_aborted(engine: Engine, reference: Reference, request_id: str, wanted: Wanted = everything) -> None:
+    """Check what is left of a request that was stopped, every layer of which was asked for.
+
+    Of each sequence that is a gapless beginning of what was asked for, as far in every layer; and all of it if a token
+    of the reply was delivered, for then the rows before it were computed.
+    """
+    rows = check_partial(engine, reference, request_id, wanted=wanted)
+    manifest = engine.client.manifest(request_id)
+    assert manifest.state == "aborted"
+    prompt = len(manifest.prompt_token_ids)
+    for sequence, outcome in enumerate(manifest.sequences):
+        generated = len(outcome.generated_token_ids)
+        asked = sorted(set(wanted(prompt, prompt + max(generated - 1, 0))))
+        for site in SITES:
+            there = [sorted(row.position for row in rows if row[:3] == (sequence, site, n)) for n in EVERY_LAYER]
+            assert all(positions == there[0] for positions in there)
+            assert there[0] == asked[: len(there[0])]
+            if generated:
+                assert there[0] == asked
+
+
+def _expected_rows(
+    manifest: Manifest,
+    reference: Reference,
+    layers: Sequence[int],
+    wanted: Wanted,
+    changes: Mapping[int, Change] | None,
+) -> dict[Row, Rows]:
+    expected: dict[Row, Rows] = {}
+    prompt = manifest.prompt_token_ids
+    for sequence, outcome in enumerate(manifest.sequences):
+        # The last generated token is never fed to the model.
+        token_ids = prompt + outcome.generated_token_ids[:-1]
+        values = reference.rows(token_ids, changes)
+        positions = sorted(set(wanted(len(prompt), len(token_ids))))
+        for site in SITES:
+            for layer in layers:
+                for position in positions:
+                    expected[Row(sequence, site, layer, position)] = values[layer, position]
+    return expected
+
+
+def _compare(rows: Mapping[Row, Rows], expected: Mapping[Row, Rows]) -> None:
+    missing, beyond = sorted(expected.keys() - rows.keys()), sorted(rows.keys() - expected.keys())
+    assert not missing, f"{len(missing)} rows are missing, first {missing[:3]}"
+    assert not beyond, f"{len(beyond)} rows were not asked for, first {beyond[:3]}"
+    if expected:
+        names = sorted(expected)
+        error = relative_error(np.stack([rows[name] for name in names]), np.stack([expected[name] for name in names]))
+        assert error < MAX_ERROR
+
+
+def _named(sets: Iterable[RowSet]) -> set[Row]:
+    return {
+        Row(rows.sequence, rows.site, layer, position)
+        for rows in sets
+        for layer in rows.layers
+        for first, last in rows.ranges
+        for position in range(first, last + 1)
+    }
+
+
+def _check_client(engine: Engine, capture_id: str, rows: Mapping[Row, Rows]) -> None:
+    """Check that the client hands out the same rows, under the same names."""
+    acts = engine.client.activations(capture_id)
+    for sequence in acts.sequences:
+        for site in acts.sites:
+            one = acts.select(sequence=sequence, site=site)
+            for layer in one.layers:
+                values = one[layer]
+                for position, value in zip(one.positions.tolist(), values, strict=True):
+                    assert np.array_equal(value, rows[Row(sequence, site, layer, position)])
+    assert acts.nbytes == sum(row.nbytes for row in rows.values()), "and no others"

@@ -1,0 +1,43 @@
+"""vLLM's scheduler, keeping a journal of its steps: a test reads there that its case really occurred.
+
+Nothing is decided otherwise than in vLLM. Imported by the engine's process, which `--engine-args` tells to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+JOURNAL_VARIABLE = "RESIDUUM_TEST_JOURNAL"
+"""The environment variable that names the file."""
+
+
+class JournalScheduler(Scheduler):
+    """Writes a line of JSON for each step that computes something; see `journal.Step`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._journal = Path(os.environ[JOURNAL_VARIABLE]).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._preempted: list[str] = []
+
+    def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
+        output = super().schedule(*arguments, **options)
+        preempted, self._preempted = self._preempted, []
+        if output.num_scheduled_tokens:
+            cached = output.scheduled_cached_reqs
+            firsts = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+            firsts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            chunks = {name: (firsts[name], count) for name, count in output.num_scheduled_tokens.items()}
+            self._journal.write(json.dumps({"chunks": chunks, "preempted": preempted}) + "\n")
+        return output
+
+    def _preempt_request(self, request: Any, *arguments: Any, **options: Any) -> None:
+        super()._preempt_request(request, *arguments, **options)
+        self._preempted.append(request.request_id)

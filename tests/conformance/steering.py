@@ -1,0 +1,69 @@
+"""Steering said twice: as the client asks for it, and as the reference does it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+import residuum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from residuum.selections import PositionsLike
+    from tests.reference.hf import Change
+
+
+class Steering(NamedTuple):
+    """One and the same steering."""
+
+    steer: list[residuum.Add]
+    """For the client."""
+    changes: Mapping[int, Change]
+    """For the reference."""
+
+
+def adding(
+    vector: residuum.Vector, *, layer: int = 1, scale: float, positions: PositionsLike = None, start: int = 0
+) -> Steering:
+    """Return the addition of a vector after a layer.
+
+    Args:
+        vector: The vector.
+        layer: The layer.
+        scale: The factor.
+        positions: Where, for the client.
+        start: Where from, for the reference.
+    """
+    return Steering(
+        [residuum.Add(vector, layer=layer, scale=scale, positions=positions)],
+        {layer: from_position(start, add(tensor(vector), scale))},
+    )
+
+
+def tensor(vector: residuum.Vector) -> torch.Tensor:
+    """Return a vector's values."""
+    return torch.from_numpy(vector.values.copy())
+
+
+def add(v: torch.Tensor, scale: float) -> Change:
+    """x + scale·v."""
+    return lambda x: x + scale * v
+
+
+def ablate(v: torch.Tensor) -> Change:
+    """Take away the direction of v."""
+    unit = v / v.norm()
+    return lambda x: x - (x @ unit)[:, None] * unit
+
+
+def cap(v: torch.Tensor, low: float, high: float) -> Change:
+    """Keep the projection onto v within bounds."""
+    unit = v / v.norm()
+    return lambda x: x + ((x @ unit).clamp(low, high) - x @ unit)[:, None] * unit
+
+
+def from_position(start: int, change: Change) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Change only the rows from a position on."""
+    return lambda x: torch.cat([x[:start], change(x[start:])])

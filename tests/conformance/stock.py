@@ -1,0 +1,69 @@
+"""vLLM by itself, with none of our code: `python -m tests.conformance.stock JOB.json RESULT.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+
+PROMPT = list(range(100, 190))
+"""Longer than a step takes at once."""
+
+NEW_TOKENS = 24
+_SECONDS = 250.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stock vLLM did."""
+
+    token_ids: tuple[int, ...]
+    """The greedy reply to `PROMPT`."""
+    compiled: frozenset[Path]
+    """The compiled graphs that are in the cache after it."""
+
+
+def run(cache_root: Path, arguments: dict[str, Any]) -> Run:
+    """Generate with stock vLLM, started with these arguments, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, result = Path(folder, "job.json"), Path(folder, "result.json")
+        job.write_text(json.dumps(arguments))
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.conformance.stock", str(job), str(result)],
+            cwd=ROOT,
+            env={**os.environ, "VLLM_CACHE_ROOT": str(cache_root), "VLLM_NO_USAGE_STATS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SECONDS,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return Run(tuple(json.loads(result.read_text())), compiled_graphs(cache_root))
+
+
+def compiled_graphs(cache_root: Path) -> frozenset[Path]:
+    """Return the folders of the compiled graphs in vLLM's cache: one for each key."""
+    return frozenset(cache_root.glob("torch_compile_cache/torch_aot_compile/*"))
+
+
+def main() -> None:
+    """Generate, and write the token ids."""
+    from vllm import LLM, SamplingParams
+
+    job, result = map(Path, sys.argv[1:])
+    llm = LLM(**json.loads(job.read_text()))
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling, use_tqdm=False)
+    result.write_text(json.dumps(list(output.outputs[0].token_ids)))
+
+
+if __name__ == "__main__":
+    main()

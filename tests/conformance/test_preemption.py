@@ -1,0 +1,62 @@
+"""Requests whose KV cache vLLM takes away in mid-reply, and that it computes again from their first position."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import residuum
+from tests.conformance.engines import KV_BLOCK, KV_BLOCKS
+from tests.conformance.rows import check_capture, everything, make_prompt
+from tests.conformance.steering import adding
+
+if TYPE_CHECKING:
+    from tests.conformance.engines import Engine
+    from tests.reference.hf import Reference
+
+pytestmark = pytest.mark.engine
+
+MAX_SHORTFALL = 1e-2
+
+
+def test_rows_of_preempted_requests(engine: Engine, reference: Reference, direction: residuum.Vector) -> None:
+    """Fourteen long replies at once, nearly twice of what the KV cache holds, each captured in its own way."""
+    rng = np.random.default_rng(11)
+    kinds = [
+        (residuum.Capture(layers="all"), everything),
+        (residuum.Capture(layers="all", positions="generated"), range),
+        (residuum.Capture(layers="all", positions=residuum.Positions(every=5)), lambda _, rows: range(0, rows, 5)),
+        (None, everything),
+    ]
+    asked = []
+    with engine.held(direction):
+        for index in range(14):
+            capture, wanted = kinds[index % len(kinds)]
+            prompt = make_prompt(rng, int(rng.integers(20, 100)))
+            steered = adding(direction, scale=0.7, positions="generated", start=len(prompt)) if index % 3 == 0 else None
+            stream = engine.client.stream(
+                prompt,
+                max_tokens=int(rng.integers(180, 230)),
+                ignore_eos=True,
+                temperature=float(index % 2 and capture is not None),
+                capture=capture,
+                steer=steered.steer if steered else (),
+            )
+            asked.append((stream, wanted, steered.changes if steered else {}))
+    for stream, _, _ in asked:
+        for _ in stream:
+            pass
+    replies = [stream.reply for stream, _, _ in asked]
+    assert sum(reply.usage.prompt_tokens + reply.usage.generated_tokens for reply in replies) > KV_BLOCK * KV_BLOCKS
+    preempted = [reply for reply in replies if engine.journal.preemptions(reply.request_id)]
+    assert sum(reply.captured for reply in preempted) >= 2, "vLLM preempted captured requests"
+    for reply in preempted:
+        firsts = [first for first, _ in engine.journal.chunks(reply.request_id)]
+        assert firsts != sorted(firsts), "it was computed again from an earlier position"
+    for reply, (_, wanted, changes) in zip(replies, asked, strict=True):
+        if reply.captured:
+            check_capture(engine, reference, reply, wanted=wanted, changes=changes)
+        else:
+            assert reference.shortfall(reply.prompt_token_ids, reply.token_ids, changes) < MAX_SHORTFALL

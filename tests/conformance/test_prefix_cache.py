@@ -1,0 +1,100 @@
+"""What vLLM keeps of earlier prompts: a capture lacks no row for it, and nobody reads what another's steering made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import residuum
+from tests.conformance.engines import KV_BLOCK
+from tests.conformance.rows import check_capture, make_prompt
+from tests.conformance.steering import adding
+
+if TYPE_CHECKING:
+    from tests.conformance.engines import Engine
+    from tests.reference.hf import Reference
+
+pytestmark = pytest.mark.engine
+
+ALL = residuum.Capture(layers="all")
+MAX_SHORTFALL = 1e-2
+"""How far the logit of a greedy token may be below the largest; those of two random tokens differ by about 1."""
+
+
+def read_from_cache(engine: Engine, reply: residuum.Reply) -> int:
+    """Return how many positions of the prompt were not computed for a request."""
+    return engine.journal.chunks(reply.request_id)[0][0]
+
+
+@pytest.mark.parametrize("extra", [0, 1, 8], ids=["aligned", "one token more", "a part of a block more"])
+def test_a_warm_cache_leaves_no_row_out(engine: Engine, reference: Reference, extra: int) -> None:
+    prompt = make_prompt(np.random.default_rng(30 + extra), 3 * KV_BLOCK + extra)
+    cold = engine.client.generate(prompt, max_tokens=3, ignore_eos=True, capture=ALL)
+    warm = engine.client.generate(prompt, max_tokens=3, ignore_eos=True)
+    assert read_from_cache(engine, warm) >= 2 * KV_BLOCK, "the cache is warm, and is read without a capture"
+    again = engine.client.generate(prompt, max_tokens=3, ignore_eos=True, capture=ALL)
+    for reply in (cold, again):
+        check_capture(engine, reference, reply)
+        assert reply.token_ids == warm.token_ids
+
+
+def test_a_prompt_that_is_wholly_in_the_cache(engine: Engine, reference: Reference) -> None:
+    """Three whole blocks, and a longer prompt that began with them came before."""
+    prompt = make_prompt(np.random.default_rng(40), 5 * KV_BLOCK)
+    engine.client.generate(prompt, max_tokens=1)
+    longer = engine.client.generate(prompt[: 3 * KV_BLOCK + 1], max_tokens=1)
+    assert read_from_cache(engine, longer) == 3 * KV_BLOCK, "three blocks are there"
+    capture = residuum.Capture(layers="all", positions="prompt")
+    reply = engine.client.generate(prompt[: 3 * KV_BLOCK], max_tokens=2, ignore_eos=True, capture=capture)
+    rows = check_capture(engine, reference, reply, wanted=lambda prompt, rows: range(prompt))
+    assert {row.position for row in rows} == set(range(3 * KV_BLOCK))
+
+
+def test_a_partly_cached_block(engine: Engine, reference: Reference) -> None:
+    """Two prompts part in the middle of a block."""
+    rng = np.random.default_rng(41)
+    begin = make_prompt(rng, KV_BLOCK + 8)
+    engine.client.generate(begin + make_prompt(rng, 40), max_tokens=1)
+    other = begin + make_prompt(rng, 40)
+    warm = engine.client.generate(other, max_tokens=3, ignore_eos=True)
+    assert read_from_cache(engine, warm) == KV_BLOCK
+    assert reference.shortfall(other, warm.token_ids) < MAX_SHORTFALL
+    check_capture(engine, reference, engine.client.generate(other, max_tokens=3, ignore_eos=True, capture=ALL))
+
+
+def test_steered_differently_after_one_another(
+    engine: Engine, reference: Reference, direction: residuum.Vector
+) -> None:
+    """Two vectors with one prompt, then neither: each computes its own; equal steering shares."""
+    prompt = make_prompt(np.random.default_rng(42), 2 * KV_BLOCK + 5)
+    one, two = adding(direction, scale=0.7), adding(residuum.Vector.from_array(-direction.values[::-1]), scale=0.9)
+    for steer, changes, is_warm in (
+        (one.steer, one.changes, False),
+        (two.steer, two.changes, False),
+        ((), {}, False),
+        (one.steer, one.changes, True),
+        (two.steer, two.changes, True),
+        ((), {}, True),
+    ):
+        plain = engine.client.generate(prompt, max_tokens=6, ignore_eos=True, steer=steer)
+        assert read_from_cache(engine, plain) == (2 * KV_BLOCK if is_warm else 0)
+        assert reference.shortfall(prompt, plain.token_ids, changes) < MAX_SHORTFALL
+        captured = engine.client.generate(prompt, max_tokens=6, ignore_eos=True, steer=steer, capture=ALL)
+        check_capture(engine, reference, captured, changes=changes)
+        assert captured.token_ids == plain.token_ids
+
+
+def test_steering_of_the_reply_alone_shares_no_prompt_that_is_longer(
+    engine: Engine, reference: Reference, direction: residuum.Vector
+) -> None:
+    """What is generated for one is prompt for the other: the same tokens, steered here and not there."""
+    begin = make_prompt(np.random.default_rng(43), KV_BLOCK - 4)
+    steered = adding(direction, scale=0.7, positions="generated")
+    first = engine.client.generate(begin, max_tokens=40, ignore_eos=True, steer=steered.steer)
+    prompt = [*begin, *first.token_ids]
+    second = engine.client.generate(prompt, max_tokens=6, ignore_eos=True, steer=steered.steer)
+    assert read_from_cache(engine, second) == 0
+    changes = adding(direction, scale=0.7, start=len(prompt)).changes
+    assert reference.shortfall(prompt, second.token_ids, changes) < MAX_SHORTFALL

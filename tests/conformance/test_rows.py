@@ -1,0 +1,86 @@
+"""One request at a time: which row is which, around the borders of blocks and chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import residuum
+from tests.conformance.engines import CHUNK
+from tests.conformance.rows import MAX_ERROR, check_capture, make_prompt
+from tests.reference.hf import relative_error
+from tests.reference.tiny import LAYERS
+
+if TYPE_CHECKING:
+    from tests.conformance.engines import Engine
+    from tests.conformance.rows import Row
+    from tests.reference.hf import Reference, Rows
+
+pytestmark = pytest.mark.engine
+
+ALL = residuum.Capture(layers="all")
+PROMPT = make_prompt(np.random.default_rng(3), 150)
+
+
+def test_a_layer_is_what_transformers_calls_its_output(engine: Engine, reference: Reference) -> None:
+    """Layer k is hidden_states[k + 1], and the last one is what the final norm is given."""
+    reply = engine.client.generate(PROMPT[:20], max_tokens=4, ignore_eos=True, capture=ALL)
+    acts = engine.client.activations(reply.request_id)
+    states = reference.hidden_states(acts.token_ids)
+    for layer in range(LAYERS - 1):
+        assert relative_error(acts[layer], states[layer + 1]) < MAX_ERROR
+        assert relative_error(acts[layer], states[layer]) > 0.01, "the layers differ, so a wrong one would show"
+        assert relative_error(acts[layer], states[layer + 2]) > 0.01
+    last = acts[LAYERS - 1]
+    assert relative_error(reference.final_norm(last), states[LAYERS]) < MAX_ERROR
+    assert relative_error(last, states[LAYERS]) > 0.01, "before the final norm, not after"
+
+
+@pytest.mark.parametrize("layers", [(0,), (1, 3), (LAYERS - 1,)])
+def test_some_layers(engine: Engine, reference: Reference, layers: tuple[int, ...]) -> None:
+    capture = residuum.Capture(layers=layers)
+    reply = engine.client.generate(PROMPT[:20], max_tokens=4, ignore_eos=True, capture=capture)
+    check_capture(engine, reference, reply, layers=layers)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150])
+def test_lengths_of_prompts(engine: Engine, reference: Reference, length: int) -> None:
+    """Around the blocks of a capture, vLLM's blocks and its chunks: in 65 and 129 tokens, the last chunk is one."""
+    reply = engine.client.generate(PROMPT[:length], max_tokens=34, ignore_eos=True, capture=ALL)
+    check_capture(engine, reference, reply)
+    chunks = [(first, min(CHUNK, length - first)) for first in range(0, length, CHUNK)]
+    assert engine.journal.chunks(reply.request_id) == chunks + [(length + i, 1) for i in range(33)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 32, 65])
+def test_one_generated_token(engine: Engine, reference: Reference, length: int) -> None:
+    reply = engine.client.generate(PROMPT[:length], max_tokens=1, ignore_eos=True, capture=ALL)
+    rows = check_capture(engine, reference, reply)
+    assert {row.position for row in rows} == set(range(length)), "a token that is never fed to the model has no row"
+
+
+@pytest.mark.parametrize("generated", [32, 33, 64, 65, 66])
+def test_lengths_of_replies(engine: Engine, reference: Reference, generated: int) -> None:
+    reply = engine.client.generate(PROMPT[:5], max_tokens=generated, ignore_eos=True, capture=ALL)
+    check_capture(engine, reference, reply)
+
+
+def test_both_engines_give_the_same(
+    engine: Engine, reference: Reference, replies_of_engines: dict[str, tuple[tuple[int, ...], dict[Row, Rows]]]
+) -> None:
+    """The engine that runs second is compared with the first."""
+    reply = engine.client.generate(PROMPT, max_tokens=70, ignore_eos=True, capture=ALL)
+    rows = check_capture(engine, reference, reply)
+    replies_of_engines[engine.name] = (reply.token_ids, rows)
+    for token_ids, others in replies_of_engines.values():
+        assert token_ids == reply.token_ids
+        names = sorted(rows)
+        assert relative_error(np.stack([rows[n] for n in names]), np.stack([others[n] for n in names])) < MAX_ERROR
+
+
+@pytest.fixture(scope="package")
+def replies_of_engines() -> dict[str, tuple[tuple[int, ...], dict[Row, Rows]]]:
+    """What each engine answered to the same request."""
+    return {}

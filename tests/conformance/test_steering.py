@@ -1,0 +1,132 @@
+"""Steering does what it says to every row, and to nobody else's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import residuum
+from tests.conformance.rows import MAX_ERROR, check_capture, make_prompt
+from tests.conformance.steering import ablate, add, adding, cap, tensor
+from tests.reference.hf import relative_error
+from tests.reference.tiny import HIDDEN
+
+if TYPE_CHECKING:
+    from tests.conformance.engines import Engine
+    from tests.reference.hf import Reference
+
+pytestmark = pytest.mark.engine
+
+ALL = residuum.Capture(layers="all")
+PROMPT = make_prompt(np.random.default_rng(8), 150)
+MAX_SHORTFALL = 1e-2
+
+WAYS = {
+    "add": (lambda v: residuum.Add(v, layer=1, scale=0.7), lambda v: add(v, 0.7)),
+    "ablate": (lambda v: residuum.Ablate(v, layer=1), ablate),
+    "cap": (lambda v: residuum.Cap(v, layer=1, min=-0.5, max=0.5), lambda v: cap(v, -0.5, 0.5)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steering_is_what_it_says(engine: Engine, reference: Reference, direction: residuum.Vector, way: str) -> None:
+    operation, change = WAYS[way]
+    reply = engine.client.generate(
+        PROMPT[:70], max_tokens=10, ignore_eos=True, capture=ALL, steer=[operation(direction)]
+    )
+    check_capture(engine, reference, reply, changes={1: change(tensor(direction))})
+    acts = engine.client.activations(reply.request_id)
+    assert relative_error(acts[1], reference.rows(acts.token_ids)[1]) > 0.01, "it did something"
+
+
+def test_operations_are_applied_in_their_order(
+    engine: Engine, reference: Reference, direction: residuum.Vector
+) -> None:
+    v = tensor(direction)
+    operations = [residuum.Add(direction, layer=2, scale=0.7), residuum.Ablate(direction, layer=2)]
+    forward = engine.client.generate(PROMPT[:12], max_tokens=2, ignore_eos=True, capture=ALL, steer=operations)
+    check_capture(engine, reference, forward, changes={2: lambda x: ablate(v)(add(v, 0.7)(x))})
+    backward = engine.client.generate(PROMPT[:12], max_tokens=2, ignore_eos=True, capture=ALL, steer=operations[::-1])
+    check_capture(engine, reference, backward, changes={2: lambda x: add(v, 0.7)(ablate(v)(x))})
+
+
+def test_every_layer_at_once(engine: Engine, reference: Reference, direction: residuum.Vector) -> None:
+    steer = residuum.Add(direction, layers="all", scale=0.2)
+    reply = engine.client.generate(PROMPT[:40], max_tokens=8, ignore_eos=True, capture=ALL, steer=steer)
+    check_capture(engine, reference, reply, changes=dict.fromkeys(range(4), add(tensor(direction), 0.2)))
+
+
+@pytest.mark.parametrize(
+    ("positions", "start"), [("generated", 70), ([(33, None)], 33), ([(-1, None)], 69)], ids=["reply", "range", "end"]
+)
+def test_steering_of_some_positions(
+    engine: Engine, reference: Reference, direction: residuum.Vector, positions: object, start: int
+) -> None:
+    steered = adding(direction, scale=0.7, positions=positions, start=start)
+    reply = engine.client.generate(PROMPT[:70], max_tokens=10, ignore_eos=True, capture=ALL, steer=steered.steer)
+    check_capture(engine, reference, reply, changes=steered.changes)
+
+
+def test_rows_before_steering(engine: Engine, reference: Reference, direction: residuum.Vector) -> None:
+    steered = adding(direction, scale=0.7)
+    capture = residuum.Capture(layers=[1], before_steering=True)
+    reply = engine.client.generate(PROMPT[:12], max_tokens=2, ignore_eos=True, capture=capture, steer=steered.steer)
+    acts = engine.client.activations(reply.request_id)
+    after = reference.rows(acts.token_ids, steered.changes)[1]
+    assert relative_error(acts[1] + 0.7 * direction.values, after) < MAX_ERROR
+
+
+def test_captured_steered_both_and_neither_in_one_batch(engine: Engine, reference: Reference) -> None:
+    """Twelve at once, half of them steered, by three vectors; each does what it was asked, by rows or by its tokens."""
+    rng = np.random.default_rng(9)
+    vectors = [residuum.Vector.from_array(rng.standard_normal(HIDDEN).astype(np.float32)) for _ in range(3)]
+    asked = []
+    with engine.held(*vectors):
+        for index in range(12):
+            steered = adding(vectors[index // 4], scale=1.5) if index % 4 >= 2 else None
+            stream = engine.client.stream(
+                make_prompt(rng, int(rng.integers(1, 90))),
+                max_tokens=int(rng.integers(10, 40)),
+                ignore_eos=True,
+                capture=ALL if index % 2 else None,
+                steer=steered.steer if steered else (),
+            )
+            asked.append((stream, steered.changes if steered else {}))
+    for index, (stream, changes) in enumerate(asked):
+        for _ in stream:
+            pass
+        reply = stream.reply
+        assert reference.shortfall(reply.prompt_token_ids, reply.token_ids, changes) < MAX_SHORTFALL
+        assert reply.captured == bool(index % 2)
+        if reply.captured:
+            check_capture(engine, reference, reply, changes=changes)
+        else:
+            with pytest.raises(residuum.UnknownCapture):
+                engine.client.manifest(reply.request_id)
+    steps = engine.journal.steps_of(*(stream.request_id for stream, _ in asked))
+    assert any(step.is_mixed and len(step.chunks) > 4 for step in steps)
+
+
+def test_a_request_is_not_touched_by_its_neighbours(
+    engine: Engine, reference: Reference, direction: residuum.Vector
+) -> None:
+    """Steered and captured among seven that are neither, it equals the same request run alone."""
+    steered = adding(direction, scale=1.5)
+    asked = {"max_tokens": 24, "ignore_eos": True, "capture": ALL, "steer": steered.steer}
+    alone = engine.client.generate(PROMPT[:30], **asked)
+    with engine.held():
+        neighbours = [engine.client.stream(PROMPT[at : at + 40], max_tokens=60, ignore_eos=True) for at in range(7)]
+        stream = engine.client.stream(PROMPT[:30], **asked)
+    for running in (stream, *neighbours):
+        for _ in running:
+            pass
+    together = stream.reply
+    for neighbour in neighbours:
+        reply = neighbour.reply
+        assert reference.shortfall(reply.prompt_token_ids, reply.token_ids) < MAX_SHORTFALL, "nor does it touch them"
+    assert all(len(step.chunks) > 1 for step in engine.journal.steps_of(together.request_id)), "it was never alone"
+    assert together.token_ids == alone.token_ids
+    for reply in (alone, together):
+        check_capture(engine, reference, reply, changes=steered.changes)

@@ -1,0 +1,25 @@
+"""Models that several folders' tests serve. Nothing heavy is imported before one is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of the real language model, unpacked if it is not there yet."""
+    script = Path(__file__).parent.parent / "scripts" / "fetch_model.py"
+    made = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
+    return Path(made.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random Llama in float32."""
+    from tests.reference.tiny import make_tiny_llama
+
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama", smollm2)
