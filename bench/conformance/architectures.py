@@ -39,6 +39,11 @@ class Architecture:
     engine_args: dict[str, Any] = field(default_factory=dict)
     """What vLLM's engine needs to be told of it."""
 
+    @property
+    def layers(self) -> int:
+        """Its decoder layers."""
+        return LAYERS
+
 
 _COMMON = {
     "vocab_size": VOCABULARY,

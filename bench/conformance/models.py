@@ -28,6 +28,7 @@ taken from another layer, must show."""
 
 def make_model(architecture: Architecture, folder: Path) -> Path:
     """Write a model with random float32 weights into a folder; the same architecture always gets the same ones."""
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(zlib.crc32(architecture.name.encode()))
     config = getattr(transformers, architecture.config_class)(**architecture.values)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
