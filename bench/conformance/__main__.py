@@ -70,9 +70,10 @@ def run_all(
             store.wait_until_serving(_STORE_SECONDS)
 
             def run(architecture: Architecture) -> Outcome:
-                own = folder / architecture.name
-                own.mkdir()
-                return check(architecture, setup, bounds, store.endpoint, own)
+                try:
+                    return check(architecture, setup, bounds, store.endpoint, folder / f"run-{architecture.name}")
+                except Exception as error:  # noqa: BLE001 - this transformers does not know it, say; the others go on
+                    return Outcome(architecture.name, Verdict.FAILED, f"{type(error).__name__}: {error}")
 
             for outcome in pool.map(run, architectures):
                 outcomes.append(outcome)
@@ -119,9 +120,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="ranks that share each layer; on a CPU set VLLM_CPU_OMP_THREADS_BIND, such as '0|1'",
     )  # fmt: skip
     parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages that the layers are divided into")
-    parser.add_argument(
-        "--sites", type=_sites, default=defaults.sites, help=f"separated by commas: {', '.join(SITES)}"
-    )
+    parser.add_argument("--sites", type=_sites, default=defaults.sites, help=f"separated by commas: {', '.join(SITES)}")
     parser.add_argument("--kv-cache-gib", type=float, default=defaults.kv_cache_gib, help="memory of the KV cache")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="more of vLLM's arguments, as a JSON object")
     parser.add_argument(

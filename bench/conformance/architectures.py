@@ -6,7 +6,7 @@ chunks that are shorter than the prompts, and eight query heads over four key he
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 LAYERS = 4
@@ -36,8 +36,10 @@ class Architecture:
     """The same for the MLP."""
     residual_scale: str = ""
     """The attribute of a decoder layer by which both are multiplied before they are added."""
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    """What vLLM's engine needs to be told of it."""
+    needs_gpu: bool = False
+    """Whether vLLM cannot run it on a CPU."""
+    everyday: bool = True
+    """Whether it is among the tests. Those that are not are another's twin, as far as the taps can tell."""
 
     @property
     def layers(self) -> int:
@@ -66,7 +68,7 @@ _GEMMA = {
 }
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
-_POST_NORMS = {"attention": ("post_attention_layernorm",), "mlp": ("post_feedforward_layernorm",)}
+_AFTER_ATTENTION, _AFTER_MLP = ("post_attention_layernorm",), ("post_feedforward_layernorm",)
 _MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2}
 _HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)
 
@@ -75,8 +77,8 @@ _ALL = (
     Architecture("qwen2", "Qwen2Config", _LLAMA),
     Architecture("qwen3", "Qwen3Config", {**_LLAMA, "head_dim": 32}),
     Architecture("mistral", "MistralConfig", {**_LLAMA, "head_dim": 32, "sliding_window": _WINDOW}),
-    Architecture("gemma2", "Gemma2Config", {**_GEMMA, **_MIXED}, **_POST_NORMS),
-    Architecture("gemma3", "Gemma3TextConfig", {**_GEMMA, **_MIXED}, **_POST_NORMS),
+    Architecture("gemma2", "Gemma2Config", {**_GEMMA, **_MIXED}, _AFTER_ATTENTION, _AFTER_MLP),
+    Architecture("gemma3", "Gemma3TextConfig", {**_GEMMA, **_MIXED}, _AFTER_ATTENTION, _AFTER_MLP),
     Architecture("phi3", "Phi3Config", {**_LLAMA, "sliding_window": _WINDOW}),
     Architecture(
         "gpt2",
@@ -130,20 +132,16 @@ _ALL = (
         },
         attention=("mixer",),
         mlp=(),
-    ),
-    Architecture(
-        "bamba",
-        "BambaConfig",
-        {**_LLAMA, **_MAMBA2, "attn_layer_indices": [1, 3], "attn_rotary_emb": 16},
-        attention=("mamba", "self_attn"),
-        mlp=("feed_forward",),
+        needs_gpu=True,  # its scan is a CUDA kernel
+        everyday=False,
     ),
     Architecture(
         "cohere",
         "CohereConfig",
         {**_LLAMA, "tie_word_embeddings": True},
     ),
-    Architecture("stablelm", "StableLmConfig", {**_LLAMA, "partial_rotary_factor": 0.5}),
+    Architecture("stablelm", "StableLmConfig", {**_LLAMA, "partial_rotary_factor": 0.5}, everyday=False),
+    Architecture("olmo2", "Olmo2Config", _LLAMA, _AFTER_ATTENTION, _AFTER_MLP, everyday=False),
     Architecture(
         "granite_hybrid",
         "GraniteMoeHybridConfig",

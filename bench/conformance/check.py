@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import residuum
 from bench.conformance.architectures import MAX_LENGTH, Architecture
 from bench.conformance.models import make_model
@@ -42,7 +44,7 @@ class Setup:
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine."""
 
-    def arguments(self, architecture: Architecture) -> list[str]:
+    def arguments(self) -> list[str]:
         """Return the inference service's flags."""
         values = {
             "dtype": self.dtype,
@@ -53,7 +55,7 @@ class Setup:
             "max-num-seqs": len(make_requests()),
             "max-model-len": MAX_LENGTH,
             "ring-mib": 4,
-            "engine-args": json.dumps({**architecture.engine_args, **self.engine_args}),
+            "engine-args": json.dumps(self.engine_args),
         }
         if self.sites != ("resid_post",):
             values["capture-sites"] = ",".join(self.sites)
@@ -73,13 +75,15 @@ def check(architecture: Architecture, setup: Setup, bounds: Bounds, store: str, 
     """
     started = time.perf_counter()
     model = make_model(architecture, folder / architecture.name)
-    with _running(model, store, setup.arguments(architecture), folder) as service:
+    with _running(model, store, setup.arguments(), folder) as service:
         try:
             service.wait_until_serving(_START_SECONDS)
             start_seconds = time.perf_counter() - started
             comparison, layout = _compare(architecture, setup, service.endpoint, model)
         except (ServiceFailedError, residuum.ResiduumError) as error:
             verdict, detail = failure_of(service.log.read_text(errors="replace"))
+            if verdict is Verdict.FAILED and architecture.needs_gpu and not torch.cuda.is_available():
+                verdict, detail = Verdict.REFUSED, f"by vLLM, without a GPU: {detail}"
             if isinstance(error, residuum.ResiduumError):  # it served, so that was no refusal
                 verdict, detail = Verdict.FAILED, f"{type(error).__name__}: {error} The log's first error: {detail}"
             return Outcome(architecture.name, verdict, detail, seconds=time.perf_counter() - started)
@@ -107,9 +111,8 @@ def _compare(
     architecture: Architecture, setup: Setup, endpoint: str, model: Path
 ) -> tuple[Comparison, tuple[int, int]]:
     requests = make_requests()
-    with residuum.Client(endpoint) as client:
-        with ThreadPoolExecutor(len(requests)) as pool:
-            captures = list(pool.map(lambda request: _capture(client, setup, request), requests))
+    with residuum.Client(endpoint) as client, ThreadPoolExecutor(len(requests)) as pool:
+        captures = list(pool.map(lambda request: _capture(client, setup, request), requests))
     reference = Reference(architecture, model)
     comparison = Comparison()
     for request, acts in zip(requests, captures, strict=True):

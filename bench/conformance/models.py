@@ -40,7 +40,7 @@ def make_model(architecture: Architecture, folder: Path) -> Path:
 
 
 def _randomise(model: torch.nn.Module) -> None:
-    """Draw the weights anew. What is special to state-space models stays as transformers draws it: they are delicate."""
+    """Draw the weights anew, but for what is special to state-space models: that is delicate."""
     scale = 1.0 / model.config.hidden_size**0.5 if "gemma" in model.config.model_type else _EMBEDDING
     for name, parameter in model.named_parameters():
         last = name.rsplit(".", 1)[-1]

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
     Rows = npt.NDArray[np.float32]
 
-_REFUSALS = ("CannotTapError", "UnsupportedEngineError", "IncompatibleEngineError", "SelfTestError")
+_REFUSALS = (
+    "CannotTapError",
+    "UnsupportedEngineError",
+    "IncompatibleEngineError",
+    "UntappedLayersError",
+    "SelfTestError",
+)
 """By these the service says at its start that it would not be exact."""
 
 
@@ -162,7 +168,8 @@ class Outcome:
 
 def failure_of(log: str) -> tuple[Verdict, str]:
     """Return why a service did not come up, from its log: refused by name, or anything else."""
-    errors: list[str] = re.findall(r"\b(\w+(?:Error|Exception|Exit): .+?)(?:\\n|\"[,}]|$)", log, flags=re.MULTILINE)
+    lines = log.replace("\\n", "\n")  # tracebacks stand in records of JSON
+    errors: list[str] = re.findall(r"\b(\w+(?:Error|Exception): .+?)(?:\"[,}]|$)", lines, flags=re.MULTILINE)
     refusals = [error for error in errors if error.startswith(_REFUSALS)]
     if refusals:
         return Verdict.REFUSED, refusals[0]
