@@ -36,6 +36,8 @@ class Architecture:
     """The same for the MLP."""
     residual_scale: str = ""
     """The attribute of a decoder layer by which both are multiplied before they are added."""
+    routed: bool = False
+    """Whether its rows are routed to experts."""
     needs_gpu: bool = False
     """Whether vLLM cannot run it on a CPU."""
     everyday: bool = True
@@ -111,13 +113,15 @@ _ALL = (
         "MixtralConfig",
         {**_LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
         mlp=("mlp", "block_sparse_moe"),
+        routed=True,
     ),
     Architecture(
         "qwen2_moe",
         "Qwen2MoeConfig",
         {**_LLAMA, **_MOE, "shared_expert_intermediate_size": 128, "decoder_sparse_step": 2},
+        routed=True,
     ),
-    Architecture("qwen3_moe", "Qwen3MoeConfig", {**_LLAMA, **_MOE, "head_dim": 32}),
+    Architecture("qwen3_moe", "Qwen3MoeConfig", {**_LLAMA, **_MOE, "head_dim": 32}, routed=True),
     Architecture(
         "mamba",
         "MambaConfig",

@@ -8,7 +8,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,18 @@ class Setup:
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine."""
 
+    max_error: float = 0.0
+    """The largest error of a row, if it is not what the dtype allows."""
+    max_outliers: float = 0.0
+    """The share of rows that may be worse, if it is not what the dtype allows."""
+
+    def bounds(self, architecture: Architecture) -> Bounds:
+        """Return what an architecture's rows are held to."""
+        bounds = Bounds.of(self.dtype, routed=architecture.routed)
+        return replace(
+            bounds, max_error=self.max_error or bounds.max_error, outliers=self.max_outliers or bounds.outliers
+        )
+
     def arguments(self) -> list[str]:
         """Return the inference service's flags."""
         values = {
@@ -63,13 +75,12 @@ class Setup:
         return [*flags, "--enforce-eager"] if self.eager else flags
 
 
-def check(architecture: Architecture, setup: Setup, bounds: Bounds, store: str, folder: Path) -> Outcome:
+def check(architecture: Architecture, setup: Setup, store: str, folder: Path) -> Outcome:
     """Run one architecture through the services, and compare every row.
 
     Args:
         architecture: Which.
         setup: How the engine is run.
-        bounds: What rows are held to.
         store: host:port of a running store.
         folder: An empty folder for the model and the logs.
     """
@@ -87,7 +98,7 @@ def check(architecture: Architecture, setup: Setup, bounds: Bounds, store: str, 
             if isinstance(error, residuum.ResiduumError):  # it served, so that was no refusal
                 verdict, detail = Verdict.FAILED, f"{type(error).__name__}: {error} The log's first error: {detail}"
             return Outcome(architecture.name, verdict, detail, seconds=time.perf_counter() - started)
-        faults = comparison.faults(bounds)
+        faults = comparison.faults(setup.bounds(architecture))
         return Outcome(
             name=architecture.name,
             verdict=Verdict.WRONG if faults else Verdict.EXACT,

@@ -48,12 +48,20 @@ class Bounds:
     mean_cosine: float
     max_error: float
     """The largest distance of a row from its reference, relative to the reference's length."""
+    outliers: float = 0.0
+    """The share of rows that may miss the least cosine or the largest error."""
 
     @classmethod
-    def of(cls, dtype: str) -> Bounds:
-        """Return what a dtype allows: both sides compute in another order, and float32 alone hardly shows it."""
+    def of(cls, dtype: str, *, routed: bool) -> Bounds:
+        """Return what a dtype allows: both sides compute in another order, and float32 alone hardly shows it.
+
+        Where rows are routed to experts, rounding to 16 bits sends some of them to another: these rows are far off, and
+        rightly so. That they are the rows of their tokens and layers is for float32 to prove.
+        """
         if dtype == "float32":
             return cls(min_cosine=0.9999, mean_cosine=0.999999, max_error=2e-4)
+        if routed:
+            return cls(min_cosine=0.99, mean_cosine=0.98, max_error=0.15, outliers=0.1)
         return cls(min_cosine=0.99, mean_cosine=0.999, max_error=0.15)
 
 
@@ -119,13 +127,16 @@ class Comparison:
 
     def faults(self, bounds: Bounds) -> list[str]:
         """Return what is wrong, in words."""
+        cosines, errors = self._all(self._cosines), self._all(self._errors)
+        holds = (cosines >= bounds.min_cosine) & (errors <= bounds.max_error)  # NaN does not
+        outliers = int((~holds).sum())
         checks = {
             f"{self.missing} rows are missing": self.missing > 0,
             f"captures ended as {dict(self.states)}": set(self.states) != {"complete"},
             "no row was compared": self.rows == 0,
-            f"min cosine {self.min_cosine:.6f} < {bounds.min_cosine}": not self.min_cosine >= bounds.min_cosine,
+            f"{outliers} of {self.rows} rows have a cosine below {bounds.min_cosine:g} or an error above "
+            f"{bounds.max_error:g}": outliers > bounds.outliers * self.rows,
             f"mean cosine {self.mean_cosine:.8f} < {bounds.mean_cosine}": not self.mean_cosine >= bounds.mean_cosine,
-            f"max error {self.max_error:.2e} > {bounds.max_error:g}": not self.max_error <= bounds.max_error,
             f"the model's layers differ by {self.least_layer_distance:.2g} only, which proves little":
                 self.least_layer_distance < max(0.05, bounds.max_error),
         }  # fmt: skip

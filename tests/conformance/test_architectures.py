@@ -9,14 +9,14 @@ import pytest
 
 from bench.conformance.architectures import ARCHITECTURES, LAYERS
 from bench.conformance.check import Setup, check
-from bench.conformance.results import Bounds, Outcome, Verdict
+from bench.conformance.results import Outcome, Verdict
 from bench.conformance.workload import NEW_TOKENS, make_requests
 from examples.services import start_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 _ADDED_TWICE = "its layers return a residual that the next one ignores; the taps add it"
 _WAITING = {
@@ -44,7 +44,7 @@ def outcomes(
             store.wait_until_serving(60.0)
 
             def run(name: str) -> Outcome:
-                return check(ARCHITECTURES[name], Setup(), Bounds.of("float32"), store.endpoint, folder / f"run-{name}")
+                return check(ARCHITECTURES[name], Setup(), store.endpoint, folder / f"run-{name}")
 
             yield {name: pool.submit(run, name) for name in chosen}
         finally:

@@ -9,7 +9,7 @@ import pytest
 
 from bench.conformance.architectures import ARCHITECTURES, LAYERS
 from bench.conformance.check import Setup, check
-from bench.conformance.results import Bounds, Verdict
+from bench.conformance.results import Verdict
 from bench.conformance.workload import NEW_TOKENS, make_requests
 from examples.services import start_store
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -37,7 +37,6 @@ def test_two_ranks_capture_each_row_once(store_endpoint: str, tmp_path: Path, mo
     outcome = check(
         ARCHITECTURES["llama"],
         Setup(tensor_parallel_size=2),
-        Bounds.of("float32"),
         store_endpoint,
         tmp_path / "two-ranks",
     )
