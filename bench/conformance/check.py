@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -159,10 +157,7 @@ def _running(model: Path, store: str, arguments: list[str], folder: Path) -> Ite
     try:
         yield service
     finally:
-        # At once: its rows are in the store by now, and vLLM takes seconds to stop in order.
-        with suppress(ProcessLookupError):
-            os.killpg(service.process.pid, signal.SIGKILL)
-        service.process.wait()
+        service.stop()
 
 
 def _capturing_ranks(service: Service) -> int:
