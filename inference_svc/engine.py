@@ -46,6 +46,10 @@ _CPU_KV_CACHE_GIB = 2.0
 _DRAIN_POLL_SECONDS = 0.02
 
 
+class UntappedLayersError(RuntimeError):
+    """The ranks do not capture the whole model. The message says what each has."""
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """What is served."""
@@ -327,7 +331,7 @@ def _engine_dead() -> Failure:
 
 
 def _prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
-    # The workers are spawned and inherit the environment.
+    # The workers inherit the environment.
     worker = {
         "control_dir": control_dir,
         "service_pid": os.getpid(),
@@ -341,6 +345,9 @@ def _prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
     # five minutes.
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(7 * 24 * 3600))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM forks on a GPU unless it is told otherwise. This process has gRPC's threads by now: what they hold at that
+    # moment would stay locked in the engine, and in every rank.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 def _engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
@@ -368,6 +375,7 @@ def _taps_fingerprint(settings: InferenceSettings) -> dict[str, Any]:
 def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str, Any]]) -> ModelFacts:
     config = llm.vllm_config
     model = config.model_config
+    check_ranks(ranks, model.get_total_num_hidden_layers())
     return ModelFacts(
         name=settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1],
         num_layers=model.get_total_num_hidden_layers(),
@@ -387,3 +395,32 @@ def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str,
         control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
         model_runner=model_runner(config),
     )
+
+
+def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:
+    """Make sure that the ranks which capture have every layer between them, each once, and that shippers reach them.
+
+    Args:
+        ranks: What each rank says of itself; see `TappedWorker.residuum_describe`.
+        num_layers: Decoder layers of the whole model.
+
+    Raises:
+        UntappedLayersError: A layer would never be captured, or twice, or by a rank of another machine.
+    """
+    capturing = [rank for rank in ranks if rank["captures"]]
+    held = [rank["first_layer"] + index for rank in capturing for index in range(rank["num_layers"])]
+    if sorted(held) != list(range(num_layers)):
+        stages = ", ".join(f"rank {rank['rank']}: {_layers_of(rank)}" for rank in capturing) or "none"
+        raise UntappedLayersError(
+            f"the ranks that capture must have {num_layers} layers between them, each once; they have {stages}"
+        )
+    away = [str(rank["rank"]) for rank in capturing if not os.path.exists(rank["control_path"])]  # noqa: PTH110
+    if away:
+        raise UntappedLayersError(
+            f"ranks {', '.join(away)} run on another machine than this service, where no shipper reaches their rows; "
+            "run all pipeline stages on one machine"
+        )
+
+
+def _layers_of(rank: dict[str, Any]) -> str:
+    return f"{rank['first_layer']}–{rank['first_layer'] + rank['num_layers'] - 1}"

@@ -119,7 +119,13 @@ class InferenceServer:
         await run_self_test(engine)
         self._servicer.set_serving(serving=True)
         await self._set_health(serving=True)
-        _log.info("serving", model=engine.facts.name, layers=engine.facts.num_layers, store=settings.store or None)
+        _log.info(
+            "serving",
+            model=engine.facts.name,
+            layers=engine.facts.num_layers,
+            capturing_ranks=len(engine.facts.control_paths),
+            store=settings.store or None,
+        )
         return True
 
     def _assemble(self, engine: Engine) -> Parts:

@@ -12,7 +12,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc import engine as engine_module
-from inference_svc.engine import Delta, Engine, sampling_params
+from inference_svc.engine import (
+    Delta,
+    Engine,
+    UntappedLayersError,
+    check_ranks,
+    sampling_params,
+)
 from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.worker import SETTINGS_VARIABLE
@@ -277,6 +283,8 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
     monkeypatch.setenv(SETTINGS_VARIABLE, "")
     for name in ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_NO_USAGE_STATS"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "")  # so that it is put back
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
     settings = InferenceSettings(model="folder", ring_mib=3, max_active_vectors=5, capture_sites="mlp_out,resid_pre")
     engine_module._prepare_environment(settings, "/control")
     worker = json.loads(engine_module.os.environ[SETTINGS_VARIABLE])
@@ -288,3 +296,40 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
         "sites": [capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_MLP_OUT],
         "fold_norms": None,
     }
+    assert engine_module.os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+def rank(number, first_layer, num_layers, control_path, *, captures=True):
+    return {
+        "rank": number,
+        "first_layer": first_layer,
+        "num_layers": num_layers,
+        "captures": captures,
+        "control_path": str(control_path) if captures else "",
+    }
+
+
+def test_ranks_capture_each_layer_once(tmp_path):
+    here = tmp_path / "rank.sock"
+    here.touch()
+    stages = [
+        rank(0, 0, 3, here),
+        rank(1, 0, 3, here, captures=False),
+        rank(2, 3, 2, here),
+        rank(3, 3, 2, here, captures=False),
+    ]
+    check_ranks(stages, 5)
+    for wrong, told in [
+        (stages[:2], "rank 0: 0–2"),
+        ([*stages, rank(4, 4, 1, here)], "rank 4: 4–4"),
+        (stages[1::2], "they have none"),
+    ]:
+        with pytest.raises(UntappedLayersError, match=told):
+            check_ranks(wrong, 5)
+
+
+def test_a_stage_on_another_machine_is_refused(tmp_path):
+    here = tmp_path / "rank0.sock"
+    here.touch()
+    with pytest.raises(UntappedLayersError, match="ranks 1 run on another machine"):
+        check_ranks([rank(0, 0, 2, here), rank(1, 2, 2, tmp_path / "rank1.sock")], 4)

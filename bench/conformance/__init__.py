@@ -1,0 +1,1 @@
+"""`python -m bench.conformance`: do the taps capture what transformers computes, architecture by architecture?"""

@@ -1,0 +1,164 @@
+"""`python -m bench.conformance`: does what is captured equal what transformers computes, architecture by architecture?
+
+Each architecture is a tiny random model, made on the spot and served by the real services; every row of every layer
+goes through the ring, a shipper and the store, and is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.capture.processes import terminated_as_interrupted
+from bench.conformance.architectures import ARCHITECTURES, Architecture
+from bench.conformance.check import Setup, check, to_json
+from bench.conformance.reference import SITES
+from bench.conformance.results import Outcome, Verdict
+from bench.machine import Machine, Revision, versions
+from examples.services import start_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_STORE_SECONDS = 60.0
+_LINE = "{:<15} {:<8} {:>6} {:>7} {:>7} {:>12} {:>12} {:>10}  {:<14} {:>6}"
+_HEADS = ("architecture", "verdict", "layers", "rows", "missing", "min cos", "mean cos", "max error", "captures", "s")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, print, and write the result. The exit code is 1 if any architecture is neither exact nor refused."""
+    options = parse(arguments)
+    setup = setup_of(options)
+    context = {"machine": asdict(Machine.describe()), "versions": versions(), "revision": asdict(Revision.describe())}
+    try:
+        with terminated_as_interrupted():
+            outcomes = run_all(options.architectures, setup, jobs=options.jobs, keep=options.keep)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if options.output:
+        result = {
+            "benchmark": "bench.conformance",
+            **context,
+            "setup": asdict(setup),
+            "architectures": [to_json(outcome) for outcome in outcomes],
+        }
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(0 if all(outcome.holds for outcome in outcomes) else 1)
+
+
+def run_all(architectures: Sequence[Architecture], setup: Setup, *, jobs: int, keep: Path | None) -> list[Outcome]:
+    """Run the architectures, `jobs` at a time, all with one store; print each as it is done."""
+    print(_LINE.format(*_HEADS), flush=True)
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="residuum-") as scratch, ThreadPoolExecutor(jobs) as pool:
+        folder = keep or Path(scratch)
+        store = start_store(folder)
+        try:
+            store.wait_until_serving(_STORE_SECONDS)
+
+            def run(architecture: Architecture) -> Outcome:
+                try:
+                    return check(architecture, setup, store.endpoint, folder / f"run-{architecture.name}")
+                except Exception as error:  # noqa: BLE001 - this transformers does not know it, say; the others go on
+                    return Outcome(architecture.name, Verdict.FAILED, f"{type(error).__name__}: {error}")
+
+            for outcome in pool.map(run, architectures):
+                outcomes.append(outcome)
+                print(describe(outcome), flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        finally:
+            store.stop()
+    return outcomes
+
+
+def describe(outcome: Outcome) -> str:
+    """Return an outcome as a line, and another with the reason if it is not exact."""
+    figures: tuple[Any, ...] = ("", "", "", "", "", "", "")
+    if outcome.rows:
+        figures = (
+            outcome.layers,
+            outcome.rows,
+            outcome.missing,
+            f"{outcome.min_cosine:.8f}",
+            f"{outcome.mean_cosine:.8f}",
+            f"{outcome.max_error:.1e}",
+            ", ".join(f"{count} {state}" for state, count in outcome.states.items()),
+        )
+    line = _LINE.format(outcome.name, outcome.verdict.value, *figures, f"{outcome.seconds:.1f}")
+    return line if outcome.verdict is Verdict.EXACT else f"{line}\n    {outcome.detail}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    defaults = Setup()
+    parser = argparse.ArgumentParser(prog="python -m bench.conformance", description=__doc__)
+    parser.add_argument(
+        "--architectures", type=_architectures, default=list(ARCHITECTURES.values()),
+        help=f"names, separated by commas (default: all): {', '.join(ARCHITECTURES)}",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default=defaults.dtype)
+    compiling = parser.add_mutually_exclusive_group()
+    compiling.add_argument("--eager", action="store_true", default=defaults.eager, help="do not compile (the default)")
+    compiling.add_argument("--compiled", dest="eager", action="store_false", help="compile, as the service does")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1,
+        help="ranks that share each layer; on a CPU set VLLM_CPU_OMP_THREADS_BIND, such as '0|1'",
+    )  # fmt: skip
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages that the layers are divided into")
+    parser.add_argument("--sites", type=_sites, default=defaults.sites, help=f"separated by commas: {', '.join(SITES)}")
+    parser.add_argument("--kv-cache-gib", type=float, default=defaults.kv_cache_gib, help="memory of the KV cache")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="more of vLLM's arguments, as a JSON object")
+    parser.add_argument(
+        "--max-error", type=float, help="the largest error of a row; a GPU that rounds to TF32 in float32 needs 1e-2"
+    )
+    parser.add_argument(
+        "--max-outliers", type=float, help="the share of rows that may be worse: those that go to another expert, say"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
+    parser.add_argument("--keep", type=Path, help="an empty folder, for the models and logs; they are not deleted")
+    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    return parser.parse_args(arguments)
+
+
+def setup_of(options: argparse.Namespace) -> Setup:
+    """Return the setup that the command line asks for."""
+    return Setup(
+        dtype=options.dtype,
+        eager=options.eager,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        sites=options.sites,
+        kv_cache_gib=options.kv_cache_gib,
+        engine_args=options.engine_args,
+        max_error=options.max_error or 0.0,
+        max_outliers=options.max_outliers or 0.0,
+    )
+
+
+def _architectures(text: str) -> list[Architecture]:
+    return [ARCHITECTURES[name] for name in _names(text, ARCHITECTURES)]
+
+
+def _sites(text: str) -> tuple[str, ...]:
+    return tuple(_names(text, SITES))
+
+
+def _names(text: str, known: Sequence[str] | dict[str, Any]) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(known)}")
+    return names
+
+
+if __name__ == "__main__":
+    main()

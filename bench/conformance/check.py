@@ -1,0 +1,174 @@
+"""One architecture: the two services with its tiny model, requests at once, and every row against transformers."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import residuum
+from bench.conformance.architectures import MAX_LENGTH, Architecture
+from bench.conformance.models import make_model
+from bench.conformance.reference import Reference
+from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
+from bench.conformance.workload import CHUNK, NEW_TOKENS, Request, make_requests
+from examples.services import ServiceFailedError, start_inference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from examples.services import Service
+
+_START_SECONDS = 300.0
+_REQUEST_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the engine is run; the same for every architecture."""
+
+    dtype: str = "float32"
+    eager: bool = True
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    sites: tuple[str, ...] = ("resid_post",)
+    kv_cache_gib: float = 0.1
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine."""
+
+    max_error: float = 0.0
+    """The largest error of a row, if it is not what the dtype allows."""
+    max_outliers: float = 0.0
+    """The share of rows that may be worse, if it is not what the dtype allows."""
+
+    def bounds(self, architecture: Architecture) -> Bounds:
+        """Return what an architecture's rows are held to."""
+        bounds = Bounds.of(self.dtype, routed=architecture.routed)
+        return replace(
+            bounds, max_error=self.max_error or bounds.max_error, outliers=self.max_outliers or bounds.outliers
+        )
+
+    def arguments(self) -> list[str]:
+        """Return the inference service's flags."""
+        values = {
+            "dtype": self.dtype,
+            "tensor-parallel-size": self.tensor_parallel_size,
+            "pipeline-parallel-size": self.pipeline_parallel_size,
+            "kv-cache-gib": self.kv_cache_gib,
+            "max-num-batched-tokens": CHUNK,
+            "max-num-seqs": len(make_requests()),
+            "max-model-len": MAX_LENGTH,
+            "ring-mib": 4,
+            "engine-args": json.dumps(self.engine_args),
+        }
+        if self.sites != ("resid_post",):
+            values["capture-sites"] = ",".join(self.sites)
+        flags = [f"--{name}={value}" for name, value in values.items()]
+        return [*flags, "--enforce-eager"] if self.eager else flags
+
+
+def check(architecture: Architecture, setup: Setup, store: str, folder: Path) -> Outcome:
+    """Run one architecture through the services, and compare every row.
+
+    Args:
+        architecture: Which.
+        setup: How the engine is run.
+        store: host:port of a running store.
+        folder: An empty folder for the model and the logs.
+    """
+    started = time.perf_counter()
+    model = make_model(architecture, folder / architecture.name)
+    with _running(model, store, setup.arguments(), folder) as service:
+        try:
+            service.wait_until_serving(_START_SECONDS)
+            start_seconds = time.perf_counter() - started
+            comparison, layout = _compare(architecture, setup, service.endpoint, model)
+        except (ServiceFailedError, residuum.ResiduumError) as error:
+            verdict, detail = failure_of(service.log.read_text(errors="replace"))
+            if verdict is Verdict.FAILED and architecture.needs_gpu and not torch.cuda.is_available():
+                verdict, detail = Verdict.REFUSED, f"by vLLM, without a GPU: {detail}"
+            if isinstance(error, residuum.ResiduumError):  # it served, so that was no refusal
+                verdict, detail = Verdict.FAILED, f"{type(error).__name__}: {error} The log's first error: {detail}"
+            return Outcome(architecture.name, verdict, detail, seconds=time.perf_counter() - started)
+        faults = comparison.faults(setup.bounds(architecture))
+        return Outcome(
+            name=architecture.name,
+            verdict=Verdict.WRONG if faults else Verdict.EXACT,
+            detail="; ".join(faults),
+            layers=architecture.layers,
+            rows=comparison.rows,
+            missing=comparison.missing,
+            min_cosine=comparison.min_cosine,
+            mean_cosine=comparison.mean_cosine,
+            max_error=comparison.max_error,
+            least_layer_distance=comparison.least_layer_distance,
+            states=dict(comparison.states),
+            layout=layout,
+            capturing_ranks=_capturing_ranks(service),
+            start_seconds=start_seconds,
+            seconds=time.perf_counter() - started,
+        )
+
+
+def _compare(
+    architecture: Architecture, setup: Setup, endpoint: str, model: Path
+) -> tuple[Comparison, tuple[int, int]]:
+    requests = make_requests()
+    with residuum.Client(endpoint) as client, ThreadPoolExecutor(len(requests)) as pool:
+        captures = list(pool.map(lambda request: _capture(client, setup, request), requests))
+    reference = Reference(architecture, model)
+    comparison = Comparison()
+    for request, acts in zip(requests, captures, strict=True):
+        manifest = acts.manifest
+        comparison.states[manifest.state] += 1
+        generated = manifest.sequences[0].generated_token_ids if manifest.sequences else ()
+        # The last token is never fed to the model. What should be there follows from the request alone.
+        expected = reference.rows([*request.prompt, *generated][: len(request.prompt) + NEW_TOKENS - 1], request.pushes)
+        comparison.see_layers(expected["resid_post"])
+        for site in setup.sites:
+            rows = acts.select(site=site)
+            comparison.add(rows.stack(), rows.present, expected[site])
+    layout = captures[0].manifest.proto.description.layout
+    return comparison, (layout.tensor_parallel_size, layout.pipeline_parallel_size)
+
+
+def _capture(client: residuum.Client, setup: Setup, request: Request) -> residuum.Activations:
+    reply = client.generate(
+        list(request.prompt),
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        temperature=1.0,  # drawn, since a tiny random model that is greedy repeats itself
+        capture=residuum.Capture(layers="all", sites=setup.sites),
+        steer=[residuum.Add(residuum.Vector.from_array(push), layer=at) for at, push in request.pushes.items()],
+        timeout=_REQUEST_SECONDS,
+    )
+    return client.activations(reply.request_id, allow_partial=True)
+
+
+@contextmanager
+def _running(model: Path, store: str, arguments: list[str], folder: Path) -> Iterator[Service]:
+    service = start_inference(folder, str(model), store, arguments)
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+def _capturing_ranks(service: Service) -> int:
+    for line in service.log.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            entry = json.loads(line)
+            if entry.get("event") == "serving":
+                return int(entry.get("capturing_ranks", 0))
+    return 0
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as plain data."""
+    return {**asdict(outcome), "verdict": outcome.verdict.value}

@@ -1,0 +1,66 @@
+"""Tiny random models, made on the spot, and a tokenizer beside each, which the service wants and nobody uses."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+
+from bench.conformance.architectures import MAX_LENGTH, VOCABULARY
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bench.conformance.architectures import Architecture
+
+_GAIN = 1.2
+"""Standard deviation of a linear layer's output for inputs of length one a component: layers add to the residual stream
+about as much as is there, so that every layer's rows are clearly different from those of its neighbours."""
+_EMBEDDING = 0.5
+_BIAS = 0.1
+_NORM = 0.2
+"""How far the weights of norms and biases are moved from where transformers puts them: a norm that is left out, or
+taken from another layer, must show."""
+
+
+def make_model(architecture: Architecture, folder: Path) -> Path:
+    """Write a model with random float32 weights into a folder; the same architecture always gets the same ones."""
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(zlib.crc32(architecture.name.encode()))
+    config = getattr(transformers, architecture.config_class)(**architecture.values)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        _randomise(model)
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _randomise(model: torch.nn.Module) -> None:
+    """Draw the weights anew, but for what is special to state-space models: that is delicate."""
+    scale = 1.0 / model.config.hidden_size**0.5 if "gemma" in model.config.model_type else _EMBEDDING
+    for name, parameter in model.named_parameters():
+        last = name.rsplit(".", 1)[-1]
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, torch.nn.Embedding):
+            parameter.normal_(0.0, scale)
+        elif parameter.ndim in {2, 3} and last not in {"A_log", "conv1d"} and not isinstance(module, torch.nn.Conv1d):
+            # GPT-2's Conv1D has its inputs first; all others have them last.
+            inputs = parameter.shape[0] if type(module).__name__ == "Conv1D" else parameter.shape[-1]
+            parameter.normal_(0.0, _GAIN / inputs**0.5)
+        elif parameter.ndim == 1 and last in {"weight", "bias"} and not isinstance(module, torch.nn.Conv1d):
+            parameter.add_(torch.randn_like(parameter) * (_NORM if last == "weight" else _BIAS))
+
+
+def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"t{index}": index for index in range(3, VOCABULARY)}}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),  # noqa: S106 - no secret
+        pad_token="<pad>",  # noqa: S106
+        bos_token="<s>",  # noqa: S106
+        eos_token="</s>",  # noqa: S106
+        model_max_length=MAX_LENGTH,
+    )

@@ -1,0 +1,117 @@
+"""The independent reference: transformers in float32, its residual stream kept at every site of every decoder layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from bench.conformance.architectures import Architecture
+
+    Rows = npt.NDArray[np.float32]
+
+SITES = ("resid_pre", "attn_out", "mlp_out", "resid_post")
+"""What can be kept of a layer: the residual stream that enters it, what the attention block and the MLP add to it, and
+the stream that leaves it. Without steering, the first three make up the last."""
+
+_LAYER_LISTS = ("model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers", "backbone.layers")
+"""Where transformers keeps the decoder layers."""
+
+
+class Reference:
+    """A model run by transformers, whose decoder layers can be steered, and whose rows are kept."""
+
+    def __init__(self, architecture: Architecture, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Load the model from its folder."""
+        transformers.utils.logging.disable_progress_bar()
+        # Eager: the only implementation of attention in transformers that knows every peculiarity (soft caps, say).
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager"
+        ).eval()
+        self._pushes: Mapping[int, Tensor] = {}
+        self._kept: dict[str, list[Tensor | None]] = {}
+        self._layers = decoder_layers(self._model)
+        for index, layer in enumerate(self._layers):
+            self._hook(architecture, index, layer)
+
+    def rows(self, token_ids: Sequence[int], pushes: Mapping[int, Rows] | None = None) -> dict[str, Rows]:
+        """Run the model over a sequence.
+
+        Args:
+            token_ids: Prompt and reply.
+            pushes: What is added to the residual stream after a layer, [hidden], by layer.
+
+        Returns:
+            For each site float32 [layers, positions, hidden]. A part that a layer does not have adds zeros.
+        """
+        self._pushes = {layer: torch.from_numpy(push) for layer, push in (pushes or {}).items()}
+        self._kept = {site: [None] * len(self._layers) for site in SITES}
+        with torch.inference_mode():
+            self._model(torch.tensor([[int(token) for token in token_ids]]), use_cache=False)
+        like = self._kept["resid_post"][0]
+        assert like is not None  # noqa: S101 - the model has just been run
+        return {
+            site: torch.stack([torch.zeros_like(like) if row is None else row for row in rows]).float().numpy()
+            for site, rows in self._kept.items()
+        }
+
+    def _hook(self, architecture: Architecture, index: int, layer: nn.Module) -> None:
+        scale = float(getattr(layer, architecture.residual_scale)) if architecture.residual_scale else 1.0
+        layer.register_forward_pre_hook(self._enter(index), with_kwargs=True)
+        for site, names in {"attn_out": architecture.attention, "mlp_out": architecture.mlp}.items():
+            part = next((part for name in names if (part := getattr(layer, name, None)) is not None), None)
+            if part is not None:
+                part.register_forward_hook(self._part(site, index, scale))
+        layer.register_forward_hook(self._leave(index))
+
+    def _enter(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            del module
+            self._keep("resid_pre", index, arguments[0] if arguments else options["hidden_states"])
+
+        return hook
+
+    def _part(self, site: str, index: int, scale: float) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            del module, arguments
+            self._keep(site, index, scale * (output if isinstance(output, Tensor) else output[0]))
+
+        return hook
+
+    def _leave(self, index: int) -> Callable[..., object]:
+        def hook(module: nn.Module, arguments: object, output: Tensor | tuple[Tensor, ...]) -> object:
+            del module, arguments
+            hidden = output if isinstance(output, Tensor) else output[0]
+            if index in self._pushes:
+                hidden = (hidden.float() + self._pushes[index]).to(hidden.dtype)
+            self._keep("resid_post", index, hidden)
+            return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+        return hook
+
+    def _keep(self, site: str, index: int, rows: Tensor) -> None:
+        self._kept[site][index] = rows.reshape(-1, rows.shape[-1]).clone()  # some parts see [positions, hidden]
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers of a model of transformers.
+
+    Raises:
+        LookupError: They are at none of the known places.
+    """
+    for path in _LAYER_LISTS:
+        try:
+            found = model.get_submodule(path)
+        except AttributeError:
+            continue
+        return list(found.children())
+    raise LookupError(f"{type(model).__name__} has its decoder layers at none of {', '.join(_LAYER_LISTS)}")

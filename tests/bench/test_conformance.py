@@ -1,0 +1,121 @@
+"""The verdicts of the conformance runs, on rows and logs made up here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.conformance.__main__ import describe, parse, setup_of
+from bench.conformance.architectures import ARCHITECTURES
+from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
+
+EXPECTED = np.random.default_rng(0).standard_normal((3, 5, 16)).astype(np.float32)
+ALL = np.ones((3, 5), dtype=bool)
+BOUNDS = Bounds.of("float32", routed=False)
+
+
+def compare(got: np.ndarray, present: np.ndarray = ALL, state: str = "complete") -> Comparison:
+    comparison = Comparison()
+    comparison.states[state] += 1
+    comparison.see_layers(EXPECTED)
+    comparison.add(got, present, EXPECTED)
+    return comparison
+
+
+def test_equal_rows_have_no_fault() -> None:
+    comparison = compare(EXPECTED)
+    assert comparison.faults(BOUNDS) == []
+    assert (comparison.rows, comparison.missing, comparison.max_error) == (15, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("got", "fault"),
+    [
+        (EXPECTED[::-1], "10 of 15 rows"),
+        (np.roll(EXPECTED, 1, axis=1), "15 of 15 rows"),
+        (EXPECTED * np.float32(1.001), "15 of 15 rows"),
+        (np.where(np.arange(5)[None, :, None] == 2, np.nan, EXPECTED), "3 of 15 rows"),
+    ],
+    ids=["other layers", "other positions", "another length", "not numbers"],
+)
+def test_other_rows_have(got: np.ndarray, fault: str) -> None:
+    assert any(fault in found for found in compare(got.astype(np.float32)).faults(BOUNDS))
+
+
+def test_rows_that_went_to_another_expert_are_allowed_for_in_16_bits() -> None:
+    got = EXPECTED * np.float32(1.001)
+    got[1, 2] = EXPECTED[0, 0]
+    assert compare(got).faults(Bounds(min_cosine=0.99, mean_cosine=0.9, max_error=0.15, outliers=0.1)) == []
+    assert compare(got).faults(Bounds(min_cosine=0.99, mean_cosine=0.9, max_error=0.15)) != []
+    assert Bounds.of("float32", routed=True).outliers == 0
+
+
+def test_rows_that_are_not_there_count_as_missing_and_are_not_compared() -> None:
+    present = ALL.copy()
+    present[1, 2:4] = False
+    comparison = compare(np.where(present[..., None], EXPECTED, np.nan), present)
+    assert (comparison.rows, comparison.missing) == (13, 2)
+    assert comparison.faults(BOUNDS) == ["2 rows are missing"]
+
+
+def test_positions_that_never_came_are_missing_whatever_the_manifest_says() -> None:
+    comparison = compare(EXPECTED[:, :3], ALL[:, :3])
+    assert comparison.missing == 6
+    assert comparison.faults(BOUNDS) == ["6 rows are missing"]
+
+
+def test_a_capture_that_is_not_complete_is_a_fault() -> None:
+    assert compare(EXPECTED, state="incomplete").faults(BOUNDS) == ["captures ended as {'incomplete': 1}"]
+
+
+def test_a_part_that_a_layer_lacks_must_be_zero() -> None:
+    nothing = np.zeros_like(EXPECTED)
+    comparison = Comparison()
+    comparison.states["complete"] += 1
+    comparison.see_layers(EXPECTED)
+    comparison.add(nothing, ALL, nothing)
+    assert comparison.faults(BOUNDS) == []
+    comparison.add(EXPECTED, ALL, nothing)
+    assert comparison.faults(BOUNDS)
+
+
+def test_layers_that_hardly_differ_prove_nothing() -> None:
+    comparison = Comparison()
+    comparison.states["complete"] += 1
+    alike = np.broadcast_to(EXPECTED[:1], EXPECTED.shape)
+    comparison.see_layers(alike)
+    comparison.add(alike, ALL, alike)
+    assert "differ by 0 only" in comparison.faults(BOUNDS)[0]
+
+
+def test_a_refusal_is_told_from_another_failure() -> None:
+    refused = '{"event": "x", "exception": "Trace\\n  File\\nCannotTapError: T5 cannot be tapped: found none.\\n"}'
+    assert failure_of(f'ValueError: noise\n{refused}\n{{"cause": "RuntimeError: engine failed"}}') == (
+        Verdict.REFUSED,
+        "CannotTapError: T5 cannot be tapped: found none.",
+    )
+    assert failure_of("x\nMemoryError: no room\nRuntimeError: so it failed") == (
+        Verdict.FAILED,
+        "MemoryError: no room",
+    )
+    assert failure_of("killed") == (Verdict.FAILED, "its log names no error")
+
+
+def test_the_command_line_says_how_the_engine_is_run() -> None:
+    engine_args = '--engine-args={"disable_custom_all_reduce": true}'
+    sites = "--sites=resid_post,mlp_out"
+    which = "--architectures=gpt2,opt"
+    options = parse([which, "--tensor-parallel-size=2", "--compiled", "--dtype=bfloat16", sites, engine_args])
+    assert options.architectures == [ARCHITECTURES["gpt2"], ARCHITECTURES["opt"]]
+    flags = setup_of(options).arguments()
+    assert engine_args in flags
+    assert {"--tensor-parallel-size=2", "--dtype=bfloat16", "--capture-sites=resid_post,mlp_out"} <= set(flags)
+    assert "--enforce-eager" not in flags
+    with pytest.raises(SystemExit):
+        parse(["--architectures", "gpt5"])
+
+
+def test_a_line_says_why_an_architecture_is_not_exact() -> None:
+    line = describe(Outcome("bert", Verdict.REFUSED, "CannotTapError: it is no decoder"))
+    assert "refused" in line
+    assert "it is no decoder" in line
