@@ -14,7 +14,7 @@ import torch
 import residuum
 from bench.conformance.architectures import MAX_LENGTH, Architecture
 from bench.conformance.models import make_model
-from bench.conformance.reference import Reference
+from bench.conformance.reference import Reference, adding
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
 from bench.conformance.workload import CHUNK, NEW_TOKENS, Request, make_requests
 from examples.services import ServiceFailedError, start_inference
@@ -129,7 +129,8 @@ def _compare(
         comparison.states[manifest.state] += 1
         generated = manifest.sequences[0].generated_token_ids if manifest.sequences else ()
         # The last token is never fed to the model. What should be there follows from the request alone.
-        expected = reference.rows([*request.prompt, *generated][: len(request.prompt) + NEW_TOKENS - 1], request.pushes)
+        token_ids = [*request.prompt, *generated][: len(request.prompt) + NEW_TOKENS - 1]
+        expected = reference.rows(token_ids, {layer: adding(push) for layer, push in request.pushes.items()})
         comparison.see_layers(expected["resid_post"])
         for site in setup.sites:
             rows = acts.select(site=site)

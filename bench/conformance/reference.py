@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from bench.conformance.architectures import Architecture
 
     Rows = npt.NDArray[np.float32]
+    Change = Callable[[Tensor], Tensor]
+    """What is done to a layer's output, [positions, hidden]; position p is row p."""
 
 SITES = ("resid_pre", "attn_out", "mlp_out", "resid_post")
 """What can be kept of a layer: the residual stream that enters it, what the attention block and the MLP add to it, and
@@ -34,35 +36,41 @@ class Reference:
         """Load the model from its folder."""
         transformers.utils.logging.disable_progress_bar()
         # Eager: the only implementation of attention in transformers that knows every peculiarity (soft caps, say).
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager"
         ).eval()
-        self._pushes: Mapping[int, Tensor] = {}
+        self._changes: Mapping[int, Change] = {}
         self._kept: dict[str, list[Tensor | None]] = {}
-        self._layers = decoder_layers(self._model)
+        self._layers = decoder_layers(self.model)
         for index, layer in enumerate(self._layers):
             self._hook(architecture, index, layer)
 
-    def rows(self, token_ids: Sequence[int], pushes: Mapping[int, Rows] | None = None) -> dict[str, Rows]:
+    def rows(self, token_ids: Sequence[int], changes: Mapping[int, Change] | None = None) -> dict[str, Rows]:
         """Run the model over a sequence.
 
         Args:
             token_ids: Prompt and reply.
-            pushes: What is added to the residual stream after a layer, [hidden], by layer.
+            changes: What is done to the residual stream after a layer, by layer.
 
         Returns:
             For each site float32 [layers, positions, hidden]. A part that a layer does not have adds zeros.
         """
-        self._pushes = {layer: torch.from_numpy(push) for layer, push in (pushes or {}).items()}
-        self._kept = {site: [None] * len(self._layers) for site in SITES}
-        with torch.inference_mode():
-            self._model(torch.tensor([[int(token) for token in token_ids]]), use_cache=False)
+        self.run(token_ids, changes)
         like = self._kept["resid_post"][0]
         assert like is not None  # noqa: S101 - the model has just been run
         return {
             site: torch.stack([torch.zeros_like(like) if row is None else row for row in rows]).float().numpy()
             for site, rows in self._kept.items()
         }
+
+    def run(self, token_ids: Sequence[int], changes: Mapping[int, Change] | None = None) -> Tensor:
+        """Run the model over a sequence; return what its final norm gives, [positions, hidden]."""
+        self._changes = changes or {}
+        self._kept = {site: [None] * len(self._layers) for site in SITES}
+        with torch.inference_mode():
+            output = self.model.base_model(torch.tensor([[int(token) for token in token_ids]]), use_cache=False)
+            last: Tensor = output.last_hidden_state[0]
+            return last
 
     def _hook(self, architecture: Architecture, index: int, layer: nn.Module) -> None:
         scale = float(getattr(layer, architecture.residual_scale)) if architecture.residual_scale else 1.0
@@ -91,8 +99,8 @@ class Reference:
         def hook(module: nn.Module, arguments: object, output: Tensor | tuple[Tensor, ...]) -> object:
             del module, arguments
             hidden = output if isinstance(output, Tensor) else output[0]
-            if index in self._pushes:
-                hidden = (hidden.float() + self._pushes[index]).to(hidden.dtype)
+            if index in self._changes:
+                hidden = self._changes[index](hidden[0].float()).to(hidden.dtype)[None]
             self._keep("resid_post", index, hidden)
             return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
@@ -100,6 +108,12 @@ class Reference:
 
     def _keep(self, site: str, index: int, rows: Tensor) -> None:
         self._kept[site][index] = rows.reshape(-1, rows.shape[-1]).clone()  # some parts see [positions, hidden]
+
+
+def adding(push: Rows) -> Change:
+    """Return the addition of a vector, [hidden]."""
+    vector = torch.from_numpy(push)
+    return lambda rows: rows + vector
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

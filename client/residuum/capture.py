@@ -31,12 +31,14 @@ class Capture:
     Example:
         >>> residuum.Capture(layers="all")
         >>> residuum.Capture(layers=[0, 5, 10], positions="last_prompt")
+        >>> residuum.Capture(layers=[12], sites=["resid_pre", "attn_out", "mlp_out"])
     """
 
     layers: LayersLike = "all"
     """"all", a number, a range or a list of numbers."""
     sites: str | Sequence[str] = ("resid_post",)
-    """Where in a layer: "resid_post" (the residual stream after it), "resid_pre", "attn_out", "mlp_out"."""
+    """Where in a layer: "resid_post" (the residual stream after it and its steering), "resid_pre" (the stream before
+    it), "attn_out", "mlp_out" (what its attention and its MLP add). Those that the server was started with."""
     positions: PositionsLike = None
     """Which tokens; see `Positions.of`. By default all, prompt and generated."""
     encoding: Literal["raw"] = "raw"
@@ -45,7 +47,8 @@ class Capture:
     """What happens when the path to the store is full: the model waits, or rows are dropped and the capture ends
     incomplete. Never silently."""
     before_steering: bool = False
-    """Capture rows as they were before steering, instead of what the model goes on with."""
+    """Capture rows as they were before they were steered, instead of what the model goes on with. "resid_pre" is then
+    the stream as the layer before gave it, too."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, str):

@@ -44,7 +44,7 @@ def stock_before(tiny_llama: Path, cache_root: Path) -> stock.Run:
 def reference(tiny_llama: Path) -> Reference:
     """The same model, run by transformers."""
     torch.set_num_threads(1)  # it is tiny, and the engine is busy on the other cores
-    return Reference(str(tiny_llama))
+    return Reference(tiny_llama)
 
 
 @pytest.fixture(scope="package")

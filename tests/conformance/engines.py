@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import residuum
+from bench.conformance.reference import SITES
 from examples.services import Service, running_services
 from tests.conformance.journal import Journal
 
@@ -46,7 +47,7 @@ class Engine:
     """Both services, and what a test needs of them."""
 
     name: str
-    """"compiled" or "eager"."""
+    """"compiled", with taps folded into norms, or "eager", with all taps by themselves."""
     store: Service
     inference: Service
     client: residuum.Client
@@ -99,7 +100,8 @@ def running_engine(name: str, model: Path, folder: Path, cache_root: Path) -> It
         f"--engine-args={json.dumps(engine_args)}",
         f"--kv-cache-gib={_KV_GIB}",
         f"--ring-mib={RING_MIB}",
-        *(["--enforce-eager"] if name == "eager" else []),
+        f"--capture-sites={','.join(SITES)}",
+        *(["--enforce-eager", "--no-fold-norms"] if name == "eager" else ["--fold-norms"]),
     ]
     journal = folder / f"{name}.jsonl"
     environment = {"RESIDUUM_TEST_JOURNAL": str(journal), "VLLM_CACHE_ROOT": str(cache_root)}

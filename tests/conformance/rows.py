@@ -8,16 +8,19 @@ import grpc
 import numpy as np
 
 import residuum
-from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+from bench.conformance.reference import SITES
+from residuum.capture import SITE_NAMES
+from residuum.v1 import store_pb2, store_pb2_grpc
 from tests.reference.hf import relative_error
 from tests.reference.tiny import LAYERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from bench.conformance.reference import Change, Rows
     from residuum.manifest import Manifest, RowSet
     from tests.conformance.engines import Engine
-    from tests.reference.hf import Change, Reference, Rows
+    from tests.reference.hf import Reference
 
     Wanted = Callable[[int, int], Iterable[int]]
     """The positions that are wanted of a sequence, by the tokens of its prompt and the rows that it has."""
@@ -26,8 +29,9 @@ MAX_ERROR = 2e-4
 """Both sides compute in float32, in another order; rows of another token or layer differ by about 1."""
 
 EVERY_LAYER = tuple(range(LAYERS))
-SITES = ("resid_post",)
-_SITE_NUMBERS = {"resid_post": capture_pb2.SITE_RESID_POST}
+
+ALL = residuum.Capture(layers=EVERY_LAYER, sites=SITES)
+"""Every row that there is."""
 
 
 class Row(NamedTuple):
@@ -51,7 +55,6 @@ def make_prompt(rng: np.random.Generator, size: int) -> list[int]:
 
 def stored_rows(engine: Engine, capture_id: str) -> dict[Row, Rows]:
     """Return every row that the store has of a capture, read from its own messages. None may come twice."""
-    names = {number: name for name, number in _SITE_NUMBERS.items()}
     found: dict[Row, Rows] = {}
     with grpc.insecure_channel(engine.store.endpoint) as channel:
         request = store_pb2.ReadChunksRequest(capture_id=capture_id)
@@ -63,7 +66,7 @@ def stored_rows(engine: Engine, capture_id: str) -> dict[Row, Rows]:
             values = np.frombuffer(response.chunk.payload, dtype="<f4").reshape(shape)
             for i, layer in enumerate(header.layers):
                 for j, position in enumerate(header.positions):
-                    row = Row(header.sequence, names[header.site], layer, position)
+                    row = Row(header.sequence, SITE_NAMES[header.site], layer, position)
                     assert row not in found, f"{row} came twice"
                     found[row] = values[i, j]
     return found
@@ -74,6 +77,7 @@ def check_capture(
     reference: Reference,
     reply: residuum.Reply,
     *,
+    sites: Sequence[str] = SITES,
     layers: Sequence[int] = EVERY_LAYER,
     wanted: Wanted = everything,
     changes: Mapping[int, Change] | None = None,
@@ -84,6 +88,7 @@ def check_capture(
         engine: Where it was made.
         reference: The same model.
         reply: What the request was answered.
+        sites: The sites that were asked for.
         layers: The layers that were asked for.
         wanted: The positions that were asked for.
         changes: The steering, as the reference is to do it.
@@ -91,7 +96,9 @@ def check_capture(
     Returns:
         The rows.
     """
-    rows = check_complete(engine, reference, reply.request_id, layers=layers, wanted=wanted, changes=changes)
+    rows = check_complete(
+        engine, reference, reply.request_id, sites=sites, layers=layers, wanted=wanted, changes=changes
+    )
     manifest = engine.client.manifest(reply.request_id)
     assert manifest.prompt_token_ids == reply.prompt_token_ids
     assert [item.generated_token_ids for item in manifest.sequences] == [item.token_ids for item in reply.sequences]
@@ -103,6 +110,7 @@ def check_complete(
     reference: Reference,
     request_id: str,
     *,
+    sites: Sequence[str] = SITES,
     layers: Sequence[int] = EVERY_LAYER,
     wanted: Wanted = everything,
     changes: Mapping[int, Change] | None = None,
@@ -110,7 +118,7 @@ def check_complete(
     """Check the same of a request whose reply is not known but from its manifest."""
     manifest = engine.client.manifest(request_id, wait=30)
     assert manifest.state == "complete", f"{manifest.state}: {manifest.describe_missing()}"
-    expected = _expected_rows(manifest, reference, layers, wanted, changes)
+    expected = _expected_rows(manifest, reference, sites, layers, wanted, changes)
     rows = stored_rows(engine, request_id)
     _compare(rows, expected)
     assert _named(manifest.present) == expected.keys(), "the manifest says what is there"
@@ -126,6 +134,7 @@ def check_partial(
     reference: Reference,
     request_id: str,
     *,
+    sites: Sequence[str] = SITES,
     layers: Sequence[int] = EVERY_LAYER,
     wanted: Wanted = everything,
 ) -> dict[Row, Rows]:
@@ -136,7 +145,7 @@ def check_partial(
     """
     manifest = engine.client.manifest(request_id, wait=60)
     assert manifest.state in {"aborted", "incomplete"}
-    expected = _expected_rows(manifest, reference, layers, wanted, None)
+    expected = _expected_rows(manifest, reference, sites, layers, wanted, None)
     rows = stored_rows(engine, request_id)
     assert not rows.keys() - expected.keys(), "no row that was not asked for"
     _compare(rows, {row: expected[row] for row in rows})
@@ -147,10 +156,10 @@ def check_partial(
 
 
 def check_aborted(engine: Engine, reference: Reference, request_id: str, wanted: Wanted = everything) -> None:
-    """Check what is left of a request that was stopped, every layer of which was asked for.
+    """Check what is left of a request that was stopped, of which every site of every layer was asked for.
 
-    Of each sequence that is a gapless beginning of what was asked for, as far in every layer; and all of it if a token
-    of the reply was delivered, for then the rows before it were computed.
+    Of each sequence that is a gapless beginning of what was asked for, as far at every site of every layer; and all of
+    it if a token of the reply was delivered, for then the rows before it were computed.
     """
     rows = check_partial(engine, reference, request_id, wanted=wanted)
     manifest = engine.client.manifest(request_id)
@@ -159,17 +168,21 @@ def check_aborted(engine: Engine, reference: Reference, request_id: str, wanted:
     for sequence, outcome in enumerate(manifest.sequences):
         generated = len(outcome.generated_token_ids)
         asked = sorted(set(wanted(prompt, prompt + max(generated - 1, 0))))
-        for site in SITES:
-            there = [sorted(row.position for row in rows if row[:3] == (sequence, site, n)) for n in EVERY_LAYER]
-            assert all(positions == there[0] for positions in there)
-            assert there[0] == asked[: len(there[0])]
-            if generated:
-                assert there[0] == asked
+        there = {(site, layer): list[int]() for site in SITES for layer in EVERY_LAYER}
+        for row in sorted(rows):
+            if row.sequence == sequence:
+                there[row.site, row.layer].append(row.position)
+        first = there[SITES[0], 0]
+        assert all(positions == first for positions in there.values())
+        assert first == asked[: len(first)]
+        if generated:
+            assert first == asked
 
 
 def _expected_rows(
     manifest: Manifest,
     reference: Reference,
+    sites: Sequence[str],
     layers: Sequence[int],
     wanted: Wanted,
     changes: Mapping[int, Change] | None,
@@ -181,10 +194,10 @@ def _expected_rows(
         token_ids = prompt + outcome.generated_token_ids[:-1]
         values = reference.rows(token_ids, changes)
         positions = sorted(set(wanted(len(prompt), len(token_ids))))
-        for site in SITES:
+        for site in sites:
             for layer in layers:
                 for position in positions:
-                    expected[Row(sequence, site, layer, position)] = values[layer, position]
+                    expected[Row(sequence, site, layer, position)] = values[site][layer, position]
     return expected
 
 

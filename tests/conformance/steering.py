@@ -11,8 +11,8 @@ import residuum
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from bench.conformance.reference import Change
     from residuum.selections import PositionsLike
-    from tests.reference.hf import Change
 
 
 class Steering(NamedTuple):

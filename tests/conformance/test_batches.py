@@ -9,7 +9,7 @@ import pytest
 
 import residuum
 from tests.conformance.engines import CHUNK
-from tests.conformance.rows import check_aborted, check_capture, everything, make_prompt
+from tests.conformance.rows import ALL, SITES, check_aborted, check_capture, everything, make_prompt
 from tests.reference.tiny import LAYERS
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tests.reference.hf import Reference
 
 pytestmark = pytest.mark.engine
-
-ALL = residuum.Capture(layers="all")
 
 
 def _explicit(prompt: int, rows: int) -> Iterable[int]:
@@ -49,7 +47,7 @@ SELECTIONS: dict[str, tuple[object, Wanted]] = {
 
 
 def test_64_requests_of_all_kinds_at_once(engine: Engine, reference: Reference) -> None:
-    """Random prompts, layers, positions and lengths; every second one is sampled.
+    """Random prompts, sites, layers, positions and lengths; every second one is sampled.
 
     Half of them wait, and take the places in the batch of those that have ended.
     """
@@ -58,20 +56,21 @@ def test_64_requests_of_all_kinds_at_once(engine: Engine, reference: Reference) 
     with engine.held():
         for index in range(64):
             layers = sorted({int(layer) for layer in rng.integers(0, LAYERS, size=int(rng.integers(1, LAYERS + 1)))})
+            sites = [str(site) for site in rng.permutation(SITES)[: int(rng.integers(1, len(SITES) + 1))]]
             selection, wanted = list(SELECTIONS.values())[index % len(SELECTIONS)]
             stream = engine.client.stream(
                 make_prompt(rng, int(rng.integers(1, 100))),
                 max_tokens=int(rng.integers(1, 50)),
                 ignore_eos=True,
                 temperature=float(index % 2),
-                capture=residuum.Capture(layers=layers, positions=selection),
+                capture=residuum.Capture(layers=layers, sites=sites, positions=selection),
             )
-            asked.append((stream, layers, wanted))
-    for stream, layers, wanted in asked:
+            asked.append((stream, sites, layers, wanted))
+    for stream, sites, layers, wanted in asked:
         for _ in stream:
             pass
-        check_capture(engine, reference, stream.reply, layers=layers, wanted=wanted)
-    steps = engine.journal.steps_of(*(stream.request_id for stream, _, _ in asked))
+        check_capture(engine, reference, stream.reply, sites=sites, layers=layers, wanted=wanted)
+    steps = engine.journal.steps_of(*(stream.request_id for stream, *_ in asked))
     assert max(len(step.chunks) for step in steps) > 16, "many ran at once"
     assert sum(step.is_mixed for step in steps) > 10, "decoding beside prefilling"
 

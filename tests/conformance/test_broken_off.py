@@ -13,7 +13,16 @@ import pytest
 
 import residuum
 from tests.conformance.engines import RING_MIB
-from tests.conformance.rows import check_aborted, check_capture, check_complete, check_partial, everything, make_prompt
+from tests.conformance.rows import (
+    ALL,
+    SITES,
+    check_aborted,
+    check_capture,
+    check_complete,
+    check_partial,
+    everything,
+    make_prompt,
+)
 from tests.reference.tiny import HIDDEN, LAYERS
 
 if TYPE_CHECKING:
@@ -23,7 +32,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-ALL = residuum.Capture(layers="all")
 PROMPT = make_prompt(np.random.default_rng(13), 40)
 
 
@@ -58,7 +66,7 @@ def break_off(engine: Engine, broken: Broken) -> str:
             ignore_eos=True,
             n=broken.sequences,
             temperature=float(broken.sequences > 1),
-            capture=residuum.Capture(positions=broken.positions),
+            capture=residuum.Capture(sites=SITES, positions=broken.positions),
         )
         for _ in range(broken.after):
             next(stream)
@@ -122,8 +130,8 @@ def test_a_long_prompt_that_is_broken_off_before_its_first_token(engine: Engine,
 
 def test_rows_that_are_shed_are_named(engine: Engine, reference: Reference) -> None:
     """The store stands still until the ring is full, and those who may shed rows do not wait for it."""
-    capture = residuum.Capture(layers="all", overflow="shed")
-    held = (RING_MIB << 20) // (LAYERS * HIDDEN * 4)  # rows that the ring holds
+    capture = residuum.Capture(sites=SITES, overflow="shed")
+    held = (RING_MIB << 20) // (len(SITES) * LAYERS * HIDDEN * 4)  # positions that the ring holds
     assert held < 7 * 400
     try:
         with engine.held():

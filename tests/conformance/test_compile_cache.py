@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import residuum
 from tests.conformance import stock
 from tests.conformance.engines import stock_arguments
-from tests.conformance.rows import check_capture
+from tests.conformance.rows import ALL, check_capture
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,9 +26,7 @@ def test_the_taps_work_where_stock_vllm_compiled_first(
     """The service would not have started otherwise: its self-test looks."""
     assert stock_before.compiled, "stock vLLM keeps its graph where this test looks"
     assert stock.compiled_graphs(cache_root) > stock_before.compiled, "the service compiled one of its own"
-    reply = engine.client.generate(
-        stock.PROMPT, max_tokens=stock.NEW_TOKENS, ignore_eos=True, capture=residuum.Capture(layers="all")
-    )
+    reply = engine.client.generate(stock.PROMPT, max_tokens=stock.NEW_TOKENS, ignore_eos=True, capture=ALL)
     check_capture(engine, reference, reply)
     assert reply.token_ids == stock_before.token_ids
 

@@ -10,7 +10,7 @@ import pytest
 
 import residuum
 from residuum.wire.ids import make_id
-from tests.conformance.rows import check_capture, make_prompt
+from tests.conformance.rows import ALL, SITES, check_capture, make_prompt
 from tests.conformance.steering import adding
 from tests.reference.tiny import EOS, LAYERS
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-ALL = residuum.Capture(layers="all")
 PROMPT = make_prompt(np.random.default_rng(12), 40)
 
 
@@ -64,8 +63,9 @@ def test_a_stop_text(engine: Engine, reference: Reference) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 40])
 def test_four_sequences(engine: Engine, reference: Reference, max_tokens: int) -> None:
+    capture = residuum.Capture(layers=[0, 3], sites=SITES)
     reply = engine.client.generate(
-        PROMPT, n=4, temperature=1.0, max_tokens=max_tokens, ignore_eos=True, capture=residuum.Capture(layers=[0, 3])
+        PROMPT, n=4, temperature=1.0, max_tokens=max_tokens, ignore_eos=True, capture=capture
     )
     assert len({sequence.token_ids for sequence in reply.sequences}) == 4
     rows = check_capture(engine, reference, reply, layers=(0, 3))

@@ -9,7 +9,7 @@ import pytest
 
 import residuum
 from tests.conformance.engines import KV_BLOCK, KV_BLOCKS
-from tests.conformance.rows import check_capture, everything, make_prompt
+from tests.conformance.rows import ALL, SITES, check_capture, everything, make_prompt
 from tests.conformance.steering import adding
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ def test_rows_of_preempted_requests(engine: Engine, reference: Reference, direct
     """Fourteen long replies at once, nearly twice of what the KV cache holds, each captured in its own way."""
     rng = np.random.default_rng(11)
     kinds = [
-        (residuum.Capture(layers="all"), everything),
-        (residuum.Capture(layers="all", positions="generated"), range),
-        (residuum.Capture(layers="all", positions=residuum.Positions(every=5)), lambda _, rows: range(0, rows, 5)),
+        (ALL, everything),
+        (residuum.Capture(sites=SITES, positions="generated"), range),
+        (residuum.Capture(sites=SITES, positions=residuum.Positions(every=5)), lambda _, rows: range(0, rows, 5)),
         (None, everything),
     ]
     asked = []

@@ -9,7 +9,7 @@ import pytest
 
 import residuum
 from tests.conformance.engines import KV_BLOCK
-from tests.conformance.rows import check_capture, make_prompt
+from tests.conformance.rows import ALL, SITES, check_capture, make_prompt
 from tests.conformance.steering import adding
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-ALL = residuum.Capture(layers="all")
 MAX_SHORTFALL = 1e-2
 """How far the logit of a greedy token may be below the largest; those of two random tokens differ by about 1."""
 
@@ -46,7 +45,7 @@ def test_a_prompt_that_is_wholly_in_the_cache(engine: Engine, reference: Referen
     engine.client.generate(prompt, max_tokens=1)
     longer = engine.client.generate(prompt[: 3 * KV_BLOCK + 1], max_tokens=1)
     assert read_from_cache(engine, longer) == 3 * KV_BLOCK, "three blocks are there"
-    capture = residuum.Capture(layers="all", positions="prompt")
+    capture = residuum.Capture(sites=SITES, positions="prompt")
     reply = engine.client.generate(prompt[: 3 * KV_BLOCK], max_tokens=2, ignore_eos=True, capture=capture)
     rows = check_capture(engine, reference, reply, wanted=lambda prompt, rows: range(prompt))
     assert {row.position for row in rows} == set(range(3 * KV_BLOCK))

@@ -9,7 +9,7 @@ import pytest
 
 from bench.conformance.architectures import ARCHITECTURES, HIDDEN, LAYERS, VOCABULARY
 from bench.conformance.models import make_model
-from bench.conformance.reference import Reference
+from bench.conformance.reference import Reference, adding
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +39,7 @@ def test_the_sites_of_a_layer_add_up(name: str, tmp_path: Path) -> None:
 def test_a_push_is_added_after_its_layer_and_reaches_the_next(tmp_path: Path) -> None:
     architecture = ARCHITECTURES["llama"]
     reference = Reference(architecture, make_model(architecture, tmp_path))
-    plain, pushed = reference.rows(TOKENS), reference.rows(TOKENS, {1: PUSH})
+    plain, pushed = reference.rows(TOKENS), reference.rows(TOKENS, {1: adding(PUSH)})
     np.testing.assert_array_equal(pushed["resid_post"][0], plain["resid_post"][0])
     np.testing.assert_allclose(pushed["resid_post"][1], plain["resid_post"][1] + PUSH, rtol=1e-6)
     np.testing.assert_array_equal(pushed["resid_pre"][2], pushed["resid_post"][1])

@@ -1,4 +1,4 @@
-"""One request at a time: which row is which, around the borders of blocks and chunks."""
+"""One request at a time: which row is which, at each site, and around the borders of blocks and chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import residuum
 from tests.conformance.engines import CHUNK
-from tests.conformance.rows import MAX_ERROR, check_capture, make_prompt
+from tests.conformance.rows import ALL, MAX_ERROR, SITES, check_capture, make_prompt
 from tests.reference.hf import relative_error
 from tests.reference.tiny import LAYERS
 
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-ALL = residuum.Capture(layers="all")
 PROMPT = make_prompt(np.random.default_rng(3), 150)
 
 
 def test_a_layer_is_what_transformers_calls_its_output(engine: Engine, reference: Reference) -> None:
-    """Layer k is hidden_states[k + 1], and the last one is what the final norm is given."""
+    """Layer k is hidden_states[k + 1], before it hidden_states[k], and the last one is what the final norm is given."""
     reply = engine.client.generate(PROMPT[:20], max_tokens=4, ignore_eos=True, capture=ALL)
     acts = engine.client.activations(reply.request_id)
     states = reference.hidden_states(acts.token_ids)
@@ -33,6 +32,9 @@ def test_a_layer_is_what_transformers_calls_its_output(engine: Engine, reference
         assert relative_error(acts[layer], states[layer + 1]) < MAX_ERROR
         assert relative_error(acts[layer], states[layer]) > 0.01, "the layers differ, so a wrong one would show"
         assert relative_error(acts[layer], states[layer + 2]) > 0.01
+    before = acts.select(site="resid_pre")
+    for layer in range(LAYERS):
+        assert relative_error(before[layer], states[layer]) < MAX_ERROR, "the first one is the embeddings"
     last = acts[LAYERS - 1]
     assert relative_error(reference.final_norm(last), states[LAYERS]) < MAX_ERROR
     assert relative_error(last, states[LAYERS]) > 0.01, "before the final norm, not after"
@@ -40,9 +42,45 @@ def test_a_layer_is_what_transformers_calls_its_output(engine: Engine, reference
 
 @pytest.mark.parametrize("layers", [(0,), (1, 3), (LAYERS - 1,)])
 def test_some_layers(engine: Engine, reference: Reference, layers: tuple[int, ...]) -> None:
-    capture = residuum.Capture(layers=layers)
+    capture = residuum.Capture(layers=layers, sites=SITES)
     reply = engine.client.generate(PROMPT[:20], max_tokens=4, ignore_eos=True, capture=capture)
     check_capture(engine, reference, reply, layers=layers)
+
+
+def test_what_enters_a_layer_and_what_is_added_make_what_leaves(engine: Engine, reference: Reference) -> None:
+    """At every site of every layer, of a prompt in three chunks and a reply; that its rows are right, and add up."""
+    reply = engine.client.generate(PROMPT, max_tokens=40, ignore_eos=True, capture=ALL)
+    check_capture(engine, reference, reply)
+    assert len(engine.journal.chunks(reply.request_id)) == 3 + 39
+    acts = engine.client.activations(reply.request_id)
+    assert set(acts.sites) == set(SITES)
+    site = {name: acts.select(site=name) for name in SITES}
+    for layer in range(LAYERS):
+        total = site["resid_pre"][layer] + site["attn_out"][layer] + site["mlp_out"][layer]
+        assert relative_error(total, site["resid_post"][layer]) < MAX_ERROR
+        assert relative_error(site["attn_out"][layer], site["mlp_out"][layer]) > 0.1, "which is which would show"
+        if layer:
+            np.testing.assert_array_equal(site["resid_pre"][layer], site["resid_post"][layer - 1])
+
+
+@pytest.mark.parametrize(
+    "sites", [("resid_pre",), ("attn_out",), ("mlp_out",), ("mlp_out", "resid_pre"), ("attn_out", "resid_post")],
+    ids=" and ".join,
+)  # fmt: skip
+def test_some_sites(engine: Engine, reference: Reference, sites: tuple[str, ...]) -> None:
+    """Of some layers and positions, too: whatever was not asked for is not there."""
+    capture = residuum.Capture(sites=sites, layers=(0, 2), positions=[3, (63, 65), (-1, None)])
+    reply = engine.client.generate(PROMPT[:70], max_tokens=10, ignore_eos=True, capture=capture)
+    check_capture(
+        engine, reference, reply, sites=sites, layers=(0, 2), wanted=lambda _, rows: [3, 63, 64, 65, *range(69, rows)]
+    )
+    acts = engine.client.activations(reply.request_id)
+    assert acts.sites == sites
+    for absent in set(SITES) - set(sites):
+        with pytest.raises(KeyError, match=sites[0]):
+            acts.select(site=absent)
+        with pytest.raises(residuum.InvalidRequest, match=absent):
+            engine.client.activations(reply.request_id, sites=[absent])
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import residuum
-from tests.conformance.rows import MAX_ERROR, check_capture, make_prompt
+from tests.conformance.rows import ALL, MAX_ERROR, SITES, check_capture, make_prompt
 from tests.conformance.steering import ablate, add, adding, cap, tensor
 from tests.reference.hf import relative_error
 from tests.reference.tiny import HIDDEN
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-ALL = residuum.Capture(layers="all")
 PROMPT = make_prompt(np.random.default_rng(8), 150)
 MAX_SHORTFALL = 1e-2
 
@@ -38,7 +37,7 @@ def test_steering_is_what_it_says(engine: Engine, reference: Reference, directio
     )
     check_capture(engine, reference, reply, changes={1: change(tensor(direction))})
     acts = engine.client.activations(reply.request_id)
-    assert relative_error(acts[1], reference.rows(acts.token_ids)[1]) > 0.01, "it did something"
+    assert relative_error(acts[1], reference.rows(acts.token_ids)["resid_post"][1]) > 0.01, "it did something"
 
 
 def test_operations_are_applied_in_their_order(
@@ -70,12 +69,36 @@ def test_steering_of_some_positions(
 
 
 def test_rows_before_steering(engine: Engine, reference: Reference, direction: residuum.Vector) -> None:
+    """Of what leaves the steered layer, and of what enters the next one, which is the same; no other row differs."""
     steered = adding(direction, scale=0.7)
-    capture = residuum.Capture(layers=[1], before_steering=True)
-    reply = engine.client.generate(PROMPT[:12], max_tokens=2, ignore_eos=True, capture=capture, steer=steered.steer)
+    capture = residuum.Capture(sites=SITES, before_steering=True)
+    reply = engine.client.generate(PROMPT[:70], max_tokens=4, ignore_eos=True, capture=capture, steer=steered.steer)
     acts = engine.client.activations(reply.request_id)
-    after = reference.rows(acts.token_ids, steered.changes)[1]
-    assert relative_error(acts[1] + 0.7 * direction.values, after) < MAX_ERROR
+    expected = reference.rows(acts.token_ids, steered.changes)
+    for site, layer in (("resid_post", 1), ("resid_pre", 2)):
+        expected[site][layer] -= 0.7 * direction.values
+    for site in SITES:
+        assert relative_error(acts.select(site=site).stack(), expected[site]) < MAX_ERROR
+
+
+def test_steering_is_seen_from_the_next_layer_on(
+    engine: Engine, reference: Reference, direction: residuum.Vector
+) -> None:
+    """What a steered layer's parts add is as without; what enters the next layer is what was steered."""
+    steered = adding(direction, scale=0.7)
+    reply = engine.client.generate(PROMPT[:70], max_tokens=4, ignore_eos=True, capture=ALL, steer=steered.steer)
+    check_capture(engine, reference, reply, changes=steered.changes)
+    acts = engine.client.activations(reply.request_id)
+    before, after, attention, mlp = (
+        acts.select(site=site) for site in ("resid_pre", "resid_post", "attn_out", "mlp_out")
+    )
+    np.testing.assert_array_equal(before[2], after[1])
+    made = before[1] + attention[1] + mlp[1]
+    assert relative_error(made + 0.7 * direction.values, after[1]) < MAX_ERROR
+    plain = reference.rows(acts.token_ids)
+    assert relative_error(attention[1], plain["attn_out"][1]) < MAX_ERROR
+    assert relative_error(mlp[1], plain["mlp_out"][1]) < MAX_ERROR
+    assert relative_error(attention[2], plain["attn_out"][2]) > 0.01, "it reaches the next layer's attention"
 
 
 def test_captured_steered_both_and_neither_in_one_batch(engine: Engine, reference: Reference) -> None:
