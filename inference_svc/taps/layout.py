@@ -52,13 +52,18 @@ class RequestState:
     """The block that is being filled."""
 
     @cached_property
-    def decode(self) -> Decode | None:
+    def prefill(self) -> Treatment | None:
+        """What is done to every position of the prompt; None if it is not the same for all of them."""
+        return _treatment(self.plan, selection_pb2.PHASE_PROMPT)
+
+    @cached_property
+    def decode(self) -> Treatment | None:
         """What is done to every generated position; None if it is not the same for all of them."""
-        return _decode(self.plan)
+        return _treatment(self.plan, selection_pb2.PHASE_GENERATED)
 
 
-class Decode(NamedTuple):
-    """What is done to every generated position of a request."""
+class Treatment(NamedTuple):
+    """What is done to every position of one phase of a request."""
 
     program: Program | None
     """None: nothing."""
@@ -99,9 +104,15 @@ class StepPlanner:
 
     def add_request(self, state: RequestState, row: int, first: int, count: int) -> None:
         """Lay out `count` rows of a request, from `row` of the batch and position `first` on."""
-        # Nearly every request of nearly every step generates one token: it must not cost numpy calls.
-        if count == 1 and first >= state.plan.prompt_tokens and first == state.next_position and state.decode:
+        # Nearly every request of nearly every step generates one token: it must not cost numpy calls. Of the others,
+        # most compute a part of a prompt that is treated as one.
+        prompt_tokens = state.plan.prompt_tokens
+        if first != state.next_position:
+            self._add_many(state, row, first, count)
+        elif count == 1 and first >= prompt_tokens and state.decode:
             self._add_single(state, state.decode, row, first)
+        elif first + count <= prompt_tokens and state.prefill:
+            self._add_run(state, state.prefill, row, first, count)
         else:
             self._add_many(state, row, first, count)
 
@@ -112,7 +123,7 @@ class StepPlanner:
         self._layout.lines = np.concatenate([singles, *self._many]) if self._many else singles
         return self._layout
 
-    def _add_single(self, state: RequestState, decode: Decode, row: int, position: int) -> None:
+    def _add_single(self, state: RequestState, decode: Treatment, row: int, position: int) -> None:
         state.next_position = position + 1
         if decode.program is None:
             return
@@ -124,6 +135,34 @@ class StepPlanner:
             if not block.free:
                 self._close(state)
         self._singles += (row, self._index(decode.program), place, stride)
+
+    def _add_run(self, state: RequestState, prefill: Treatment, row: int, first: int, count: int) -> None:
+        state.next_position = first + count
+        if prefill.captured and self._pool is not None:
+            at = 0
+            while at < count:
+                block = self._open_block(state, self._pool, count - at)
+                size = min(block.free, count - at)
+                place = block.first_row + len(block.positions)
+                self._add_lines(prefill.program, np.arange(row + at, row + at + size), place, block.capacity)
+                block.positions.extend(range(first + at, first + at + size))
+                at += size
+                if not block.free:
+                    self._close(state)
+            if state.next_position == state.plan.prompt_tokens:
+                self._close(state)  # the prompt's rows need not wait for generated ones
+        elif prefill.program is not None:
+            self._add_lines(prefill.program, np.arange(row, row + count), NOWHERE, 0)
+
+    def _add_lines(self, program: Program | None, rows: npt.NDArray[np.int64], place: int, stride: int) -> None:
+        """Add lines of rows that have one program; they are captured one after the other from `place` on."""
+        assert program is not None  # noqa: S101 - what is captured has a program
+        lines = np.empty((len(rows), 4), dtype=np.int64)
+        lines[:, ROW] = rows
+        lines[:, PROGRAM] = self._index(program)
+        lines[:, PLACE] = NOWHERE if place == NOWHERE else np.arange(place, place + len(rows))
+        lines[:, STRIDE] = stride
+        self._many.append(lines)
 
     def _add_many(self, state: RequestState, row: int, first: int, count: int) -> None:
         plan = state.plan
@@ -194,16 +233,16 @@ class StepPlanner:
             state.block = None
 
 
-def _decode(plan: RequestPlan) -> Decode | None:
+def _treatment(plan: RequestPlan, phase: selection_pb2.Phase.ValueType) -> Treatment | None:
     selections = [item.positions for item in plan.operations]
     if plan.capture:
         selections.append(plan.capture.positions)
     if any(selection.ranges or selection.every > 1 for selection in selections):
         return None
-    applied = [index for index, item in enumerate(plan.operations) if _in_decode(item.positions)]
-    captured = plan.capture is not None and _in_decode(plan.capture.positions)
-    return Decode(Program.for_rows(plan, applied, captured=captured), captured)
+    applied = [index for index, item in enumerate(plan.operations) if _in_phase(item.positions, phase)]
+    captured = plan.capture is not None and _in_phase(plan.capture.positions, phase)
+    return Treatment(Program.for_rows(plan, applied, captured=captured), captured)
 
 
-def _in_decode(selection: selection_pb2.PositionSelection) -> bool:
-    return not selection.phases or selection_pb2.PHASE_GENERATED in selection.phases
+def _in_phase(selection: selection_pb2.PositionSelection, phase: selection_pb2.Phase.ValueType) -> bool:
+    return not selection.phases or phase in selection.phases

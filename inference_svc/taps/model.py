@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from inference_svc.taps import op
 from inference_svc.taps.points import ENTRY
+from inference_svc.taps.structure import CannotTapError
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
 
 _SUM_TOLERANCE = 0.05
 """What rounding to bfloat16 at every step may amount to."""
-
-
-class CannotTapError(RuntimeError):
-    """The model has no place where the taps could go. The message says what was looked for."""
 
 
 def find_decoder_layers(model: nn.Module, num_layers: int) -> dict[int, nn.Module]:
@@ -84,7 +81,7 @@ def put_taps(
         if norm is not None and fold(norm, points.after(index)):
             folded += 1
         else:
-            layer.register_forward_hook(_after_module(points.after(index)))
+            layer.register_forward_hook(_after_module(points.after(index), adds_residual=structure.adds_residual))
     for site in sites:
         if site == capture_pb2.SITE_RESID_PRE:
             _put_entry(layers, structure)
@@ -120,7 +117,7 @@ def _put_entry(layers: Mapping[int, nn.Module], structure: Structure) -> None:
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
-        op.call(hidden.of(args, kwargs), residual.of(args, kwargs) if residual else None, ENTRY)
+        op.call(_rows(hidden.of(args, kwargs)), residual.of(args, kwargs) if residual else None, ENTRY)
 
     first.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -137,15 +134,20 @@ def _put_parts(layers: Mapping[int, nn.Module], points: TapPoints, structure: St
             f"found {sorted(name for name, _ in layer.named_children())} (layers {missing})."
         )
     for index in layers:
-        found[index].register_forward_hook(_after_module(points.of(site, index), one_tensor=True))
+        found[index].register_forward_hook(_after_module(points.of(site, index), adds_residual=False))
 
 
-def _after_module(point: int, *, one_tensor: bool = False) -> Any:
+def _after_module(point: int, *, adds_residual: bool) -> Any:
     def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         del module, arguments
         if isinstance(output, Tensor):
-            op.call(output, None, point)
+            op.call(_rows(output), None, point)
         else:
-            op.call(output[0], None if one_tensor or len(output) == 1 else output[1], point)
+            op.call(_rows(output[0]), output[1] if adds_residual and len(output) > 1 else None, point)
 
     return hook
+
+
+def _rows(hidden: Tensor) -> Tensor:
+    """Return [1, tokens, hidden], as models from transformers hand it on, as [tokens, hidden]: the same memory."""
+    return hidden if hidden.dim() == 2 else hidden.view(-1, hidden.shape[-1])  # noqa: PLR2004 - [tokens, hidden]

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+
+_TINY = 1e-20
+
+_CHANGED = 1e-3
+"""A change by this much, relative, is no rounding."""
+
+
+class CannotTapError(RuntimeError):
+    """The model has no place where the taps could go. The message says what was looked for."""
 
 
 class Argument(NamedTuple):
@@ -31,6 +41,9 @@ class Argument(NamedTuple):
 class Structure:
     """What was seen of a pipeline stage's layers; what was not found is left out."""
 
+    adds_residual: bool = True
+    """A layer that returns two tensors hands on the residual stream as their sum. In some models the second one is left
+    over, and nothing reads it."""
     norms: dict[int, nn.Module] = field(default_factory=dict)
     """The module that takes what a layer returns, hidden and residual, before anything else does."""
     inputs: tuple[Argument, Argument | None] | None = None
@@ -54,6 +67,9 @@ def observe(
         layers: Its decoder layers by index.
         is_attention: Tells whether a module is one in which tokens of a sequence meet: attention, or a state space.
         run: Runs the model once, uncompiled.
+
+    Raises:
+        CannotTapError: A layer hands on something else than a row for each token.
     """
     calls: list[_Call] = []
     handles = []
@@ -65,8 +81,9 @@ def observe(
     finally:
         for handle in handles:
             handle.remove()
-    structure = Structure()
     by_layer = {index: call for index, layer in layers.items() for call in calls if call.module is layer}
+    _check_shapes(by_layer.values())
+    structure = Structure(adds_residual=_reads_residual(model, layers[min(layers)], run))
     for index, call in by_layer.items():
         _find_next(structure, calls, index, call, by_layer.get(index + 1))
         _find_parts(structure, calls, index, call, is_attention)
@@ -117,14 +134,66 @@ def _is_sequence(values: Any) -> bool:
     return isinstance(values, (list, tuple))
 
 
+def _check_shapes(calls: Iterable[_Call]) -> None:
+    for call in calls:
+        shapes = [tuple(tensor.shape) for tensor in call.output[:1]]
+        if not shapes or not (len(shapes[0]) == 2 or (len(shapes[0]) == 3 and shapes[0][0] == 1)):  # noqa: PLR2004
+            raise CannotTapError(
+                f"{type(call.module).__name__} cannot be tapped: looked for a row of the residual stream for each "
+                f"token, [tokens, hidden] or [1, tokens, hidden]; the layer returns {shapes or 'no tensor'}."
+            )
+
+
+def _reads_residual(model: nn.Module, layer: nn.Module, run: Callable[[], object]) -> bool:
+    """Tell whether anything behind a layer reads the second tensor that it returns: change it, and see what changes."""
+    plain, again, changed = (_outputs_behind(model, layer, run, residual=residual) for residual in (0.0, 0.0, 1.0))
+    if not plain:
+        return True  # the stage ends here; the next one takes both
+    # Some modules give what they find in memory in a run without requests: what differs by itself says nothing.
+    return any(
+        torch.equal(one, other) and bool(one.isfinite().all()) and _relative(third - one, one) > _CHANGED
+        for one, other, third in zip(plain, again, changed, strict=True)
+    )
+
+
+def _outputs_behind(model: nn.Module, layer: nn.Module, run: Callable[[], object], *, residual: float) -> list[Tensor]:
+    """Run a model with a wave for what a layer returns, and `residual` times a wave for the second tensor of it.
+
+    Returns:
+        What each module gave after that, float32, in the order of calls.
+    """
+    outputs: list[Tensor] = []
+    is_behind = False
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        nonlocal is_behind
+        del args
+        first = output if isinstance(output, Tensor) else output[0] if _is_sequence(output) else None
+        if is_behind and isinstance(first, Tensor) and first.is_floating_point():
+            outputs.append(first.float() + 0.0)
+        if module is layer:
+            is_behind = True
+            if _is_pair(output):
+                return _wave(output[0]), residual * _wave(output[1]).flip(-1)  # another wave: a norm ignores scale
+        return None
+
+    handles = [module.register_forward_hook(leave) for module in model.modules()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs
+
+
 def _find_next(structure: Structure, calls: list[_Call], index: int, call: _Call, following: _Call | None) -> None:
     """Find where the next layer takes what this one returns, and the norm that takes it first."""
     if following is not None and call.output:
         hidden = following.argument(call.output[0])
-        residual = following.argument(call.output[1]) if len(call.output) > 1 else None
+        residual = following.argument(call.output[1]) if len(call.output) > 1 and structure.adds_residual else None
         if hidden is not None:
             structure.inputs = (hidden, residual)
-    if len(call.output) != 2:  # noqa: PLR2004 - hidden and residual
+    if len(call.output) != 2 or not structure.adds_residual:  # noqa: PLR2004 - hidden and residual
         return
     takers = (
         later
@@ -194,7 +263,7 @@ def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callab
         handles.append(structure.attention[index].register_forward_hook(_add_wave))
         handles.append(structure.attention[index].register_forward_hook(_note_output(note)))
         handles.append(structure.mlp[index].register_forward_hook(_note_output(note)))
-        handles.append(layer.register_forward_hook(_note_output(note, whole=True)))
+        handles.append(layer.register_forward_hook(_note_output(note, whole=structure.adds_residual)))
     try:
         run()
     finally:
@@ -204,7 +273,7 @@ def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callab
 
 
 def _relative(error: Tensor, value: Tensor) -> float:
-    return float((error.norm(dim=-1) / value.norm(dim=-1)).max())
+    return float((error.norm(dim=-1) / value.norm(dim=-1).clamp_min(_TINY)).max())
 
 
 def _note_input(note: Callable[[Tensor], None], hidden: Argument, residual: Argument | None) -> Any:
@@ -228,9 +297,12 @@ def _note_output(note: Callable[[Tensor], None], *, whole: bool = False) -> Any:
 def _add_wave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     del module, args
     first = output if isinstance(output, Tensor) else output[0]
-    wave = torch.arange(first.numel(), device=first.device, dtype=torch.float32).cos().to(first.dtype).view_as(first)
-    changed = first + wave
+    changed = first + _wave(first)
     return changed if isinstance(output, Tensor) else (changed, *output[1:])
+
+
+def _wave(like: Tensor) -> Tensor:
+    return torch.arange(like.numel(), device=like.device, dtype=torch.float32).cos().to(like.dtype).view_as(like)
 
 
 def _is_pair(output: Any) -> bool:

@@ -18,19 +18,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-_ADDED_TWICE = "its layers return a residual that the next one ignores; the taps add it"
-_WAITING = {
-    "cohere": _ADDED_TWICE,
-    "granite_hybrid": _ADDED_TWICE,
-    "gpt_neox": "vLLM runs it through transformers, whose layers return [1, tokens, hidden]",
-}
 _ENGINES = 3
 """At a time: starting keeps one core busy, and stopping none."""
-NAMES = [
-    pytest.param(name, marks=pytest.mark.xfail(reason=_WAITING[name], strict=True) if name in _WAITING else ())
-    for name, architecture in ARCHITECTURES.items()
-    if architecture.everyday
-]
+NAMES = [name for name, architecture in ARCHITECTURES.items() if architecture.everyday]
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from inference_svc.taps import op
-from inference_svc.taps.model import CannotTapError, check_sum, find_decoder_layers, put_taps
+from inference_svc.taps.model import check_sum, find_decoder_layers, put_taps
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.structure import Structure, observe, sum_error
+from inference_svc.taps.structure import CannotTapError, Structure, observe, sum_error
 from residuum.v1 import capture_pb2
 
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
@@ -132,9 +132,11 @@ class LlamaModel(nn.Module):
 
 
 def watch(model):
+    tokens = torch.randn(3, 4)
+
     def run():
         with torch.no_grad():
-            return model(torch.randn(3, 4))
+            return model(tokens.clone())
 
     numbered = dict(enumerate(getattr(model, "layers", model)))
     return observe(model, numbered, lambda module: isinstance(module, Attention), run), numbered, run
@@ -297,6 +299,72 @@ def test_the_parts_of_a_layer_are_found_and_add_up(tap, make):
     assert sorted(seen) == list(range(10))
     for index in range(3):
         torch.testing.assert_close(seen[index] + seen[4 + index] + seen[7 + index], seen[index + 1])
+
+
+class CohereLayer(nn.Module):
+    """Hands on a residual that nobody reads: the next layer begins one of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.input_layernorm, self.self_attn, self.mlp = RMSNorm(), Attention(), nn.Linear(4, 4)
+
+    def forward(self, positions, hidden, residual):
+        residual = hidden
+        normed = self.input_layernorm(hidden)
+        return residual + self.self_attn(positions, normed) + self.mlp(normed), residual
+
+
+class CohereModel(LlamaModel):
+    def forward(self, hidden):
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(None, hidden, residual)
+        return self.norm(hidden)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_residual_that_nobody_reads_is_not_added(tap, count):
+    model = CohereModel([CohereLayer() for _ in range(count)])
+    structure, numbered, run = watch(model)
+    assert not structure.adds_residual
+    assert structure.norms == {}
+    hook_layers(numbered, structure)
+    run()
+    assert [residual for _, _, residual in tap.seen] == [None] * count
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_residual_that_is_read_is_added(count):
+    assert watch(LlamaModel([LlamaLayer() for _ in range(count)]))[0].adds_residual
+
+
+@pytest.mark.parametrize("make", [CohereLayer, LlamaLayer])
+def test_what_a_module_finds_in_memory_says_nothing_of_the_residual(make):
+    class Careless(make):
+        def forward(self, positions, hidden, residual):
+            hidden, residual = super().forward(positions, hidden, residual)
+            return hidden + torch.randn(3, 4), residual
+
+    model = (CohereModel if make is CohereLayer else LlamaModel)([Careless() for _ in range(3)])
+    assert watch(model)[0].adds_residual == (make is LlamaLayer)
+
+
+def test_rows_behind_a_batch_dimension_are_tapped(tap):
+    model = nn.Sequential(nn.Unflatten(0, (1, 3)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    numbered = dict(enumerate(model[1]))
+    with torch.no_grad():
+        plain = model(torch.ones(3, 4))
+        structure = observe(model, numbered, lambda module: False, lambda: model(torch.ones(3, 4)))
+        hook_layers({1: numbered[1]}, structure)
+        tap.push = 1.0
+        torch.testing.assert_close(model(torch.ones(3, 4)), plain + 1.0)
+    assert [hidden.shape for _, hidden, _ in tap.seen] == [(3, 4)]
+
+
+def test_layers_that_hand_on_more_than_a_row_a_token_are_refused():
+    model = nn.Sequential(nn.Unflatten(0, (3, 1)), nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(CannotTapError, match=r"Linear cannot be tapped.*\(3, 1, 4\)"):
+        observe(model, {0: model[1][0]}, lambda module: False, lambda: model(torch.ones(3, 4)))
 
 
 def test_parts_that_the_model_scales_are_refused():
