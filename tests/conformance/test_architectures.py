@@ -9,46 +9,67 @@ import pytest
 
 from bench.conformance.architectures import ARCHITECTURES, LAYERS
 from bench.conformance.check import Setup, check
+from bench.conformance.reference import SITES
 from bench.conformance.results import Outcome, Verdict
 from bench.conformance.workload import NEW_TOKENS, make_requests
 from examples.services import start_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    OutcomeOf = Callable[[str, tuple[str, ...]], Outcome]
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 _ENGINES = 3
 """At a time: starting keeps one core busy, and stopping none."""
+_STREAM = ("resid_post", "resid_pre")
+_SCALED = ("granite_hybrid",)
+"""Those whose layers scale what their parts give, before they add it."""
 NAMES = [name for name, architecture in ARCHITECTURES.items() if architecture.everyday]
+CASES = [(name, _STREAM if name in _SCALED else SITES) for name in NAMES]
+REFUSED = [(name, SITES) for name in _SCALED]
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Outcome]]]:
-    """What becomes of each architecture that is asked for, by name."""
-    chosen = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OutcomeOf]:
+    """Tells what becomes of each architecture that is asked for, with some sites armed."""
+    params = [item.callspec.params for item in request.session.items if item.path == request.path]
+    cases = [(chosen["name"], chosen["sites"]) for chosen in params]
     folder = tmp_path_factory.mktemp("architectures")
     store = start_store(folder)
     with ThreadPoolExecutor(_ENGINES) as pool:
         try:
             store.wait_until_serving(60.0)
 
-            def run(name: str) -> Outcome:
-                return check(ARCHITECTURES[name], Setup(), store.endpoint, folder / f"run-{name}")
+            def run(name: str, sites: tuple[str, ...]) -> Outcome:
+                setup = Setup(sites=sites)
+                return check(ARCHITECTURES[name], setup, store.endpoint, folder / f"run-{name}-{len(sites)}")
 
-            yield {name: pool.submit(run, name) for name in chosen}
+            running: dict[tuple[str, tuple[str, ...]], Future[Outcome]] = {
+                case: pool.submit(run, *case) for case in cases
+            }
+            yield lambda name, sites: running[name, sites].result()
         finally:
             pool.shutdown(cancel_futures=True)
             store.stop()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_row_is_that_of_transformers(outcomes: dict[str, Future[Outcome]], name: str) -> None:
-    outcome = outcomes[name].result()
+@pytest.mark.parametrize(("name", "sites"), CASES, ids=NAMES)
+def test_every_row_is_that_of_transformers(outcome_of: OutcomeOf, name: str, sites: tuple[str, ...]) -> None:
+    outcome = outcome_of(name, sites)
     assert outcome.verdict is Verdict.EXACT, outcome.detail
     requests = make_requests()
-    assert outcome.rows == LAYERS * sum(len(request.prompt) + NEW_TOKENS - 1 for request in requests)
+    positions = sum(len(request.prompt) + NEW_TOKENS - 1 for request in requests)
+    assert outcome.rows == len(sites) * LAYERS * positions
     assert outcome.states == {"complete": len(requests)}
     assert outcome.capturing_ranks == 1
+
+
+@pytest.mark.parametrize(("name", "sites"), REFUSED, ids=_SCALED)
+def test_parts_that_are_scaled_are_refused_by_name(outcome_of: OutcomeOf, name: str, sites: tuple[str, ...]) -> None:
+    outcome = outcome_of(name, sites)
+    assert outcome.verdict is Verdict.REFUSED, outcome.detail
+    assert "attn_out and mlp_out cannot be captured" in outcome.detail
+    assert "scales or merges" in outcome.detail
+    assert "--capture-sites" in outcome.detail

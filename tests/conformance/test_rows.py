@@ -26,7 +26,7 @@ PROMPT = make_prompt(np.random.default_rng(3), 150)
 def test_a_layer_is_what_transformers_calls_its_output(engine: Engine, reference: Reference) -> None:
     """Layer k is hidden_states[k + 1], before it hidden_states[k], and the last one is what the final norm is given."""
     reply = engine.client.generate(PROMPT[:20], max_tokens=4, ignore_eos=True, capture=ALL)
-    acts = engine.client.activations(reply.request_id)
+    acts = engine.client.activations(reply.request_id).select(site="resid_post")
     states = reference.hidden_states(acts.token_ids)
     for layer in range(LAYERS - 1):
         assert relative_error(acts[layer], states[layer + 1]) < MAX_ERROR

@@ -36,7 +36,7 @@ def test_steering_is_what_it_says(engine: Engine, reference: Reference, directio
         PROMPT[:70], max_tokens=10, ignore_eos=True, capture=ALL, steer=[operation(direction)]
     )
     check_capture(engine, reference, reply, changes={1: change(tensor(direction))})
-    acts = engine.client.activations(reply.request_id)
+    acts = engine.client.activations(reply.request_id).select(site="resid_post")
     assert relative_error(acts[1], reference.rows(acts.token_ids)["resid_post"][1]) > 0.01, "it did something"
 
 
