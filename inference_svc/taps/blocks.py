@@ -61,7 +61,7 @@ class BlockPool:
             hidden: Elements of a row.
             dtype: The model's.
             device: The model's.
-            largest_block: Rows that a block may take, if it holds more than 32 positions: what fits the ring well.
+            largest_block: Rows that a block may take, if it holds more positions than it must: what fits the ring well.
         """
         self.memory: Tensor = torch.zeros(rows, hidden, dtype=dtype, device=device)
         self._runs = FreeRuns(rows)
@@ -107,22 +107,23 @@ class BlockPool:
         whole = self.memory[block.first_row : block.first_row + block.num_rows]
         return whole.view(block.capture.units, block.capacity, -1)[:, : len(block.positions)]
 
-    def take(self, capture: Capture, positions: int) -> Block:
+    def take(self, capture: Capture, positions: int, least: int = BLOCK_TOKENS) -> Block:
         """Allot a block; waits while the room for it is on its way out.
 
         Args:
             capture: What will fill it.
-            positions: How many positions are at hand; the block may hold fewer, and holds 32 or more.
+            positions: How many positions are at hand; the block may hold fewer.
+            least: How many it holds at least, 32 or fewer.
 
         Raises:
             PoolExhaustedError: There is no room, and none will come back.
         """
         most = min(MAX_CHUNK_POSITIONS, self._largest_block // capture.units)
-        capacities = sorted({BLOCK_TOKENS, max(BLOCK_TOKENS, min(positions, most))}, reverse=True)
+        capacities = sorted({least, max(least, min(positions, most))}, reverse=True)
         with self._changed:
             while True:
                 for capacity in capacities:
-                    first = self._runs.take(capacity * capture.units, from_end=capacity == BLOCK_TOKENS)
+                    first = self._runs.take(capacity * capture.units, from_end=capacity <= BLOCK_TOKENS)
                     if first is not None:
                         return Block(first, capacity, capture)
                 if self._failed or not self._leaving:

@@ -13,6 +13,7 @@ import numpy as np
 
 from inference_svc.taps.programs import Program
 from residuum.v1 import selection_pb2
+from residuum.wire.limits import BLOCK_TOKENS
 from residuum.wire.selection import wanted_positions
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class RequestState:
     write of a position wins."""
     block: Block | None = None
     """The block that is being filled."""
+    first_generated: int = BLOCK_TOKENS
+    """Positions that the first block of generated tokens holds. Requests that begin together would fill all their
+    blocks in the same steps; with first blocks of different sizes, the blocks that leave are spread over the steps."""
 
     @cached_property
     def prefill(self) -> Treatment | None:
@@ -129,7 +133,7 @@ class StepPlanner:
             return
         place, stride = NOWHERE, 0
         if decode.captured and self._pool is not None:
-            block = self._open_block(state, self._pool, 1)
+            block = self._open_block(state, self._pool, position, 1)
             place, stride = block.first_row + len(block.positions), block.capacity
             block.positions.append(position)
             if not block.free:
@@ -141,7 +145,7 @@ class StepPlanner:
         if prefill.captured and self._pool is not None:
             at = 0
             while at < count:
-                block = self._open_block(state, self._pool, count - at)
+                block = self._open_block(state, self._pool, first + at, count - at)
                 size = min(block.free, count - at)
                 place = block.first_row + len(block.positions)
                 self._add_lines(prefill.program, np.arange(row + at, row + at + size), place, block.capacity)
@@ -211,7 +215,7 @@ class StepPlanner:
     ) -> None:
         at = 0
         while at < len(positions):
-            block = self._open_block(state, pool, len(positions) - at)
+            block = self._open_block(state, pool, int(positions[at]), len(positions) - at)
             part = positions[at : at + block.free]
             start = block.first_row + len(block.positions)
             places[0, part - first] = np.arange(start, start + len(part))
@@ -221,10 +225,14 @@ class StepPlanner:
             if not block.free:
                 self._close(state)
 
-    def _open_block(self, state: RequestState, pool: BlockPool, positions: int) -> Block:
+    def _open_block(self, state: RequestState, pool: BlockPool, position: int, positions: int) -> Block:
+        """Return the block that takes a position, the first of some that are at hand."""
         if state.block is None:
             assert state.plan.capture is not None  # noqa: S101 - asked only for requests that capture
-            state.block = pool.take(state.plan.capture, positions)
+            least = BLOCK_TOKENS
+            if position >= state.plan.prompt_tokens:
+                least, state.first_generated = state.first_generated, BLOCK_TOKENS
+            state.block = pool.take(state.plan.capture, positions, least)
         return state.block
 
     def _close(self, state: RequestState) -> None:

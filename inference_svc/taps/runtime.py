@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from inference_svc.taps.layout import RequestState, StepPlanner, StepRows
 from inference_svc.taps.plan import RequestPlan
 from residuum.v1 import capture_pb2
+from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from inference_svc.taps.layout import StepLayout
     from inference_svc.taps.points import TapPoints
     from inference_svc.taps.sink import BlockSink
+
+_SIZE_STEP = 13
+"""Odd, so that it takes 32 requests until a size comes again."""
 
 
 class DeviceTap(Protocol):
@@ -40,6 +44,7 @@ class TapRuntime:
         self._requests: dict[str, RequestState] = {}
         self._layout: StepLayout | None = None
         self._is_armed = False
+        self._admitted = 0
 
     @property
     def open_requests(self) -> int:
@@ -60,7 +65,8 @@ class TapRuntime:
             if plan is not None:
                 # Some runners announce a preempted request again, as if it were new; what is captured stays captured.
                 plan = plan.for_rank(self._points, captures=self._pool is not None)
-                self._requests.setdefault(request_id, RequestState(plan))
+                if request_id not in self._requests:
+                    self._requests[request_id] = RequestState(plan, first_generated=self._next_size())
 
     def place(self, tell_rows: Callable[[], StepRows]) -> None:
         """Lay out the step's rows, once the runner has fixed their order.
@@ -102,6 +108,11 @@ class TapRuntime:
                 "The engine did not compute these positions: it took them from a cache.",
             )
         self._sink.send(layout.full_blocks)
+
+    def _next_size(self) -> int:
+        """Return the size of a new request's first block: all sizes come by turns, neighbours far apart."""
+        self._admitted += 1
+        return BLOCK_TOKENS - self._admitted * _SIZE_STEP % BLOCK_TOKENS
 
     def _disarm(self) -> None:
         if self._is_armed:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from inference_svc.taps import kernel
 from inference_svc.taps.sink import BlockSink
 from residuum.rpc.logs import get_logger
 
@@ -59,11 +57,10 @@ class StreamedSink(BlockSink):
         code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
         if int(code) != 0:
             raise CannotPinError(f"cudaHostRegister of the ring ({memory.nbytes} bytes) failed with code {int(code)}")
-        self._address = memory.ctypes.data  # the device reaches registered memory by the host's address
         self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)
         self._work: queue.SimpleQueue[tuple[Sequence[Block], torch.cuda.Event]] = queue.SimpleQueue()
-        self._under_way: deque[_Copy] = deque()
+        self._under_way: _Copy | None = None
         self._changed = threading.Condition()
         self._unfinished = 0
         threading.Thread(target=self._run, name="residuum-sink", daemon=True).start()
@@ -93,7 +90,7 @@ class StreamedSink(BlockSink):
                     self._stream.wait_event(written)
                     for block in blocks:
                         self._start(block)
-                    self._finish_all()
+                    self._finish()
                 except Exception:
                     # Without this thread no block ever comes back: fail loudly where the step will see it.
                     _log.exception("captured rows cannot be copied from the device")
@@ -112,27 +109,27 @@ class StreamedSink(BlockSink):
             rows = self._pool.rows(block)
             extent = self._acquire(rows.nbytes, sheds=block.capture.sheds)
             if extent is not None:
+                # One at a time. The copy engine works off one copy after the other: behind a prefill's gigabyte of
+                # rows the model's own few bytes would wait, its sampled tokens among them.
+                self._finish()
                 self._copy(rows, extent)
                 done = torch.cuda.Event()
                 done.record(self._stream)
-                self._under_way.append(_Copy(block, extent, rows, done))
+                self._under_way = _Copy(block, extent, rows, done)
                 return
             self._shed(block)
         self._pool.give_back(block)
 
-    def _copy(self, rows: Tensor, extent: Extent) -> None:
-        kernel.copy_out(rows, kernel.HostPointer(self._address + extent.offset, rows.dtype))
-
     def _acquire(self, nbytes: int, *, sheds: bool) -> Extent | None:
         extent = self._producer.acquire(nbytes, block=False)
         if extent is None:
-            self._finish_all()  # what is under way must be published before its room in the ring can come back
+            self._finish()  # what is under way must be published before its room in the ring can come back
             extent = self._producer.acquire(nbytes, block=not sheds)
         return extent
 
-    def _finish_all(self) -> None:
-        while self._under_way:
-            copy = self._under_way.popleft()
+    def _finish(self) -> None:
+        copy, self._under_way = self._under_way, None
+        if copy is not None:
             copy.done.synchronize()
             self._publish(copy.block, copy.extent)
             self._pool.give_back(copy.block)

@@ -63,7 +63,7 @@ _STEPS_LEAVING = 1
 _BLOCKS_IN_RING = 8
 """Blocks of the largest size that the ring holds: some are filled while others are sent."""
 
-_LARGEST_BLOCK_BYTES = 64 << 20
+_LARGEST_BLOCK_BYTES = 128 << 20
 """What one block takes at most, if more than 32 positions are in it: larger ones would only come later."""
 
 

@@ -47,7 +47,7 @@ SELECTIONS: dict[str, tuple[object, Wanted]] = {
 
 
 def test_64_requests_of_all_kinds_at_once(engine: Engine, reference: Reference) -> None:
-    """Random prompts, sites, layers, positions and lengths; every second one is sampled.
+    """Random prompts, sites, layers, positions, lengths; every second one is sampled, half of these by a seed.
 
     Half of them wait, and take the places in the batch of those that have ended.
     """
@@ -63,6 +63,7 @@ def test_64_requests_of_all_kinds_at_once(engine: Engine, reference: Reference) 
                 max_tokens=int(rng.integers(1, 50)),
                 ignore_eos=True,
                 temperature=float(index % 2),
+                seed=index if index % 4 == 1 else None,
                 capture=residuum.Capture(layers=layers, sites=sites, positions=selection),
             )
             asked.append((stream, sites, layers, wanted))
@@ -114,16 +115,32 @@ def test_a_chunk_of_one_token_beside_others(engine: Engine, reference: Reference
         check_aborted(engine, reference, stream.request_id)
 
 
-@pytest.mark.xfail(
-    run=False, reason="vLLM 0.32 on a CPU takes back a partial prompt's sample by an offset that CPU generators lack"
-)
-def test_a_seeded_request_whose_prompt_is_computed_in_chunks(engine: Engine, reference: Reference) -> None:
-    """Not run: it would end the engine, and every other test's with it."""
-    prompt = make_prompt(np.random.default_rng(16), CHUNK + 5)
-    replies = [
-        engine.client.generate(prompt, max_tokens=8, ignore_eos=True, temperature=1.0, seed=1, capture=ALL)
-        for _ in range(2)
+@pytest.mark.parametrize("size", [CHUNK - 20, CHUNK, 2 * CHUNK])
+def test_a_seeded_request_whose_prompt_is_computed_in_chunks(engine: Engine, reference: Reference, size: int) -> None:
+    """A step that computes only a part of the prompt takes no random numbers: the reply is the one without chunks."""
+    rng = np.random.default_rng(16)
+    prompt = make_prompt(rng, size)
+    asked = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.0, "capture": ALL}
+    alone = engine.client.generate(prompt, seed=1, **asked)
+    with engine.held():
+        neighbours = [
+            engine.client.stream(make_prompt(rng, CHUNK - 14), seed=2, **asked),
+            engine.client.stream(make_prompt(rng, 5), **asked),
+        ]
+        stream = engine.client.stream(prompt, seed=1, **asked)
+        neighbours.append(engine.client.stream(make_prompt(rng, CHUNK), seed=3, **asked))
+    replies = []
+    for each in [stream, *neighbours]:
+        for _ in each:
+            pass
+        check_capture(engine, reference, each.reply)
+        replies.append(each.reply)
+    check_capture(engine, reference, alone)
+    chunks = [
+        [count for first, count in engine.journal.chunks(reply.request_id) if first < size]
+        for reply in (alone, replies[0])
     ]
-    assert replies[0].token_ids == replies[1].token_ids
-    for reply in replies:
-        check_capture(engine, reference, reply)
+    assert len(chunks[0]) == -(-size // CHUNK)
+    assert len(chunks[1]) > len(chunks[0]), "the neighbours took of its steps"
+    assert replies[0].token_ids == alone.token_ids
+    assert engine.client.generate(prompt, seed=2, **asked).token_ids != alone.token_ids

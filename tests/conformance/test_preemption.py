@@ -41,6 +41,7 @@ def test_rows_of_preempted_requests(engine: Engine, reference: Reference, direct
                 max_tokens=int(rng.integers(180, 230)),
                 ignore_eos=True,
                 temperature=float(index % 2 and capture is not None),
+                seed=index,
                 capture=capture,
                 steer=steered.steer if steered else (),
             )

@@ -181,6 +181,8 @@ class Tracked:
     """Positions that were captured and have not left."""
     capacity: int = 0
     """How many make them leave."""
+    first_generated: int = 32
+    """How many generated ones make the first of them leave."""
 
 
 class Model:
@@ -191,6 +193,7 @@ class Model:
         self.largest_block = largest_block
         self.vectors = [np.asarray(vector, dtype=np.float64) for vector in vectors]
         self.requests = {}
+        self.admitted = 0
         self.rows = {}
         """(capture id, site, layer, position) -> the row that must be shipped."""
         self.lost = set()
@@ -205,7 +208,8 @@ class Model:
                 left.append((request.plan.capture.capture_id, request.pending))
         for name, plan in admitted:
             if plan and name not in self.requests:
-                self.requests[name] = Tracked(plan)
+                self.admitted += 1
+                self.requests[name] = Tracked(plan, first_generated=32 - self.admitted * 13 % 32)
         return left
 
     def steered(self, name, position, layer, hidden, residual):
@@ -253,7 +257,7 @@ class Model:
         for position in range(max(first, request.next_position), first + count):
             if is_wanted(wanted.positions, prompt, position):
                 if not request.pending:
-                    request.capacity = self._capacity(wanted, prompt, position, first + count)
+                    request.capacity = self._capacity(request, position, first + count)
                 request.pending.append(position)
                 for site, layer in self._own(wanted):
                     key = (POST, layer - 1) if site == PRE and layer - 1 in self.layers else (site, layer)
@@ -267,11 +271,14 @@ class Model:
         block, request.pending = (request.plan.capture.capture_id, request.pending), []
         return block
 
-    def _capacity(self, wanted, prompt, position, stop):
+    def _capacity(self, request, position, stop):
         """A block takes what this step computes on this side of the prompt's end, within bounds, or 32."""
+        wanted, prompt, least = request.plan.capture, request.plan.prompt_tokens, 32
+        if position >= prompt:
+            least, request.first_generated = request.first_generated, 32
         stop = min(stop, prompt) if position < prompt else stop
         at_hand = sum(is_wanted(wanted.positions, prompt, other) for other in range(position, stop))
-        return max(32, min(at_hand, self.largest_block // max(len(self._own(wanted)), 1)))
+        return max(least, min(at_hand, self.largest_block // max(len(self._own(wanted)), 1)))
 
     def _own(self, wanted):
         return [(site, layer) for site in wanted.sites for layer in wanted.layers if layer in self.layers]
