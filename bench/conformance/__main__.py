@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,20 @@ _LINE = "{:<15} {:<8} {:>6} {:>7} {:>7} {:>12} {:>12} {:>10}  {:<14} {:>6}"
 _HEADS = ("architecture", "verdict", "layers", "rows", "missing", "min cos", "mean cos", "max error", "captures", "s")
 
 
+@dataclass(frozen=True)
+class Case:
+    """An architecture, and how its engine is run."""
+
+    architecture: Architecture
+    setup: Setup
+
+    @property
+    def name(self) -> str:
+        """The architecture's name, and the layout if it is spread over several ranks."""
+        layout = (self.setup.tensor_parallel_size, self.setup.pipeline_parallel_size)
+        return self.architecture.name if layout == (1, 1) else f"{self.architecture.name}-{layout[0]}x{layout[1]}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print, and write the result. The exit code is 1 if any architecture is neither exact nor refused."""
     options = parse(arguments)
@@ -38,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     context = {"machine": asdict(Machine.describe()), "versions": versions(), "revision": asdict(Revision.describe())}
     try:
         with terminated_as_interrupted():
-            outcomes = run_all(options.architectures, setup, jobs=options.jobs, keep=options.keep)
+            outcomes = run_all(cases_of(options, setup), jobs=options.jobs, keep=options.keep)
     except KeyboardInterrupt:
         sys.exit(130)
     if options.output:
@@ -53,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(0 if all(outcome.holds for outcome in outcomes) else 1)
 
 
-def run_all(architectures: Sequence[Architecture], setup: Setup, *, jobs: int, keep: Path | None) -> list[Outcome]:
-    """Run the architectures, `jobs` at a time, all with one store; print each as it is done."""
+def run_all(cases: Sequence[Case], *, jobs: int, keep: Path | None) -> list[Outcome]:
+    """Run the cases, `jobs` at a time, all with one store; print each as it is done."""
     print(_LINE.format(*_HEADS), flush=True)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch, ThreadPoolExecutor(jobs) as pool:
@@ -63,15 +77,15 @@ def run_all(architectures: Sequence[Architecture], setup: Setup, *, jobs: int, k
         try:
             store.wait_until_serving(_STORE_SECONDS)
 
-            def run(architecture: Architecture) -> Outcome:
+            def run(case: Case) -> Outcome:
                 try:
-                    return check(architecture, setup, store.endpoint, folder / f"run-{architecture.name}")
+                    return check(case.architecture, case.setup, store.endpoint, folder / f"run-{case.name}")
                 except Exception as error:  # noqa: BLE001 - this transformers does not know it, say; the others go on
-                    return Outcome(architecture.name, Verdict.FAILED, f"{type(error).__name__}: {error}")
+                    return Outcome(case.architecture.name, Verdict.FAILED, f"{type(error).__name__}: {error}")
 
-            for outcome in pool.map(run, architectures):
+            for case, outcome in zip(cases, pool.map(run, cases), strict=True):
                 outcomes.append(outcome)
-                print(describe(outcome), flush=True)
+                print(describe(case.name, outcome), flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -80,7 +94,7 @@ def run_all(architectures: Sequence[Architecture], setup: Setup, *, jobs: int, k
     return outcomes
 
 
-def describe(outcome: Outcome) -> str:
+def describe(name: str, outcome: Outcome) -> str:
     """Return an outcome as a line, and another with the reason if it is not exact."""
     figures: tuple[Any, ...] = ("", "", "", "", "", "", "")
     if outcome.rows:
@@ -93,7 +107,7 @@ def describe(outcome: Outcome) -> str:
             f"{outcome.max_error:.1e}",
             ", ".join(f"{count} {state}" for state, count in outcome.states.items()),
         )
-    line = _LINE.format(outcome.name, outcome.verdict.value, *figures, f"{outcome.seconds:.1f}")
+    line = _LINE.format(name, outcome.verdict.value, *figures, f"{outcome.seconds:.1f}")
     return line if outcome.verdict is Verdict.EXACT else f"{line}\n    {outcome.detail}"
 
 
@@ -110,10 +124,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     compiling.add_argument("--eager", action="store_true", default=defaults.eager, help="do not compile (the default)")
     compiling.add_argument("--compiled", dest="eager", action="store_false", help="compile, as the service does")
     parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1,
-        help="ranks that share each layer; on a CPU set VLLM_CPU_OMP_THREADS_BIND, such as '0|1'",
+        "--layouts", type=_layouts, default=[(1, 1)], metavar="TPxPP,...",
+        help="ranks that share each layer x stages that the layers are divided into, such as 2x1,1x2,2x2; "
+        "for more than 1x1 on a CPU set VLLM_CPU_OMP_THREADS_BIND, such as '0|1' (default: 1x1)",
     )  # fmt: skip
-    parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages that the layers are divided into")
     parser.add_argument("--sites", type=_sites, default=defaults.sites, help=f"separated by commas: {', '.join(SITES)}")
     parser.add_argument("--kv-cache-gib", type=float, default=defaults.kv_cache_gib, help="memory of the KV cache")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="more of vLLM's arguments, as a JSON object")
@@ -134,14 +148,31 @@ def setup_of(options: argparse.Namespace) -> Setup:
     return Setup(
         dtype=options.dtype,
         eager=options.eager,
-        tensor_parallel_size=options.tensor_parallel_size,
-        pipeline_parallel_size=options.pipeline_parallel_size,
         sites=options.sites,
         kv_cache_gib=options.kv_cache_gib,
         engine_args=options.engine_args,
         max_error=options.max_error or 0.0,
         max_outliers=options.max_outliers or 0.0,
     )
+
+
+def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
+    """Return each architecture in each layout that the command line asks for."""
+    return [
+        Case(architecture, replace(setup, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline))
+        for architecture in options.architectures
+        for tensor, pipeline in options.layouts
+    ]
+
+
+def _layouts(text: str) -> list[tuple[int, int]]:
+    layouts = []
+    for layout in text.split(","):
+        sizes = [int(size) for size in layout.split("x")]
+        if len(sizes) != len(("tensor", "pipeline")) or min(sizes) < 1:
+            raise argparse.ArgumentTypeError(f"{layout!r} is not such as 2x1")
+        layouts.append((sizes[0], sizes[1]))
+    return layouts
 
 
 def _architectures(text: str) -> list[Architecture]:

@@ -22,7 +22,6 @@ from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.runtime import TapRuntime
 from residuum.v1 import selection_pb2
-from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +67,6 @@ class DecodeLoop:
         device: Device = Device.HOST,
         captures: bool = True,
         steering: Steering = Steering.NONE,
-        staggered: bool = True,
     ) -> None:
         """Admit the requests, and compute their prompts.
 
@@ -78,7 +76,6 @@ class DecodeLoop:
             device: What the layout of a step is handed to.
             captures: Whether every position is captured.
             steering: How they are steered.
-            staggered: Let as many blocks be full after each step, instead of all after every 32nd.
         """
         where = torch.device("cuda" if device is Device.CUDA else "cpu")
         self._points = TapPoints(0, layers)
@@ -93,9 +90,7 @@ class DecodeLoop:
         self._firsts = np.zeros(0, dtype=np.int64)  # the position of each request in step 0, as it were
         self._counts = np.zeros(0, dtype=np.int64)
         plans = [_plan(index, layers, captures=captures, steering=steering) for index in range(requests)]
-        turns = range(BLOCK_TOKENS if staggered else 1)
-        for turn in turns:
-            self._admit(plans[turn :: len(turns)])
+        self._admit(plans)
 
     def step(self) -> None:
         """Compute a token of every request."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.conformance.__main__ import describe, parse, setup_of
-from bench.conformance.architectures import ARCHITECTURES
+from bench.conformance.__main__ import cases_of, describe, parse, setup_of
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
 
 EXPECTED = np.random.default_rng(0).standard_normal((3, 5, 16)).astype(np.float32)
@@ -105,17 +104,20 @@ def test_the_command_line_says_how_the_engine_is_run() -> None:
     engine_args = '--engine-args={"disable_custom_all_reduce": true}'
     sites = "--sites=resid_post,mlp_out"
     which = "--architectures=gpt2,opt"
-    options = parse([which, "--tensor-parallel-size=2", "--compiled", "--dtype=bfloat16", sites, engine_args])
-    assert options.architectures == [ARCHITECTURES["gpt2"], ARCHITECTURES["opt"]]
-    flags = setup_of(options).arguments()
+    options = parse([which, "--layouts=1x1,2x3", "--compiled", "--dtype=bfloat16", sites, engine_args])
+    cases = cases_of(options, setup_of(options))
+    assert [case.name for case in cases] == ["gpt2", "gpt2-2x3", "opt", "opt-2x3"]
+    flags = cases[3].setup.arguments()
     assert engine_args in flags
-    assert {"--tensor-parallel-size=2", "--dtype=bfloat16", "--capture-sites=resid_post,mlp_out"} <= set(flags)
+    assert {"--dtype=bfloat16", "--capture-sites=resid_post,mlp_out"} <= set(flags)
+    assert {"--tensor-parallel-size=2", "--pipeline-parallel-size=3"} <= set(flags)
     assert "--enforce-eager" not in flags
-    with pytest.raises(SystemExit):
-        parse(["--architectures", "gpt5"])
+    for bad in (["--architectures", "gpt5"], ["--layouts", "2"], ["--layouts", "2x0"]):
+        with pytest.raises(SystemExit):
+            parse(bad)
 
 
 def test_a_line_says_why_an_architecture_is_not_exact() -> None:
-    line = describe(Outcome("bert", Verdict.REFUSED, "CannotTapError: it is no decoder"))
+    line = describe("bert", Outcome("bert", Verdict.REFUSED, "CannotTapError: it is no decoder"))
     assert "refused" in line
     assert "it is no decoder" in line

@@ -9,7 +9,7 @@ from residuum.wire.limits import BLOCK_TOKENS
 
 @pytest.mark.parametrize("device", [Device.NONE, Device.HOST])
 @pytest.mark.parametrize("steering", Steering)
-def test_staggered_requests_fill_as_many_blocks_in_each_step(device, steering):
+def test_requests_that_begin_together_fill_as_many_blocks_in_each_step(device, steering):
     loop = DecodeLoop(BLOCK_TOKENS, 2, device=device, steering=steering)
     for _ in range(BLOCK_TOKENS):
         loop.step()

@@ -29,8 +29,8 @@ KINDS = [
 
 
 def decoding(requests=FEW, layers=LAYERS, *, captures=True, steering=Steering.NONE, device=Device.HOST):
-    """A running batch in which no block is full after the next steps."""
-    loop = DecodeLoop(requests, layers, device=device, captures=captures, steering=steering, staggered=False)
+    """A running batch."""
+    loop = DecodeLoop(requests, layers, device=device, captures=captures, steering=steering)
     for _ in range(WARMUP_STEPS):
         loop.step()
     return loop
