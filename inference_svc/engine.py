@@ -9,7 +9,7 @@ import os
 import signal
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm
 from vllm import SamplingParams
@@ -25,7 +25,7 @@ from inference_svc.taps.worker import SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.plan import RequestPlan
@@ -79,8 +79,7 @@ class ModelFacts:
     """Which of vLLM's model runners runs: "v1" or "v2"."""
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What one step of the engine adds to a sequence."""
 
     text: str
@@ -139,19 +138,15 @@ class Engine:
             return self._apply_chat_template(request.chat)
         raise Failure(Reason.ERROR_REASON_INVALID_FIELD, "Set a prompt: text, token_ids or chat.", field="prompt")
 
-    async def generate(
+    def generate(
         self,
         engine_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         plan: RequestPlan | None,
         cache_salt: str | None,
-    ) -> AsyncIterator[Delta]:
-        """Generate one sequence. Closing the iterator stops the engine's request.
-
-        Raises:
-            Failure: The engine is dead, or gave the request up.
-        """
+    ) -> AsyncGenerator[Delta]:
+        """Generate one sequence; see `stream`."""
         sampling = sampling.clone()
         sampling.extra_args = plan.to_extra_args() if plan else None
         # A captured prompt must be computed; reading it from the prefix cache would leave its rows out.
@@ -160,24 +155,7 @@ class Engine:
         prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_token_ids)}
         if cache_salt:
             prompt["cache_salt"] = cache_salt
-        try:
-            async with aclosing(self._llm.generate(prompt, sampling, engine_id)) as outputs:
-                async for output in outputs:
-                    completion = output.outputs[0]
-                    if completion.finish_reason in _GIVEN_UP:
-                        raise Failure(
-                            Reason.ERROR_REASON_INTERNAL,
-                            f"The engine gave the request up ({completion.finish_reason}); its log may say why.",
-                        )
-                    stop = completion.stop_reason
-                    yield Delta(
-                        text=completion.text,
-                        token_ids=completion.token_ids,
-                        finish_reason=completion.finish_reason,
-                        stop_reason=stop if isinstance(stop, str) else "",
-                    )
-        except EngineDeadError as error:
-            raise _engine_dead() from error
+        return stream(self._llm, prompt, sampling, engine_id)
 
     async def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Write vectors into rows of every rank's bank; see `VectorBank.load`."""
@@ -246,6 +224,34 @@ class Engine:
                 Reason.ERROR_REASON_INVALID_FIELD, f"The model's chat template refuses this: {error}", field="chat"
             ) from error
         return list(ids)
+
+
+async def stream(
+    llm: AsyncLLM, prompt: dict[str, Any], sampling: SamplingParams, engine_id: str
+) -> AsyncGenerator[Delta]:
+    """Generate one sequence with a vLLM engine, step by step. Closing the generator stops the engine's request.
+
+    Raises:
+        Failure: The engine is dead, or gave the request up.
+    """
+    try:
+        async with aclosing(llm.generate(prompt, sampling, engine_id)) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                if completion.finish_reason in _GIVEN_UP:
+                    raise Failure(
+                        Reason.ERROR_REASON_INTERNAL,
+                        f"The engine gave the request up ({completion.finish_reason}); its log may say why.",
+                    )
+                stop = completion.stop_reason
+                yield Delta(
+                    completion.text,
+                    completion.token_ids,
+                    completion.finish_reason,
+                    stop if isinstance(stop, str) else "",
+                )
+    except EngineDeadError as error:
+        raise _engine_dead() from error
 
 
 def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int) -> SamplingParams:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from inference_svc.engine import Engine, engine_arguments, model_runner
+from inference_svc.engine import Engine, engine_arguments, model_runner, stream
 from inference_svc.selftest import run_self_test
 
 if TYPE_CHECKING:
@@ -71,8 +71,9 @@ class StockSubject:
         """See `Subject`; there is nothing in it that could carry out a plan."""
         assert plan is None  # noqa: S101 - the modes that have one are never run on stock
         reply: list[int] = []
-        async for output in self._llm.generate({"prompt_token_ids": list(prompt)}, sampling.clone(), request_id):
-            reply.extend(output.outputs[0].token_ids)
+        # By the service's own loop over vLLM's outputs, so that what differs is the taps and nothing else.
+        async for delta in stream(self._llm, {"prompt_token_ids": list(prompt)}, sampling.clone(), request_id):
+            reply.extend(delta.token_ids)
         return reply
 
     def shutdown(self) -> None:

@@ -83,7 +83,7 @@ class CpuTap:
         self.tap(steered, residual, point)
         x = steered.float() + residual.float()
         y = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
-        scaled = y * (weight.float() + 1.0) if plus_one else y.to(weight.dtype) * weight
+        scaled = y * (weight.float() + (1.0 if plus_one else 0.0))
         return scaled.to(hidden.dtype), x.to(hidden.dtype)
 
     def _capture(self, hidden: Tensor, residual: Tensor | None, point: int, *, before_steering: bool) -> None:

@@ -47,7 +47,7 @@ class CudaTap:
         self._programs = ProgramTable(_PROGRAMS, _ENTRIES, points, device)
         rows = torch.full((max_rows, kernel.ROW_FIELDS), _NO_PROGRAM, dtype=torch.int32, device=device)
         self._tables = kernel.KernelTables(rows, self._programs, bank, pool)
-        self._stages = [_Stage(max_rows) for _ in range(_STAGES)]
+        self._stages = [_Stage(rows) for _ in range(_STAGES)]
         self._turn = 0
         self._armed_rows = 0
 
@@ -64,7 +64,7 @@ class CudaTap:
         self._programs.begin_step()
         numbers = np.array([self._programs.number(program) for program in layout.programs], dtype=np.int32)
         stage.fill(layout.lines, numbers, max(rows, self._armed_rows))
-        stage.upload(self._tables.rows, max(rows, self._armed_rows))
+        stage.upload(max(rows, self._armed_rows))
         self._armed_rows = rows
 
     def disarm(self) -> None:
@@ -87,9 +87,12 @@ class CudaTap:
 class _Stage:
     """Pinned memory from which one step's rows are uploaded."""
 
-    def __init__(self, max_rows: int) -> None:
-        self._memory = torch.empty(max_rows, kernel.ROW_FIELDS, dtype=torch.int32, pin_memory=True)
+    def __init__(self, target: Tensor) -> None:
+        """Make a stage for the row table `target`, int32 [rows, ROW_FIELDS]."""
+        self._target = target
+        self._memory = torch.empty(len(target), kernel.ROW_FIELDS, dtype=torch.int32, pin_memory=True)
         self._view = self._memory.numpy()
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}  # the first rows of both, by their number
         self._uploaded = torch.cuda.Event()
 
     def fill(self, lines: npt.NDArray[np.int64], numbers: npt.NDArray[np.int32], count: int) -> None:
@@ -100,7 +103,11 @@ class _Stage:
         self._view[rows, 0] = numbers[lines[:, PROGRAM]]
         self._view[rows, 1:3] = lines[:, PLACE:]
 
-    def upload(self, target: Tensor, count: int) -> None:
+    def upload(self, count: int) -> None:
         """Copy the first `count` rows to the device."""
-        target[:count].copy_(self._memory[:count], non_blocking=True)
+        parts = self._parts.get(count)
+        if parts is None:
+            parts = self._parts[count] = (self._target[:count], self._memory[:count])
+        target, source = parts
+        target.copy_(source, non_blocking=True)
         self._uploaded.record()

@@ -173,9 +173,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     factor = w.to(tl.float32)
     if PLUS_ONE:
         factor += 1.0
-    else:
-        y = y.to(weight.dtype.element_ty).to(tl.float32)
-    y = y * factor
+    y = y * factor  # rounded once, as the compiler does it where the definition rounds before it multiplies
     tl.store(normed + row.to(tl.int64) * width + columns, y.to(hidden.dtype.element_ty), mask=mask)
 
 
@@ -255,7 +253,7 @@ def tap_norm(
         epsilon: The norm's.
         point: The tap point.
         tables: What the kernel reads.
-        plus_one: The norm multiplies by weight + 1, in float32 (Gemma), rather than by weight in its dtype.
+        plus_one: The norm multiplies by weight + 1 (Gemma) rather than by weight.
 
     Returns:
         The norm of the steered sum, and the sum, each [rows, hidden].
