@@ -77,6 +77,8 @@ class ModelFacts:
     """The control sockets of the rings, one for each rank that captures."""
     model_runner: str = ""
     """Which of vLLM's model runners runs: "v1" or "v2"."""
+    folded_norms: int = 0
+    """Layers whose tap is folded into the norm that follows."""
 
 
 class Delta(NamedTuple):
@@ -400,6 +402,7 @@ def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str,
         ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
         control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
         model_runner=model_runner(config),
+        folded_norms=sum(rank["folded_norms"] for rank in ranks if rank["captures"]),
     )
 
 

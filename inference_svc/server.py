@@ -27,7 +27,7 @@ from residuum.rpc.serving import (
     add_health_and_reflection,
     write_port_file,
 )
-from residuum.v1 import inference_pb2_grpc
+from residuum.v1 import capture_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -123,6 +123,8 @@ class InferenceServer:
             "serving",
             model=engine.facts.name,
             layers=engine.facts.num_layers,
+            sites=[capture_pb2.Site.Name(site) for site in engine.facts.sites],
+            folded_norms=engine.facts.folded_norms,
             capturing_ranks=len(engine.facts.control_paths),
             store=settings.store or None,
         )

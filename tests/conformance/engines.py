@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -53,6 +53,15 @@ class Engine:
     client: residuum.Client
     journal: Journal
     """What the engine computed, step by step."""
+
+    def serving(self) -> dict[str, Any]:
+        """Return what the service logged when it began to serve."""
+        for line in self.inference.log.read_text().splitlines():
+            with suppress(ValueError):
+                entry: dict[str, Any] = json.loads(line)
+                if entry.get("event") == "serving":
+                    return entry
+        raise LookupError("the service does not serve")
 
     @contextmanager
     def held(self, *vectors: residuum.Vector) -> Iterator[None]:

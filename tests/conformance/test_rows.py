@@ -40,6 +40,11 @@ def test_a_layer_is_what_transformers_calls_its_output(engine: Engine, reference
     assert relative_error(last, states[LAYERS]) > 0.01, "before the final norm, not after"
 
 
+def test_taps_are_folded_into_norms_in_one_engine_and_not_in_the_other(engine: Engine) -> None:
+    """So that all other tests see both."""
+    assert engine.serving()["folded_norms"] == (LAYERS if engine.name == "compiled" else 0)
+
+
 @pytest.mark.parametrize("layers", [(0,), (1, 3), (LAYERS - 1,)])
 def test_some_layers(engine: Engine, reference: Reference, layers: tuple[int, ...]) -> None:
     capture = residuum.Capture(layers=layers, sites=SITES)
