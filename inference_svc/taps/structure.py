@@ -244,7 +244,8 @@ def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callab
     """Run a model again, and return by how much the parts of each layer fail to add up to what the layer adds.
 
     A model may scale what its parts give, or give it in a form of its own: then the modules that were found are not
-    what their sites promise. Attention has nothing to look at in such a run and gives zeros, so a wave is added to it.
+    what their sites promise. Attention has nothing to look at in such a run, and gives zeros or what it finds in
+    memory: a wave takes the place of it.
 
     Args:
         layers: The decoder layers by index, whose attention and MLP were found.
@@ -260,7 +261,7 @@ def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callab
     for index, layer in layers.items():
         note = seen[index].append
         handles.append(layer.register_forward_pre_hook(_note_input(note, *structure.inputs), with_kwargs=True))
-        handles.append(structure.attention[index].register_forward_hook(_add_wave))
+        handles.append(structure.attention[index].register_forward_hook(_give_wave))
         handles.append(structure.attention[index].register_forward_hook(_note_output(note)))
         handles.append(structure.mlp[index].register_forward_hook(_note_output(note)))
         handles.append(layer.register_forward_hook(_note_output(note, whole=structure.adds_residual)))
@@ -294,11 +295,9 @@ def _note_output(note: Callable[[Tensor], None], *, whole: bool = False) -> Any:
     return hook
 
 
-def _add_wave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _give_wave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     del module, args
-    first = output if isinstance(output, Tensor) else output[0]
-    changed = first + _wave(first)
-    return changed if isinstance(output, Tensor) else (changed, *output[1:])
+    return _wave(output) if isinstance(output, Tensor) else (_wave(output[0]), *output[1:])
 
 
 def _wave(like: Tensor) -> Tensor:
