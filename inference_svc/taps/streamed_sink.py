@@ -1,7 +1,7 @@
 """The sink of a GPU: blocks are copied to the ring on a stream of their own, by a thread of their own.
 
 The engine's thread only records where its stream stands and hands the blocks over: it never waits for a copy, nor for
-a slot of the ring. What holds up the model when the ring is full is the pool: blocks that cannot leave do not come
+room in the ring. What holds up the model when the ring is full is the pool: blocks that cannot leave do not come
 back, and the step that needs the next one waits for it (the policy WAIT).
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from inference_svc.taps import kernel
 from inference_svc.taps.sink import BlockSink
 from residuum.rpc.logs import get_logger
 
@@ -57,6 +58,7 @@ class StreamedSink(BlockSink):
         code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
         if int(code) != 0:
             raise CannotPinError(f"cudaHostRegister of the ring ({memory.nbytes} bytes) failed with code {int(code)}")
+        self._address = memory.ctypes.data  # the device reaches registered memory by the host's address
         self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)
         self._work: queue.SimpleQueue[tuple[Sequence[Block], torch.cuda.Event]] = queue.SimpleQueue()
@@ -109,9 +111,7 @@ class StreamedSink(BlockSink):
             rows = self._pool.rows(block)
             extent = self._acquire(rows.nbytes, sheds=block.capture.sheds)
             if extent is not None:
-                # One at a time. The copy engine works off one copy after the other: behind a prefill's gigabyte of
-                # rows the model's own few bytes would wait, its sampled tokens among them.
-                self._finish()
+                self._finish()  # one at a time, so that what has come leaves at once
                 self._copy(rows, extent)
                 done = torch.cuda.Event()
                 done.record(self._stream)
@@ -119,6 +119,9 @@ class StreamedSink(BlockSink):
                 return
             self._shed(block)
         self._pool.give_back(block)
+
+    def _copy(self, rows: Tensor, extent: Extent) -> None:
+        kernel.copy_out(rows, kernel.HostPointer(self._address + extent.offset, rows.dtype))
 
     def _acquire(self, nbytes: int, *, sheds: bool) -> Extent | None:
         extent = self._producer.acquire(nbytes, block=False)
