@@ -1,6 +1,6 @@
 """Programs as tables at fixed addresses on the device, where the kernel reads them.
 
-A step of a running batch uploads two numbers a row, whatever is captured and however it is steered; the tables change
+A step of a running batch uploads four numbers a row, whatever is captured and however it is steered; the tables change
 only when something new is asked for.
 """
 
