@@ -76,10 +76,11 @@ async def test_a_failed_request_is_incomplete_and_says_why(service, manifest):
     assert sealed.incomplete_detail == "The engine failed; see its log."
 
 
-async def test_an_id_that_the_store_knows_from_before_is_refused(real_store):
+async def test_an_id_that_the_store_knows_from_before_is_refused(real_store, manifest):
     """Another run of the service does not remember the ids of the one before; the store does."""
     async with running_service(real_store) as first:
         await first.events(ask(spec("r", NO_ROWS)))
+        await manifest("r")  # sealed: until then an opening that says the same is taken for the same one, tried again
     async with running_service(real_store) as second:
         failure = await failure_of(second.events(ask(spec("r", NO_ROWS))))
         assert (failure.reason_name, failure.metadata["capture_id"]) == ("CAPTURE_EXISTS", "r")
