@@ -265,7 +265,7 @@ def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int)
         temperature=p.temperature,
         top_p=p.top_p if p.HasField("top_p") else 1.0,
         top_k=p.top_k,
-        seed=p.seed + sequence if p.HasField("seed") else None,
+        seed=(p.seed + sequence) % (1 << 63) if p.HasField("seed") else None,
         stop=list(p.stop),
         ignore_eos=p.ignore_eos,
         output_kind=RequestOutputKind.DELTA,

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from inference_svc.taps.demand import MAX_ENTRIES, MAX_PROGRAMS, demand_of
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from residuum.wire.ids import is_valid_id
@@ -87,6 +88,7 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
         )
     capture = _resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
     steering = _resolve_steering(spec.steering, facts) if spec.steering.operations else None
+    _check_demand(capture, steering)
     return ResolvedSpec(spec.request_id, capture, steering)
 
 
@@ -217,6 +219,22 @@ def _resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> ste
         checked.CopyFrom(operation)
         checked.layers.CopyFrom(_layer_list(f"{field}.layers", operation.layers, facts))
     return resolved
+
+
+def _check_demand(capture: capture_pb2.CaptureSpec | None, steering: steering_pb2.SteeringSpec | None) -> None:
+    """Make sure that a request fits the taps' tables whatever runs beside it."""
+    operations = steering.operations if steering else ()
+    demand = demand_of(
+        [(operation.layers.list.layers, operation.positions) for operation in operations],
+        capture.positions if capture else None,
+    )
+    if demand.programs > MAX_PROGRAMS or demand.entries > MAX_ENTRIES:
+        raise _invalid(
+            "steering.operations",
+            f"Its positions fall into as many as {demand.programs} classes (at most {MAX_PROGRAMS}) with "
+            f"{demand.entries} operations to apply (at most {MAX_ENTRIES}). Use fewer operations, fewer position "
+            "ranges, or the same layers and positions for more of them.",
+        )
 
 
 def _check_operation(field: str, operation: steering_pb2.SteeringOperation) -> None:

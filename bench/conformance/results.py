@@ -73,6 +73,8 @@ class Comparison:
     """Rows that were compared, counted once for each layer and site."""
     missing: int = 0
     """Rows that should have been there and were not."""
+    surplus: int = 0
+    """Rows that should not have been there."""
     states: Counter[str] = field(default_factory=Counter)
     """How the captures ended, by their manifests."""
     least_layer_distance: float = float("inf")
@@ -93,6 +95,7 @@ class Comparison:
         if got.shape[:2] != shape:
             there = min(got.shape[1], shape[1]) if got.shape[0] == shape[0] else 0
             self.missing += shape[0] * (shape[1] - there)
+            self.surplus += got.shape[0] * (got.shape[1] - there)
             got, present, expected = got[:, :there], present[:, :there], expected[:, :there]
         self.missing += int((~present).sum())
         a, b = got[present].astype(np.float64), expected[present].astype(np.float64)
@@ -132,6 +135,7 @@ class Comparison:
         outliers = int((~holds).sum())
         checks = {
             f"{self.missing} rows are missing": self.missing > 0,
+            f"{self.surplus} rows came that nobody asked for": self.surplus > 0,
             f"captures ended as {dict(self.states)}": set(self.states) != {"complete"},
             "no row was compared": self.rows == 0,
             f"{outliers} of {self.rows} rows have a cosine below {bounds.min_cosine:g} or an error above "

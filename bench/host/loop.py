@@ -127,7 +127,7 @@ class DecodeLoop:
         if device is Device.NONE:
             return _NoTap()
         most_rows = max(requests, 1) * PROMPT_TOKENS
-        arguments = (self._bank, self._pool, self._points, most_rows)
+        arguments = (self._bank, self._pool, self._points, most_rows, max(requests, 1))
         if device is Device.CUDA:
             return cuda.CudaTap(*arguments)
         with mock.patch.object(cuda, "torch", _TorchWithoutCuda()):

@@ -122,16 +122,14 @@ class BlockPool:
         capacities = sorted({least, max(least, min(positions, most))}, reverse=True)
         with self._changed:
             while True:
+                if self._failed:
+                    raise PoolExhaustedError("captured rows cannot leave the device; see the log above")
                 for capacity in capacities:
                     first = self._runs.take(capacity * capture.units, from_end=capacity <= BLOCK_TOKENS)
                     if first is not None:
                         return Block(first, capacity, capture)
-                if self._failed or not self._leaving:
-                    raise PoolExhaustedError(
-                        "captured rows cannot leave the device; see the log above"
-                        if self._failed
-                        else "no room is left for captured rows; the pool is too small for this step"
-                    )
+                if not self._leaving:
+                    raise PoolExhaustedError("no room is left for captured rows; the pool is too small for this step")
                 self._changed.wait()
 
     def leaving(self, count: int) -> None:

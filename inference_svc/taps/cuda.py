@@ -8,10 +8,13 @@ import numpy as np
 import torch
 
 from inference_svc.taps import kernel
+from inference_svc.taps.demand import MAX_ENTRIES, MAX_PROGRAMS
 from inference_svc.taps.layout import PLACE, PROGRAM, ROW
-from inference_svc.taps.tables import ProgramTable
+from inference_svc.taps.tables import ProgramTable, TablesFullError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
     from torch import Tensor
 
@@ -19,9 +22,10 @@ if TYPE_CHECKING:
     from inference_svc.taps.blocks import BlockPool
     from inference_svc.taps.layout import StepLayout
     from inference_svc.taps.points import TapPoints
+    from inference_svc.taps.programs import Program
 
-_PROGRAMS = 4096
-_ENTRIES = 65_536
+_SPARE_PROGRAMS = 1024
+"""Room for programs that no row of a step has: they need not be written again when they are next wanted."""
 _STAGES = 4
 """Staging buffers: the engine prepares a step while earlier ones still run, and must not write over what they read."""
 _NO_PROGRAM = -1
@@ -34,7 +38,9 @@ class CudaTap:
     after the last of them.
     """
 
-    def __init__(self, bank: VectorBank, pool: BlockPool | None, points: TapPoints, max_rows: int) -> None:
+    def __init__(
+        self, bank: VectorBank, pool: BlockPool | None, points: TapPoints, max_rows: int, max_requests: int
+    ) -> None:
         """Make the tap of one pipeline stage.
 
         Args:
@@ -42,9 +48,11 @@ class CudaTap:
             pool: Where captured rows go; None on a rank that only steers.
             points: The stage's tap points.
             max_rows: The most rows that a step has, padding included.
+            max_requests: The most requests that run at once.
         """
         device = bank.vectors.device
-        self._programs = ProgramTable(_PROGRAMS, _ENTRIES, points, device)
+        programs = min(MAX_PROGRAMS * max_requests, max_rows) + _SPARE_PROGRAMS
+        self._programs = ProgramTable(programs, MAX_ENTRIES * max_requests, points, device)
         rows = torch.full((max_rows, kernel.ROW_FIELDS), _NO_PROGRAM, dtype=torch.int32, device=device)
         self._tables = kernel.KernelTables(rows, self._programs, bank, pool)
         self._stages = [_Stage(rows) for _ in range(_STAGES)]
@@ -62,10 +70,17 @@ class CudaTap:
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % _STAGES
         self._programs.begin_step()
-        numbers = np.array([self._programs.number(program) for program in layout.programs], dtype=np.int32)
+        try:
+            numbers = self._number(layout.programs)
+        except TablesFullError:
+            self._programs.clear()  # what was there before has left room in pieces
+            numbers = self._number(layout.programs)
         stage.fill(layout.lines, numbers, max(rows, self._armed_rows))
         stage.upload(max(rows, self._armed_rows))
         self._armed_rows = rows
+
+    def _number(self, programs: Sequence[Program]) -> npt.NDArray[np.int32]:
+        return np.array([self._programs.number(program) for program in programs], dtype=np.int32)
 
     def disarm(self) -> None:
         """Let the next runs of the model pass through."""

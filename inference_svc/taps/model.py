@@ -90,6 +90,31 @@ def put_taps(
     return folded
 
 
+def check_parts(layers: Mapping[int, nn.Module], structure: Structure) -> None:
+    """Make sure that every layer's attention and MLP were found, and what they add to.
+
+    Raises:
+        CannotTapError: They were not.
+    """
+    missing = sorted(set(layers) - (structure.attention.keys() & structure.mlp.keys()))
+    if missing:
+        layer = layers[missing[0]]
+        raise CannotTapError(
+            f"attn_out and mlp_out cannot be captured: looked in {type(layer).__name__} for an attention block and for "
+            "an MLP after it, each a module of its own, "
+            f"found {sorted(name for name, _ in layer.named_children())} (layers {missing})."
+        )
+    _check_inputs("attn_out and mlp_out", layers, structure)
+
+
+def _check_inputs(sites: str, layers: Mapping[int, nn.Module], structure: Structure) -> None:
+    if structure.inputs is None:
+        raise CannotTapError(
+            f"{sites} cannot be captured: looked for the arguments of {type(layers[min(layers)]).__name__} that carry "
+            "what the layer before it returned, found none. A stage needs two layers for that."
+        )
+
+
 def check_sum(errors: Mapping[int, float]) -> None:
     """Make sure that the parts of each layer are what it adds to the residual stream; see `structure.sum_error`.
 
@@ -107,32 +132,20 @@ def check_sum(errors: Mapping[int, float]) -> None:
 
 
 def _put_entry(layers: Mapping[int, nn.Module], structure: Structure) -> None:
-    first = layers[min(layers)]
-    if structure.inputs is None:
-        raise CannotTapError(
-            f"resid_pre cannot be captured: looked for the arguments of {type(first).__name__} that carry what the "
-            "layer before it returned, found none."
-        )
+    _check_inputs("resid_pre", layers, structure)
+    assert structure.inputs is not None  # noqa: S101 - just checked
     hidden, residual = structure.inputs
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
         op.call(_rows(hidden.of(args, kwargs)), residual.of(args, kwargs) if residual else None, ENTRY)
 
-    first.register_forward_pre_hook(hook, with_kwargs=True)
+    layers[min(layers)].register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _put_parts(layers: Mapping[int, nn.Module], points: TapPoints, structure: Structure, site: Site.ValueType) -> None:
-    is_attention = site == capture_pb2.SITE_ATTN_OUT
-    found = structure.attention if is_attention else structure.mlp
-    missing = sorted(set(layers) - set(found))
-    if missing:
-        layer = layers[missing[0]]
-        raise CannotTapError(
-            f"{'attn_out' if is_attention else 'mlp_out'} cannot be captured: looked in {type(layer).__name__} for an "
-            "attention block and for an MLP after it, each a module of its own, "
-            f"found {sorted(name for name, _ in layer.named_children())} (layers {missing})."
-        )
+    check_parts(layers, structure)
+    found = structure.attention if site == capture_pb2.SITE_ATTN_OUT else structure.mlp
     for index in layers:
         found[index].register_forward_hook(_after_module(points.of(site, index), adds_residual=False))
 

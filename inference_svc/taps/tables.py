@@ -63,6 +63,14 @@ class ProgramTable:
         """Forget which programs the last step used: from now on they may be replaced."""
         self._in_step.clear()
 
+    def clear(self) -> None:
+        """Forget everything: what a step needs after that stands one behind the other, and no room is lost between."""
+        for place in self._known.values():
+            self._free_programs.append(place.number)
+            self._free_entries.give_back(place.first, place.count)
+        self._known.clear()
+        self._in_step.clear()
+
     def number(self, program: Program) -> int:
         """Return a program's number, writing it into the tables if it is not there.
 

@@ -225,7 +225,7 @@ class _Taps:
 
             sizes = config.compilation_config.cudagraph_capture_sizes or [0]
             most_rows = max(config.scheduler_config.max_num_batched_tokens, *sizes, 1)
-            return CudaTap(self.bank, self.pool, self._points, most_rows)
+            return CudaTap(self.bank, self.pool, self._points, most_rows, config.scheduler_config.max_num_seqs)
         return CpuTap(self.bank, self.pool, self._points)
 
 
@@ -250,8 +250,8 @@ def _observe(worker: Any, layers: dict[int, nn.Module], sites: Sequence[int]) ->
     try:
         with set_current_vllm_config(worker.vllm_config), torch.inference_mode():
             structure = observe(model, layers, lambda module: isinstance(module, AttentionLayerBase), run)
-            of_parts = {capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT} & set(sites)
-            if of_parts and structure.inputs and structure.attention.keys() == structure.mlp.keys() == layers.keys():
+            if {capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT} & set(sites):
+                model_taps.check_parts(layers, structure)
                 model_taps.check_sum(sum_error(layers, structure, run))
             return structure
     finally:

@@ -100,6 +100,15 @@ def test_a_refusal_is_told_from_another_failure() -> None:
     assert failure_of("killed") == (Verdict.FAILED, "its log names no error")
 
 
+def test_rows_too_many_are_a_fault() -> None:
+    rows = np.random.default_rng(0).standard_normal((3, 13, 8)).astype(np.float32)
+    comparison = Comparison()
+    comparison.states["complete"] += 1
+    comparison.see_layers(rows[:, :10])
+    comparison.add(rows, np.ones((3, 13), dtype=bool), rows[:, :10])
+    assert comparison.faults(Bounds.of("float32", routed=False)) == ["9 rows came that nobody asked for"]
+
+
 def test_the_command_line_says_how_the_engine_is_run() -> None:
     engine_args = '--engine-args={"disable_custom_all_reduce": true}'
     sites = "--sites=resid_post,mlp_out"

@@ -18,7 +18,8 @@ from bench.host.loop import DecodeLoop, Device, Steering
 
 FEW, MANY = 4, 64
 LAYERS, MANY_LAYERS = 4, 400
-WARMUP_STEPS = 3
+WARMUP_STEPS = 5
+"""Every staging buffer has been used by then."""
 KINDS = [
     pytest.param(True, Steering.NONE, id="captured"),
     pytest.param(False, Steering.SHARED, id="steered"),

@@ -1,0 +1,65 @@
+"""What a request takes of the program tables: never more than was told before it ran."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.taps.demand import demand_of
+from inference_svc.taps.layout import RequestState, StepPlanner
+from inference_svc.taps.plan import Kind, Operation, RequestPlan
+from inference_svc.taps.points import TapPoints
+from inference_svc.taps.tables import ProgramTable
+from tests.inference.taps_support import CPU, GENERATED, PROMPT, capture, select
+
+LAYERS = 4
+selections = st.builds(
+    lambda ranges, phases, every: select(*ranges, phases=phases, every=every),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(60, 90)), max_size=3),
+    st.sampled_from([(), (PROMPT,), (GENERATED,)]),
+    st.sampled_from([0, 0, 1, 2, 3]),
+)
+operations = st.builds(
+    lambda row, layers, positions: Operation(Kind.ADD, row, tuple(sorted(layers)), positions),
+    st.integers(0, 3),
+    st.sets(st.integers(0, LAYERS - 1), min_size=1),
+    selections,
+)
+
+
+@settings(deadline=None)
+@given(st.lists(operations, max_size=6), st.none() | selections)
+def test_no_request_takes_more_than_it_was_told_to(steering, captured):
+    wanted = capture(layers=range(LAYERS), positions=captured) if captured else None
+    plan = RequestPlan(40, wanted, tuple(steering))
+    demand = demand_of([(item.layers, item.positions) for item in steering], captured)
+    planner = StepPlanner(None)  # steers alone; what is captured is told apart by its positions just the same
+    planner.add_request(RequestState(RequestPlan(40, None, plan.operations)), 0, 0, 100)
+    layout = planner.finish()
+    assert len(layout.programs) <= demand.programs
+    table = ProgramTable(max(demand.programs, 1), demand.entries, TapPoints(0, LAYERS), CPU)
+    numbers = [table.number(program) for program in layout.programs]  # raises if they do not fit
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_what_people_ask_for_takes_little():
+    every_layer = [((layer,), select()) for layer in range(36)]
+    assert demand_of(every_layer, select()) == (2, 72)
+    assert demand_of([(range(36), select())] * 256, None) == (2, 512)
+    assert demand_of([], select(*[(2 * at, 2 * at) for at in range(64)])) == (2, 0)
+
+
+def test_room_that_was_left_in_pieces_is_won_back():
+    from inference_svc.taps.programs import Program, Step
+
+    def program(first, count):
+        return Program.make(steps=[Step(Kind.ADD, row, (0,), 1.0, 0.0, 0.0) for row in range(first, first + count)])
+
+    table = ProgramTable(8, 8, TapPoints(0, 1), CPU)
+    kept = [program(at, 2) for at in (0, 10, 20, 30)]
+    for item in kept:
+        table.number(item)
+    table.clear()
+    assert table.number(program(40, 8)) >= 0
+    assert np.all(table.lines[:, 1, 1].numpy() >= 0)
