@@ -128,7 +128,8 @@ def test_full_blocks_cost_torch_nothing_more(captures, steering):
     loop = decoding(captures=captures, steering=steering)
     quiet = dispatched(loop).calls
     steps = [dispatched(loop).calls for _ in range(33)]
-    assert loop.sink.sent == (2 * FEW if captures else 0)  # of the prompt, and of 32 generated tokens
+    # Of each request the prompt's block, and one or two of 33 generated tokens: the first is shorter.
+    assert 2 * FEW <= loop.sink.sent <= 3 * FEW if captures else loop.sink.sent == 0
     assert all(calls == quiet for calls in steps)
 
 
