@@ -28,7 +28,9 @@ class SteeringSpec(_message.Message):
     OPERATIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___SteeringOperation]:
-        """The operations, applied to each row in this order. At most 256."""
+        """The operations, applied to each row in this order. At most 256. A server also bounds how many different things are
+        done to the rows of one request: many operations that each have position ranges of their own can be refused.
+        """
 
     def __init__(
         self,
