@@ -9,6 +9,7 @@ import os
 import signal
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm
@@ -21,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.settings import SITES
 from inference_svc.specs import max_new_tokens
-from inference_svc.taps.worker import SETTINGS_VARIABLE
+from inference_svc.taps.worker import REFUSAL_FILE, SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ class ModelFacts:
     """Layers whose tap is folded into the norm that follows."""
 
 
+class EngineRefusedError(RuntimeError):
+    """The taps refuse the model or the engine: rows would not be what they promise."""
+
+
 class Delta(NamedTuple):
     """What one step of the engine adds to a sequence."""
 
@@ -110,11 +115,12 @@ class Engine:
             control_dir: A private folder for the control sockets of the rings.
 
         Raises:
+            EngineRefusedError: The taps cannot serve this model, or this engine. The message says why.
             Exception: Whatever vLLM raises when it cannot serve the model.
         """
         _prepare_environment(settings, control_dir)
         # In a thread: the event loop goes on answering health checks while the model loads.
-        llm = await asyncio.to_thread(_start_llm, _engine_args(settings))
+        llm = await asyncio.to_thread(_start_llm, _engine_args(settings), Path(control_dir, REFUSAL_FILE))
         try:
             tokenizer = await _tokenizer(llm)
             ranks = await llm.collective_rpc("residuum_describe")
@@ -296,7 +302,7 @@ def engine_arguments(settings: InferenceSettings) -> dict[str, Any]:
     return {**values, **settings.engine_args}
 
 
-def _start_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
+def _start_llm(arguments: AsyncEngineArgs, refusal: Path) -> AsyncLLM:
     """Start the engine with SIGINT blocked, in a thread of its own; its processes inherit that.
 
     Ctrl-C reaches every process of a terminal's job. The service alone hears it, and stops the engine in order.
@@ -304,6 +310,11 @@ def _start_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return AsyncLLM.from_engine_args(arguments)
+    except Exception as error:
+        # vLLM says no more than that a worker failed. What the taps refused, and why, they left in this file.
+        if refusal.exists():
+            raise EngineRefusedError(refusal.read_text()) from error
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

@@ -127,6 +127,9 @@ class InferenceServer:
             folded_norms=engine.facts.folded_norms,
             capturing_ranks=len(engine.facts.control_paths),
             store=settings.store or None,
+            capture_pool_bytes=engine.facts.pool_bytes,
+            table_bytes=engine.facts.table_bytes,
+            ring_bytes=engine.facts.ring_bytes,
         )
         return True
 

@@ -66,7 +66,8 @@ class InferenceSettings(ServiceSettings):
     max_model_len: int = Field(default=0, ge=0)
     """Tokens in prompt and reply together; 0 takes the model's own limit."""
     max_num_seqs: int = Field(default=64, ge=1, le=1024)
-    """Requests that run at once; more wait."""
+    """Requests that run at once; more wait. The memory of capture blocks grows with it, with the layers and with the
+    sites; the log tells how much it is when the service is ready."""
     max_num_batched_tokens: int = Field(default=2048, ge=32)
     """Tokens that one step computes at most. The memory of capture blocks grows with it."""
     kv_cache_gib: float = Field(default=0.0, ge=0.0)

@@ -34,7 +34,12 @@ def save(acts: Activations, path: str | os.PathLike[str]) -> None:
     for sequence in acts.sequences:
         for site in acts.sites:
             arrays.update(_arrays(acts.select(sequence=sequence, site=site)))
-    metadata = {"format": FORMAT, "manifest": acts.manifest.to_json()}
+    metadata = {
+        "format": FORMAT,
+        "manifest": acts.manifest.to_json(),
+        "sites": ",".join(acts.sites),
+        "selected": f"{acts.sequence}/{acts.site}",
+    }
     try:
         with _permissions_of(path):
             save_file(arrays, os.fspath(path), metadata=metadata)
@@ -88,9 +93,12 @@ def load(path: str | os.PathLike[str]) -> Activations:
     keys = sorted(_key(name) for name in arrays if name.endswith(".positions"))
     layers = _layers(arrays, keys[0])
     manifest = Manifest.from_json(metadata["manifest"])
-    order = {site: index for index, site in enumerate(manifest.sites)}
+    sites = metadata["sites"].split(",") if "sites" in metadata else manifest.sites
+    order = {site: index for index, site in enumerate(sites)}
     keys.sort(key=lambda key: (key[0], order.get(key[1], len(order))))
-    return Activations(manifest, layers, {key: _block(arrays, key, layers) for key in keys})
+    acts = Activations(manifest, layers, {key: _block(arrays, key, layers) for key in keys})
+    sequence, _, site = metadata.get("selected", "").partition("/")
+    return acts.select(sequence=int(sequence), site=site) if site else acts
 
 
 def _block(arrays: _Arrays, key: tuple[int, str], layers: tuple[int, ...]) -> Block:

@@ -217,7 +217,9 @@ class Activations(Mapping[int, FloatArray]):
     def __repr__(self) -> str:
         shape = f"{len(self)} layers × {len(self.positions)} positions × {self.hidden_size}"
         more = f", {len(self.sequences)} sequences" if len(self.sequences) > 1 else ""
-        more += f", sites {', '.join(self.sites)}" if len(self.sites) > 1 else ""
+        others = [site for site in self.sites if site != self.site]
+        more += f", site {self.site}" if others or self.site != "resid_post" else ""
+        more += f" (also {', '.join(others)})" if others else ""
         what = self._manifest
         return f"Activations({what.capture_id!r}, {what.state}: {shape}{more}, {what.dtype})"
 

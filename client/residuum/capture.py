@@ -26,7 +26,7 @@ _OVERFLOW = {"wait": capture_pb2.OVERFLOW_POLICY_WAIT, "shed": capture_pb2.OVERF
 
 @dataclass(frozen=True)
 class Capture:
-    """What a request captures. Layer k is the output of decoder layer k, from 0.
+    """What a request captures. Layers count from 0; `client.info().sites` names the sites that the server has.
 
     Example:
         >>> residuum.Capture(layers="all")
@@ -38,7 +38,8 @@ class Capture:
     """"all", a number, a range or a list of numbers."""
     sites: str | Sequence[str] = ("resid_post",)
     """Where in a layer: "resid_post" (the residual stream after it and its steering), "resid_pre" (the stream before
-    it), "attn_out", "mlp_out" (what its attention and its MLP add). Those that the server was started with."""
+    it), "attn_out", "mlp_out" (what its attention and its MLP add). Those that the server was started with.
+    `acts[k]` reads the first of them; `acts.select(site=...)` any other."""
     positions: PositionsLike = None
     """Which tokens; see `Positions.of`. By default all, prompt and generated."""
     encoding: Literal["raw"] = "raw"
@@ -48,12 +49,15 @@ class Capture:
     incomplete. Never silently."""
     before_steering: bool = False
     """Capture rows as they were before they were steered, instead of what the model goes on with. "resid_pre" is then
-    the stream as the layer before gave it, too."""
+    the stream as the layer before gave it, too, so that the sites of a layer do not add up if that one was steered."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(layer_list(self.layers)))
-        object.__setattr__(self, "sites", (self.sites,) if isinstance(self.sites, str) else tuple(self.sites))
+        sites = (self.sites,) if isinstance(self.sites, str) else tuple(self.sites)
+        if isinstance(self.sites, (set, frozenset)):  # has no order, and the first site is the one that `acts[k]` reads
+            sites = tuple(sorted(sites, key=list(SITES).index)) if SITES.keys() >= self.sites else sites
+        object.__setattr__(self, "sites", sites)
         object.__setattr__(self, "positions", Positions.of(self.positions))
         self.to_proto()
 

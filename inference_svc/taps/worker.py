@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +24,12 @@ from inference_svc.taps import norms, op, runner_v1, runner_v2
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
-from inference_svc.taps.limits import refuse_unsupported
+from inference_svc.taps.limits import UnsupportedEngineError, refuse_unsupported
 from inference_svc.taps.points import TapPoints
+from inference_svc.taps.runner_v1 import IncompatibleEngineError
 from inference_svc.taps.runtime import TapRuntime
 from inference_svc.taps.sink import BlockSink, RowFormat
-from inference_svc.taps.structure import Structure, observe, sum_error
+from inference_svc.taps.structure import CannotTapError, Structure, observe, sum_error
 from inference_svc.taps.watchdog import end_with
 from residuum.rpc.logs import get_logger
 from residuum.v1 import capture_pb2, tensor_pb2
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
+
+REFUSAL_FILE = "refused"
+"""The file beside the control sockets that says why the taps refused to start."""
 
 SETTINGS_VARIABLE = "RESIDUUM_WORKER_SETTINGS"
 """The environment variable that carries `WorkerSettings` to the workers.
@@ -75,7 +80,12 @@ class TappedWorker:
         super().load_model(**options)  # type: ignore[misc]
         configure_worker_logs()
         worker: Any = self
-        self._residuum = _Taps(worker)
+        try:
+            self._residuum = _Taps(worker)
+        except (CannotTapError, UnsupportedEngineError, IncompatibleEngineError) as error:
+            folder = json.loads(os.environ[SETTINGS_VARIABLE])["control_dir"]
+            Path(folder, REFUSAL_FILE).write_text(str(error))
+            raise
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step with the taps around it."""

@@ -99,7 +99,21 @@ def test_a_sequence_or_site_that_is_not_here(acts):
 
 
 def test_repr_tells_shapes(acts):
-    assert "complete: 2 layers × 5 positions × 8, 2 sequences, sites resid_post, resid_pre, bfloat16" in repr(acts)
+    assert "complete: 2 layers × 5 positions × 8, 2 sequences, site resid_post (also resid_pre), bfloat16" in repr(acts)
+    assert ", site resid_pre (also resid_post), " in repr(acts.select(site="resid_pre"))
+
+
+def test_a_file_keeps_the_order_of_sites_and_what_is_selected(acts, tmp_path):
+    chosen = acts.select(site="resid_pre", sequence=1)
+    chosen.to_safetensors(tmp_path / "x.safetensors")
+    back = residuum.Activations.from_safetensors(tmp_path / "x.safetensors")
+    assert (back.site, back.sequence, back.sites) == ("resid_pre", 1, acts.sites)
+    for layer in back.layers:
+        assert np.array_equal(back[layer], chosen[layer])
+
+
+def test_a_set_of_sites_has_one_order():
+    assert residuum.Capture(sites={"mlp_out", "resid_post", "attn_out"}).sites == ("resid_post", "attn_out", "mlp_out")
 
 
 def test_each_look_is_your_own_copy_and_raw_is_not(acts):

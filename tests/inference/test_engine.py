@@ -333,3 +333,15 @@ def test_a_stage_on_another_machine_is_refused(tmp_path):
     here.touch()
     with pytest.raises(UntappedLayersError, match="ranks 1 run on another machine"):
         check_ranks([rank(0, 0, 2, here), rank(1, 2, 2, tmp_path / "rank1.sock")], 4)
+
+
+def test_what_the_taps_refused_is_what_the_service_says(monkeypatch, tmp_path):
+    def fail(arguments):
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    monkeypatch.setattr(engine_module.AsyncLLM, "from_engine_args", fail)
+    with pytest.raises(RuntimeError, match="root cause above"):
+        engine_module._start_llm(None, tmp_path / "refused")
+    (tmp_path / "refused").write_text("Bert cannot be tapped: it is no decoder")
+    with pytest.raises(engine_module.EngineRefusedError, match="Bert cannot be tapped"):
+        engine_module._start_llm(None, tmp_path / "refused")
