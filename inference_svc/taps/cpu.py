@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 class CaptureGroup(NamedTuple):
     """Rows that are captured at the same sites of the same layers, and where they go."""
 
-    program: Program
-    """Any of those that the rows have: what is captured is the same in all of them."""
+    before_steering: bool
+    units: tuple[tuple[int, ...], ...]
+    """At each point, which rows of a captured position are taken."""
     rows: Tensor
     """Rows of the batch, int64 [r]."""
     places: Tensor
@@ -60,7 +62,7 @@ class CpuTap:
     def arm(self, layout: StepLayout) -> None:
         """Take over what the next run of the model does."""
         parts = _parts(layout)
-        self._captures = _capture_groups(parts)
+        self._captures = _capture_groups(parts, self._points)
         self._steering = _operation_batches(parts, self._points)
 
     def disarm(self) -> None:
@@ -88,11 +90,9 @@ class CpuTap:
 
     def _capture(self, hidden: Tensor, residual: Tensor | None, point: int, *, before_steering: bool) -> None:
         for group in self._captures:
-            if group.program.before_steering == before_steering:
-                for site, layer in self._points.sites(point):
-                    unit = group.program.unit(site, layer)
-                    if unit is not None:
-                        self._store(group, hidden, residual, unit)
+            if group.before_steering == before_steering:
+                for unit in group.units[point]:
+                    self._store(group, hidden, residual, unit)
 
     def _steer(self, batches: Sequence[OperationBatch], hidden: Tensor, residual: Tensor | None) -> None:
         # Rounded to the model's dtype once, after the last operation. Only the difference is written back: a row that
@@ -129,7 +129,13 @@ def _parts(layout: StepLayout) -> list[_Part]:
     ]
 
 
-def _capture_groups(parts: list[_Part]) -> list[CaptureGroup]:
+@lru_cache(maxsize=256)
+def _units(points: TapPoints, program: Program) -> tuple[tuple[int, ...], ...]:
+    units = [[program.unit(site, layer) for site, layer in points.sites(point)] for point in range(points.count)]
+    return tuple(tuple(unit for unit in at_point if unit is not None) for at_point in units)
+
+
+def _capture_groups(parts: list[_Part], points: TapPoints) -> list[CaptureGroup]:
     same: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
     for part in parts:
         program = part.program
@@ -138,7 +144,9 @@ def _capture_groups(parts: list[_Part]) -> list[CaptureGroup]:
     groups = []
     for captured in same.values():
         lines = torch.from_numpy(np.concatenate([part.lines for part in captured]))
-        groups.append(CaptureGroup(captured[0].program, lines[:, ROW], lines[:, PLACE], lines[:, STRIDE]))
+        program = captured[0].program  # what is captured is the same in all of them
+        places = (lines[:, ROW], lines[:, PLACE], lines[:, STRIDE])
+        groups.append(CaptureGroup(program.before_steering, _units(points, program), *places))
     return groups
 
 
