@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
 
 import ml_dtypes
 import numpy as np
@@ -263,7 +264,7 @@ async def test_manifest_says_what_was_captured(client):
 
 
 async def test_list_and_delete(client):
-    ids = [f"listed-{i}-{id(client)}" for i in range(3)]
+    ids = [f"listed-{i}-{uuid.uuid4().hex}" for i in range(3)]
     for name in ids:
         await client.generate("a", max_tokens=2, capture=residuum.Capture(layers=[0]), request_id=name)
         await client.manifest(name, wait=True)

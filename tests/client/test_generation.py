@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import numpy as np
 import pytest
 from peer import LAYERS
@@ -128,7 +130,7 @@ async def test_another_model(client):
 
 
 async def test_an_id_that_was_used(client):
-    name = f"used-{id(client)}"
+    name = f"used-{uuid.uuid4().hex}"
     await client.generate("a", max_tokens=1, request_id=name)
     with pytest.raises(residuum.RequestExists):
         await client.generate("a", max_tokens=1, request_id=name)

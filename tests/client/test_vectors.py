@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import numpy as np
 import pytest
 from peer import HIDDEN, LAYERS
@@ -78,10 +80,11 @@ async def test_what_is_no_vector(client):
 
 
 async def test_register_then_generate(client, peer):
+    name = f"reg-{uuid.uuid4().hex}"
     registration = await client.register(
-        request_id=f"reg-{id(client)}", capture=residuum.Capture(), steer=residuum.Add(vector(8), layer=0)
+        request_id=name, capture=residuum.Capture(), steer=residuum.Add(vector(8), layer=0)
     )
-    assert registration.request_id == f"reg-{id(client)}"
+    assert registration.request_id == name
     assert registration.time_to_live == 600
     assert registration.expire_time.year == 2033
     assert peer.vectors_received == 1
@@ -92,7 +95,7 @@ async def test_register_then_generate(client, peer):
 
 
 async def test_register_again_is_harmless_but_another_spec_is_not(client):
-    name = f"again-{id(client)}"
+    name = f"again-{uuid.uuid4().hex}"
     capture = residuum.Capture(layers=[0])
     assert (await client.register(request_id=name, capture=capture)).request_id == name
     assert (await client.register(request_id=name, capture=capture)).request_id == name
