@@ -16,6 +16,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from torch.utils.hooks import RemovableHandle
+
 
 _TINY = 1e-20
 
@@ -76,11 +78,7 @@ def observe(
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(_enter(calls), with_kwargs=True))
         handles.append(module.register_forward_hook(_leave(calls)))
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run_hooked(run, handles)
     by_layer = {index: call for index, layer in layers.items() for call in calls if call.module is layer}
     _check_shapes(by_layer.values())
     structure = Structure(adds_residual=_reads_residual(model, layers[min(layers)], run))
@@ -88,6 +86,15 @@ def observe(
         _find_next(structure, calls, index, call, by_layer.get(index + 1))
         _find_parts(structure, calls, index, call, is_attention)
     return structure
+
+
+def _run_hooked(run: Callable[[], object], handles: Iterable[RemovableHandle]) -> None:
+    """Run a model, and take its hooks out again."""
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Call:
@@ -183,11 +190,7 @@ def _outputs_behind(model: nn.Module, layer: nn.Module, run: Callable[[], object
         return None
 
     handles = [module.register_forward_hook(leave) for module in model.modules()]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run_hooked(run, handles)
     return outputs
 
 
@@ -272,11 +275,7 @@ def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callab
         handles.append(structure.attention[index].register_forward_hook(_note_output(note)))
         handles.append(structure.mlp[index].register_forward_hook(_note_output(note)))
         handles.append(layer.register_forward_hook(_note_output(note, whole=structure.adds_residual)))
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run_hooked(run, handles)
     return {index: _sum_error(*values) for index, values in seen.items()}
 
 

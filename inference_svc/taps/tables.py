@@ -88,7 +88,7 @@ class ProgramTable:
         lines, entries = self._compile(program)
         place = self._make_room(len(entries))
         lines[:, 0] += place.first
-        # From pageable memory: the driver copies it aside before these calls return.
+        # From pageable memory: each of these copies waits until it is done, and so for the steps before it.
         self.lines[place.number].copy_(torch.from_numpy(lines))
         if entries:
             run = slice(place.first, place.first + place.count)

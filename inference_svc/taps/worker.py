@@ -255,7 +255,7 @@ def _observe(worker: Any, layers: dict[int, nn.Module], sites: Sequence[int]) ->
     options = {"skip_attn": True} if worker.use_v2_model_runner else {}
 
     def run() -> None:
-        worker.model_runner._dummy_run(_OBSERVED_TOKENS, is_profile=True, **options)  # noqa: SLF001 - see worker.py
+        worker.model_runner._dummy_run(_OBSERVED_TOKENS, is_profile=True, **options)  # noqa: SLF001 - as the profile run does
 
     try:
         with set_current_vllm_config(worker.vllm_config), torch.inference_mode():
