@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,12 +14,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_STAGED_VECTORS = 64
+"""Vectors that are on their way to the device at once."""
+
+
 class VectorBank:
     """A table of steering vectors, float32 [rows, hidden], with their inverse norms beside it."""
 
     def __init__(self, rows: int, hidden: int, device: torch.device) -> None:
         self.vectors: Tensor = torch.zeros(rows, hidden, dtype=torch.float32, device=device)
         self.inverse_norms: Tensor = torch.zeros(rows, dtype=torch.float32, device=device)
+        on_gpu = device.type == "cuda"
+        # A stream of its own: vectors arrive while a step runs, and must neither wait for it nor hold up the next one.
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        staged = min(rows, _STAGED_VECTORS)
+        self._vectors = torch.zeros(staged, hidden, dtype=torch.float32, pin_memory=on_gpu)
+        self._inverse_norms = torch.zeros(staged, dtype=torch.float32, pin_memory=on_gpu)
 
     @property
     def nbytes(self) -> int:
@@ -26,14 +37,25 @@ class VectorBank:
         return int(self.vectors.nbytes + self.inverse_norms.nbytes)
 
     def load(self, rows: Iterable[tuple[int, bytes]]) -> None:
-        """Write vectors into rows.
+        """Write vectors into rows; they are there when it returns.
 
         Args:
             rows: Pairs of a row and the vector's values, float32 little-endian [hidden]. The caller makes sure that
                 no running request uses the row.
         """
-        for row, values in rows:
-            vector = np.frombuffer(values, dtype="<f4").copy()
-            norm = float(np.linalg.norm(vector.astype(np.float64)))
-            self.vectors[row].copy_(torch.from_numpy(vector))
-            self.inverse_norms[row] = 1.0 / norm if norm else 0.0
+        pending = iter(rows)
+        while some := list(islice(pending, len(self._vectors))):
+            self._stage(values for _, values in some)
+            with torch.cuda.stream(self._stream):  # does nothing without a stream
+                for index, (row, _) in enumerate(some):
+                    self.vectors[row].copy_(self._vectors[index], non_blocking=True)
+                    self.inverse_norms[row].copy_(self._inverse_norms[index], non_blocking=True)
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _stage(self, vectors: Iterable[bytes]) -> None:
+        staged, inverse_norms = self._vectors.numpy(), self._inverse_norms.numpy()
+        for index, values in enumerate(vectors):
+            staged[index] = np.frombuffer(values, dtype="<f4")
+            norm = float(np.linalg.norm(staged[index].astype(np.float64)))
+            inverse_norms[index] = 1.0 / norm if norm else 0.0

@@ -10,11 +10,9 @@ import torch
 from inference_svc.taps import kernel
 from inference_svc.taps.demand import MAX_ENTRIES, MAX_PROGRAMS
 from inference_svc.taps.layout import PLACE, PROGRAM, ROW
-from inference_svc.taps.tables import ProgramTable, TablesFullError
+from inference_svc.taps.tables import ProgramTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
     from torch import Tensor
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from inference_svc.taps.blocks import BlockPool
     from inference_svc.taps.layout import StepLayout
     from inference_svc.taps.points import TapPoints
-    from inference_svc.taps.programs import Program
 
 _SPARE_PROGRAMS = 1024
 """Room for programs that no row of a step has: they need not be written again when they are next wanted."""
@@ -69,18 +66,9 @@ class CudaTap:
         rows = 1 + int(layout.lines[:, ROW].max())
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % _STAGES
-        self._programs.begin_step()
-        try:
-            numbers = self._number(layout.programs)
-        except TablesFullError:
-            self._programs.clear()  # what was there before has left room in pieces
-            numbers = self._number(layout.programs)
-        stage.fill(layout.lines, numbers, max(rows, self._armed_rows))
+        stage.fill(layout.lines, self._programs.place(layout.programs), max(rows, self._armed_rows))
         stage.upload(max(rows, self._armed_rows))
         self._armed_rows = rows
-
-    def _number(self, programs: Sequence[Program]) -> npt.NDArray[np.int32]:
-        return np.array([self._programs.number(program) for program in programs], dtype=np.int32)
 
     def disarm(self) -> None:
         """Let the next runs of the model pass through."""

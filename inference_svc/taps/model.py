@@ -138,7 +138,7 @@ def _put_entry(layers: Mapping[int, nn.Module], structure: Structure) -> None:
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
-        op.call(_rows(hidden.of(args, kwargs)), residual.of(args, kwargs) if residual else None, ENTRY)
+        _tap(hidden.of(args, kwargs), residual.of(args, kwargs) if residual else None, ENTRY)
 
     layers[min(layers)].register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -154,13 +154,17 @@ def _after_module(point: int, *, adds_residual: bool) -> Any:
     def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         del module, arguments
         if isinstance(output, Tensor):
-            op.call(_rows(output), None, point)
+            _tap(output, None, point)
         else:
-            op.call(_rows(output[0]), output[1] if adds_residual and len(output) > 1 else None, point)
+            _tap(output[0], output[1] if adds_residual and len(output) > 1 else None, point)
 
     return hook
 
 
-def _rows(hidden: Tensor) -> Tensor:
+def _tap(hidden: Tensor, residual: Tensor | None, point: int) -> None:
+    op.call(_rows(hidden), _rows(residual) if residual is not None else None, point)
+
+
+def _rows(stream: Tensor) -> Tensor:
     """Return [1, tokens, hidden], as models from transformers hand it on, as [tokens, hidden]: the same memory."""
-    return hidden if hidden.dim() == 2 else hidden.view(-1, hidden.shape[-1])  # noqa: PLR2004 - [tokens, hidden]
+    return stream if stream.dim() == 2 else stream.view(-1, stream.shape[-1])  # noqa: PLR2004 - [tokens, hidden]

@@ -7,7 +7,7 @@ into the norm, the model runs as many kernels as without taps.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm import envs
@@ -19,28 +19,29 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class _TappedRMSNorm(RMSNorm):
-    """An RMS norm that taps the sum it normalises."""
+class _Tapped:
+    """Mixed into a norm's class: taps the sum that it normalises."""
 
     residuum_point: int
+    residuum_plus_one: ClassVar[bool]
+    """The norm multiplies by weight + 1 rather than by weight."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Return the norm of x, or (the norm of x + residual, x + residual)."""
+        norm: Any = self
         if residual is None:
-            return super().forward(x)
-        return op.call_norm(x, residual, self.weight, self.variance_epsilon, self.residuum_point, plus_one=False)
+            return super().forward(x)  # type: ignore[misc]
+        return op.call_norm(
+            x, residual, norm.weight, norm.variance_epsilon, self.residuum_point, plus_one=self.residuum_plus_one
+        )
 
 
-class _TappedGemmaRMSNorm(GemmaRMSNorm):
-    """The same for Gemma's norm."""
+class _TappedRMSNorm(_Tapped, RMSNorm):
+    residuum_plus_one = False
 
-    residuum_point: int
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Return the norm of x, or (the norm of x + residual, x + residual)."""
-        if residual is None:
-            return super().forward(x)
-        return op.call_norm(x, residual, self.weight, self.variance_epsilon, self.residuum_point, plus_one=True)
+class _TappedGemmaRMSNorm(_Tapped, GemmaRMSNorm):
+    residuum_plus_one = True
 
 
 _TAPPED: dict[type[nn.Module], type[nn.Module]] = {RMSNorm: _TappedRMSNorm, GemmaRMSNorm: _TappedGemmaRMSNorm}

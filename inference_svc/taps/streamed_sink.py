@@ -11,27 +11,34 @@ import queue
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
+from inference_svc.shipping.ring import Extent
 from inference_svc.taps import kernel
+from inference_svc.taps.limits import UnsupportedEngineError
 from inference_svc.taps.sink import BlockSink
 from residuum.rpc.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
     from torch import Tensor
 
     from inference_svc.shipping.producer import RingProducer
-    from inference_svc.shipping.ring import Extent
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.sink import RowFormat
 
 _log = get_logger(__name__)
 
 
-class CannotPinError(RuntimeError):
-    """The ring's memory cannot be pinned for copies from the device."""
+_CHECKED_UNITS = (1, 3, 16)
+"""Units of the blocks that are copied for a check at the start; as many positions are in them, and one is free."""
+
+
+class CannotCopyError(UnsupportedEngineError):
+    """Rows do not get from the device to the ring."""
 
 
 class _Copy(NamedTuple):
@@ -51,13 +58,16 @@ class StreamedSink(BlockSink):
         """Pin the ring, and start the thread.
 
         Raises:
-            CannotPinError: CUDA refuses to pin the ring's memory.
+            CannotCopyError: CUDA refuses to pin the ring's memory, or rows do not arrive there as they were.
         """
         super().__init__(pool, row_format, producer)
         memory = producer.memory
         code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
         if int(code) != 0:
-            raise CannotPinError(f"cudaHostRegister of the ring ({memory.nbytes} bytes) failed with code {int(code)}")
+            raise CannotCopyError(
+                f"the ring ({memory.nbytes} bytes of shared memory) cannot be pinned: cudaHostRegister failed with "
+                f"code {int(code)}. Raise the limit of locked memory (ulimit -l), or make the ring smaller (--ring-mib)."
+            )
         self._address = memory.ctypes.data  # the device reaches registered memory by the host's address
         self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)
@@ -65,6 +75,7 @@ class StreamedSink(BlockSink):
         self._under_way: _Copy | None = None
         self._changed = threading.Condition()
         self._unfinished = 0
+        self._check_copies(memory)
         threading.Thread(target=self._run, name="residuum-sink", daemon=True).start()
 
     def send(self, blocks: Sequence[Block]) -> None:
@@ -122,6 +133,33 @@ class StreamedSink(BlockSink):
 
     def _copy(self, rows: Tensor, extent: Extent) -> None:
         kernel.copy_out(rows, kernel.HostPointer(self._address + extent.offset, rows.dtype))
+
+    def _check_copies(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Copy blocks of known bytes, as rows are copied later, and compare what arrives. Nothing is in the pool yet.
+
+        Raises:
+            CannotCopyError: Something else arrives.
+        """
+        for units in _CHECKED_UNITS:
+            positions = min(units, len(self._pool.memory) // units - 1)
+            if positions < 1:
+                continue
+            block = self._pool.memory[: units * (positions + 1)].view(units, positions + 1, -1)
+            bytes_ = block.view(torch.uint8)
+            bytes_.copy_((torch.arange(bytes_.numel()) % 251).view(bytes_.shape))  # a prime: no row is like the next
+            rows = block[:, :positions]
+            extent = Extent(0, rows.nbytes)
+            self._copy(rows, extent)
+            torch.cuda.synchronize(self._device)
+            arrived = memory[extent.offset : extent.offset + extent.nbytes]
+            same = np.array_equal(arrived, rows.contiguous().view(torch.uint8).flatten().cpu().numpy())
+            bytes_.zero_()
+            arrived[:] = 0
+            if not same:
+                raise CannotCopyError(
+                    f"rows copied from the device to the ring arrive changed ({units} units of {positions} positions); "
+                    "this host's driver or IOMMU does not map shared memory as CUDA promises."
+                )
 
     def _acquire(self, nbytes: int, *, sheds: bool) -> Extent | None:
         extent = self._producer.acquire(nbytes, block=False)

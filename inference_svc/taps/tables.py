@@ -7,15 +7,19 @@ only when something new is asked for.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from inference_svc.runs import FreeRuns
+from inference_svc.taps.staged import StagedTable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import numpy.typing as npt
+    from torch import Tensor
 
     from inference_svc.taps.points import TapPoints
     from inference_svc.taps.programs import Program, Step
@@ -45,39 +49,71 @@ class ProgramTable:
     def __init__(self, programs: int, entries: int, points: TapPoints, device: torch.device) -> None:
         """Allot tables for the points of a stage."""
         self._points = points
-        self.lines = torch.zeros(programs, points.count, 4, dtype=torch.int32, device=device)
-        self.kinds = torch.zeros(entries, dtype=torch.int32, device=device)
-        self.vectors = torch.zeros(entries, dtype=torch.int32, device=device)
-        self.numbers = torch.zeros(entries, 3, dtype=torch.float32, device=device)
+        self._lines = StagedTable(programs, points.count, 4, dtype=torch.int32, device=device)
+        self._kinds = StagedTable(entries, dtype=torch.int32, device=device)
+        self._vectors = StagedTable(entries, dtype=torch.int32, device=device)
+        self._numbers = StagedTable(entries, 3, dtype=torch.float32, device=device)
         self._free_programs = list(range(programs - 1, -1, -1))
         self._free_entries = FreeRuns(entries)
         self._known: OrderedDict[Program, _Place] = OrderedDict()  # least recently used first
         self._in_step: set[Program] = set()
+        self._written: list[_Place] = []
+        self._uploaded = torch.cuda.Event() if device.type == "cuda" else None
+
+    @property
+    def lines(self) -> Tensor:
+        """See the class."""
+        return self._lines.table
+
+    @property
+    def kinds(self) -> Tensor:
+        """See the class."""
+        return self._kinds.table
+
+    @property
+    def vectors(self) -> Tensor:
+        """See the class."""
+        return self._vectors.table
+
+    @property
+    def numbers(self) -> Tensor:
+        """See the class."""
+        return self._numbers.table
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tables."""
-        return sum(int(table.nbytes) for table in (self.lines, self.kinds, self.vectors, self.numbers))
+        return sum(table.nbytes for table in (self._lines, self._kinds, self._vectors, self._numbers))
 
-    def begin_step(self) -> None:
-        """Forget which programs the last step used: from now on they may be replaced."""
-        self._in_step.clear()
-
-    def clear(self) -> None:
-        """Forget everything: what a step needs after that stands one behind the other, and no room is lost between."""
-        for place in self._known.values():
-            self._free_programs.append(place.number)
-            self._free_entries.give_back(place.first, place.count)
-        self._known.clear()
-        self._in_step.clear()
-
-    def number(self, program: Program) -> int:
-        """Return a program's number, writing it into the tables if it is not there.
+    def place(self, programs: Iterable[Program]) -> npt.NDArray[np.int32]:
+        """Return the numbers of a step's programs; those that are not there are written and uploaded.
 
         Raises:
             TablesFullError: The step needs more programs than fit.
         """
-        self._in_step.add(program)
+        wanted = list(programs)
+        try:
+            numbers = self._place(wanted)
+        except TablesFullError:
+            self._clear()  # what was there before has left room in pieces
+            numbers = self._place(wanted)
+        self._upload()
+        return np.array(numbers, dtype=np.int32)
+
+    def _place(self, programs: list[Program]) -> list[int]:
+        self._in_step = set(programs)
+        return [self._number(program) for program in programs]
+
+    def _clear(self) -> None:
+        """Forget everything: what a step needs after that stands one behind the other, and no room is lost between."""
+        self._wait_until_uploaded()
+        for place in self._known.values():
+            self._free_programs.append(place.number)
+            self._free_entries.give_back(place.first, place.entries)
+        self._known.clear()
+        self._written.clear()
+
+    def _number(self, program: Program) -> int:
         known = self._known.get(program)
         if known is None:
             known = self._known[program] = self._write(program)
@@ -88,15 +124,31 @@ class ProgramTable:
         lines, entries = self._compile(program)
         place = self._make_room(len(entries))
         lines[:, 0] += place.first
-        # From pageable memory: each of these copies waits until it is done, and so for the steps before it.
-        self.lines[place.number].copy_(torch.from_numpy(lines))
+        self._lines.view[place.number] = lines
         if entries:
-            run = slice(place.first, place.first + place.count)
-            self.kinds[run].copy_(torch.tensor([int(step.kind) for step in entries], dtype=torch.int32))
-            self.vectors[run].copy_(torch.tensor([step.row for step in entries], dtype=torch.int32))
-            numbers = [(step.scale, step.low, step.high) for step in entries]
-            self.numbers[run].copy_(torch.tensor(numbers, dtype=torch.float32))
+            run = slice(place.first, place.first + place.entries)
+            self._kinds.view[run] = [step.kind for step in entries]
+            self._vectors.view[run] = [step.row for step in entries]
+            self._numbers.view[run] = [(step.scale, step.low, step.high) for step in entries]
+        self._written.append(place)
         return place
+
+    def _upload(self) -> None:
+        if not self._written:
+            return
+        for number, count in _joined((place.number, 1) for place in self._written):
+            self._lines.upload(number, count)
+        for first, count in _joined((place.first, place.entries) for place in self._written):
+            for table in (self._kinds, self._vectors, self._numbers):
+                table.upload(first, count)
+        self._written.clear()
+        if self._uploaded is not None:
+            self._uploaded.record()
+
+    def _wait_until_uploaded(self) -> None:
+        # Before a place is written anew: the device may not have taken what was written there before.
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
 
     def _compile(self, program: Program) -> tuple[npt.NDArray[np.int32], list[Step]]:
         """Return the program's lines, whose first entries count from its own first one, and its entries."""
@@ -128,15 +180,29 @@ class ProgramTable:
                     f"one step captures and steers in more ways than the tables hold ({len(self.lines)} programs, "
                     f"{len(self.kinds)} operations)"
                 )
+            self._wait_until_uploaded()
             place = self._known.pop(idle)
             self._free_programs.append(place.number)
-            self._free_entries.give_back(place.first, place.count)
+            self._free_entries.give_back(place.first, place.entries)
 
 
-class _Place:
+class _Place(NamedTuple):
     """Where a program stands in the tables."""
 
-    def __init__(self, number: int, first: int, count: int) -> None:
-        self.number = number
-        self.first = first
-        self.count = count
+    number: int
+    first: int
+    """Its first entry."""
+    entries: int
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield runs (first, count) that no other one overlaps, neighbours as one; empty ones are left out."""
+    start = stop = 0
+    for first, count in sorted(runs):
+        if first > stop > start:
+            yield start, stop - start
+        if first > stop or stop == start:
+            start = first
+        stop = first + count
+    if stop > start:
+        yield start, stop - start

@@ -105,7 +105,7 @@ def prepare(
     cpu.arm(layout)
     table = ProgramTable(32, 256, POINTS, CPU)
     rows = torch.full((ROWS, kernel.ROW_FIELDS), -1, dtype=torch.int32)
-    numbers = np.array([table.number(program) for program in layout.programs])
+    numbers = table.place(layout.programs)
     rows[layout.lines[:, ROW], 0] = torch.from_numpy(numbers[layout.lines[:, PROGRAM]].astype(np.int32))
     rows[layout.lines[:, ROW], 1:3] = torch.from_numpy(layout.lines[:, PLACE:].astype(np.int32))
     return cpu, kernel.KernelTables(rows, table, bank, pools[1]), pools

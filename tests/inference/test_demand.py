@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,8 +38,8 @@ def test_no_request_takes_more_than_it_was_told_to(steering, captured):
     layout = planner.finish()
     assert len(layout.programs) <= demand.programs
     table = ProgramTable(max(demand.programs, 1), demand.entries, TapPoints(0, LAYERS), CPU)
-    numbers = [table.number(program) for program in layout.programs]  # raises if they do not fit
-    assert len(set(numbers)) == len(numbers)
+    numbers = table.place(layout.programs)  # raises if they do not fit
+    assert len(set(numbers.tolist())) == len(numbers)
 
 
 def test_what_people_ask_for_takes_little():
@@ -58,8 +57,8 @@ def test_room_that_was_left_in_pieces_is_won_back():
 
     table = ProgramTable(8, 8, TapPoints(0, 1), CPU)
     kept = [program(at, 2) for at in (0, 10, 20, 30)]
-    for item in kept:
-        table.number(item)
-    table.clear()
-    assert table.number(program(40, 8)) >= 0
-    assert np.all(table.lines[:, 1, 1].numpy() >= 0)
+    table.place(kept)
+    wanted = [kept[1], program(40, 6)]  # beside the one that stays there are 2 entries before it, and 4 after it
+    numbers = table.place(wanted)
+    first, count = table.lines[numbers[1], 1, :2].tolist()
+    assert table.vectors[first : first + count].tolist() == list(range(40, 46))

@@ -29,6 +29,11 @@ def make_table(programs: int = 4, layers: int = 2, first_layer: int = 0) -> Prog
     return ProgramTable(programs, 16, TapPoints(first_layer, layers), CPU)
 
 
+def number_of(table: ProgramTable, wanted: Program) -> int:
+    (number,) = table.place([wanted]).tolist()
+    return number
+
+
 def vectors_on(table: ProgramTable, number: int, layer: int) -> list[int]:
     first, count = table.lines[number, 1 + layer, :2].tolist()
     return table.vectors[first : first + count].tolist()
@@ -42,7 +47,7 @@ def test_equal_programs_are_one_object() -> None:
 
 def test_each_layer_has_its_operations_in_order() -> None:
     table = make_table(layers=3, first_layer=10)
-    number = table.number(program(step(5, 10, 12), step(6, 10), capture=(11, 12)))
+    number = number_of(table, program(step(5, 10, 12), step(6, 10), capture=(11, 12)))
     assert [vectors_on(table, number, layer) for layer in range(3)] == [[5, 6], [], [5]]
     assert table.lines[number, 1:4, 2].tolist() == [NOT_KEPT, 0, 2]
     assert (table.lines[number, :, 3] == NOT_KEPT).all()
@@ -50,13 +55,13 @@ def test_each_layer_has_its_operations_in_order() -> None:
 
 def test_rows_before_steering() -> None:
     table = make_table()
-    number = table.number(program(capture=(1,), before=True))
+    number = number_of(table, program(capture=(1,), before=True))
     assert table.lines[number, 1:3, 2].tolist() == [NOT_KEPT, 1]
 
 
 def test_one_point_keeps_a_row_after_a_layer_and_before_the_next() -> None:
     table = make_table(layers=3)
-    number = table.number(program(capture=(0, 2), sites=(POST, PRE, ATTN)))
+    number = number_of(table, program(capture=(0, 2), sites=(POST, PRE, ATTN)))
     units = {POST: (0, 1), PRE: (2, 3), ATTN: (4, 5)}  # in the order of sites, then layers
     assert table.lines[number, :4, 2:].tolist() == [
         [NOT_KEPT, 2 * units[PRE][0]],
@@ -71,27 +76,32 @@ def test_one_point_keeps_a_row_after_a_layer_and_before_the_next() -> None:
 def test_a_program_is_written_once_and_keeps_its_number() -> None:
     table = make_table()
     wanted = program(step(1, 0))
-    number = table.number(wanted)
+    number = number_of(table, wanted)
     table.lines[number] = 77  # a second write would undo this
-    table.begin_step()
-    assert table.number(wanted) == number
+    assert number_of(table, wanted) == number
     assert (table.lines[number] == 77).all()
 
 
 def test_the_one_that_was_not_used_for_longest_makes_room() -> None:
     table = make_table(programs=2, layers=1)
     old, kept, new = (program(step(row, 0)) for row in (1, 2, 3))
-    numbers = [table.number(old), table.number(kept)]
-    table.begin_step()
-    table.number(kept)
-    assert table.number(new) == numbers[0]
+    numbers = [number_of(table, old), number_of(table, kept)]
+    assert table.place([kept, new]).tolist() == [numbers[1], numbers[0]]
     assert vectors_on(table, numbers[1], 0) == [2]
 
 
 def test_a_step_that_needs_more_than_fits() -> None:
     table = make_table(programs=2, layers=1)
     held = [program(step(row, 0)) for row in range(3)]
-    table.number(held[0])
-    table.number(held[1])
+    table.place(held[:2])
     with pytest.raises(TablesFullError, match="2 programs"):
-        table.number(held[2])
+        table.place(held)
+    assert vectors_on(table, number_of(table, held[2]), 0) == [2]  # and the next step goes on
+
+
+def test_what_stands_apart_is_uploaded_too() -> None:
+    table = make_table(programs=8, layers=1)
+    first, kept, last = (program(*(step(row + at, 0) for at in range(2))) for row in (1, 3, 5))
+    table.place([first, kept, last])
+    numbers = table.place([kept, *(program(step(row, 0)) for row in range(10, 17))]).tolist()  # in the others' places
+    assert [vectors_on(table, number, 0) for number in numbers] == [[3, 4], *([row] for row in range(10, 17))]
