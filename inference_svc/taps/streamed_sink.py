@@ -66,7 +66,7 @@ class StreamedSink(BlockSink):
         if int(code) != 0:
             raise CannotCopyError(
                 f"the ring ({memory.nbytes} bytes of shared memory) cannot be pinned: cudaHostRegister failed with "
-                f"code {int(code)}. Raise the limit of locked memory (ulimit -l), or make the ring smaller (--ring-mib)."
+                f"code {int(code)}. Raise the limit of locked memory (ulimit -l), or shrink the ring (--ring-mib)."
             )
         self._address = memory.ctypes.data  # the device reaches registered memory by the host's address
         self._device = pool.memory.device
