@@ -26,10 +26,10 @@ from inference_svc.taps.worker import REFUSAL_FILE, SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from inference_svc.settings import InferenceSettings
-    from inference_svc.taps.plan import RequestPlan
+    from inference_svc.taps.plan import Operation, RequestPlan
     from residuum.v1 import capture_pb2, inference_pb2, tensor_pb2
 
 _TAPS_VERSION = 2
@@ -168,6 +168,28 @@ class Engine:
     async def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Write vectors into rows of every rank's bank; see `VectorBank.load`."""
         await self._call("residuum_load_vectors", list(rows))
+
+    async def change_steering(self, changes: Mapping[str, Sequence[Operation]]) -> dict[str, int | None]:
+        """Change the operations of requests, from the next step on.
+
+        Args:
+            changes: Of each request, by its `RequestPlan.name`, what takes the place of its operations.
+
+        Returns:
+            The first position of each that is steered so; None if it has ended.
+
+        Raises:
+            Failure: The engine is dead.
+        """
+        data = {name: [operation.to_data() for operation in operations] for name, operations in changes.items()}
+        ranks: list[dict[str, int | None]] = await self._call("residuum_change_steering", data)
+        if any(rank != ranks[0] for rank in ranks):
+            raise RuntimeError(f"the ranks changed the steering at different positions: {ranks}")
+        return ranks[0]
+
+    async def forget(self, names: Sequence[str]) -> None:
+        """Forget changes of requests that will not come any more."""
+        await self._call("residuum_forget", list(names))
 
     async def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
         """Return the rows of a self-test from every rank; see `TappedWorker.residuum_take_probe`."""

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
-from inference_svc.plans import make_plan
-from inference_svc.specs import check_capture_size, check_prompt, check_sampling, num_sequences, resolve_spec
-from inference_svc.vectors import missing_vectors
+from inference_svc.plans import engine_id, make_operations, make_plan
+from inference_svc.specs import (
+    check_capture_size,
+    check_demand,
+    check_prompt,
+    check_sampling,
+    demand_of_steering,
+    digests_of,
+    directions_of,
+    num_sequences,
+    resolve_spec,
+    resolve_steering,
+)
+from inference_svc.vectors import VectorHold, missing_vectors
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2, inference_pb2, store_pb2
+from residuum.v1 import capture_pb2, inference_pb2, steering_pb2, store_pb2
+from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
@@ -21,6 +33,7 @@ if TYPE_CHECKING:
     from inference_svc.captures import CaptureKeeper
     from inference_svc.engine import Delta, Engine
     from inference_svc.requests import RequestRegistry, Running
+    from inference_svc.taps.demand import Demand
     from inference_svc.vectors import VectorActivator, VectorCache
 
 
@@ -34,6 +47,19 @@ class _Sequence:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: str = ""
+    engine_tokens: int = 0
+    """Tokens that the engine has made; those that were not handed to the client yet are among them."""
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the engine makes no more."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of the steering."""
+
+    steering: steering_pb2.SteeringSpec
+    firsts: Sequence[int | None]
+    """Of each sequence the first position that is steered so; None if it had ended."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +86,7 @@ class Generator:
         self._cache = cache
         self._activator = activator
         self._keeper = keeper
+        self._runs: dict[str, _Run] = {}
 
     async def run(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Run a request; its events are those of InferenceService.Generate.
@@ -76,6 +103,29 @@ class Generator:
             async for event in events:
                 yield event
 
+    async def update_steering(self, request_id: str, spec: steering_pb2.SteeringSpec) -> list[int]:
+        """Change the steering of a running request; see InferenceService.UpdateSteering.
+
+        Returns:
+            The first position of each sequence that is steered so.
+
+        Raises:
+            Failure: It cannot be changed, or not so.
+        """
+        running = self._registry.get_running(request_id)
+        if running.spec.steering is None or not running.spec.steering.updatable:
+            raise Failure(
+                Reason.ERROR_REASON_NOT_UPDATABLE,
+                f"The steering of the request {request_id!r} cannot be changed: register it as updatable.",
+                request_id=request_id,
+            )
+        steering = resolve_steering(spec, self._engine.facts)
+        self._check_vectors(steering)
+        run = self._runs.get(request_id)
+        if run is None:
+            raise _ended_failure(running)
+        return await run.change_steering(steering)
+
     def _start(self, request: inference_pb2.GenerateRequest) -> Running:
         if request.WhichOneof("target") == "request_id":
             return self._registry.start_registered(request.request_id)
@@ -88,30 +138,27 @@ class Generator:
         began = False
         try:
             check_capture_size(running.spec.capture, len(token_ids), sampling)
-            self._check_vectors(running)
-            async with AsyncExitStack() as stack:
-                rows = await _unless_aborted(
-                    running, stack.enter_async_context(self._activator.active(running.spec.digests))
-                )
+            self._check_vectors(running.spec.steering)
+            async with VectorHold(self._activator) as hold:
+                await _unless(running.aborted, _aborted_failure(running), hold.add(running.spec.digests))
                 handle = await self._open_capture(running, token_ids, sampling)
                 began = True
-                run = _Run(self._engine, running, token_ids, sampling, rows, handle)
-                async with self._sealed(run):
+                run = _Run(self._engine, running, token_ids, sampling, hold, handle)
+                self._runs[running.request_id] = run
+                async with self._sealed(run), run.changeable():
                     yield run
         finally:
+            self._runs.pop(running.request_id, None)
             (self._registry.end if began else self._registry.release)(running)
 
-    def _check_vectors(self, running: Running) -> None:
-        missing = self._cache.missing(running.spec.digests)
+    def _check_vectors(self, steering: steering_pb2.SteeringSpec | None) -> None:
+        if steering is None:
+            return
+        missing = self._cache.missing(digests_of(steering))
         if missing:
             raise missing_vectors(missing)
-        for digest in running.spec.directions:
-            if self._cache.is_zero(digest):
-                raise Failure(
-                    Reason.ERROR_REASON_BAD_VALUES,
-                    f"The vector {digest.hex()} is zero and has no direction to ablate or cap.",
-                    digest=digest.hex(),
-                )
+        for digest in directions_of(steering):
+            self._cache.check_direction(digest)
 
     async def _open_capture(
         self, running: Running, token_ids: Sequence[int], sampling: inference_pb2.SamplingParameters
@@ -162,6 +209,7 @@ class Generator:
                 seal.outcome = capture_pb2.CAPTURE_STATE_COMPLETE
             if run.handle is not None:
                 seal.sequences.extend(run.outcomes(default="abort"))
+                seal.steering_changes.extend(run.steering_changes())
                 require_keeper(self._keeper).seal(seal)
 
 
@@ -174,15 +222,20 @@ class _Run:
         running: Running,
         token_ids: Sequence[int],
         sampling: inference_pb2.SamplingParameters,
-        rows: dict[bytes, int],
+        vectors: VectorHold,
         handle: inference_pb2.CaptureHandle | None,
     ) -> None:
         self._engine = engine
         self.running = running
         self._token_ids = token_ids
         self._sampling = sampling
-        self._rows = rows
+        self._vectors = vectors
         self.handle = handle
+        self._demand = demand_of_steering(running.spec.steering, running.spec.capture)
+        self._changes: list[_Change] = []
+        self._changes_under_way: set[asyncio.Task[list[int]]] = set()
+        self._changing = asyncio.Lock()
+        self._is_over = asyncio.Event()
         self.has_generated = False
         """Whether every sequence has ended by itself."""
         self._sequences = [_Sequence() for _ in range(num_sequences(sampling))]
@@ -194,6 +247,79 @@ class _Run:
             capture_pb2.SequenceOutcome(generated_token_ids=item.token_ids, finish_reason=item.finish_reason or default)
             for item in self._sequences
         ]
+
+    def steering_changes(self) -> list[steering_pb2.SteeringChange]:
+        """Return how the steering was changed, in order."""
+        return [
+            steering_pb2.SteeringChange(
+                steering=change.steering,
+                first_positions=[self._first_position(index, first) for index, first in enumerate(change.firsts)],
+            )
+            for change in self._changes
+        ]
+
+    async def change_steering(self, steering: steering_pb2.SteeringSpec) -> list[int]:
+        """Steer otherwise from the next step on; return the first position of each sequence that is steered so.
+
+        Raises:
+            Failure: There is no room for it, or the request ends.
+        """
+        # In a task of its own: whoever asked may go away, but a change that reached the engine must be recorded.
+        change = asyncio.create_task(self._change_steering(steering))
+        self._changes_under_way.add(change)
+        change.add_done_callback(self._changes_under_way.discard)
+        return await asyncio.shield(change)
+
+    @asynccontextmanager
+    async def changeable(self) -> AsyncIterator[None]:
+        """Let the steering be changed for as long as the context lasts; it ends when no change is under way."""
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            for item in self._sequences:
+                item.has_ended.set()
+            await asyncio.gather(*self._changes_under_way, return_exceptions=True)
+            if any(0 in change.firsts for change in self._changes):
+                with suppress(Failure):  # the engine has died: nothing is left that could remember
+                    await self._engine.forget([self._name(index) for index in range(len(self._sequences))])
+
+    async def _change_steering(self, steering: steering_pb2.SteeringSpec) -> list[int]:
+        async with self._changing:
+            demand = self._check_change(steering)
+            await _unless(self._is_over, _ended_failure(self.running), self._vectors.add(digests_of(steering)))
+            operations = make_operations(steering, self._vectors.rows)
+            names = [self._name(index) for index, item in enumerate(self._sequences) if not item.has_ended.is_set()]
+            answers = await self._engine.change_steering(dict.fromkeys(names, operations)) if names else {}
+            firsts = [answers.get(self._name(index)) for index in range(len(self._sequences))]
+            self._changes.append(_Change(steering, firsts))
+            self._demand = demand
+        for index, first in enumerate(firsts):
+            if first is None:
+                await self._sequences[index].has_ended.wait()  # its last tokens are under way
+        return [self._first_position(index, first) for index, first in enumerate(firsts)]
+
+    def _check_change(self, steering: steering_pb2.SteeringSpec) -> Demand:
+        changes = [change.steering for change in self._changes] + [steering]
+        if (
+            len(changes) > MAX_STEERING_CHANGES
+            or sum(change.ByteSize() for change in changes) > MAX_STEERING_CHANGES_BYTES
+        ):
+            raise Failure(
+                Reason.ERROR_REASON_LIMIT_REACHED,
+                f"The steering of {self.running.request_id!r} was changed {len(self._changes)} times; at most "
+                f"{MAX_STEERING_CHANGES} changes of {MAX_STEERING_CHANGES_BYTES >> 10} KiB together fit its manifest.",
+                limit="steering_changes",
+            )
+        demand = self._demand.plus(demand_of_steering(steering, self.running.spec.capture))
+        check_demand(demand)
+        return demand
+
+    def _name(self, index: int) -> str:
+        return engine_id(self.running.request_id, index)
+
+    def _first_position(self, index: int, first: int | None) -> int:
+        return first if first is not None else len(self._token_ids) + self._sequences[index].engine_tokens
 
     async def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Yield the events of the generation, in the order that the contract gives."""
@@ -229,18 +355,21 @@ class _Run:
     async def _generate(self, index: int) -> None:
         try:
             stream = self._engine.generate(
-                f"{self.running.request_id}#{index}",
+                self._name(index),
                 self._token_ids,
                 sampling_params(self._sampling, index),
-                make_plan(self.running, index, len(self._token_ids), self._rows),
+                make_plan(self.running, index, len(self._token_ids), self._vectors.rows),
                 self.running.spec.cache_salt(len(self._token_ids)),
             )
             async for delta in stream:
+                self._sequences[index].engine_tokens += len(delta.token_ids)
                 self._queue.put_nowait((index, delta))
         except Exception as error:  # noqa: BLE001 - handed to the consumer, which raises it
             self._queue.put_nowait(_Ended(error))
         else:
             self._queue.put_nowait(_Ended())
+        finally:
+            self._sequences[index].has_ended.set()
 
     async def _watch_abort(self) -> None:
         await self.running.aborted.wait()
@@ -310,19 +439,27 @@ def _aborted_failure(running: Running) -> Failure:
     )
 
 
-async def _unless_aborted(running: Running, work: Coroutine[object, object, _T]) -> _T:
+def _ended_failure(running: Running) -> Failure:
+    return Failure(
+        Reason.ERROR_REASON_UNKNOWN_REQUEST,
+        f"The request {running.request_id!r} has not begun to generate, or has just ended; wait for its started event.",
+        request_id=running.request_id,
+    )
+
+
+async def _unless(event: asyncio.Event, failure: Failure, work: Coroutine[object, object, _T]) -> _T:
     """Return what `work` returns, or stop it.
 
     Raises:
-        Failure: Somebody called Abort meanwhile.
+        Failure: The event was set meanwhile.
     """
-    working, aborted = asyncio.create_task(work), asyncio.create_task(running.aborted.wait())
+    working, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
     try:
-        await asyncio.wait({working, aborted}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise _aborted_failure(running)
+        raise failure
     finally:
-        for task in (working, aborted):
+        for task in (working, waiting):
             task.cancel()
-        await asyncio.gather(working, aborted, return_exceptions=True)
+        await asyncio.gather(working, waiting, return_exceptions=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from inference_svc.specs import digest_of
+from inference_svc.specs import layer_digests
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
 from residuum.v1 import capture_pb2
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from inference_svc.requests import Running
     from residuum.v1 import steering_pb2
 
-_KINDS = {"add": Kind.ADD, "ablate": Kind.ABLATE, "cap": Kind.CAP}
+_KINDS = {"add": Kind.ADD, "ablate": Kind.ABLATE, "cap": Kind.CAP, "replace": Kind.CAP}
 
 
 def make_plan(running: Running, sequence: int, prompt_tokens: int, rows: dict[bytes, int]) -> RequestPlan | None:
@@ -26,11 +26,38 @@ def make_plan(running: Running, sequence: int, prompt_tokens: int, rows: dict[by
         rows: The bank's row of each vector, by digest.
     """
     spec = running.spec
-    operations = spec.steering.operations if spec.steering else ()
-    if spec.capture is None and not operations:
+    if spec.capture is None and spec.steering is None:
         return None
-    capture = _capture(running.request_id, sequence, spec.capture) if spec.capture else None
-    return RequestPlan(prompt_tokens, capture, tuple(_operation(item, rows) for item in operations))
+    return RequestPlan(
+        prompt_tokens,
+        _capture(running.request_id, sequence, spec.capture) if spec.capture else None,
+        make_operations(spec.steering, rows) if spec.steering else (),
+        engine_id(running.request_id, sequence) if spec.steering and spec.steering.updatable else "",
+    )
+
+
+def engine_id(request_id: str, sequence: int) -> str:
+    """Return what a sequence of a request is called in the engine."""
+    return f"{request_id}#{sequence}"
+
+
+def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int]) -> tuple[Operation, ...]:
+    """Return a checked steering as the worker reads it.
+
+    Args:
+        steering: The steering.
+        rows: The bank's row of each vector, by digest.
+    """
+    operations: list[Operation] = []
+    for item in steering.operations:
+        layers, digests = tuple(item.layers.list.layers), layer_digests(item)
+        if item.layer_digests:
+            operations += [
+                _operation(item, (layer,), rows[digest]) for layer, digest in zip(layers, digests, strict=True)
+            ]
+        else:
+            operations.append(_operation(item, layers, rows[digests[0]]))
+    return tuple(operations)
 
 
 def _capture(capture_id: str, sequence: int, spec: capture_pb2.CaptureSpec) -> Capture:
@@ -45,7 +72,7 @@ def _capture(capture_id: str, sequence: int, spec: capture_pb2.CaptureSpec) -> C
     )
 
 
-def _operation(item: steering_pb2.SteeringOperation, rows: dict[bytes, int]) -> Operation:
+def _operation(item: steering_pb2.SteeringOperation, layers: tuple[int, ...], row: int) -> Operation:
     name = item.WhichOneof("operation")
     assert name is not None  # noqa: S101 - resolve_spec refuses an operation that names nothing
     scale, low, high = 1.0, -math.inf, math.inf
@@ -53,15 +80,9 @@ def _operation(item: steering_pb2.SteeringOperation, rows: dict[bytes, int]) -> 
         scale = item.add.scale
     elif name == "ablate":
         scale = item.ablate.scale if item.ablate.HasField("scale") else 1.0
+    elif name == "replace":
+        low = high = item.replace.value
     else:
         low = item.cap.min if item.cap.HasField("min") else -math.inf
         high = item.cap.max if item.cap.HasField("max") else math.inf
-    return Operation(
-        kind=_KINDS[name],
-        row=rows[digest_of(item)],
-        layers=tuple(item.layers.list.layers),
-        positions=item.positions,
-        scale=scale,
-        low=low,
-        high=high,
-    )
+    return Operation(_KINDS[name], row, layers, item.positions, scale, low, high, item.keep_norm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,7 @@ class RequestRegistry:
         self._registered: OrderedDict[str, Registration] = OrderedDict()
         self._running: dict[str, Running] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
+        self._leases: Counter[bytes] = Counter()  # of vectors, by digest
 
     @property
     def running(self) -> tuple[Running, ...]:
@@ -83,8 +84,8 @@ class RequestRegistry:
                     limit="max_registrations",
                 )
         request_id = spec.request_id or make_id()
-        self._registered[request_id] = Registration(spec, self._clock() + self.time_to_live)
-        self._registered.move_to_end(request_id)
+        self._forget_registration(request_id)
+        self._remember(request_id, spec)
         return request_id
 
     def start_registered(self, request_id: str) -> Running:
@@ -94,7 +95,7 @@ class RequestRegistry:
             Failure: There is none of this id.
         """
         self._drop_lapsed()
-        registration = self._registered.pop(request_id, None)
+        registration = self._forget_registration(request_id)
         if registration is None:
             raise _unknown(request_id, "It was never registered, was used already, or has lapsed; register it again.")
         return self._start(Running(request_id, registration.spec, was_registered=True))
@@ -112,7 +113,7 @@ class RequestRegistry:
 
     def end(self, running: Running) -> None:
         """Forget a running request, and remember that its id was used."""
-        self._running.pop(running.request_id, None)
+        self._stop(running)
         self._ended[running.request_id] = None
         while len(self._ended) > _REMEMBERED_IDS:
             self._ended.popitem(last=False)
@@ -124,8 +125,8 @@ class RequestRegistry:
         """
         if running.aborted.is_set():
             self.end(running)
-        elif self._running.pop(running.request_id, None) and running.was_registered:
-            self._registered[running.request_id] = Registration(running.spec, self._clock() + self.time_to_live)
+        elif self._stop(running) and running.was_registered:
+            self._remember(running.request_id, running.spec)
 
     def abort(self, request_id: str) -> None:
         """Stop a running request, or drop a registration. What has ended stays ended.
@@ -136,18 +137,54 @@ class RequestRegistry:
         self._drop_lapsed()
         if request_id in self._running:
             self._running[request_id].aborted.set()
-        elif self._registered.pop(request_id, None) is None and request_id not in self._ended:
+        elif self._forget_registration(request_id) is None and request_id not in self._ended:
             raise _unknown(request_id, "Check the id, or whether it has lapsed.")
 
-    def digests_in_use(self) -> set[bytes]:
-        """The digests of the vectors that waiting and running requests need."""
+    def get_running(self, request_id: str) -> Running:
+        """Return a request that is generating.
+
+        Raises:
+            Failure: It is not.
+        """
+        running = self._running.get(request_id)
+        if running is None:
+            raise _unknown(request_id, "Only a request that is generating can be changed.")
+        return running
+
+    def is_leased(self, digest: bytes) -> bool:
+        """Tell whether a waiting or a running request needs a vector."""
         self._drop_lapsed()
-        specs = [item.spec for item in self._registered.values()] + [item.spec for item in self._running.values()]
-        return {digest for spec in specs for digest in spec.digests}
+        return digest in self._leases
 
     def _start(self, running: Running) -> Running:
         self._running[running.request_id] = running
+        self._lease(running.spec)
         return running
+
+    def _stop(self, running: Running) -> bool:
+        if self._running.pop(running.request_id, None) is None:
+            return False
+        self._end_lease(running.spec)
+        return True
+
+    def _remember(self, request_id: str, spec: ResolvedSpec) -> None:
+        self._registered[request_id] = Registration(spec, self._clock() + self.time_to_live)
+        self._lease(spec)
+
+    def _forget_registration(self, request_id: str) -> Registration | None:
+        registration = self._registered.pop(request_id, None)
+        if registration is not None:
+            self._end_lease(registration.spec)
+        return registration
+
+    def _lease(self, spec: ResolvedSpec) -> None:
+        self._leases.update(spec.digests)
+
+    def _end_lease(self, spec: ResolvedSpec) -> None:
+        for digest in spec.digests:
+            self._leases[digest] -= 1
+            if not self._leases[digest]:
+                del self._leases[digest]
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._registered:
@@ -170,7 +207,7 @@ class RequestRegistry:
             request_id, oldest = next(iter(self._registered.items()))
             if oldest.expires > now:
                 return
-            del self._registered[request_id]
+            self._forget_registration(request_id)
 
 
 def _unknown(request_id: str, advice: str) -> Failure:

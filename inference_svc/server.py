@@ -17,7 +17,7 @@ from inference_svc.requests import RequestRegistry
 from inference_svc.selftest import run_self_test
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.shipping.supervisor import ShipperSupervisor
-from inference_svc.vectors import VectorActivator, VectorCache
+from inference_svc.vectors import VectorActivator, VectorCache, cache_capacity
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import get_logger
 from residuum.rpc.serving import (
@@ -136,7 +136,9 @@ class InferenceServer:
     def _assemble(self, engine: Engine) -> Parts:
         settings = self._settings
         registry = RequestRegistry(settings.registration_seconds, settings.max_registrations)
-        cache = VectorCache(settings.max_vectors, engine.facts.hidden_size, registry.digests_in_use)
+        hidden = engine.facts.hidden_size
+        kept = cache_capacity(settings.max_vectors, settings.max_vector_mib, hidden)
+        cache = VectorCache(kept, hidden, registry.is_leased)
         activator = VectorActivator(
             cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from inference_svc.generation import Generator, require_keeper
 from inference_svc.specs import OPERATIONS, resolve_spec
+from inference_svc.vectors import cache_capacity
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc
 from residuum.wire.limits import (
@@ -130,6 +131,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             async for event in events:
                 yield event
 
+    async def UpdateSteering(
+        self, request: inference_pb2.UpdateSteeringRequest, context: Context
+    ) -> inference_pb2.UpdateSteeringResponse:
+        """See inference.proto."""
+        del context
+        if self._parts is None:
+            raise _not_serving()
+        firsts = await self._parts.generator.update_steering(
+            request.request_id, request.steering
+        )  # also while draining
+        return inference_pb2.UpdateSteeringResponse(first_positions=firsts)
+
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         """See inference.proto."""
         del context
@@ -165,7 +178,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
             max_model_len=facts.max_model_len,
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_operations=MAX_OPERATIONS,
-            max_vectors=settings.max_vectors,
+            max_vectors=cache_capacity(settings.max_vectors, settings.max_vector_mib, facts.hidden_size),
             max_active_vectors=settings.max_active_vectors,
             max_running_requests=facts.max_num_seqs,
             max_registrations=settings.max_registrations,

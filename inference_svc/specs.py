@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,10 @@ from residuum.wire.limits import (
 from residuum.wire.selection import check_positions, resolve_layers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from inference_svc.engine import ModelFacts
+    from inference_svc.taps.demand import Demand
 
 OPERATIONS = tuple(field.name for field in steering_pb2.SteeringOperation.DESCRIPTOR.oneofs_by_name["operation"].fields)
 """The names of the steering operations."""
@@ -39,32 +43,28 @@ class ResolvedSpec:
     capture: capture_pb2.CaptureSpec | None
     """Layers as a list, sites and encoding named."""
     steering: steering_pb2.SteeringSpec | None
-    """Layers of every operation as a list; None if there are no operations."""
+    """Layers of every operation as a list; None if there are no operations, and none can come."""
 
     @property
     def digests(self) -> list[bytes]:
         """The digests of the vectors that it needs, each once, in their order."""
-        operations = self.steering.operations if self.steering else ()
-        return list(dict.fromkeys(digest_of(operation) for operation in operations))
-
-    @property
-    def directions(self) -> set[bytes]:
-        """The digests of the vectors that must not be zero."""
-        operations = self.steering.operations if self.steering else ()
-        return {digest_of(item) for item in operations if item.WhichOneof("operation") != "add"}
+        return digests_of(self.steering) if self.steering else []
 
     def cache_salt(self, prompt_tokens: int) -> str | None:
         """Return what keeps the KV cache of differently steered requests apart; None if the request is not steered.
 
         Equal steering shares KV: the salt is a fingerprint of the operations, their vectors, factors and positions.
         Where positions are counted from the prompt's end, or chosen by phase, equal means of prompts of equal length,
-        too: else a longer prompt would read rows that were steered as another's last, or as generated ones.
+        too: else a longer prompt would read rows that were steered as another's last, or as generated ones. A request
+        whose steering can change shares nothing, not even its own sequences with each other: each asks anew.
 
         Args:
             prompt_tokens: Tokens of the request's prompt.
         """
         if self.steering is None:
             return None
+        if self.steering.updatable:
+            return secrets.token_hex(16)  # what it will be steered by nobody knows yet, so nobody may share it
         fingerprint = hashlib.sha256(self.steering.SerializeToString(deterministic=True))
         if any(_depends_on_prompt(operation.positions) for operation in self.steering.operations):
             fingerprint.update(prompt_tokens.to_bytes(8, "little"))
@@ -87,8 +87,9 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
             serving=facts.name,
         )
     capture = _resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
-    steering = _resolve_steering(spec.steering, facts) if spec.steering.operations else None
-    _check_demand(capture, steering)
+    asked = spec.steering.operations or spec.steering.updatable
+    steering = resolve_steering(spec.steering, facts) if asked else None
+    check_demand(demand_of_steering(steering, capture))
     return ResolvedSpec(spec.request_id, capture, steering)
 
 
@@ -169,10 +170,69 @@ def check_capture_size(
         )
 
 
-def digest_of(operation: steering_pb2.SteeringOperation) -> bytes:
-    """Return the digest of an operation's vector."""
+def digests_of(steering: steering_pb2.SteeringSpec) -> list[bytes]:
+    """Return the digests of the vectors that a steering needs, each once, in their order."""
+    return list(dict.fromkeys(digest for item in steering.operations for digest in layer_digests(item)))
+
+
+def directions_of(steering: steering_pb2.SteeringSpec) -> set[bytes]:
+    """Return the digests of the vectors of which a steering takes the direction."""
+    return {
+        digest
+        for item in steering.operations
+        if item.WhichOneof("operation") != "add"
+        for digest in layer_digests(item)
+    }
+
+
+def layer_digests(operation: steering_pb2.SteeringOperation) -> list[bytes]:
+    """Return the digests of a checked operation's vectors: one for all of its layers, or one for each."""
     kind = operation.WhichOneof("operation")
-    return bytes(getattr(operation, kind).digest) if kind else b""
+    return list(operation.layer_digests) or [bytes(getattr(operation, kind).digest) if kind else b""]
+
+
+def resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> steering_pb2.SteeringSpec:
+    """Check a steering against the model, and fill in every default.
+
+    Raises:
+        Failure: Something in it cannot be; the reason and the metadata say what.
+    """
+    if len(spec.operations) > MAX_OPERATIONS:
+        raise _invalid("steering.operations", f"At most {MAX_OPERATIONS} operations, not {len(spec.operations)}.")
+    resolved = steering_pb2.SteeringSpec(updatable=spec.updatable)
+    for index, operation in enumerate(spec.operations):
+        field = f"steering.operations[{index}]"
+        _check_operation(field, operation)
+        _check_positions(f"{field}.positions", operation.positions)
+        checked = resolved.operations.add()
+        checked.CopyFrom(operation)
+        checked.layers.CopyFrom(_layer_list(f"{field}.layers", operation.layers, facts))
+    return resolved
+
+
+def demand_of_steering(steering: steering_pb2.SteeringSpec | None, capture: capture_pb2.CaptureSpec | None) -> Demand:
+    """Return how much room of the taps' tables a checked request takes."""
+    operations: list[tuple[Sequence[int], selection_pb2.PositionSelection]] = []
+    for item in steering.operations if steering else ():
+        layers = item.layers.list.layers
+        groups = [[layer] for layer in layers] if item.layer_digests else [layers]
+        operations += [(group, item.positions) for group in groups]
+    return demand_of(operations, capture.positions if capture else None)
+
+
+def check_demand(demand: Demand) -> None:
+    """Make sure that a request fits the taps' tables whatever runs beside it.
+
+    Raises:
+        Failure: It does not.
+    """
+    if demand.programs > MAX_PROGRAMS or demand.entries > MAX_ENTRIES:
+        raise _invalid(
+            "steering.operations",
+            f"Its positions fall into as many as {demand.programs} classes (at most {MAX_PROGRAMS}) with "
+            f"{demand.entries} operations to apply (at most {MAX_ENTRIES}). Use fewer operations, fewer position "
+            "ranges, or the same layers and positions for more of them.",
+        )
 
 
 def _depends_on_prompt(positions: selection_pb2.PositionSelection) -> bool:
@@ -207,36 +267,6 @@ def _resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> captur
     return resolved
 
 
-def _resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> steering_pb2.SteeringSpec:
-    if len(spec.operations) > MAX_OPERATIONS:
-        raise _invalid("steering.operations", f"At most {MAX_OPERATIONS} operations, not {len(spec.operations)}.")
-    resolved = steering_pb2.SteeringSpec()
-    for index, operation in enumerate(spec.operations):
-        field = f"steering.operations[{index}]"
-        _check_operation(field, operation)
-        _check_positions(f"{field}.positions", operation.positions)
-        checked = resolved.operations.add()
-        checked.CopyFrom(operation)
-        checked.layers.CopyFrom(_layer_list(f"{field}.layers", operation.layers, facts))
-    return resolved
-
-
-def _check_demand(capture: capture_pb2.CaptureSpec | None, steering: steering_pb2.SteeringSpec | None) -> None:
-    """Make sure that a request fits the taps' tables whatever runs beside it."""
-    operations = steering.operations if steering else ()
-    demand = demand_of(
-        [(operation.layers.list.layers, operation.positions) for operation in operations],
-        capture.positions if capture else None,
-    )
-    if demand.programs > MAX_PROGRAMS or demand.entries > MAX_ENTRIES:
-        raise _invalid(
-            "steering.operations",
-            f"Its positions fall into as many as {demand.programs} classes (at most {MAX_PROGRAMS}) with "
-            f"{demand.entries} operations to apply (at most {MAX_ENTRIES}). Use fewer operations, fewer position "
-            "ranges, or the same layers and positions for more of them.",
-        )
-
-
 def _check_operation(field: str, operation: steering_pb2.SteeringOperation) -> None:
     kind = operation.WhichOneof("operation")
     if kind is None:
@@ -245,12 +275,27 @@ def _check_operation(field: str, operation: steering_pb2.SteeringOperation) -> N
             f"{field} names no operation that this server knows; it knows {', '.join(OPERATIONS)}.",
             field=field,
         )
-    if len(digest_of(operation)) != DIGEST_BYTES:
-        raise _invalid(f"{field}.{kind}.digest", f"A digest is {DIGEST_BYTES} bytes long.")
+    _check_digests(field, kind, operation)
     if kind in ("add", "ablate") and not math.isfinite(getattr(operation, kind).scale):
         raise _invalid(f"{field}.{kind}.scale", "The scale must be finite.")
+    if kind == "replace" and not math.isfinite(operation.replace.value):
+        raise _invalid(f"{field}.replace.value", "The value must be finite.")
     if kind == "cap":
         _check_bounds(field, operation.cap)
+
+
+def _check_digests(field: str, kind: str, operation: steering_pb2.SteeringOperation) -> None:
+    own = len(operation.layer_digests)
+    if any(len(digest) != DIGEST_BYTES for digest in layer_digests(operation)):
+        name = "layer_digests" if own else f"{kind}.digest"
+        raise _invalid(f"{field}.{name}", f"A digest is {DIGEST_BYTES} bytes long.")
+    if own and getattr(operation, kind).digest:
+        raise _invalid(f"{field}.layer_digests", f"Set either layer_digests or {kind}.digest, not both.")
+    if own and own != len(operation.layers.list.layers):
+        raise _invalid(
+            f"{field}.layer_digests",
+            f"There are {own} layer_digests for {len(operation.layers.list.layers)} listed layers; give one for each.",
+        )
 
 
 def _check_bounds(field: str, cap: steering_pb2.Cap) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from contextlib import asynccontextmanager
+from collections import OrderedDict, deque
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -13,27 +13,35 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import tensor_pb2
 from residuum.wire.digests import digest_of_bytes
 from residuum.wire.dtypes import dtype_name
+from residuum.wire.limits import MAX_DIRECTION_NORM, MIN_DIRECTION_NORM
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
+    from typing_extensions import Self
+
     LoadRows: TypeAlias = Callable[[Sequence[tuple[int, bytes]]], Awaitable[None]]
+
+
+def cache_capacity(max_vectors: int, max_mib: int, hidden_size: int) -> int:
+    """Return how many vectors are kept, within a number and within an amount of memory in MiB; at least one."""
+    return max(1, min(max_vectors, (max_mib << 20) // (4 * hidden_size)))
 
 
 class VectorCache:
     """Vectors on the host, under their digests. Equal vectors from any number of clients are one entry."""
 
-    def __init__(self, capacity: int, hidden_size: int, in_use: Callable[[], set[bytes]]) -> None:
+    def __init__(self, capacity: int, hidden_size: int, is_leased: Callable[[bytes], bool]) -> None:
         """Make an empty cache.
 
         Args:
             capacity: Vectors that are kept.
             hidden_size: Elements of each.
-            in_use: Returns the digests that must not be dropped.
+            is_leased: Tells of a digest whether its vector must not be dropped.
         """
         self._capacity = capacity
         self._hidden_size = hidden_size
-        self._in_use = in_use
+        self._is_leased = is_leased
         self._values: OrderedDict[bytes, bytes] = OrderedDict()
 
     def missing(self, digests: Iterable[bytes]) -> list[bytes]:
@@ -64,14 +72,24 @@ class VectorCache:
         if len(self._values) > self._capacity:
             self._evict(keep=vector.digest)
 
-    def is_zero(self, digest: bytes) -> bool:
-        """Tell whether a vector that is here is the zero vector."""
-        return not np.frombuffer(self._values[digest], dtype="<f4").any()
+    def check_direction(self, digest: bytes) -> None:
+        """Make sure that a vector that is here has a direction which float32 can tell.
+
+        Raises:
+            Failure: It is zero, or so short or so long that squares vanish or overflow.
+        """
+        norm = float(np.linalg.norm(np.frombuffer(self._values[digest], dtype="<f4").astype(np.float64)))
+        if not MIN_DIRECTION_NORM <= norm <= MAX_DIRECTION_NORM:
+            raise Failure(
+                Reason.ERROR_REASON_BAD_VALUES,
+                f"The vector {digest.hex()} has the norm {norm:g}, and so no direction to ablate, cap or replace; its "
+                f"norm must be from {MIN_DIRECTION_NORM:g} to {MAX_DIRECTION_NORM:g}.",
+                digest=digest.hex(),
+            )
 
     def _evict(self, keep: bytes) -> None:
-        in_use = self._in_use() | {keep}
         for digest in self._values:
-            if digest not in in_use:
+            if digest != keep and not self._is_leased(digest):
                 del self._values[digest]
                 return
         del self._values[keep]
@@ -111,7 +129,8 @@ class VectorActivator:
     """Allots rows of the workers' banks to the vectors that running requests use.
 
     A row belongs to one vector as long as any request uses it. Afterwards the vector stays there, and is there for the
-    next request, until the row is needed for another.
+    next request, until the row is needed for another. Requests that need rows which are not free take their turns: the
+    first that came is served first, so one that needs many rows is not passed by for ever.
     """
 
     def __init__(self, cache: VectorCache, rows: int, load: LoadRows, wait_seconds: float) -> None:
@@ -130,6 +149,7 @@ class VectorActivator:
         self._total = rows
         self._rows: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._users: dict[bytes, int] = {}
+        self._turns: deque[object] = deque()
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
@@ -151,15 +171,35 @@ class VectorActivator:
     async def _acquire(self, digests: Sequence[bytes]) -> dict[bytes, int]:
         if len(digests) > self._total:
             raise self._full(f"The request uses {len(digests)} vectors; at most {self._total} can be active.")
-        async with self._changed:
-            try:
-                await asyncio.wait_for(
-                    self._changed.wait_for(lambda: self._room(digests) >= self._new(digests)), self._wait_seconds
-                )
-            except asyncio.TimeoutError:  # the built-in TimeoutError only since Python 3.11
-                raise self._full(f"No room among {self._total} active vectors for {self._wait_seconds:g} s.") from None
+        async with self._changed, self._turn(digests):
             # The lock is held while the banks are written, so nobody uses a row that is only half there.
             return await self._activate(digests)
+
+    @asynccontextmanager
+    async def _turn(self, digests: Sequence[bytes]) -> AsyncIterator[None]:
+        """Wait until there is room, and nobody who came before waits for it.
+
+        Raises:
+            Failure: There was no room for too long.
+        """
+        turn = object()
+        self._turns.append(turn)
+        try:
+            await self._wait_for_room(turn, digests)
+            yield
+        finally:
+            self._turns.remove(turn)
+            self._changed.notify_all()
+
+    async def _wait_for_room(self, turn: object, digests: Sequence[bytes]) -> None:
+        def may_go() -> bool:
+            new = self._new(digests)
+            return not new or (self._turns[0] is turn and self._room(digests) >= new)
+
+        try:
+            await asyncio.wait_for(self._changed.wait_for(may_go), self._wait_seconds)
+        except asyncio.TimeoutError:  # the built-in TimeoutError only since Python 3.11
+            raise self._full(f"No room among {self._total} active vectors for {self._wait_seconds:g} s.") from None
 
     async def _activate(self, digests: Sequence[bytes]) -> dict[bytes, int]:
         missing = self._cache.missing(digest for digest in digests if digest not in self._rows)
@@ -206,6 +246,32 @@ class VectorActivator:
 
     def _full(self, message: str) -> Failure:
         return Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_active_vectors")
+
+
+class VectorHold:
+    """The vectors that one request holds in the banks, until the context ends. More may be added meanwhile."""
+
+    def __init__(self, activator: VectorActivator) -> None:
+        """Hold nothing yet."""
+        self._activator = activator
+        self._stack = AsyncExitStack()
+        self.rows: dict[bytes, int] = {}
+        """The bank's row of each vector, by digest."""
+
+    async def add(self, digests: Iterable[bytes]) -> None:
+        """Hold more vectors.
+
+        Raises:
+            Failure: A vector is not here any more, or there was no room for too long.
+        """
+        new = [digest for digest in digests if digest not in self.rows]
+        self.rows.update(await self._stack.enter_async_context(self._activator.active(new)))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        await self._stack.aclose()
 
 
 def missing_vectors(digests: Sequence[bytes]) -> Failure:

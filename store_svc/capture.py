@@ -131,6 +131,7 @@ class Capture:
         self.progress = progress
         self._record.seal_time.CopyFrom(now)
         self._record.sequences.extend(seal.sequences)
+        self._record.steering_changes.extend(seal.steering_changes)
         self.ledger.expect([len(sequence.generated_token_ids) for sequence in seal.sequences])
         self.advance(now)
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         NoStore,
         NotFound,
         NotServing,
+        NotUpdatable,
         OpenCapture,
         PromptTooLong,
         RequestAborted,
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
         UnknownSite,
         Unreachable,
     )
-    from residuum.manifest import Manifest, RowSet, SequenceOutcome
+    from residuum.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.replies import (
         CaptureSummary,
         Health,
@@ -84,7 +85,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from residuum.selections import Positions
-    from residuum.steering import Ablate, Add, Cap
+    from residuum.steering import Ablate, Add, Cap, Replace
     from residuum.streams import AsyncStream, Stream
     from residuum.vector import Vector, load_vectors
 
@@ -98,6 +99,8 @@ _HOMES = {
     "Manifest": "residuum.manifest",
     "RowSet": "residuum.manifest",
     "SequenceOutcome": "residuum.manifest",
+    "SteeringChange": "residuum.manifest",
+    "SteeringRecord": "residuum.manifest",
     "CaptureSummary": "residuum.replies",
     "Health": "residuum.replies",
     "ModelInfo": "residuum.replies",
@@ -112,6 +115,7 @@ _HOMES = {
     "Ablate": "residuum.steering",
     "Add": "residuum.steering",
     "Cap": "residuum.steering",
+    "Replace": "residuum.steering",
     "AsyncStream": "residuum.streams",
     "Stream": "residuum.streams",
     "Vector": "residuum.vector",
@@ -152,12 +156,14 @@ __all__ = [
     "NoStore",
     "NotFound",
     "NotServing",
+    "NotUpdatable",
     "OpenCapture",
     "Piece",
     "Positions",
     "PromptTooLong",
     "PutResult",
     "Registration",
+    "Replace",
     "Reply",
     "RequestAborted",
     "RequestExists",
@@ -168,6 +174,8 @@ __all__ = [
     "Sequence",
     "SequenceOutcome",
     "ServerFault",
+    "SteeringChange",
+    "SteeringRecord",
     "StoreFull",
     "StoreStats",
     "StoreUnreachable",

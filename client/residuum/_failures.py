@@ -37,6 +37,7 @@ EXCEPTIONS: dict[str, type[exc.ResiduumError]] = {
     "ENGINE_DEAD": exc.EngineDead,
     "ABORTED": exc.RequestAborted,
     "INTERNAL": exc.ServerFault,
+    "NOT_UPDATABLE": exc.NotUpdatable,
 }
 """The exception of every reason in errors.proto."""
 

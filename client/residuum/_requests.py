@@ -70,6 +70,8 @@ def plan_spec(
     steer: Operation | Iterable[Operation] | None,
     request_id: str | None,
     model: str | None,
+    *,
+    updatable: bool = False,
 ) -> SpecPlan:
     """Build a spec.
 
@@ -83,9 +85,36 @@ def plan_spec(
     spec = inference_pb2.RequestSpec(request_id=check_id(request_id) if request_id else "", model=model or "")
     if capture is not None:
         spec.capture.CopyFrom(capture.to_proto())
-    if operations:
-        spec.steering.CopyFrom(steering_spec(operations))
-    return SpecPlan(spec, distinct(operation.vector for operation in operations))
+    if operations or updatable:
+        spec.steering.CopyFrom(steering_spec(operations, updatable=updatable))
+    return SpecPlan(spec, vectors_of(operations))
+
+
+def vectors_of(operations: Iterable[Operation]) -> tuple[Vector, ...]:
+    """Return the vectors that operations name, each once."""
+    return distinct(vector for operation in operations for vector in operation.vectors)
+
+
+@dataclass(frozen=True)
+class SteeringPlan:
+    """A change of the steering, ready to be sent, with the vectors that it names."""
+
+    request: inference_pb2.UpdateSteeringRequest
+    """The message."""
+    vectors: tuple[Vector, ...]
+    """The vectors, distinct."""
+
+
+def plan_steering(request_id: RequestLike, steer: Operation | Iterable[Operation] | None) -> SteeringPlan:
+    """Build a change of the steering.
+
+    Raises:
+        InvalidRequest: Something in it can never be meant so.
+        TypeError: `steer` holds something else than operations.
+    """
+    operations = operation_list(steer)
+    request = inference_pb2.UpdateSteeringRequest(request_id=check_id(request_id), steering=steering_spec(operations))
+    return SteeringPlan(request, vectors_of(operations))
 
 
 def plan_generation(
@@ -96,6 +125,7 @@ def plan_generation(
     request_id: str | None,
     registration: Registration | str | None,
     model: str | None,
+    updatable: bool,
     sampling: Mapping[str, Any],
 ) -> GenerationPlan:
     """Build a generation, either of a registered request or with its spec inline.
@@ -110,10 +140,10 @@ def plan_generation(
     if sampling:
         request.sampling.CopyFrom(sampling_parameters(sampling))
     if registration is None:
-        plan = plan_spec(capture, steer, request_id, model)
+        plan = plan_spec(capture, steer, request_id, model, updatable=updatable)
         request.spec.CopyFrom(plan.spec)
         return GenerationPlan(request, plan.vectors)
-    if capture is not None or steer or request_id or model:
+    if capture is not None or steer or request_id or model or updatable:
         raise InvalidRequest(
             "A registered request has its capture, steering, id and model already; give them to register() alone.",
             reason="INVALID_FIELD",

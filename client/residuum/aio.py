@@ -9,7 +9,16 @@ from residuum import _health, _vectors
 from residuum import exceptions as exc
 from residuum._batch import check_prompts, run_async_batch
 from residuum._events import ReplyBuilder
-from residuum._requests import GenerationPlan, Prompt, RequestLike, check_id, plan_generation, plan_spec
+from residuum._requests import (
+    GenerationPlan,
+    Prompt,
+    RequestLike,
+    SteeringPlan,
+    check_id,
+    plan_generation,
+    plan_spec,
+    plan_steering,
+)
 from residuum.aio_reading import AsyncCaptureClient
 from residuum.capture import Capture
 from residuum.manifest import to_datetime
@@ -55,6 +64,7 @@ class AsyncClient(AsyncCaptureClient):
         request_id: str | None = None,
         registration: Registration | str | None = None,
         model: str | None = None,
+        updatable: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Reply:
@@ -66,7 +76,7 @@ class AsyncClient(AsyncCaptureClient):
         """
         stream = self.stream(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-            timeout=timeout, **sampling,
+            updatable=updatable, timeout=timeout, **sampling,
         )  # fmt: skip
         async with stream:
             async for _ in stream:
@@ -82,6 +92,7 @@ class AsyncClient(AsyncCaptureClient):
         request_id: str | None = None,
         registration: Registration | str | None = None,
         model: str | None = None,
+        updatable: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncStream:
@@ -96,13 +107,13 @@ class AsyncClient(AsyncCaptureClient):
         """
         plan = plan_generation(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-            sampling=sampling,
+            updatable=updatable, sampling=sampling,
         )  # fmt: skip
 
         async def start() -> tuple[AsyncCall, ReplyBuilder]:
             return await self._start_providing(plan, timeout)
 
-        return AsyncStream(start, self.endpoint)
+        return AsyncStream(start, self.endpoint, self.update_steering)
 
     async def generate_many(
         self,
@@ -138,9 +149,10 @@ class AsyncClient(AsyncCaptureClient):
         steer: Operation | Iterable[Operation] | None = None,
         request_id: str | None = None,
         model: str | None = None,
+        updatable: bool = False,
     ) -> Registration:
         """Have a request validated in full before its prompt is there; see `Client.register`."""
-        plan = plan_spec(capture, steer, request_id, model)
+        plan = plan_spec(capture, steer, request_id, model, updatable=updatable)
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
         answer = await self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
         await self._send(_vectors.only(plan.vectors, answer.missing_digests))
@@ -161,6 +173,20 @@ class AsyncClient(AsyncCaptureClient):
             answer = await self._call(self.endpoint, self._inference.FindMissingVectors, request)
             missing.update(answer.missing_digests)
         return _vectors.only(given, missing)
+
+    async def update_steering(
+        self, request_id: RequestLike, steer: Operation | Iterable[Operation] | None
+    ) -> tuple[int, ...]:
+        """Change the steering of a request that is generating; see `Client.update_steering`."""
+        plan = plan_steering(request_id, steer)
+        await self._provide(plan.vectors)
+        try:
+            answer = await self._update(plan)
+        except exc.MissingVectors:
+            self._ledger.forget(plan.vectors)  # the server dropped them, or was started anew
+            await self._provide(plan.vectors)
+            answer = await self._update(plan)
+        return tuple(answer.first_positions)
 
     async def abort(self, request_id: RequestLike) -> None:
         """Stop a running request, or drop a registration; see `Client.abort`."""
@@ -205,6 +231,10 @@ class AsyncClient(AsyncCaptureClient):
             started = await self._start(plan, timeout)
         self._stores.note(started[1].started.capture)
         return started
+
+    async def _update(self, plan: SteeringPlan) -> inference_pb2.UpdateSteeringResponse:
+        name = plan.request.request_id
+        return await self._call(self.endpoint, self._inference.UpdateSteering, plan.request, request_id=name)
 
     async def _start(self, plan: GenerationPlan, timeout: float | None) -> tuple[AsyncCall, ReplyBuilder]:
         """Make the call, and wait until the request is accepted."""

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 from residuum import _health, _vectors
 from residuum import exceptions as exc
 from residuum._batch import check_prompts, run_batch
-from residuum._requests import GenerationPlan, Prompt, RequestLike, check_id, plan_generation, plan_spec
+from residuum._requests import (
+    GenerationPlan,
+    Prompt,
+    RequestLike,
+    SteeringPlan,
+    check_id,
+    plan_generation,
+    plan_spec,
+    plan_steering,
+)
 from residuum.capture import Capture
 from residuum.manifest import to_datetime
 from residuum.reading import CaptureClient
@@ -62,6 +71,7 @@ class Client(CaptureClient):
         request_id: str | None = None,
         registration: Registration | str | None = None,
         model: str | None = None,
+        updatable: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Reply:
@@ -76,6 +86,8 @@ class Client(CaptureClient):
             request_id: Your own name for the request and its capture; by default the server makes one.
             registration: A request that `register` answered; then capture, steer, request_id and model are its own.
             model: The model that you expect; another one is refused.
+            updatable: Let `update_steering` change the steering while the request generates. Its prompt is then always
+                computed: it shares no cache with other requests.
             timeout: Seconds that the generation may take; None means as long as it takes.
             **sampling: max_tokens (16), temperature (0: greedy), top_p, top_k, seed, stop, ignore_eos, n (sequences),
                 min_tokens; see `residuum.Sampling`.
@@ -95,7 +107,7 @@ class Client(CaptureClient):
         """
         stream = self.stream(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-            timeout=timeout, **sampling,
+            updatable=updatable, timeout=timeout, **sampling,
         )  # fmt: skip
         with stream:
             for _ in stream:
@@ -111,6 +123,7 @@ class Client(CaptureClient):
         request_id: str | None = None,
         registration: Registration | str | None = None,
         model: str | None = None,
+        updatable: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Stream:
@@ -126,7 +139,7 @@ class Client(CaptureClient):
         """
         plan = plan_generation(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-            sampling=sampling,
+            updatable=updatable, sampling=sampling,
         )  # fmt: skip
         self._provide(plan.vectors)
         try:
@@ -190,6 +203,7 @@ class Client(CaptureClient):
         steer: Operation | Iterable[Operation] | None = None,
         request_id: str | None = None,
         model: str | None = None,
+        updatable: bool = False,
     ) -> Registration:
         """Have a request validated in full before its prompt is there, and send the vectors it needs.
 
@@ -205,7 +219,7 @@ class Client(CaptureClient):
             >>> registration = client.register(capture=residuum.Capture(layers="all"))
             >>> reply = client.generate("Hello", registration=registration)
         """
-        plan = plan_spec(capture, steer, request_id, model)
+        plan = plan_spec(capture, steer, request_id, model, updatable=updatable)
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
         answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
         self._send(_vectors.only(plan.vectors, answer.missing_digests))
@@ -234,6 +248,42 @@ class Client(CaptureClient):
             answer = self._call(self.endpoint, self._inference.FindMissingVectors, request)
             missing.update(answer.missing_digests)
         return _vectors.only(given, missing)
+
+    def update_steering(
+        self, request_id: RequestLike, steer: Operation | Iterable[Operation] | None
+    ) -> tuple[int, ...]:
+        """Change the steering of a request that is generating, from its next token on.
+
+        The request must have been started with `updatable=True`. Vectors that the server lacks are sent first.
+
+        Args:
+            request_id: The request, or its stream.
+            steer: What takes the place of its steering; None or [] switches it off.
+
+        Returns:
+            Of each sequence the first position that is steered so; the manifest's `steering_changes` keep it.
+
+        Raises:
+            UnknownRequest: No such request is generating.
+            NotUpdatable: It was not started as updatable.
+            InvalidRequest: The steering cannot be meant so; its subclasses say how.
+            LimitReached: There is no room for more vectors, or the steering was changed too often.
+
+        Example:
+            >>> with client.stream("Once", max_tokens=64, steer=[Add(joy, layer=12)], updatable=True) as stream:
+            ...     next(stream)
+            ...     client.update_steering(stream, None)
+            (5,)
+        """
+        plan = plan_steering(request_id, steer)
+        self._provide(plan.vectors)
+        try:
+            answer = self._update(plan)
+        except exc.MissingVectors:
+            self._ledger.forget(plan.vectors)  # the server dropped them, or was started anew
+            self._provide(plan.vectors)
+            answer = self._update(plan)
+        return tuple(answer.first_positions)
 
     def abort(self, request_id: RequestLike) -> None:
         """Stop a running request, or drop a registration. Its capture ends aborted. Stopping what has ended is fine.
@@ -274,8 +324,13 @@ class Client(CaptureClient):
     def __repr__(self) -> str:
         return f"Client({self.endpoint!r})"
 
+    def _update(self, plan: SteeringPlan) -> inference_pb2.UpdateSteeringResponse:
+        name = plan.request.request_id
+        return self._call(self.endpoint, self._inference.UpdateSteering, plan.request, request_id=name)
+
     def _start(self, plan: GenerationPlan, timeout: float | None) -> Stream:
-        return Stream(self._inference.Generate(plan.request, timeout=timeout), self.endpoint)
+        call = self._inference.Generate(plan.request, timeout=timeout)
+        return Stream(call, self.endpoint, self.update_steering)
 
     def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:
         """Make sure that the server has these vectors; return those that were sent."""

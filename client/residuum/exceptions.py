@@ -17,6 +17,7 @@
     │   ├── RequestExists               the id is taken
     │   └── CaptureExists
     ├── MissingVectors                  the server lacks vectors, even after they were sent again
+    ├── NotUpdatable                    the request was not started with updatable=True
     ├── CaptureNotComplete              .manifest
     │   ├── OpenCapture                 rows are still coming
     │   ├── IncompleteCapture           rows are missing for good; .missing says which
@@ -147,6 +148,10 @@ class RequestExists(AlreadyExists):
 
 class CaptureExists(AlreadyExists):
     """The store holds another capture of this id."""
+
+
+class NotUpdatable(ResiduumError):
+    """The steering of the request cannot be changed: it was not started with `updatable=True`."""
 
 
 class MissingVectors(ResiduumError):

@@ -11,7 +11,7 @@ from google.protobuf import json_format, timestamp_pb2
 from residuum.capture import SITE_NAMES
 from residuum.exceptions import InvalidRequest
 from residuum.selections import Positions
-from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2, steering_pb2
 from residuum.wire.dtypes import dtype_name
 
 STATES: dict[capture_pb2.CaptureState.ValueType, str] = {
@@ -51,6 +51,62 @@ class SequenceOutcome:
     """The tokens that were generated."""
     finish_reason: str
     """"stop", "length" or "abort"."""
+
+
+@dataclass(frozen=True)
+class SteeringRecord:
+    """One steering operation, as it was applied."""
+
+    operation: str
+    """"add", "ablate", "cap" or "replace"."""
+    layers: tuple[int, ...]
+    """The layers after which it was applied."""
+    digests: tuple[str, ...]
+    """The digest of its vector, hexadecimal; or one for each layer, in their order."""
+    positions: Positions
+    """The positions to which it was applied."""
+    scale: float | None = None
+    """The factor of "add" and "ablate"."""
+    min: float | None = None
+    """The lower bound of "cap"."""
+    max: float | None = None
+    """The upper bound of "cap"."""
+    value: float | None = None
+    """What "replace" set the projection to."""
+    keep_norm: bool = False
+    """Whether rows got back the norm that they had before."""
+
+    @classmethod
+    def from_proto(cls, proto: steering_pb2.SteeringOperation) -> SteeringRecord:
+        """Return the record of a message."""
+        kind = proto.WhichOneof("operation") or "unknown"  # a newer server's
+        what = getattr(proto, kind, steering_pb2.Add())
+        numbers = {
+            name: getattr(what, name)
+            for name, item in what.DESCRIPTOR.fields_by_name.items()
+            if name != "digest" and (not item.has_presence or what.HasField(name))
+        }
+        if kind == "ablate":
+            numbers.setdefault("scale", 1.0)
+        own = proto.layer_digests or [what.digest]
+        return cls(
+            operation=kind,
+            layers=tuple(proto.layers.list.layers),
+            digests=tuple(digest.hex() for digest in own),
+            positions=Positions.from_proto(proto.positions),
+            keep_norm=proto.keep_norm,
+            **numbers,
+        )
+
+
+@dataclass(frozen=True)
+class SteeringChange:
+    """A change of the steering while the request was generating."""
+
+    first_positions: tuple[int, ...]
+    """Of each sequence the first position that was steered so; the number of its tokens, if it had ended."""
+    steering: tuple[SteeringRecord, ...]
+    """The operations from there on, in their order; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +151,11 @@ class Manifest:
     num_bytes: int
     """Bytes of chunks in the store."""
     steered: bool
-    """Whether the request was steered."""
+    """Whether the request was steered, at the start or later."""
+    steering: tuple[SteeringRecord, ...]
+    """The operations at the start, in their order."""
+    steering_changes: tuple[SteeringChange, ...]
+    """How the steering was changed while the request was generating; known when the capture is sealed."""
     vllm_version: str
     """The version of vLLM that ran the model."""
     request_time: datetime.datetime | None
@@ -173,7 +233,11 @@ class Manifest:
             missing=_row_sets(proto.missing),
             num_rows=proto.num_rows,
             num_bytes=proto.num_bytes,
-            steered=bool(what.steering.operations),
+            steered=bool(what.steering.operations) or any(item.steering.operations for item in proto.steering_changes),
+            steering=_records(what.steering),
+            steering_changes=tuple(
+                SteeringChange(tuple(item.first_positions), _records(item.steering)) for item in proto.steering_changes
+            ),
             vllm_version=what.vllm_version,
             request_time=to_datetime(what.request_time),
             open_time=to_datetime(proto.open_time),
@@ -198,6 +262,10 @@ def _layers(what: capture_pb2.CaptureDescription) -> tuple[int, ...]:
     if what.spec.layers.WhichOneof("selection") == "list":
         return tuple(what.spec.layers.list.layers)
     return tuple(range(what.num_layers))
+
+
+def _records(spec: steering_pb2.SteeringSpec) -> tuple[SteeringRecord, ...]:
+    return tuple(SteeringRecord.from_proto(operation) for operation in spec.operations)
 
 
 def _reason(reason: capture_pb2.IncompleteReason.ValueType) -> str:

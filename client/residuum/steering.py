@@ -1,18 +1,20 @@
-"""Changing the residual stream: Add, Ablate and Cap.
+"""Changing the residual stream: Add, Ablate, Cap and Replace.
 
 For a row x of the residual stream (float32 [hidden]), a vector v and its direction v̂ = v / |v|:
 
-    Add     x + scale·v
-    Ablate  x - scale·(x·v̂)v̂
-    Cap     x + (clamp(x·v̂, min, max) - x·v̂)v̂
+    Add      x + scale·v
+    Ablate   x - scale·(x·v̂)v̂
+    Cap      x + (clamp(x·v̂, min, max) - x·v̂)v̂
+    Replace  x + (value - x·v̂)v̂
 
-Each is applied after the layers it names, to the positions it names, in the order of the list.
+Each is applied after the layers it names, to the positions it names, in the order of the list. With `keep_norm=True`
+the row is then scaled to the norm that it had before the operation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Union
 
@@ -20,7 +22,7 @@ from residuum.exceptions import BadVector, InvalidRequest
 from residuum.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection
 from residuum.v1 import steering_pb2
 from residuum.vector import Vector
-from residuum.wire.limits import MAX_OPERATIONS
+from residuum.wire.limits import MAX_DIRECTION_NORM, MAX_OPERATIONS, MIN_DIRECTION_NORM
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,15 +34,17 @@ class _Placed:
 
     _example: ClassVar[str] = "scale=6.0"
 
-    vector: Vector
-    """The vector; its length must be the model's hidden size."""
+    vector: Vector | Mapping[int, Vector]
+    """The vector; its length must be the model's hidden size. Or one for each layer, as {layer: vector}."""
     _: KW_ONLY
     layer: LayersLike | None = None
     """The layer after which it works."""
     layers: LayersLike | None = None
-    """Several layers, or "all". Exactly one of `layer` and `layers` must be given."""
+    """Several layers, or "all". Exactly one of `layer` and `layers` must be given, and none with {layer: vector}."""
     positions: PositionsLike = None
     """The positions to which it is applied; all by default, "prompt" or "generated" for one phase."""
+    keep_norm: bool = False
+    """Scale the row, after the operation, to the norm that it had before it."""
 
     def __new__(cls, *values: object, **_named: object) -> Self:
         """Refuse a second value without its name before Python does so in words of its own."""
@@ -52,7 +56,9 @@ class _Placed:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.vector, Vector):
+        if isinstance(self.vector, Mapping):
+            object.__setattr__(self, "vector", LayerVectors(self.vector))
+        elif not isinstance(self.vector, Vector):
             raise TypeError(f"{self._name} takes a residuum.Vector; make one with Vector.from_array(array).")
         for name in ("layer", "layers"):  # an iterator could be read only once
             value = getattr(self, name)
@@ -63,8 +69,18 @@ class _Placed:
         self.check()
 
     @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """The vectors: one, or one for each layer in their order."""
+        return (self.vector,) if isinstance(self.vector, Vector) else tuple(self.vector.values())
+
+    @property
     def _name(self) -> str:
         return type(self).__name__
+
+    @property
+    def _digest(self) -> bytes:
+        """The digest inside the operation: none if each layer has a vector of its own."""
+        return self.vector.digest if isinstance(self.vector, Vector) else b""
 
     def check(self) -> None:
         """Check what is particular to the operation."""
@@ -76,19 +92,29 @@ class _Placed:
             raise InvalidRequest(f"{self._name}: {name} must be a finite float32, not {value}.", reason="INVALID_FIELD")
 
     def _check_direction(self) -> None:
-        if not self.vector.norm:
-            raise BadVector(f"{self._name} needs a direction, and this vector is zero.", reason="BAD_VALUES")
+        for vector in self.vectors:
+            if not MIN_DIRECTION_NORM <= vector.norm <= MAX_DIRECTION_NORM:
+                what = f"has the norm {vector.norm:g}" if vector.norm else "is zero"
+                raise BadVector(f"{self._name} needs a direction, and this vector {what}.", reason="BAD_VALUES")
 
     def _placed(self) -> steering_pb2.SteeringOperation:
-        if (self.layer is None) == (self.layers is None):
-            raise InvalidRequest(f"{self._name}: say where with exactly one of layer= and layers=.")
-        layers = self.layers if self.layer is None else self.layer
-        assert layers is not None  # noqa: S101 - the line above
-        message = steering_pb2.SteeringOperation(layers=layer_selection(layers))
+        message = steering_pb2.SteeringOperation(layers=layer_selection(self._layers()), keep_norm=self.keep_norm)
+        if not isinstance(self.vector, Vector):
+            message.layer_digests.extend(vector.digest for vector in self.vectors)
         positions = Positions.of(self.positions)
         if positions != Positions():
             message.positions.CopyFrom(positions.to_proto())
         return message
+
+    def _layers(self) -> LayersLike:
+        given = [layers for layers in (self.layer, self.layers) if layers is not None]
+        if not isinstance(self.vector, Vector):
+            if given:
+                raise InvalidRequest(f"{self._name}: the layers are those of {{layer: vector}}; leave out layer(s)=.")
+            return tuple(self.vector)
+        if len(given) != 1:
+            raise InvalidRequest(f"{self._name}: say where with exactly one of layer= and layers=.")
+        return given[0]
 
     def to_proto(self) -> steering_pb2.SteeringOperation:
         """Return the operation as it travels: with the vector's digest, not its values."""
@@ -114,7 +140,7 @@ class Add(_Placed):
     def to_proto(self) -> steering_pb2.SteeringOperation:
         """Return the operation as it travels."""
         message = self._placed()
-        message.add.CopyFrom(steering_pb2.Add(digest=self.vector.digest, scale=self.scale))
+        message.add.CopyFrom(steering_pb2.Add(digest=self._digest, scale=self.scale))
         return message
 
 
@@ -137,7 +163,7 @@ class Ablate(_Placed):
     def to_proto(self) -> steering_pb2.SteeringOperation:
         """Return the operation as it travels."""
         message = self._placed()
-        message.ablate.CopyFrom(steering_pb2.Ablate(digest=self.vector.digest, scale=self.scale))
+        message.ablate.CopyFrom(steering_pb2.Ablate(digest=self._digest, scale=self.scale))
         return message
 
 
@@ -170,13 +196,73 @@ class Cap(_Placed):
     def to_proto(self) -> steering_pb2.SteeringOperation:
         """Return the operation as it travels."""
         message = self._placed()
-        message.cap.CopyFrom(steering_pb2.Cap(digest=self.vector.digest, min=self.min, max=self.max))
+        message.cap.CopyFrom(steering_pb2.Cap(digest=self._digest, min=self.min, max=self.max))
         return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replace(_Placed):
+    """Sets the projection onto a direction: x + (value - x·v̂)v̂.
+
+    Example:
+        >>> residuum.Replace(joy, layer=12, value=4.0)
+    """
+
+    _example: ClassVar[str] = "value=4.0"
+
+    value: float
+    """What the projection becomes, in units of x."""
+
+    def check(self) -> None:
+        """Check the value, and that the vector has a direction."""
+        self._check_number("value", self.value)
+        self._check_direction()
+
+    def to_proto(self) -> steering_pb2.SteeringOperation:
+        """Return the operation as it travels."""
+        message = self._placed()
+        message.replace.CopyFrom(steering_pb2.Replace(digest=self._digest, value=self.value))
+        return message
+
+
+class LayerVectors(Mapping[int, Vector]):
+    """A vector for each of some layers, ascending; immutable."""
+
+    def __init__(self, vectors: Mapping[int, Vector]) -> None:
+        """Take the vectors by their layers.
+
+        Raises:
+            TypeError: A key is not a layer's number, or a value is not a Vector.
+            InvalidRequest: There are none, or a layer is negative.
+        """
+        for layer, vector in vectors.items():
+            if not isinstance(vector, Vector) or isinstance(layer, bool) or not hasattr(layer, "__index__"):
+                raise TypeError(
+                    f"Vectors for layers are {{layer number: residuum.Vector}}, not {{{layer!r}: {vector!r}}}."
+                )
+        self._vectors = {int(layer): vectors[layer] for layer in sorted(vectors)}
+        if not self._vectors or min(self._vectors) < 0:
+            raise InvalidRequest("Vectors for layers: name at least one layer, from 0 on.", reason="INVALID_FIELD")
+
+    def __getitem__(self, layer: int) -> Vector:
+        return self._vectors[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._vectors)
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._vectors.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._vectors)
 
 
 _WHERE = "vector, layer=12, scale=6.0"
 
-Operation = Union[Add, Ablate, Cap]  # noqa: UP007 - evaluated at run time on Python 3.10
+Operation = Union[Add, Ablate, Cap, Replace]  # noqa: UP007 - evaluated at run time on Python 3.10
 """Any steering operation."""
 
 
@@ -189,9 +275,9 @@ def operation_list(steer: Operation | Iterable[Operation] | None) -> list[Operat
     """
     items: list[Any] = [] if steer is None else list(steer) if isinstance(steer, Iterable) else [steer]
     for item in items:
-        if not isinstance(item, (Add, Ablate, Cap)):
+        if not isinstance(item, (Add, Ablate, Cap, Replace)):
             hint = f" A vector by itself does not say where: write Add({_WHERE})." if isinstance(item, Vector) else ""
-            raise TypeError(f"steer= takes residuum.Add, Ablate and Cap, not {item!r}.{hint}")
+            raise TypeError(f"steer= takes residuum.Add, Ablate, Cap and Replace, not {item!r}.{hint}")
     if len(items) > MAX_OPERATIONS:
         raise InvalidRequest(
             f"One request takes at most {MAX_OPERATIONS} operations, not {len(items)}; name several layers in one.",
@@ -200,6 +286,6 @@ def operation_list(steer: Operation | Iterable[Operation] | None) -> list[Operat
     return items
 
 
-def steering_spec(operations: Iterable[Operation]) -> steering_pb2.SteeringSpec:
+def steering_spec(operations: Iterable[Operation], *, updatable: bool = False) -> steering_pb2.SteeringSpec:
     """Return the message for operations in their order."""
-    return steering_pb2.SteeringSpec(operations=[operation.to_proto() for operation in operations])
+    return steering_pb2.SteeringSpec(operations=[operation.to_proto() for operation in operations], updatable=updatable)

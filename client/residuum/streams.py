@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
+
+    from residuum.steering import Operation
+
+    Steer = Operation | Iterable[Operation] | None
 
     class SyncCall(Iterator[inference_pb2.GenerateResponse], Protocol):
         """What grpc returns for a stream: an iterator that can be cancelled."""
@@ -44,9 +48,12 @@ class Stream(Iterator[TokenDelta]):
         Usage(prompt_tokens=4, generated_tokens=64)
     """
 
-    def __init__(self, call: SyncCall, endpoint: str) -> None:
+    def __init__(
+        self, call: SyncCall, endpoint: str, update: Callable[[str, Steer], tuple[int, ...]] | None = None
+    ) -> None:
         """Made by `Client.stream`, which waits here until the request is accepted."""
         self._builder = ReplyBuilder()
+        self._update = update
         self._call = call
         self._endpoint = endpoint
         self._next()
@@ -70,6 +77,12 @@ class Stream(Iterator[TokenDelta]):
             ResiduumError: The stream was not read to its end.
         """
         return self._builder.reply()
+
+    def update_steering(self, steer: Steer) -> tuple[int, ...]:
+        """Change the steering from the next token on; see `Client.update_steering`."""
+        if self._update is None:
+            raise ResiduumError("This stream was not made by a client; call the client's update_steering.")
+        return self._update(self.request_id, steer)
 
     def close(self) -> None:
         """Stop the request if it still runs."""
@@ -115,8 +128,14 @@ class AsyncStream(AsyncIterator[TokenDelta]):
         ...         print(delta.text, end="")
     """
 
-    def __init__(self, start: Callable[[], Awaitable[tuple[AsyncCall, ReplyBuilder]]], endpoint: str) -> None:
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[tuple[AsyncCall, ReplyBuilder]]],
+        endpoint: str,
+        update: Callable[[str, Steer], Awaitable[tuple[int, ...]]] | None = None,
+    ) -> None:
         """Made by `AsyncClient.stream`."""
+        self._update = update
         self._start = start
         self._endpoint = endpoint
         self._call: AsyncCall | None = None
@@ -155,6 +174,12 @@ class AsyncStream(AsyncIterator[TokenDelta]):
         if self._call is None:
             self._call, self._builder = await self._start()
         return self._call
+
+    async def update_steering(self, steer: Steer) -> tuple[int, ...]:
+        """Change the steering from the next token on; see `Client.update_steering`."""
+        if self._update is None:
+            raise ResiduumError("This stream was not made by a client; call the client's update_steering.")
+        return await self._update(self.request_id, steer)
 
     async def aclose(self) -> None:
         """Stop the request if it still runs."""

@@ -182,4 +182,5 @@ def _to_batch(parts: list[tuple[npt.NDArray[np.int64], Step]]) -> OperationBatch
         scales=spread([step.scale for step in steps], torch.float32),
         lows=spread([step.low for step in steps], torch.float32),
         highs=spread([step.high for step in steps], torch.float32),
+        keeps_norm=spread([step.keep_norm for step in steps], torch.bool),
     )

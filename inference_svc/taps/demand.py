@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from residuum.v1 import selection_pb2
 
-MAX_PROGRAMS = 128
+MAX_PROGRAMS = 256
 """Different treatments of a request's positions."""
 
-MAX_ENTRIES = 2048
+MAX_ENTRIES = 8192
 """Operations of all of these, those of layers with the same operations counted once."""
 
 
@@ -25,6 +25,10 @@ class Demand(NamedTuple):
 
     programs: int
     entries: int
+
+    def plus(self, other: Demand) -> Demand:
+        """Return what both take: a request whose steering was changed may be computed again with either."""
+        return Demand(self.programs + other.programs, self.entries + other.entries)
 
 
 def demand_of(

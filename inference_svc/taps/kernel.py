@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from inference_svc.taps.plan import Kind
+from inference_svc.taps.tables import KEEP_NORM
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 _ADD = tl.constexpr(int(Kind.ADD))
 _ABLATE = tl.constexpr(int(Kind.ABLATE))
+
+_KIND = tl.constexpr(KEEP_NORM - 1)
+_KEEP_NORM = tl.constexpr(KEEP_NORM)
 
 ROW_FIELDS = 4
 """Numbers in a line of the row table: program, place, stride, and one that fills 16 bytes."""
@@ -43,7 +47,8 @@ _ROW_FIELDS = tl.constexpr(ROW_FIELDS)
 def _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms):  # type: ignore[no-untyped-def]
     """Return a row, float32 [WIDTH], after `count` operations from entry `first` on."""
     for entry in range(first, first + count):
-        kind = tl.load(kinds + entry)
+        kind_and_flags = tl.load(kinds + entry)
+        kind = kind_and_flags & _KIND
         vector = tl.load(vectors + entry)
         scale = tl.load(numbers + entry * 3)
         low = tl.load(numbers + entry * 3 + 1)
@@ -56,7 +61,12 @@ def _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank,
             clamped = tl.maximum(tl.minimum(projection, high), low)
             along = tl.where(kind == _ABLATE, -scale * projection, clamped - projection)
             factor = along * inverse
-        x += factor * v
+        moved = x + factor * v
+        if kind_and_flags & _KEEP_NORM:
+            before = tl.sum(x * x, axis=0)
+            after = tl.sum(moved * moved, axis=0)
+            moved *= tl.where(after > 0.0, tl.sqrt(before / after), 1.0)  # a row that became zero stays zero
+        x = moved
     return x
 
 

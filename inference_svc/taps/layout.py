@@ -5,7 +5,7 @@ A layout says so in numpy, whatever the device; a tap's `arm` turns it into what
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,12 +17,12 @@ from residuum.wire.limits import BLOCK_TOKENS
 from residuum.wire.selection import wanted_positions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
     from inference_svc.taps.blocks import Block, BlockPool
-    from inference_svc.taps.plan import Capture, RequestPlan
+    from inference_svc.taps.plan import Capture, Operation, RequestPlan
 
 NOWHERE = -1
 """The place of a row that is not captured."""
@@ -41,19 +41,12 @@ class StepRows:
     counts: Sequence[int]
 
 
-@dataclass
-class RequestState:
-    """A request that the taps work for."""
+class Steering:
+    """A request's operations, and what follows from them for its positions."""
 
-    plan: RequestPlan
-    next_position: int = 0
-    """The first position that has not been captured. A preempted request is computed again from position 0; the first
-    write of a position wins."""
-    block: Block | None = None
-    """The block that is being filled."""
-    first_generated: int = BLOCK_TOKENS
-    """Positions that the first block of generated tokens holds. Requests that begin together would fill all their
-    blocks in the same steps; with first blocks of different sizes, the blocks that leave are spread over the steps."""
+    def __init__(self, plan: RequestPlan) -> None:
+        """Take the operations of `plan`, and what it captures."""
+        self.plan = plan
 
     @cached_property
     def prefill(self) -> Treatment | None:
@@ -64,6 +57,50 @@ class RequestState:
     def decode(self) -> Treatment | None:
         """What is done to every generated position; None if it is not the same for all of them."""
         return _treatment(self.plan, selection_pb2.PHASE_GENERATED)
+
+
+class RequestState:
+    """A request that the taps work for."""
+
+    def __init__(self, plan: RequestPlan, first_generated: int = BLOCK_TOKENS) -> None:
+        """Begin with a plan; see the attributes."""
+        self.plan = plan
+        """What was asked for; of the operations, those of the start."""
+        self.next_position = 0
+        """The first position that has not been computed yet. A preempted request is computed again from position 0;
+        the first write of a position wins."""
+        self.block: Block | None = None
+        """The block that is being filled."""
+        self.first_generated = first_generated
+        """Positions that the first block of generated tokens holds. Requests that begin together would fill all their
+        blocks in the same steps; with first blocks of different sizes, the blocks that leave are spread over the
+        steps."""
+        self.steering = Steering(plan)
+        """The operations from `steered_from` on."""
+        self.steered_from = 0
+        self._before: list[tuple[int, Steering]] = []  # (first position, operations), ascending
+
+    def change_steering(self, operations: tuple[Operation, ...]) -> int:
+        """Take other operations for every position that has not been computed, and return the first of these.
+
+        A position that is computed again, after a preemption, is steered as it was the first time: other rows have
+        been computed from it.
+        """
+        if self.next_position > self.steered_from:
+            self._before.append((self.steered_from, self.steering))
+            self.steered_from = self.next_position
+        self.steering = Steering(replace(self.plan, operations=operations))
+        return self.steered_from
+
+    def divide(self, first: int, count: int) -> Iterator[tuple[Steering, int, int]]:
+        """Yield runs of positions that have the same operations, in order: (operations, first position, how many)."""
+        borders = [*self._before, (self.steered_from, self.steering)]
+        stop = first + count
+        for index, (start, steering) in enumerate(borders):
+            end = borders[index + 1][0] if index + 1 < len(borders) else stop
+            here, there = max(start, first), min(end, stop)
+            if there > here:
+                yield steering, here, there - here
 
 
 class Treatment(NamedTuple):
@@ -108,17 +145,24 @@ class StepPlanner:
 
     def add_request(self, state: RequestState, row: int, first: int, count: int) -> None:
         """Lay out `count` rows of a request, from `row` of the batch and position `first` on."""
+        if first >= state.steered_from:
+            self._add(state, state.steering, row, first, count)
+            return
+        for steering, position, length in state.divide(first, count):
+            self._add(state, steering, row + position - first, position, length)
+
+    def _add(self, state: RequestState, steering: Steering, row: int, first: int, count: int) -> None:
         # Nearly every request of nearly every step generates one token: it must not cost numpy calls. Of the others,
         # most compute a part of a prompt that is treated as one.
         prompt_tokens = state.plan.prompt_tokens
         if first != state.next_position:
-            self._add_many(state, row, first, count)
-        elif count == 1 and first >= prompt_tokens and state.decode:
-            self._add_single(state, state.decode, row, first)
-        elif first + count <= prompt_tokens and state.prefill:
-            self._add_run(state, state.prefill, row, first, count)
+            self._add_many(state, steering.plan, row, first, count)
+        elif count == 1 and first >= prompt_tokens and steering.decode:
+            self._add_single(state, steering.decode, row, first)
+        elif first + count <= prompt_tokens and steering.prefill:
+            self._add_run(state, steering.prefill, row, first, count)
         else:
-            self._add_many(state, row, first, count)
+            self._add_many(state, steering.plan, row, first, count)
 
     def finish(self) -> StepLayout:
         """Return the layout."""
@@ -168,8 +212,7 @@ class StepPlanner:
         lines[:, STRIDE] = stride
         self._many.append(lines)
 
-    def _add_many(self, state: RequestState, row: int, first: int, count: int) -> None:
-        plan = state.plan
+    def _add_many(self, state: RequestState, plan: RequestPlan, row: int, first: int, count: int) -> None:
         applied = [wanted_positions(item.positions, plan.prompt_tokens, first, count) for item in plan.operations]
         places, strides = self._capture(state, first, count)
         masks = np.array([*applied, places != NOWHERE])  # [operations + 1, rows]

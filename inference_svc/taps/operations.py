@@ -30,6 +30,8 @@ class OperationBatch(NamedTuple):
     """Lower bound of CAP, float32 [r]."""
     highs: Tensor
     """Upper bound of CAP, float32 [r]."""
+    keeps_norm: Tensor
+    """Whether the row gets back the norm that it had, bool [r]."""
 
 
 def apply_batch(x: Tensor, v: Tensor, inverse_norms: Tensor, batch: OperationBatch) -> Tensor:
@@ -48,4 +50,9 @@ def apply_batch(x: Tensor, v: Tensor, inverse_norms: Tensor, batch: OperationBat
     clamped = torch.maximum(torch.minimum(projections, batch.highs), batch.lows)
     along_unit = torch.where(batch.kinds == Kind.ABLATE, -batch.scales * projections, clamped - projections)
     factors = torch.where(batch.kinds == Kind.ADD, batch.scales, along_unit * inverse_norms)
-    return x + factors.unsqueeze(-1) * v
+    moved = x + factors.unsqueeze(-1) * v
+    if not batch.keeps_norm.any():
+        return moved
+    before, after = x.norm(dim=-1), moved.norm(dim=-1)
+    rescaled = torch.where(batch.keeps_norm & (after > 0), before / after, 1.0)  # a row that became zero stays zero
+    return moved * rescaled.unsqueeze(-1)

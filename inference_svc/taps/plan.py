@@ -26,6 +26,7 @@ class Kind(IntEnum):
     ADD = 0
     ABLATE = 1
     CAP = 2
+    """Also what sets a projection: a cap whose bounds are equal."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,22 @@ class Operation:
     """Lower bound of CAP."""
     high: float = float("inf")
     """Upper bound of CAP."""
+    keep_norm: bool = False
+    """The row gets back the norm that it had before."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the operation as plain data."""
+        return {
+            **vars(self),
+            "kind": int(self.kind),
+            "layers": list(self.layers),
+            "positions": self.positions.SerializeToString(),
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Operation:
+        """Return the operation of its plain data."""
+        return cls(**{**_restore(data), "kind": Kind(data["kind"])})
 
 
 @dataclass(frozen=True)
@@ -77,10 +94,12 @@ class RequestPlan:
     prompt_tokens: int
     capture: Capture | None = None
     operations: tuple[Operation, ...] = ()
+    name: str = ""
+    """What the inference service calls it when it changes the operations. Empty: it never will."""
 
     def to_extra_args(self) -> dict[str, Any]:
         """Return the plan as the value of `SamplingParams.extra_args`."""
-        data: dict[str, Any] = {"prompt_tokens": self.prompt_tokens}
+        data: dict[str, Any] = {"prompt_tokens": self.prompt_tokens, "name": self.name}
         if self.capture:
             data["capture"] = {
                 **vars(self.capture),
@@ -88,15 +107,7 @@ class RequestPlan:
                 "sites": [int(site) for site in self.capture.sites],
                 "positions": self.capture.positions.SerializeToString(),
             }
-        data["operations"] = [
-            {
-                **vars(operation),
-                "kind": int(operation.kind),
-                "layers": list(operation.layers),
-                "positions": operation.positions.SerializeToString(),
-            }
-            for operation in self.operations
-        ]
+        data["operations"] = [operation.to_data() for operation in self.operations]
         return {KEY: data}
 
     @classmethod
@@ -109,9 +120,8 @@ class RequestPlan:
         return cls(
             prompt_tokens=data["prompt_tokens"],
             capture=Capture(**{**_restore(capture), "sites": tuple(capture["sites"])}) if capture else None,
-            operations=tuple(
-                Operation(**{**_restore(item), "kind": Kind(item["kind"])}) for item in data["operations"]
-            ),
+            operations=tuple(Operation.from_data(item) for item in data["operations"]),
+            name=data["name"],
         )
 
     def for_rank(self, points: TapPoints, *, captures: bool) -> RequestPlan:

@@ -27,11 +27,13 @@ class Step(NamedTuple):
     scale: float
     low: float
     high: float
+    keep_norm: bool = False
 
     @classmethod
     def of(cls, operation: Operation) -> Step:
         """Return the step of an operation."""
-        return cls(operation.kind, operation.row, operation.layers, operation.scale, operation.low, operation.high)
+        o = operation
+        return cls(o.kind, o.row, o.layers, o.scale, o.low, o.high, o.keep_norm)
 
 
 class Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
 from inference_svc.taps.layout import RequestState, StepPlanner, StepRows
@@ -15,8 +16,12 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.blocks import BlockPool
     from inference_svc.taps.layout import StepLayout
+    from inference_svc.taps.plan import Operation
     from inference_svc.taps.points import TapPoints
     from inference_svc.taps.sink import BlockSink
+
+_REMEMBERED_NAMES = 10_000
+"""Ended requests that are told from those that have not come yet."""
 
 _SIZE_STEP = 13
 """Odd, so that it takes 32 requests until a size comes again."""
@@ -42,6 +47,9 @@ class TapRuntime:
         self._pool = pool
         self._sink = sink
         self._requests: dict[str, RequestState] = {}
+        self._names: dict[str, str] = {}  # the engine's ids of requests whose operations may change, by their names
+        self._changes_ahead: dict[str, tuple[Operation, ...]] = {}  # of requests that are not here yet
+        self._ended: OrderedDict[str, None] = OrderedDict()  # names
         self._layout: StepLayout | None = None
         self._is_armed = False
         self._admitted = 0
@@ -66,7 +74,29 @@ class TapRuntime:
                 # Some runners announce a preempted request again, as if it were new; what is captured stays captured.
                 plan = plan.for_rank(self._points, captures=self._pool is not None)
                 if request_id not in self._requests:
-                    self._requests[request_id] = RequestState(plan, first_generated=self._next_size())
+                    self._requests[request_id] = self._admit(request_id, plan)
+
+    def change_steering(self, name: str, operations: tuple[Operation, ...]) -> int | None:
+        """Change the operations of a request from its next position on.
+
+        Args:
+            name: Its `RequestPlan.name`.
+            operations: What takes the place of its operations.
+
+        Returns:
+            The first position that is steered so; None if the request has ended.
+        """
+        if name in self._ended:
+            return None
+        if name not in self._names:
+            self._changes_ahead[name] = operations
+            return 0
+        return self._requests[self._names[name]].change_steering(operations)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget changes of requests that will not come any more."""
+        for name in names:
+            self._changes_ahead.pop(name, None)
 
     def place(self, tell_rows: Callable[[], StepRows]) -> None:
         """Lay out the step's rows, once the runner has fixed their order.
@@ -109,6 +139,14 @@ class TapRuntime:
             )
         self._sink.send(layout.full_blocks)
 
+    def _admit(self, request_id: str, plan: RequestPlan) -> RequestState:
+        state = RequestState(plan, first_generated=self._next_size())
+        if plan.name:
+            self._names[plan.name] = request_id
+            if plan.name in self._changes_ahead:
+                state.change_steering(self._changes_ahead.pop(plan.name))
+        return state
+
     def _next_size(self) -> int:
         """Return the size of a new request's first block: all sizes come by turns, neighbours far apart."""
         self._admitted += 1
@@ -121,5 +159,11 @@ class TapRuntime:
 
     def _retire(self, request_id: str) -> None:
         state = self._requests.pop(request_id, None)
-        if state and state.block and self._sink:
+        if state is None:
+            return
+        if state.block and self._sink:
             self._sink.send([state.block])
+        if self._names.pop(state.plan.name, None):
+            self._ended[state.plan.name] = None
+            if len(self._ended) > _REMEMBERED_NAMES:
+                self._ended.popitem(last=False)

@@ -28,6 +28,10 @@ NOT_KEPT = -1
 """The destination of a row that is not captured at a point."""
 
 
+KEEP_NORM = 1 << 8
+"""Set in an entry's kind: the row gets back the norm that it had before."""
+
+
 def destination(program: Program, site: int, layer: int) -> int:
     """Return where a program keeps a row at a site of a layer: 2 * unit, plus 1 for the row before steering."""
     unit = program.unit(site, layer)
@@ -42,8 +46,8 @@ class ProgramTable:
     """The tables that the kernel reads.
 
     Shapes: `lines` int32 [programs, points, 4]: the first entry, the number of entries, and the two destinations of
-    the row at that point (see `destination`); entries: `kinds` int32, `vectors` int32 (rows of the bank), `numbers`
-    float32 [entries, 3] (scale, low, high).
+    the row at that point (see `destination`); entries: `kinds` int32 (`Kind`, with KEEP_NORM), `vectors` int32 (rows of
+    the bank), `numbers` float32 [entries, 3] (scale, low, high).
     """
 
     def __init__(self, programs: int, entries: int, points: TapPoints, device: torch.device) -> None:
@@ -127,7 +131,7 @@ class ProgramTable:
         self._lines.view[place.number] = lines
         if entries:
             run = slice(place.first, place.first + place.entries)
-            self._kinds.view[run] = [step.kind for step in entries]
+            self._kinds.view[run] = [step.kind | (KEEP_NORM if step.keep_norm else 0) for step in entries]
             self._vectors.view[run] = [step.row for step in entries]
             self._numbers.view[run] = [(step.scale, step.low, step.high) for step in entries]
         self._written.append(place)

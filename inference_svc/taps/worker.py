@@ -25,6 +25,7 @@ from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
 from inference_svc.taps.limits import UnsupportedEngineError, refuse_unsupported
+from inference_svc.taps.plan import Operation
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.runner_v1 import IncompatibleEngineError
 from inference_svc.taps.runtime import TapRuntime
@@ -36,7 +37,7 @@ from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -108,6 +109,25 @@ class TappedWorker:
     def residuum_load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Write vectors into rows of the bank; see `VectorBank.load`."""
         self._residuum.bank.load(rows)
+
+    def residuum_change_steering(self, changes: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, int | None]:
+        """Change the operations of requests; see `TapRuntime.change_steering`.
+
+        Args:
+            changes: Of each request, by its name, the new operations as plain data.
+
+        Returns:
+            The first position of each that is steered so; None if it has ended.
+        """
+        runtime = self._residuum.runtime
+        return {
+            name: runtime.change_steering(name, tuple(Operation.from_data(item) for item in operations))
+            for name, operations in changes.items()
+        }
+
+    def residuum_forget(self, names: Sequence[str]) -> None:
+        """Forget changes of requests that will not come any more."""
+        self._residuum.runtime.forget(names)
 
     def residuum_take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
         """Return the rows of a self-test, for each block (sites, layers, positions, values).

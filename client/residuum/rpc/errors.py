@@ -49,6 +49,7 @@ CODES: dict[errors_pb2.ErrorReason.ValueType, grpc.StatusCode] = {
     errors_pb2.ERROR_REASON_ENGINE_DEAD: grpc.StatusCode.UNAVAILABLE,
     errors_pb2.ERROR_REASON_ABORTED: grpc.StatusCode.CANCELLED,
     errors_pb2.ERROR_REASON_INTERNAL: grpc.StatusCode.INTERNAL,
+    errors_pb2.ERROR_REASON_NOT_UPDATABLE: grpc.StatusCode.FAILED_PRECONDITION,
 }
 """The gRPC code of every reason. errors.proto states the same beside each value; a test compares the two."""
 

@@ -370,7 +370,7 @@ class CaptureDescription(_message.Message):
 
     @_builtins.property
     def steering(self) -> _steering_pb2.SteeringSpec:
-        """How the request was steered. Unset: not at all."""
+        """How the request was steered, at the start. Unset: not at all."""
 
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -518,6 +518,7 @@ class CaptureManifest(_message.Message):
     OPEN_TIME_FIELD_NUMBER: _builtins.int
     SEAL_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    STEERING_CHANGES_FIELD_NUMBER: _builtins.int
     state: Global___CaptureState.ValueType
     """Where the capture stands."""
     incomplete_reason: Global___IncompleteReason.ValueType
@@ -558,6 +559,12 @@ class CaptureManifest(_message.Message):
     def end_time(self) -> _timestamp_pb2.Timestamp:
         """When it became COMPLETE, INCOMPLETE or ABORTED. Unset until then."""
 
+    @_builtins.property
+    def steering_changes(self) -> _containers.RepeatedCompositeFieldContainer[_steering_pb2.SteeringChange]:
+        """How the steering was changed while the request was generating, in order. Known from the seal on; a capture that
+        ended without one does not tell.
+        """
+
     def __init__(
         self,
         *,
@@ -573,10 +580,11 @@ class CaptureManifest(_message.Message):
         open_time: _timestamp_pb2.Timestamp | None = ...,
         seal_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        steering_changes: _abc.Iterable[_steering_pb2.SteeringChange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "open_time", b"open_time", "seal_time", b"seal_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

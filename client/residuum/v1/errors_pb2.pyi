@@ -77,6 +77,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """CANCELLED: the request was aborted. Metadata: `request_id`."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 25
     """INTERNAL: a fault of the server. The details are in its log, under the `incident` in the metadata."""
+    ERROR_REASON_NOT_UPDATABLE: _ErrorReason.ValueType  # 26
+    """FAILED_PRECONDITION: the request was not registered as `updatable`. Metadata: `request_id`."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The cause of a failure.
@@ -141,6 +143,8 @@ ERROR_REASON_ABORTED: ErrorReason.ValueType  # 24
 """CANCELLED: the request was aborted. Metadata: `request_id`."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 25
 """INTERNAL: a fault of the server. The details are in its log, under the `incident` in the metadata."""
+ERROR_REASON_NOT_UPDATABLE: ErrorReason.ValueType  # 26
+"""FAILED_PRECONDITION: the request was not registered as `updatable`. Metadata: `request_id`."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

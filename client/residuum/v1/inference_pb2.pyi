@@ -846,6 +846,58 @@ class Usage(_message.Message):
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
+class UpdateSteeringRequest(_message.Message):
+    """Changes the steering of a running request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STEERING_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request."""
+    @_builtins.property
+    def steering(self) -> _steering_pb2.SteeringSpec:
+        """The steering from now on, in place of what was before. No operations: none. `updatable` is ignored."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        steering: _steering_pb2.SteeringSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["steering", b"steering"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "steering", b"steering"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateSteeringRequest: _TypeAlias = UpdateSteeringRequest  # noqa: Y015
+
+@_typing.final
+class UpdateSteeringResponse(_message.Message):
+    """The steering is changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def first_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each sequence, in order, the first position that is steered so. The number of its tokens, if it had ended."""
+
+    def __init__(
+        self,
+        *,
+        first_positions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_positions", b"first_positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateSteeringResponse: _TypeAlias = UpdateSteeringResponse  # noqa: Y015
+
+@_typing.final
 class AbortRequest(_message.Message):
     """Stops a request."""
 

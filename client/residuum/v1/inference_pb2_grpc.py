@@ -63,6 +63,11 @@ class InferenceServiceStub:
                 request_serializer=residuum_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=residuum_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.UpdateSteering = channel.unary_unary(
+                '/residuum.v1.InferenceService/UpdateSteering',
+                request_serializer=residuum_dot_v1_dot_inference__pb2.UpdateSteeringRequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_inference__pb2.UpdateSteeringResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/residuum.v1.InferenceService/Abort',
                 request_serializer=residuum_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -155,6 +160,27 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateSteering(self, request, context):
+        """Changes the steering of a request that is generating, from the next step of the engine on: other factors, other
+        vectors, or none. The request must have been registered as `updatable`, and have begun: its `started` event was
+        sent. The manifest of its capture says from which position each change holds.
+
+        Rows keep the steering that they were computed with: if the engine computes earlier positions again (it preempted
+        the request), it steers them as they were steered the first time.
+
+        Errors:
+        * NOT_FOUND, UNKNOWN_REQUEST: no such request is generating.
+        * FAILED_PRECONDITION, NOT_UPDATABLE: it was not registered as `updatable`.
+        * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
+        * INVALID_ARGUMENT: the steering is refused as RegisterRequest would.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors, or the request was changed so often
+        that its manifest would become too long: 256 times, or 256 KiB of changes.
+        * UNAVAILABLE, ENGINE_DEAD.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Stops a running request, or drops a registration. Its capture ends ABORTED. Stopping what has ended is OK.
 
@@ -192,6 +218,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=residuum_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=residuum_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'UpdateSteering': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateSteering,
+                    request_deserializer=residuum_dot_v1_dot_inference__pb2.UpdateSteeringRequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_inference__pb2.UpdateSteeringResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -338,6 +369,33 @@ class InferenceService:
             '/residuum.v1.InferenceService/Generate',
             residuum_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             residuum_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateSteering(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/residuum.v1.InferenceService/UpdateSteering',
+            residuum_dot_v1_dot_inference__pb2.UpdateSteeringRequest.SerializeToString,
+            residuum_dot_v1_dot_inference__pb2.UpdateSteeringResponse.FromString,
             options,
             channel_credentials,
             insecure,

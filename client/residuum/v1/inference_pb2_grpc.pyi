@@ -95,6 +95,23 @@ class InferenceServiceStub:
     * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for), NOT_SERVING or ENGINE_DEAD.
     * CANCELLED, ABORTED: somebody called Abort.
     """
+    UpdateSteering: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UpdateSteeringRequest, _inference_pb2.UpdateSteeringResponse]
+    """Changes the steering of a request that is generating, from the next step of the engine on: other factors, other
+    vectors, or none. The request must have been registered as `updatable`, and have begun: its `started` event was
+    sent. The manifest of its capture says from which position each change holds.
+
+    Rows keep the steering that they were computed with: if the engine computes earlier positions again (it preempted
+    the request), it steers them as they were steered the first time.
+
+    Errors:
+    * NOT_FOUND, UNKNOWN_REQUEST: no such request is generating.
+    * FAILED_PRECONDITION, NOT_UPDATABLE: it was not registered as `updatable`.
+    * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
+    * INVALID_ARGUMENT: the steering is refused as RegisterRequest would.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors, or the request was changed so often
+      that its manifest would become too long: 256 times, or 256 KiB of changes.
+    * UNAVAILABLE, ENGINE_DEAD.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Stops a running request, or drops a registration. Its capture ends ABORTED. Stopping what has ended is OK.
 
@@ -168,6 +185,23 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * ALREADY_EXISTS: the id of the inline spec is taken, or the store holds a capture of this id.
     * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for), NOT_SERVING or ENGINE_DEAD.
     * CANCELLED, ABORTED: somebody called Abort.
+    """
+    UpdateSteering: _aio.UnaryUnaryMultiCallable[_inference_pb2.UpdateSteeringRequest, _inference_pb2.UpdateSteeringResponse]  # type: ignore[assignment]
+    """Changes the steering of a request that is generating, from the next step of the engine on: other factors, other
+    vectors, or none. The request must have been registered as `updatable`, and have begun: its `started` event was
+    sent. The manifest of its capture says from which position each change holds.
+
+    Rows keep the steering that they were computed with: if the engine computes earlier positions again (it preempted
+    the request), it steers them as they were steered the first time.
+
+    Errors:
+    * NOT_FOUND, UNKNOWN_REQUEST: no such request is generating.
+    * FAILED_PRECONDITION, NOT_UPDATABLE: it was not registered as `updatable`.
+    * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
+    * INVALID_ARGUMENT: the steering is refused as RegisterRequest would.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors, or the request was changed so often
+      that its manifest would become too long: 256 times, or 256 KiB of changes.
+    * UNAVAILABLE, ENGINE_DEAD.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Stops a running request, or drops a registration. Its capture ends ABORTED. Stopping what has ended is OK.
@@ -269,6 +303,29 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         * ALREADY_EXISTS: the id of the inline spec is taken, or the store holds a capture of this id.
         * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for), NOT_SERVING or ENGINE_DEAD.
         * CANCELLED, ABORTED: somebody called Abort.
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateSteering(
+        self,
+        request: _inference_pb2.UpdateSteeringRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.UpdateSteeringResponse, _abc.Awaitable[_inference_pb2.UpdateSteeringResponse]]:
+        """Changes the steering of a request that is generating, from the next step of the engine on: other factors, other
+        vectors, or none. The request must have been registered as `updatable`, and have begun: its `started` event was
+        sent. The manifest of its capture says from which position each change holds.
+
+        Rows keep the steering that they were computed with: if the engine computes earlier positions again (it preempted
+        the request), it steers them as they were steered the first time.
+
+        Errors:
+        * NOT_FOUND, UNKNOWN_REQUEST: no such request is generating.
+        * FAILED_PRECONDITION, NOT_UPDATABLE: it was not registered as `updatable`.
+        * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
+        * INVALID_ARGUMENT: the steering is refused as RegisterRequest would.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors, or the request was changed so often
+          that its manifest would become too long: 256 times, or 256 KiB of changes.
+        * UNAVAILABLE, ENGINE_DEAD.
         """
 
     @_abc_1.abstractmethod

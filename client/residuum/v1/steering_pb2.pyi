@@ -26,6 +26,11 @@ class SteeringSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OPERATIONS_FIELD_NUMBER: _builtins.int
+    UPDATABLE_FIELD_NUMBER: _builtins.int
+    updatable: _builtins.bool
+    """The operations can be changed with UpdateSteering while the request is generating. Such a request shares its KV
+    cache with no other, so a prompt that others have computed is computed again. There may then be no operations yet.
+    """
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___SteeringOperation]:
         """The operations, applied to each row in this order. At most 256. A server also bounds how many different things are
@@ -36,10 +41,11 @@ class SteeringSpec(_message.Message):
         self,
         *,
         operations: _abc.Iterable[Global___SteeringOperation] | None = ...,
+        updatable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operations", b"operations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operations", b"operations", "updatable", b"updatable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -48,7 +54,7 @@ Global___SteeringSpec: _TypeAlias = SteeringSpec  # noqa: Y015
 @_typing.final
 class SteeringOperation(_message.Message):
     """One operation on the residual stream x (the output of a decoder layer, [hidden], computed in float32) with a vector v
-    (float32 [hidden]) that is named by its digest. v^ is v / |v|.
+    (float32 [hidden]) that is named by its digest. v^ is v / |v|. Where v^ is needed, |v| must be from 1e-30 to 1e30.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -58,6 +64,13 @@ class SteeringOperation(_message.Message):
     ADD_FIELD_NUMBER: _builtins.int
     ABLATE_FIELD_NUMBER: _builtins.int
     CAP_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
+    KEEP_NORM_FIELD_NUMBER: _builtins.int
+    LAYER_DIGESTS_FIELD_NUMBER: _builtins.int
+    keep_norm: _builtins.bool
+    """Scale the row, after the operation, to the norm that it had before it: y * |x| / |y|. A row that becomes zero stays
+    zero.
+    """
     @_builtins.property
     def layers(self) -> _selection_pb2.LayerSelection:
         """The layers after which it is applied."""
@@ -78,6 +91,16 @@ class SteeringOperation(_message.Message):
     def cap(self) -> Global___Cap:
         """x + (clamp(x . v^, min, max) - x . v^) v^"""
 
+    @_builtins.property
+    def replace(self) -> Global___Replace:
+        """x + (value - x . v^) v^"""
+
+    @_builtins.property
+    def layer_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """A vector of its own for each of `layers`, in their order: 32 bytes each, as many as there are layers. The digest
+        inside the operation is then empty. Needs `layers` to be a list.
+        """
+
     def __init__(
         self,
         *,
@@ -86,12 +109,15 @@ class SteeringOperation(_message.Message):
         add: Global___Add | None = ...,
         ablate: Global___Ablate | None = ...,
         cap: Global___Cap | None = ...,
+        replace: Global___Replace | None = ...,
+        keep_norm: _builtins.bool = ...,
+        layer_digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "layers", b"layers", "operation", b"operation", "positions", b"positions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "layers", b"layers", "operation", b"operation", "positions", b"positions", "replace", b"replace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "layers", b"layers", "operation", b"operation", "positions", b"positions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "keep_norm", b"keep_norm", "layer_digests", b"layer_digests", "layers", b"layers", "operation", b"operation", "positions", b"positions", "replace", b"replace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["add", "ablate", "cap"]  # noqa: Y015
+    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["add", "ablate", "cap", "replace"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
 
@@ -106,7 +132,7 @@ class Add(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     SCALE_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """The digest of v, 32 bytes."""
+    """The digest of v, 32 bytes; empty with `layer_digests`."""
     scale: _builtins.float
     """The factor. Must be finite."""
     def __init__(
@@ -132,7 +158,7 @@ class Ablate(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     SCALE_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """The digest of v, 32 bytes. v must not be zero."""
+    """The digest of v, 32 bytes; empty with `layer_digests`. v must not be zero."""
     scale: _builtins.float
     """How much of the projection is removed. Must be finite; unset means 1."""
     def __init__(
@@ -161,7 +187,7 @@ class Cap(_message.Message):
     MIN_FIELD_NUMBER: _builtins.int
     MAX_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """The digest of v, 32 bytes. v must not be zero."""
+    """The digest of v, 32 bytes; empty with `layer_digests`. v must not be zero."""
     min: _builtins.float
     """The least projection that stays as it is, in units of x. Unset: no lower bound. At least one bound must be set."""
     max: _builtins.float
@@ -187,3 +213,59 @@ class Cap(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min) -> _WhichOneofReturnType__min | None: ...
 
 Global___Cap: _TypeAlias = Cap  # noqa: Y015
+
+@_typing.final
+class Replace(_message.Message):
+    """Sets the projection onto a direction."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """The digest of v, 32 bytes; empty with `layer_digests`. v must not be zero."""
+    value: _builtins.float
+    """What the projection becomes, in units of x. Must be finite."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replace: _TypeAlias = Replace  # noqa: Y015
+
+@_typing.final
+class SteeringChange(_message.Message):
+    """A change of the steering while the request was generating."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEERING_FIELD_NUMBER: _builtins.int
+    FIRST_POSITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def steering(self) -> Global___SteeringSpec:
+        """The steering from then on, in place of what was before. No operations: none."""
+
+    @_builtins.property
+    def first_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each sequence, in order, the first position that is steered so. The number of its tokens, if it had ended."""
+
+    def __init__(
+        self,
+        *,
+        steering: Global___SteeringSpec | None = ...,
+        first_positions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["steering", b"steering"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_positions", b"first_positions", "steering", b"steering"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SteeringChange: _TypeAlias = SteeringChange  # noqa: Y015

@@ -27,55 +27,56 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from residuum.v1 import capture_pb2 as residuum_dot_v1_dot_capture__pb2
 from residuum.v1 import errors_pb2 as residuum_dot_v1_dot_errors__pb2
 from residuum.v1 import selection_pb2 as residuum_dot_v1_dot_selection__pb2
+from residuum.v1 import steering_pb2 as residuum_dot_v1_dot_steering__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17residuum/v1/store.proto\x12\x0bresiduum.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19residuum/v1/capture.proto\x1a\x18residuum/v1/errors.proto\x1a\x1bresiduum/v1/selection.proto\"J\n\x12OpenCaptureRequest\x12\x34\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x1f.residuum.v1.CaptureDescription\"\x15\n\x13OpenCaptureResponse\"\x8f\x01\n\x13\x41ppendChunksRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\ncapture_id\x18\x02 \x01(\t\x12$\n\x04loss\x18\x03 \x01(\x0b\x32\x14.residuum.v1.RowLossH\x00\x12#\n\x05\x63hunk\x18\x0f \x01(\x0b\x32\x12.residuum.v1.ChunkH\x00\x42\t\n\x07\x63ontent\"\x9f\x01\n\x07RowLoss\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12 \n\x05sites\x18\x02 \x03(\x0e\x32\x11.residuum.v1.Site\x12\x0e\n\x06layers\x18\x03 \x03(\r\x12\x11\n\tpositions\x18\x04 \x03(\r\x12-\n\x06reason\x18\x05 \x01(\x0e\x32\x1d.residuum.v1.IncompleteReason\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"z\n\x14\x41ppendChunksResponse\x12\x19\n\x11\x63ommitted_through\x18\x01 \x01(\x04\x12\x16\n\x0esynced_through\x18\x02 \x01(\x04\x12/\n\nrejections\x18\x03 \x03(\x0b\x32\x1b.residuum.v1.ChunkRejection\"G\n\x0e\x43hunkRejection\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.residuum.v1.ItemError\"\xda\x01\n\x12SealCaptureRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12/\n\tsequences\x18\x02 \x03(\x0b\x32\x1c.residuum.v1.SequenceOutcome\x12*\n\x07outcome\x18\x03 \x01(\x0e\x32\x19.residuum.v1.CaptureState\x12\x38\n\x11incomplete_reason\x18\x04 \x01(\x0e\x32\x1d.residuum.v1.IncompleteReason\x12\x19\n\x11incomplete_detail\x18\x05 \x01(\t\"E\n\x13SealCaptureResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.residuum.v1.CaptureManifest\"P\n\x11GetCaptureRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\'\n\x04wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"D\n\x12GetCaptureResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.residuum.v1.CaptureManifest\"w\n\x13ListCapturesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0e\n\x06prefix\x18\x03 \x01(\t\x12)\n\x06states\x18\x04 \x03(\x0e\x32\x19.residuum.v1.CaptureState\"^\n\x14ListCapturesResponse\x12-\n\x08\x63\x61ptures\x18\x01 \x03(\x0b\x32\x1b.residuum.v1.CaptureSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xdf\x01\n\x0e\x43\x61ptureSummary\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.residuum.v1.CaptureState\x12\x10\n\x08num_rows\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12-\n\topen_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xaf\x01\n\x11ReadChunksRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12 \n\x05sites\x18\x03 \x03(\x0e\x32\x11.residuum.v1.Site\x12\x11\n\tsequences\x18\x04 \x03(\r\x12\x31\n\tpositions\x18\x05 \x01(\x0b\x32\x1e.residuum.v1.PositionSelection\x12\x0e\n\x06\x66ollow\x18\x06 \x01(\x08\"v\n\x12ReadChunksResponse\x12\x30\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.residuum.v1.CaptureManifestH\x00\x12#\n\x05\x63hunk\x18\x0f \x01(\x0b\x32\x12.residuum.v1.ChunkH\x00\x42\t\n\x07\x63ontent\"*\n\x14\x44\x65leteCaptureRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\",\n\x15\x44\x65leteCaptureResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"\x11\n\x0fGetStatsRequest\"\xae\x02\n\x10GetStatsResponse\x12)\n\x08\x63\x61ptures\x18\x01 \x03(\x0b\x32\x17.residuum.v1.StateCount\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_chunks\x18\x03 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x04 \x01(\x04\x12\x11\n\tmax_bytes\x18\x05 \x01(\x04\x12\x16\n\x0e\x63hunks_written\x18\x06 \x01(\x04\x12\x17\n\x0f\x63hunks_repeated\x18\x07 \x01(\x04\x12\x17\n\x0f\x63hunks_rejected\x18\x08 \x01(\x04\x12\x0f\n\x07\x63ommits\x18\t \x01(\x04\x12.\n\nstart_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0eserver_version\x18\x0b \x01(\t\"E\n\nStateCount\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.residuum.v1.CaptureState\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x32\xa1\x05\n\x0cStoreService\x12P\n\x0bOpenCapture\x12\x1f.residuum.v1.OpenCaptureRequest\x1a .residuum.v1.OpenCaptureResponse\x12W\n\x0c\x41ppendChunks\x12 .residuum.v1.AppendChunksRequest\x1a!.residuum.v1.AppendChunksResponse(\x01\x30\x01\x12P\n\x0bSealCapture\x12\x1f.residuum.v1.SealCaptureRequest\x1a .residuum.v1.SealCaptureResponse\x12M\n\nGetCapture\x12\x1e.residuum.v1.GetCaptureRequest\x1a\x1f.residuum.v1.GetCaptureResponse\x12S\n\x0cListCaptures\x12 .residuum.v1.ListCapturesRequest\x1a!.residuum.v1.ListCapturesResponse\x12O\n\nReadChunks\x12\x1e.residuum.v1.ReadChunksRequest\x1a\x1f.residuum.v1.ReadChunksResponse0\x01\x12V\n\rDeleteCapture\x12!.residuum.v1.DeleteCaptureRequest\x1a\".residuum.v1.DeleteCaptureResponse\x12G\n\x08GetStats\x12\x1c.residuum.v1.GetStatsRequest\x1a\x1d.residuum.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17residuum/v1/store.proto\x12\x0bresiduum.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19residuum/v1/capture.proto\x1a\x18residuum/v1/errors.proto\x1a\x1bresiduum/v1/selection.proto\x1a\x1aresiduum/v1/steering.proto\"J\n\x12OpenCaptureRequest\x12\x34\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x1f.residuum.v1.CaptureDescription\"\x15\n\x13OpenCaptureResponse\"\x8f\x01\n\x13\x41ppendChunksRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\ncapture_id\x18\x02 \x01(\t\x12$\n\x04loss\x18\x03 \x01(\x0b\x32\x14.residuum.v1.RowLossH\x00\x12#\n\x05\x63hunk\x18\x0f \x01(\x0b\x32\x12.residuum.v1.ChunkH\x00\x42\t\n\x07\x63ontent\"\x9f\x01\n\x07RowLoss\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12 \n\x05sites\x18\x02 \x03(\x0e\x32\x11.residuum.v1.Site\x12\x0e\n\x06layers\x18\x03 \x03(\r\x12\x11\n\tpositions\x18\x04 \x03(\r\x12-\n\x06reason\x18\x05 \x01(\x0e\x32\x1d.residuum.v1.IncompleteReason\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"z\n\x14\x41ppendChunksResponse\x12\x19\n\x11\x63ommitted_through\x18\x01 \x01(\x04\x12\x16\n\x0esynced_through\x18\x02 \x01(\x04\x12/\n\nrejections\x18\x03 \x03(\x0b\x32\x1b.residuum.v1.ChunkRejection\"G\n\x0e\x43hunkRejection\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.residuum.v1.ItemError\"\x91\x02\n\x12SealCaptureRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12/\n\tsequences\x18\x02 \x03(\x0b\x32\x1c.residuum.v1.SequenceOutcome\x12*\n\x07outcome\x18\x03 \x01(\x0e\x32\x19.residuum.v1.CaptureState\x12\x38\n\x11incomplete_reason\x18\x04 \x01(\x0e\x32\x1d.residuum.v1.IncompleteReason\x12\x19\n\x11incomplete_detail\x18\x05 \x01(\t\x12\x35\n\x10steering_changes\x18\x06 \x03(\x0b\x32\x1b.residuum.v1.SteeringChange\"E\n\x13SealCaptureResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.residuum.v1.CaptureManifest\"P\n\x11GetCaptureRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\'\n\x04wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"D\n\x12GetCaptureResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.residuum.v1.CaptureManifest\"w\n\x13ListCapturesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0e\n\x06prefix\x18\x03 \x01(\t\x12)\n\x06states\x18\x04 \x03(\x0e\x32\x19.residuum.v1.CaptureState\"^\n\x14ListCapturesResponse\x12-\n\x08\x63\x61ptures\x18\x01 \x03(\x0b\x32\x1b.residuum.v1.CaptureSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xdf\x01\n\x0e\x43\x61ptureSummary\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.residuum.v1.CaptureState\x12\x10\n\x08num_rows\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12-\n\topen_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xaf\x01\n\x11ReadChunksRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12 \n\x05sites\x18\x03 \x03(\x0e\x32\x11.residuum.v1.Site\x12\x11\n\tsequences\x18\x04 \x03(\r\x12\x31\n\tpositions\x18\x05 \x01(\x0b\x32\x1e.residuum.v1.PositionSelection\x12\x0e\n\x06\x66ollow\x18\x06 \x01(\x08\"v\n\x12ReadChunksResponse\x12\x30\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.residuum.v1.CaptureManifestH\x00\x12#\n\x05\x63hunk\x18\x0f \x01(\x0b\x32\x12.residuum.v1.ChunkH\x00\x42\t\n\x07\x63ontent\"*\n\x14\x44\x65leteCaptureRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\",\n\x15\x44\x65leteCaptureResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"\x11\n\x0fGetStatsRequest\"\xae\x02\n\x10GetStatsResponse\x12)\n\x08\x63\x61ptures\x18\x01 \x03(\x0b\x32\x17.residuum.v1.StateCount\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_chunks\x18\x03 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x04 \x01(\x04\x12\x11\n\tmax_bytes\x18\x05 \x01(\x04\x12\x16\n\x0e\x63hunks_written\x18\x06 \x01(\x04\x12\x17\n\x0f\x63hunks_repeated\x18\x07 \x01(\x04\x12\x17\n\x0f\x63hunks_rejected\x18\x08 \x01(\x04\x12\x0f\n\x07\x63ommits\x18\t \x01(\x04\x12.\n\nstart_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0eserver_version\x18\x0b \x01(\t\"E\n\nStateCount\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.residuum.v1.CaptureState\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x32\xa1\x05\n\x0cStoreService\x12P\n\x0bOpenCapture\x12\x1f.residuum.v1.OpenCaptureRequest\x1a .residuum.v1.OpenCaptureResponse\x12W\n\x0c\x41ppendChunks\x12 .residuum.v1.AppendChunksRequest\x1a!.residuum.v1.AppendChunksResponse(\x01\x30\x01\x12P\n\x0bSealCapture\x12\x1f.residuum.v1.SealCaptureRequest\x1a .residuum.v1.SealCaptureResponse\x12M\n\nGetCapture\x12\x1e.residuum.v1.GetCaptureRequest\x1a\x1f.residuum.v1.GetCaptureResponse\x12S\n\x0cListCaptures\x12 .residuum.v1.ListCapturesRequest\x1a!.residuum.v1.ListCapturesResponse\x12O\n\nReadChunks\x12\x1e.residuum.v1.ReadChunksRequest\x1a\x1f.residuum.v1.ReadChunksResponse0\x01\x12V\n\rDeleteCapture\x12!.residuum.v1.DeleteCaptureRequest\x1a\".residuum.v1.DeleteCaptureResponse\x12G\n\x08GetStats\x12\x1c.residuum.v1.GetStatsRequest\x1a\x1d.residuum.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'residuum.v1.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPENCAPTUREREQUEST']._serialized_start=187
-  _globals['_OPENCAPTUREREQUEST']._serialized_end=261
-  _globals['_OPENCAPTURERESPONSE']._serialized_start=263
-  _globals['_OPENCAPTURERESPONSE']._serialized_end=284
-  _globals['_APPENDCHUNKSREQUEST']._serialized_start=287
-  _globals['_APPENDCHUNKSREQUEST']._serialized_end=430
-  _globals['_ROWLOSS']._serialized_start=433
-  _globals['_ROWLOSS']._serialized_end=592
-  _globals['_APPENDCHUNKSRESPONSE']._serialized_start=594
-  _globals['_APPENDCHUNKSRESPONSE']._serialized_end=716
-  _globals['_CHUNKREJECTION']._serialized_start=718
-  _globals['_CHUNKREJECTION']._serialized_end=789
-  _globals['_SEALCAPTUREREQUEST']._serialized_start=792
-  _globals['_SEALCAPTUREREQUEST']._serialized_end=1010
-  _globals['_SEALCAPTURERESPONSE']._serialized_start=1012
-  _globals['_SEALCAPTURERESPONSE']._serialized_end=1081
-  _globals['_GETCAPTUREREQUEST']._serialized_start=1083
-  _globals['_GETCAPTUREREQUEST']._serialized_end=1163
-  _globals['_GETCAPTURERESPONSE']._serialized_start=1165
-  _globals['_GETCAPTURERESPONSE']._serialized_end=1233
-  _globals['_LISTCAPTURESREQUEST']._serialized_start=1235
-  _globals['_LISTCAPTURESREQUEST']._serialized_end=1354
-  _globals['_LISTCAPTURESRESPONSE']._serialized_start=1356
-  _globals['_LISTCAPTURESRESPONSE']._serialized_end=1450
-  _globals['_CAPTURESUMMARY']._serialized_start=1453
-  _globals['_CAPTURESUMMARY']._serialized_end=1676
-  _globals['_READCHUNKSREQUEST']._serialized_start=1679
-  _globals['_READCHUNKSREQUEST']._serialized_end=1854
-  _globals['_READCHUNKSRESPONSE']._serialized_start=1856
-  _globals['_READCHUNKSRESPONSE']._serialized_end=1974
-  _globals['_DELETECAPTUREREQUEST']._serialized_start=1976
-  _globals['_DELETECAPTUREREQUEST']._serialized_end=2018
-  _globals['_DELETECAPTURERESPONSE']._serialized_start=2020
-  _globals['_DELETECAPTURERESPONSE']._serialized_end=2064
-  _globals['_GETSTATSREQUEST']._serialized_start=2066
-  _globals['_GETSTATSREQUEST']._serialized_end=2083
-  _globals['_GETSTATSRESPONSE']._serialized_start=2086
-  _globals['_GETSTATSRESPONSE']._serialized_end=2388
-  _globals['_STATECOUNT']._serialized_start=2390
-  _globals['_STATECOUNT']._serialized_end=2459
-  _globals['_STORESERVICE']._serialized_start=2462
-  _globals['_STORESERVICE']._serialized_end=3135
+  _globals['_OPENCAPTUREREQUEST']._serialized_start=215
+  _globals['_OPENCAPTUREREQUEST']._serialized_end=289
+  _globals['_OPENCAPTURERESPONSE']._serialized_start=291
+  _globals['_OPENCAPTURERESPONSE']._serialized_end=312
+  _globals['_APPENDCHUNKSREQUEST']._serialized_start=315
+  _globals['_APPENDCHUNKSREQUEST']._serialized_end=458
+  _globals['_ROWLOSS']._serialized_start=461
+  _globals['_ROWLOSS']._serialized_end=620
+  _globals['_APPENDCHUNKSRESPONSE']._serialized_start=622
+  _globals['_APPENDCHUNKSRESPONSE']._serialized_end=744
+  _globals['_CHUNKREJECTION']._serialized_start=746
+  _globals['_CHUNKREJECTION']._serialized_end=817
+  _globals['_SEALCAPTUREREQUEST']._serialized_start=820
+  _globals['_SEALCAPTUREREQUEST']._serialized_end=1093
+  _globals['_SEALCAPTURERESPONSE']._serialized_start=1095
+  _globals['_SEALCAPTURERESPONSE']._serialized_end=1164
+  _globals['_GETCAPTUREREQUEST']._serialized_start=1166
+  _globals['_GETCAPTUREREQUEST']._serialized_end=1246
+  _globals['_GETCAPTURERESPONSE']._serialized_start=1248
+  _globals['_GETCAPTURERESPONSE']._serialized_end=1316
+  _globals['_LISTCAPTURESREQUEST']._serialized_start=1318
+  _globals['_LISTCAPTURESREQUEST']._serialized_end=1437
+  _globals['_LISTCAPTURESRESPONSE']._serialized_start=1439
+  _globals['_LISTCAPTURESRESPONSE']._serialized_end=1533
+  _globals['_CAPTURESUMMARY']._serialized_start=1536
+  _globals['_CAPTURESUMMARY']._serialized_end=1759
+  _globals['_READCHUNKSREQUEST']._serialized_start=1762
+  _globals['_READCHUNKSREQUEST']._serialized_end=1937
+  _globals['_READCHUNKSRESPONSE']._serialized_start=1939
+  _globals['_READCHUNKSRESPONSE']._serialized_end=2057
+  _globals['_DELETECAPTUREREQUEST']._serialized_start=2059
+  _globals['_DELETECAPTUREREQUEST']._serialized_end=2101
+  _globals['_DELETECAPTURERESPONSE']._serialized_start=2103
+  _globals['_DELETECAPTURERESPONSE']._serialized_end=2147
+  _globals['_GETSTATSREQUEST']._serialized_start=2149
+  _globals['_GETSTATSREQUEST']._serialized_end=2166
+  _globals['_GETSTATSRESPONSE']._serialized_start=2169
+  _globals['_GETSTATSRESPONSE']._serialized_end=2471
+  _globals['_STATECOUNT']._serialized_start=2473
+  _globals['_STATECOUNT']._serialized_end=2542
+  _globals['_STORESERVICE']._serialized_start=2545
+  _globals['_STORESERVICE']._serialized_end=3218
 # @@protoc_insertion_point(module_scope)

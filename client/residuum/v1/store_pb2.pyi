@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from residuum.v1 import capture_pb2 as _capture_pb2
 from residuum.v1 import errors_pb2 as _errors_pb2
 from residuum.v1 import selection_pb2 as _selection_pb2
+from residuum.v1 import steering_pb2 as _steering_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -223,6 +224,7 @@ class SealCaptureRequest(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     INCOMPLETE_REASON_FIELD_NUMBER: _builtins.int
     INCOMPLETE_DETAIL_FIELD_NUMBER: _builtins.int
+    STEERING_CHANGES_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture."""
     outcome: _capture_pb2.CaptureState.ValueType
@@ -240,6 +242,10 @@ class SealCaptureRequest(_message.Message):
         counted for each, are at most 131072, because a manifest is one message.
         """
 
+    @_builtins.property
+    def steering_changes(self) -> _containers.RepeatedCompositeFieldContainer[_steering_pb2.SteeringChange]:
+        """How the steering was changed while the request was generating, in order. At most 256 KiB together."""
+
     def __init__(
         self,
         *,
@@ -248,10 +254,11 @@ class SealCaptureRequest(_message.Message):
         outcome: _capture_pb2.CaptureState.ValueType = ...,
         incomplete_reason: _capture_pb2.IncompleteReason.ValueType = ...,
         incomplete_detail: _builtins.str = ...,
+        steering_changes: _abc.Iterable[_steering_pb2.SteeringChange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "outcome", b"outcome", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "outcome", b"outcome", "sequences", b"sequences", "steering_changes", b"steering_changes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,18 @@ MAX_RANGES = 64
 MAX_OPERATIONS = 256
 """Steering operations in one request."""
 
+MIN_DIRECTION_NORM = 1e-30
+"""The least norm of a vector that gives a direction: below, its squares vanish in float32."""
+
+MAX_DIRECTION_NORM = 1e30
+"""The greatest."""
+
+MAX_STEERING_CHANGES = 256
+"""Changes of the steering of one running request."""
+
+MAX_STEERING_CHANGES_BYTES = 256 << 10
+"""Bytes of all of them: they are a part of the manifest."""
+
 MAX_DIGESTS_PER_CALL = 1024
 """Digests in one FindMissingVectors."""
 
