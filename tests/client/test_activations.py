@@ -49,6 +49,14 @@ async def test_selecting_while_reading(client):
     assert acts.token_ids.tolist() == [2, 3, 104]
 
 
+async def test_sites_while_reading_as_users_write_them(client):
+    reply = await client.generate("a", max_tokens=2, capture=residuum.Capture(layers=[0], sites="resid_post,resid_pre"))
+    for sites in ("all", None, "resid_post, resid_pre", ["resid_pre", "resid_post"]):
+        assert set((await client.activations(reply, sites=sites)).sites) == {"resid_post", "resid_pre"}
+    with pytest.raises(residuum.UnknownSite, match="'resid' is not a site"):
+        await client.activations(reply, sites="resid_post,resid")
+
+
 async def test_all_sequences_and_sites(client):
     capture = residuum.Capture(layers=[1], sites=("resid_post", "resid_pre"))
     reply = await client.generate("a bb ccc", max_tokens=4, capture=capture, n=3)
