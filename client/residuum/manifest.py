@@ -76,6 +76,8 @@ class Manifest:
     """The sites that were asked for."""
     positions: Positions
     """The positions that were asked for."""
+    before_steering: bool
+    """Whether the rows are those of before they were steered, instead of those that the model went on with."""
     dtype: str
     """The element type of the rows, such as "bfloat16"."""
     hidden_size: int
@@ -162,6 +164,7 @@ class Manifest:
             layers=_layers(what),
             sites=tuple(site_name(site) for site in what.spec.sites) or ("resid_post",),
             positions=Positions.from_proto(what.spec.positions),
+            before_steering=what.spec.before_steering,
             dtype=dtype_name(what.dtype),
             hidden_size=what.hidden_size,
             num_layers=what.num_layers,

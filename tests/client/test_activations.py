@@ -267,8 +267,19 @@ async def test_manifest_says_what_was_captured(client):
     assert manifest.prompt_token_ids == (1, 2)
     assert manifest.sequences[0].generated_token_ids == (3, 4, 5)
     assert manifest.steered
+    assert not manifest.before_steering
     assert manifest.open_time.tzinfo is not None
     assert residuum.Manifest.from_json(manifest.to_json()) == manifest
+
+
+async def test_rows_of_before_steering_are_called_so(client):
+    capture = residuum.Capture(layers=[1], before_steering=True)
+    reply = await client.generate("a bb", max_tokens=3, capture=capture)
+    acts = await client.activations(reply)
+    assert acts.manifest.before_steering
+    assert residuum.Manifest.from_json(acts.manifest.to_json()).before_steering
+    assert "before steering" in repr(acts)
+    assert "before_steering=True" in repr(acts.manifest)
 
 
 async def test_list_and_delete(client):
