@@ -24,6 +24,15 @@ def test_info(cli):
     assert json.loads(cli("info", "--json")[1])["hidden_size"] == HIDDEN
 
 
+def test_info_tells_the_memory_on_the_device(cli, monkeypatch):
+    limits = json.loads(cli("info", "--json")[1])["limits"]
+    assert (limits["capture_pool_bytes"], limits["ring_bytes"], limits["table_bytes"]) == (3 << 30, 1 << 28, 5 << 20)
+    assert f"table_bytes {5 << 20}" in cli("info")[1]
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "capture_pool_bytes 3.0 GiB, ring_bytes 256.0 MiB, table_bytes 5.0 MiB" in cli("info")[1]
+
+
 def test_list(cli, captured):
     code, out, _ = cli("ls", "--prefix", captured, "--state", "complete")
     assert code == 0

@@ -39,7 +39,12 @@ def open_client(options: argparse.Namespace) -> residuum.Client:
 def info(options: argparse.Namespace, output: Output) -> int:
     """Show what is served."""
     with open_client(options) as client:
-        output.facts(dataclasses.asdict(client.info()))
+        facts = dataclasses.asdict(client.info())
+    if output.is_terminal:
+        facts["limits"] = {
+            name: size(limit) if name.endswith("_bytes") else limit for name, limit in facts["limits"].items()
+        }
+    output.facts(facts)
     return 0
 
 
