@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from bench.conformance.__main__ import cases_of, describe, parse, setup_of
+from bench.conformance.check import _told_when_ready, to_json
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
 
 EXPECTED = np.random.default_rng(0).standard_normal((3, 5, 16)).astype(np.float32)
@@ -98,6 +101,14 @@ def test_a_refusal_is_told_from_another_failure() -> None:
         "MemoryError: no room",
     )
     assert failure_of("killed") == (Verdict.FAILED, "its log names no error")
+
+
+def test_the_service_says_which_model_runner_ran() -> None:
+    ready = {"event": "serving", "capturing_ranks": 2, "model_runner": "v2"}
+    log = f'vLLM is loading\n3\n{{"event": "listening"}}\n{json.dumps(ready)}\n{{"event": "stopped"}}'
+    assert _told_when_ready(log) == ready
+    assert _told_when_ready("3\nValueError: {no JSON}") == {}
+    assert to_json(Outcome("llama", Verdict.EXACT, model_runner="v2"))["model_runner"] == "v2"
 
 
 def test_rows_too_many_are_a_fault() -> None:
