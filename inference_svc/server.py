@@ -124,6 +124,7 @@ class InferenceServer:
             model=engine.facts.name,
             layers=engine.facts.num_layers,
             sites=[capture_pb2.Site.Name(site) for site in engine.facts.sites],
+            model_runner=engine.facts.model_runner,
             folded_norms=engine.facts.folded_norms,
             capturing_ranks=len(engine.facts.control_paths),
             store=settings.store or None,

@@ -185,6 +185,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
             max_sequences=MAX_SEQUENCES,
             capture_pool_bytes=facts.pool_bytes,
             ring_bytes=facts.ring_bytes,
+            table_bytes=facts.table_bytes,
         ),
         vllm_version=facts.vllm_version,
         server_version=version("residuum"),

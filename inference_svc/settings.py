@@ -66,10 +66,11 @@ class InferenceSettings(ServiceSettings):
     max_model_len: int = Field(default=0, ge=0)
     """Tokens in prompt and reply together; 0 takes the model's own limit."""
     max_num_seqs: int = Field(default=64, ge=1, le=1024)
-    """Requests that run at once; more wait. The memory of capture blocks grows with it, with the layers and with the
-    sites; the log tells how much it is when the service is ready."""
+    """Requests that run at once; more wait. Capture blocks take, of device memory, (2 * max-num-batched-tokens + 96 *
+    max-num-seqs) * layers * sites * hidden size * bytes of an element on a GPU, and (max-num-batched-tokens + 64 *
+    max-num-seqs) * ... on a CPU: at the defaults 2.5 GiB a site for 8 B parameters on a GPU. See deploy/README.md."""
     max_num_batched_tokens: int = Field(default=2048, ge=32)
-    """Tokens that one step computes at most. The memory of capture blocks grows with it."""
+    """Tokens that one step computes at most. The memory of capture blocks grows with it; see max-num-seqs."""
     kv_cache_gib: float = Field(default=0.0, ge=0.0)
     """Memory of the KV cache in GiB; 0 leaves it to vLLM on a GPU, and takes 2 on a CPU."""
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -85,7 +86,8 @@ class InferenceSettings(ServiceSettings):
         "resid_post",
     )
     """The sites that requests may capture, separated by commas: resid_post, resid_pre, attn_out, mlp_out. The memory of
-    capture blocks grows with them; attn_out and mlp_out cost a kernel a layer even where nobody captures them."""
+    capture blocks grows with them, see max-num-seqs; attn_out and mlp_out cost a kernel a layer even where nobody
+    captures them."""
     fold_norms: bool | None = None
     """Fold taps into the norms that follow them, so that idle ones cost next to nothing. Default: on a GPU."""
 

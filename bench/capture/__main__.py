@@ -20,6 +20,8 @@ from bench.capture.workload import Mode, Runner, Sink, Turn, Vectors, Workload, 
 from bench.machine import Machine, Revision, versions
 from examples.model import default_model
 from examples.services import ServiceFailedError
+from residuum import ResiduumError
+from residuum.capture import site_list, site_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,6 +130,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-cache-gib", type=float, default=defaults.kv_cache_gib, help="memory of the KV cache")
     parser.add_argument("--ring-mib", type=_positive, default=defaults.ring_mib, help="shared memory of the ring")
     parser.add_argument("--shippers", type=_positive, default=defaults.shippers, help="processes that feed the store")
+    parser.add_argument(
+        "--capture-sites", type=_sites, default=defaults.capture_sites, metavar="SITE,...",
+        help="the sites that are armed, and that the modes which capture capture, as for the service "
+        f"(default: {','.join(defaults.capture_sites)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fold-norms", action=argparse.BooleanOptionalAction,
+        help="fold taps into the norms that follow them, or do not (default: as the service does)",
+    )  # fmt: skip
     parser.add_argument("--engine-args", type=json.loads, default={}, help="more of vLLM's arguments, as a JSON object")
     parser.add_argument("--output", type=Path, help="a JSON file for the result")
     return parser.parse_args(arguments)
@@ -149,6 +160,8 @@ def workload_of(options: argparse.Namespace) -> Workload:
         kv_cache_gib=options.kv_cache_gib,
         ring_mib=options.ring_mib,
         shippers=options.shippers,
+        capture_sites=options.capture_sites,
+        fold_norms=options.fold_norms,
         engine_args={**shaped, **options.engine_args},
     )
 
@@ -158,6 +171,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return value
+
+
+def _sites(text: str) -> tuple[str, ...]:
+    try:
+        site_numbers(text)
+    except ResiduumError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return site_list(text)
 
 
 def _names(kind: type[_Choice]) -> Callable[[str], list[_Choice]]:

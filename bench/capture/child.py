@@ -25,7 +25,7 @@ from bench.capture.sinks import CaptureSink, RowsMissingError, StoreSink
 from bench.capture.subjects import StockSubject, Subject, TappedSubject
 from bench.capture.workload import Job, Mode, Vectors, Workload, turns
 from bench.gpu import used_mib
-from inference_svc.settings import InferenceSettings
+from inference_svc.settings import SITES, InferenceSettings
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
 from residuum.v1 import selection_pb2
 
@@ -89,6 +89,7 @@ async def measure(job: Job) -> list[Run]:
                 start_seconds=ready - started,
                 memory=memory,
                 iterations=tuple(iterations[mode][job.workload.warmups :]),
+                folded_norms=tapped.engine.facts.folded_norms if tapped else 0,
             )
             for mode in job.modes
         ]
@@ -109,6 +110,8 @@ def settings_of(job: Job) -> InferenceSettings:
         kv_cache_gib=workload.kv_cache_gib,
         ring_mib=workload.ring_mib,
         shippers=workload.shippers,
+        capture_sites=workload.capture_sites,
+        fold_norms=workload.fold_norms,
         engine_args={"enable_prefix_caching": False, **workload.engine_args},
     )
 
@@ -171,7 +174,8 @@ class _Driver:
         if sink:
             arrived = await sink.finish(dict(zip(prompts, replies, strict=True)))
             rows, num_bytes = arrived.rows, arrived.num_bytes
-            expected = self._subject.num_layers * workload.rows_per_request * workload.batch_size
+            units = self._subject.num_layers * len(workload.capture_sites)
+            expected = units * workload.rows_per_request * workload.batch_size
             if rows != expected:
                 raise RowsMissingError(f"{rows} rows arrived instead of {expected}")
         return Iteration(
@@ -190,7 +194,7 @@ class _Driver:
         num_layers = self._subject.num_layers
         return RequestPlan(
             prompt_tokens=self._workload.prefill,
-            capture=Capture(name, 0, tuple(range(num_layers)), EVERYWHERE) if mode.captures else None,
+            capture=everything(name, num_layers, self._workload.capture_sites) if mode.captures else None,
             operations=operations(self._workload.vectors, index, num_layers) if mode.steers else (),
         )
 
@@ -198,6 +202,12 @@ class _Driver:
 def request_id(mode: Mode, number: int, index: int) -> str:
     """Return the id of a request, and of its capture: no other of the same engine and store has it."""
     return f"{mode.name.lower()}-{number}-{index}"
+
+
+def everything(capture_id: str, num_layers: int, sites: Sequence[str]) -> Capture:
+    """Return the capture of every layer of every token at some sites."""
+    numbers = tuple(sorted(SITES[name] for name in sites))
+    return Capture(capture_id, 0, tuple(range(num_layers)), EVERYWHERE, numbers)
 
 
 def operations(vectors: Vectors, index: int, num_layers: int) -> tuple[Operation, ...]:

@@ -23,7 +23,7 @@ class Iteration:
     prompt_tokens: int
     generated_tokens: int
     rows: int
-    """Rows that arrived, of all layers and requests; each of them was asked for."""
+    """Rows that arrived, of all layers, sites and requests; each of them was asked for."""
     num_bytes: int
     """Their size."""
     replies: tuple[str, ...]
@@ -64,6 +64,8 @@ class Run:
     """Until the engine was ready: load, compile, self-test."""
     memory: Memory
     iterations: tuple[Iteration, ...]
+    folded_norms: int = 0
+    """Layers whose tap was folded into the norm that follows, as the engine says."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:

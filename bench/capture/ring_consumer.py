@@ -1,8 +1,8 @@
 """Takes every extent of the rings, counts its rows, and frees it.
 
-`python -m bench.capture.ring_consumer LAYERS POSITIONS SOCKET...`, started by RingSink: a process of its own, so that
-neither it nor the engine's front end waits for the other. It answers each line of JSON on its standard input with one
-on its standard output, and ends when the input does.
+`python -m bench.capture.ring_consumer SITES LAYERS POSITIONS SOCKET...`, started by RingSink: a process of its own, so
+that neither it nor the engine's front end waits for the other. It answers each line of JSON on its standard input with
+one on its standard output, and ends when the input does.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ _RECEIVE_BYTES = 1 << 16
 class Tally:
     """Which rows of one capture have come."""
 
-    def __init__(self, num_layers: int, num_positions: int) -> None:
-        """Expect `num_positions` of each layer; later positions, which a step too many computed, do not count."""
-        self._seen: npt.NDArray[np.bool_] = np.zeros((num_layers, num_positions), dtype=np.bool_)
+    def __init__(self, sites: Sequence[int], num_layers: int, num_positions: int) -> None:
+        """Expect `num_positions` of each layer at each of the sites.
+
+        Later positions, which a step too many computed, do not count.
+        """
+        self._places = {site: index for index, site in enumerate(sites)}
+        self._seen: npt.NDArray[np.bool_] = np.zeros((len(sites), num_layers, num_positions), dtype=np.bool_)
         self._row_bytes = 0
 
     def add(self, header: capture_pb2.ChunkHeader) -> None:
@@ -42,7 +46,8 @@ class Tally:
         positions = np.fromiter(header.positions, dtype=np.int64)
         layers = np.fromiter(header.layers, dtype=np.int64)
         self._row_bytes = payload_bytes(header) // (len(positions) * len(layers))
-        self._seen[np.ix_(layers, positions[positions < self._seen.shape[1]])] = True
+        seen = self._seen[self._places[header.site]]
+        seen[np.ix_(layers, positions[positions < seen.shape[1]])] = True
 
     @property
     def rows(self) -> int:
@@ -63,9 +68,9 @@ class Tally:
 class Consumer:
     """Consumers of the rings, a thread for each, and what they have counted."""
 
-    def __init__(self, num_layers: int, num_positions: int, paths: Sequence[str]) -> None:
+    def __init__(self, sites: Sequence[int], num_layers: int, num_positions: int, paths: Sequence[str]) -> None:
         """Connect to the control sockets of some rings."""
-        self._shape = num_layers, num_positions
+        self._shape = sites, num_layers, num_positions
         self._tallies: dict[str, Tally] = {}
         self._lost: list[str] = []
         for path in paths:
@@ -108,7 +113,7 @@ class Consumer:
 
     def _count(self, message: ExtentReady) -> None:
         tally = self._tallies.get(message.capture_id)
-        if tally is None:
+        if tally is None or any(header.site not in self._shape[0] for header in message.headers):
             self._lost.append(f"{message.capture_id}: rows came that nobody expects")
         else:
             for header in message.headers:
@@ -117,8 +122,8 @@ class Consumer:
 
 def main() -> None:
     """Answer until the input ends: then whoever asked has gone."""
-    num_layers, num_positions, *paths = sys.argv[1:]
-    consumer = Consumer(int(num_layers), int(num_positions), paths)
+    sites, num_layers, num_positions, *paths = sys.argv[1:]
+    consumer = Consumer([int(site) for site in sites.split(",")], int(num_layers), int(num_positions), paths)
     print("{}", flush=True)  # connected
     for line in sys.stdin:
         print(json.dumps(consumer.answer(json.loads(line))), flush=True)

@@ -23,7 +23,8 @@ class RingSink:
     """The consumer of the rings, a process of its own; see `ring_consumer`."""
 
     def __init__(self, facts: ModelFacts, rows_per_request: int) -> None:
-        self._arguments = [str(facts.num_layers), str(rows_per_request), *facts.control_paths]
+        sites = ",".join(str(int(site)) for site in facts.sites)
+        self._arguments = [sites, str(facts.num_layers), str(rows_per_request), *facts.control_paths]
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:

@@ -103,7 +103,7 @@ class StoreSink:
     def _describe(self, capture_id: str, prompt: Sequence[int]) -> capture_pb2.CaptureDescription:
         facts = self._facts
         spec = capture_pb2.CaptureSpec(
-            sites=[capture_pb2.SITE_RESID_POST],
+            sites=facts.sites,
             encoding=capture_pb2.ENCODING_RAW,
             overflow=capture_pb2.OVERFLOW_POLICY_WAIT,
         )

@@ -19,7 +19,7 @@ class Mode(str, Enum):
     IDLE = "idle"
     """Our worker with its taps in the model; nothing is captured, nothing steered."""
     ALL_LAYERS = "all-layers"
-    """Every layer of every token is captured."""
+    """Every layer of every token is captured, at every site that is armed."""
     STEER = "steer"
     """Each request is steered after every layer, by the workload's `Vectors`."""
     ALL_LAYERS_STEER = "all-layers+steer"
@@ -91,6 +91,10 @@ class Workload:
     kv_cache_gib: float = 1.0
     ring_mib: int = 256
     shippers: int = 1
+    capture_sites: tuple[str, ...] = ("resid_post",)
+    """The sites that are armed, and that the modes which capture capture."""
+    fold_norms: bool | None = None
+    """Whether taps are folded into norms; None: as the service does by default."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine, the same in every mode."""
 
@@ -101,7 +105,7 @@ class Workload:
 
     @property
     def rows_per_request(self) -> int:
-        """Positions that a request computes: the last generated token is never fed back."""
+        """Positions that a request computes, each a row for a layer and site: the last token is never fed back."""
         return self.prefill + self.decode - 1
 
     def prompts(self, iteration: int, vocab_size: int) -> list[list[int]]:
@@ -142,7 +146,12 @@ class Job:
     def from_json(cls, data: dict[str, Any]) -> Job:
         """Return the job that `to_json` made plain."""
         plain = data["workload"]
-        workload = Workload(**{**plain, "sink": Sink(plain["sink"]), "vectors": Vectors(plain["vectors"])})
+        restored = {
+            "sink": Sink(plain["sink"]),
+            "vectors": Vectors(plain["vectors"]),
+            "capture_sites": tuple(plain["capture_sites"]),
+        }
+        workload = Workload(**{**plain, **restored})
         modes = tuple(map(Mode, data["modes"]))
         return cls(**{**data, "modes": modes, "runner": Runner(data["runner"]), "workload": workload})
 

@@ -97,6 +97,7 @@ def check(architecture: Architecture, setup: Setup, store: str, folder: Path) ->
                 verdict, detail = Verdict.FAILED, f"{type(error).__name__}: {error} The log's first error: {detail}"
             return Outcome(architecture.name, verdict, detail, seconds=time.perf_counter() - started)
         faults = comparison.faults(setup.bounds(architecture))
+        served = _told_when_ready(service.log.read_text(errors="replace"))
         return Outcome(
             name=architecture.name,
             verdict=Verdict.WRONG if faults else Verdict.EXACT,
@@ -110,7 +111,8 @@ def check(architecture: Architecture, setup: Setup, store: str, folder: Path) ->
             least_layer_distance=comparison.least_layer_distance,
             states=dict(comparison.states),
             layout=layout,
-            capturing_ranks=_capturing_ranks(service),
+            capturing_ranks=int(served.get("capturing_ranks", 0)),
+            model_runner=str(served.get("model_runner", "")),
             start_seconds=start_seconds,
             seconds=time.perf_counter() - started,
         )
@@ -161,13 +163,14 @@ def _running(model: Path, store: str, arguments: list[str], folder: Path) -> Ite
         service.stop()
 
 
-def _capturing_ranks(service: Service) -> int:
-    for line in service.log.read_text(errors="replace").splitlines():
+def _told_when_ready(log: str) -> dict[str, Any]:
+    """Return what a service said of itself, in its log, when it was ready; nothing if it never was."""
+    for line in log.splitlines():
         with suppress(ValueError):
             entry = json.loads(line)
-            if entry.get("event") == "serving":
-                return int(entry.get("capturing_ranks", 0))
-    return 0
+            if isinstance(entry, dict) and entry.get("event") == "serving":
+                return entry
+    return {}
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:

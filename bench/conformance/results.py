@@ -171,6 +171,8 @@ class Outcome:
     """Tensor and pipeline parallel size, as the manifests say."""
     capturing_ranks: int = 0
     """Workers with a ring, as the service says."""
+    model_runner: str = ""
+    """Which of vLLM's model runners ran, "v1" or "v2", as the service says; empty if it did not come up."""
     start_seconds: float = 0.0
     seconds: float = 0.0
     """Until all was compared, with the start."""

@@ -66,7 +66,7 @@ def plan_read(
     request = store_pb2.ReadChunksRequest(capture_id=check_id(request_id), follow=follow)
     if layers is not None:
         request.layers.extend(layer_selection(layers).list.layers)  # "all" is no list, as is None
-    if sites is not None:
+    if sites is not None and sites != "all":
         request.sites.extend(site_numbers(sites))
     if sequences is not None:
         numbers = index_list("sequence", sequences)

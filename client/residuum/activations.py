@@ -221,6 +221,7 @@ class Activations(Mapping[int, FloatArray]):
         more += f", site {self.site}" if others or self.site != "resid_post" else ""
         more += f" (also {', '.join(others)})" if others else ""
         what = self._manifest
+        more += ", before steering" if what.before_steering else ""
         return f"Activations({what.capture_id!r}, {what.state}: {shape}{more}, {what.dtype})"
 
     @property

@@ -38,8 +38,8 @@ class Capture:
     """"all", a number, a range or a list of numbers."""
     sites: str | Sequence[str] = ("resid_post",)
     """Where in a layer: "resid_post" (the residual stream after it and its steering), "resid_pre" (the stream before
-    it), "attn_out", "mlp_out" (what its attention and its MLP add). Those that the server was started with.
-    `acts[k]` reads the first of them; `acts.select(site=...)` any other."""
+    it), "attn_out", "mlp_out" (what its attention and its MLP add). Those that the server was started with, as a list
+    or separated by commas. `acts[k]` reads the first of them; `acts.select(site=...)` any other."""
     positions: PositionsLike = None
     """Which tokens; see `Positions.of`. By default all, prompt and generated."""
     encoding: Literal["raw"] = "raw"
@@ -54,7 +54,7 @@ class Capture:
     def __post_init__(self) -> None:
         if not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(layer_list(self.layers)))
-        sites = (self.sites,) if isinstance(self.sites, str) else tuple(self.sites)
+        sites = site_list(self.sites)
         if isinstance(self.sites, (set, frozenset)):  # has no order, and the first site is the one that `acts[k]` reads
             sites = tuple(sorted(sites, key=list(SITES).index)) if SITES.keys() >= self.sites else sites
         object.__setattr__(self, "sites", sites)
@@ -81,6 +81,11 @@ class Capture:
         )
 
 
+def site_list(sites: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the names of sites as a user writes them: a list, or one text with commas between the names."""
+    return tuple(name.strip() for name in sites.split(",")) if isinstance(sites, str) else tuple(sites)
+
+
 def site_numbers(sites: str | Sequence[str]) -> list[capture_pb2.Site.ValueType]:
     """Return sites by name as the contract numbers them, in the order given.
 
@@ -88,10 +93,16 @@ def site_numbers(sites: str | Sequence[str]) -> list[capture_pb2.Site.ValueType]
         UnknownSite: There is no site of this name.
         InvalidRequest: A site is named twice, or none is named.
     """
-    names = [sites] if isinstance(sites, str) else list(sites)
+    names = site_list(sites)
     for name in names:
         if name not in SITES:
-            raise UnknownSite(f"{name!r} is not a site; there are {', '.join(SITES)}.", reason="UNKNOWN_SITE")
+            raise UnknownSite(f"{name!r} is not a site; {_instead_of(name)}.", reason="UNKNOWN_SITE")
     if not names or len(set(names)) != len(names):
         raise InvalidRequest("Name at least one site, and each once.", reason="INVALID_FIELD")
     return [SITES[name] for name in names]
+
+
+def _instead_of(name: str) -> str:
+    if name == "all":  # as layers have it; only the server knows which sites these would be
+        return "sites=client.info().sites names all that the server was started with"
+    return f"there are {', '.join(SITES)}"

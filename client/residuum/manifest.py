@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from google.protobuf import json_format, timestamp_pb2
 
@@ -80,7 +81,7 @@ class SteeringRecord:
     def from_proto(cls, proto: steering_pb2.SteeringOperation) -> SteeringRecord:
         """Return the record of a message."""
         kind = proto.WhichOneof("operation") or "unknown"  # a newer server's
-        what = getattr(proto, kind, steering_pb2.Add())
+        what: Any = getattr(proto, kind, steering_pb2.Add())
         numbers = {
             name: getattr(what, name)
             for name, item in what.DESCRIPTOR.fields_by_name.items()
@@ -132,6 +133,8 @@ class Manifest:
     """The sites that were asked for."""
     positions: Positions
     """The positions that were asked for."""
+    before_steering: bool
+    """Whether the rows are those of before they were steered, instead of those that the model went on with."""
     dtype: str
     """The element type of the rows, such as "bfloat16"."""
     hidden_size: int
@@ -222,6 +225,7 @@ class Manifest:
             layers=_layers(what),
             sites=tuple(site_name(site) for site in what.spec.sites) or ("resid_post",),
             positions=Positions.from_proto(what.spec.positions),
+            before_steering=what.spec.before_steering,
             dtype=dtype_name(what.dtype),
             hidden_size=what.hidden_size,
             num_layers=what.num_layers,

@@ -56,7 +56,7 @@ class CaptureClient:
         Args:
             request_id: The request: its reply, `reply.request_id`, or anything else that has its id.
             layers: Only these; None means all that were captured. So too the others:
-            sites: Only these sites.
+            sites: Only these sites, as a list or separated by commas.
             sequences: Only these sequences.
             positions: Only these positions; see `Positions.of`.
             wait: Wait until the capture has ended. Otherwise one that is still open raises OpenCapture.

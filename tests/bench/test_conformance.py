@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import bench
 from bench.conformance.__main__ import cases_of, describe, parse, setup_of
+from bench.conformance.architectures import ARCHITECTURES
+from bench.conformance.check import _told_when_ready, to_json
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
 
 EXPECTED = np.random.default_rng(0).standard_normal((3, 5, 16)).astype(np.float32)
@@ -100,6 +107,14 @@ def test_a_refusal_is_told_from_another_failure() -> None:
     assert failure_of("killed") == (Verdict.FAILED, "its log names no error")
 
 
+def test_the_service_says_which_model_runner_ran() -> None:
+    ready = {"event": "serving", "capturing_ranks": 2, "model_runner": "v2"}
+    log = f'vLLM is loading\n3\n{{"event": "listening"}}\n{json.dumps(ready)}\n{{"event": "stopped"}}'
+    assert _told_when_ready(log) == ready
+    assert _told_when_ready("3\nValueError: {no JSON}") == {}
+    assert to_json(Outcome("llama", Verdict.EXACT, model_runner="v2"))["model_runner"] == "v2"
+
+
 def test_rows_too_many_are_a_fault() -> None:
     rows = np.random.default_rng(0).standard_normal((3, 13, 8)).astype(np.float32)
     comparison = Comparison()
@@ -130,3 +145,13 @@ def test_a_line_says_why_an_architecture_is_not_exact() -> None:
     line = describe("bert", Outcome("bert", Verdict.REFUSED, "CannotTapError: it is no decoder"))
     assert "refused" in line
     assert "it is no decoder" in line
+
+
+def test_the_readme_says_of_each_architecture_which_sites_it_has() -> None:
+    text = (Path(bench.__file__).parent / "README.md").read_text()
+    table = text.partition("| architectures |")[2].partition("\n\n")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    told = {name: "refused" in row for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert told == {
+        name: bool(architecture.residual_scale) or not architecture.mlp for name, architecture in ARCHITECTURES.items()
+    }

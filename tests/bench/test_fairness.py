@@ -1,5 +1,7 @@
 """Stock is given what the service gives vLLM, but for the taps: else their difference would not be the taps' cost."""
 
+import dataclasses
+
 import pytest
 
 from bench.capture import subjects
@@ -7,6 +9,7 @@ from bench.capture.child import settings_of
 from bench.capture.subjects import StockSubject
 from bench.capture.workload import Job, Mode, Workload
 from inference_svc import engine
+from inference_svc.settings import InferenceSettings
 
 WORKLOAD = Workload(
     "m",
@@ -42,6 +45,24 @@ async def test_stock_differs_from_the_service_in_the_taps_alone(given, monkeypat
     assert tapped.pop("worker_cls")
     assert tapped.pop("additional_config")
     assert stock == tapped
+
+
+async def test_sites_and_folding_are_the_taps_alone(given, monkeypatch):
+    monkeypatch.setattr(subjects.AsyncLLM, "from_engine_args", lambda values: None)
+    chosen = dataclasses.replace(WORKLOAD, capture_sites=("resid_pre", "mlp_out"), fold_norms=False)
+    for workload in (WORKLOAD, chosen):
+        with pytest.raises(AttributeError):
+            await StockSubject.start(settings_of(Job((Mode.STOCK,), 0, workload, "/tmp/x")))
+    assert given[0] == given[1]
+
+
+def test_the_service_is_told_sites_and_folding():
+    settings = settings_of(Job((Mode.IDLE,), 0, WORKLOAD, "/tmp/x"))
+    defaults = InferenceSettings(model="m")
+    assert (settings.capture_sites, settings.fold_norms) == (defaults.capture_sites, defaults.fold_norms)
+    chosen = dataclasses.replace(WORKLOAD, capture_sites=("resid_pre", "mlp_out"), fold_norms=False)
+    settings = settings_of(Job((Mode.IDLE,), 0, chosen, "/tmp/x"))
+    assert (settings.capture_sites, settings.fold_norms) == (("resid_pre", "mlp_out"), False)
 
 
 def test_both_are_given_what_the_workload_needs():

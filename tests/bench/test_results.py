@@ -123,6 +123,15 @@ def test_the_command_line_decides_the_workload():
     assert options.modes == list(Mode)
 
 
+def test_sites_and_folding_are_recorded():
+    plain = result({}, workload_of(parse(["--model", "m"])), RUNS, summarise(RUNS))["workload"]
+    assert (plain["capture_sites"], plain["fold_norms"]) == (("resid_post",), None)
+    arguments = ["--model", "m", "--capture-sites", "resid_pre,attn_out", "--no-fold-norms"]
+    plain = result({}, workload_of(parse(arguments)), RUNS, summarise(RUNS))["workload"]
+    assert (plain["capture_sites"], plain["fold_norms"]) == (("resid_pre", "attn_out"), False)
+    assert parse(["--fold-norms"]).fold_norms is True
+
+
 def test_a_shape_brings_its_own_arguments(monkeypatch, tmp_path):
     monkeypatch.setenv("RESIDUUM_CACHE", str(tmp_path))
     workload = workload_of(parse(["--shape", "tiny", "--vectors", "layer", "--engine-args", '{"load_format": "auto"}']))
@@ -149,6 +158,8 @@ def test_modes_are_chosen_by_name():
         ["--sink", "x"],
         ["--runners", "v3"],
         ["--shape", "x"],
+        ["--capture-sites", "resid"],
+        ["--capture-sites", "mlp_out,mlp_out"],
         ["--model", "m", "--shape", "tiny"],
     ],
 )

@@ -8,10 +8,12 @@ from bench.capture.sinks import Arrived, RowsMissingError
 from inference_svc.shipping.producer import RingProducer
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 
+POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
 
-def header(layers, positions):
+
+def header(layers, positions, site=POST):
     return capture_pb2.ChunkHeader(
-        site=capture_pb2.SITE_RESID_POST,
+        site=site,
         layers=layers,
         positions=positions,
         dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
@@ -21,7 +23,7 @@ def header(layers, positions):
 
 
 def test_a_tally_is_complete_when_every_row_has_come():
-    tally = Tally(num_layers=2, num_positions=3)
+    tally = Tally([POST], num_layers=2, num_positions=3)
     tally.add(header([0, 1], [0, 1]))
     assert not tally.is_complete
     tally.add(header([1], [2]))
@@ -32,10 +34,19 @@ def test_a_tally_is_complete_when_every_row_has_come():
 
 
 def test_rows_that_come_twice_or_were_not_asked_for_do_not_count():
-    tally = Tally(num_layers=2, num_positions=3)
+    tally = Tally([POST], num_layers=2, num_positions=3)
     tally.add(header([0, 1], [0, 1, 2]))
     tally.add(header([0, 1], [2, 3]))
     assert tally.rows == 6
+
+
+def test_each_site_has_rows_of_its_own():
+    tally = Tally([POST, PRE], num_layers=2, num_positions=3)
+    tally.add(header([0, 1], [0, 1, 2], PRE))
+    assert not tally.is_complete
+    tally.add(header([0, 1], [0, 1, 2], POST))
+    assert tally.is_complete
+    assert (tally.rows, tally.num_bytes) == (12, 12 * 4 * 2)
 
 
 @pytest.fixture
@@ -52,7 +63,7 @@ def publish(producer, capture_id, *headers):
 
 @pytest.fixture
 async def sink(producer, tmp_path):
-    facts = SimpleNamespace(num_layers=2, control_paths=(str(tmp_path / "ring.sock"),))
+    facts = SimpleNamespace(sites=(POST,), num_layers=2, control_paths=(str(tmp_path / "ring.sock"),))
     made = RingSink(facts, rows_per_request=3)
     await made.start()
     yield made
@@ -66,6 +77,24 @@ async def test_extents_are_counted_and_freed(producer, sink):
         publish(producer, f"{number}", header([0], [2]), header([1], [2]))
         assert producer.drain(10)
         assert await sink.finish({f"{number}": [3, 4]}) == Arrived(rows=6, num_bytes=48)
+
+
+async def test_every_site_is_waited_for(producer, tmp_path):
+    facts = SimpleNamespace(sites=(POST, PRE), num_layers=1, control_paths=(str(tmp_path / "ring.sock"),))
+    sink = RingSink(facts, rows_per_request=2)
+    await sink.start()
+    try:
+        await sink.begin({"a": [1]})
+        publish(producer, "a", header([0], [0, 1], POST), header([0], [0, 1], PRE))
+        assert producer.drain(10)
+        assert await sink.finish({"a": [2, 3]}) == Arrived(rows=4, num_bytes=32)
+        await sink.begin({"b": [1]})
+        publish(producer, "b", header([0], [0, 1], POST))
+        assert producer.drain(10)
+        with pytest.raises(RowsMissingError, match="'b'"):
+            await sink.finish({"b": [2, 3]})
+    finally:
+        await sink.stop()
 
 
 async def test_a_missing_row_is_an_error(producer, sink):
@@ -82,6 +111,15 @@ async def test_rows_of_an_unknown_capture_are_an_error(producer, sink):
     publish(producer, "b", header([0, 1], [0]))
     assert producer.drain(10)
     with pytest.raises(RowsMissingError, match="b: rows came that nobody expects"):
+        await sink.finish({"a": [3, 4]})
+
+
+async def test_rows_at_another_site_are_an_error(producer, sink):
+    await sink.begin({"a": [1, 2]})
+    publish(producer, "a", header([0, 1], [0, 1, 2]))
+    publish(producer, "a", header([0], [0], PRE))
+    assert producer.drain(10)
+    with pytest.raises(RowsMissingError, match="a: rows came that nobody expects"):
         await sink.finish({"a": [3, 4]})
 
 

@@ -2,10 +2,11 @@ import json
 
 import pytest
 
-from bench.capture.child import operations, request_id
+from bench.capture.child import everything, operations, request_id
 from bench.capture.processes import _environment
 from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Job, Mode, Runner, Sink, Vectors, Workload, schedule, turns
+from residuum.v1 import capture_pb2
 from residuum.wire.ids import is_valid_id
 
 MODES = [Mode.STOCK, Mode.IDLE, Mode.STEER]
@@ -61,6 +62,13 @@ def test_each_request_has_a_vector_or_each_layer_has():
     assert steps(Vectors.LAYER, 5) == [(0, (0,)), (1, (1,)), (2, (2,))]
 
 
+def test_a_capture_has_all_layers_at_the_sites_in_the_contracts_order():
+    capture = everything("c", 3, ("mlp_out", "resid_post"))
+    assert capture.layers == (0, 1, 2)
+    assert capture.sites == (capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT)
+    assert capture.units == 6
+
+
 def test_no_two_requests_have_the_same_id_and_a_store_takes_each():
     ids = [request_id(mode, number, index) for mode in Mode for number in range(3) for index in range(3)]
     assert len(set(ids)) == len(ids)
@@ -93,7 +101,14 @@ def test_prompts_differ_between_iterations_and_are_the_same_in_every_process():
 
 @pytest.mark.parametrize("mode", Mode)
 def test_a_job_survives_its_way_to_another_process(mode):
-    workload = Workload("m", sink=Sink.RING, vectors=Vectors.LAYER, engine_args={"load_format": "dummy"})
+    workload = Workload(
+        "m",
+        sink=Sink.RING,
+        vectors=Vectors.LAYER,
+        capture_sites=("resid_pre", "mlp_out"),
+        fold_norms=False,
+        engine_args={"load_format": "dummy"},
+    )
     job = Job((mode, Mode.IDLE), 1, workload, "/tmp/x", Runner.V2, "localhost:1")
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
 

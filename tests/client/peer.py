@@ -103,8 +103,11 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             model="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
             sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
             steering_operations=["add", "ablate", "cap"], encodings=[capture_pb2.ENCODING_RAW],
-            limits=inference_pb2.Limits(max_model_len=4096, max_operations=256), vllm_version="0.0.peer",
-            server_version="0.1.0", store_endpoints=stores,
+            limits=inference_pb2.Limits(
+                max_model_len=4096, max_operations=256,
+                capture_pool_bytes=3 << 30, ring_bytes=1 << 28, table_bytes=5 << 20,
+            ),
+            vllm_version="0.0.peer", server_version="0.1.0", store_endpoints=stores,
             layout=capture_pb2.ParallelLayout(tensor_parallel_size=1, pipeline_parallel_size=1),
         )  # fmt: skip
 

@@ -49,6 +49,14 @@ async def test_selecting_while_reading(client):
     assert acts.token_ids.tolist() == [2, 3, 104]
 
 
+async def test_sites_while_reading_as_users_write_them(client):
+    reply = await client.generate("a", max_tokens=2, capture=residuum.Capture(layers=[0], sites="resid_post,resid_pre"))
+    for sites in ("all", None, "resid_post, resid_pre", ["resid_pre", "resid_post"]):
+        assert set((await client.activations(reply, sites=sites)).sites) == {"resid_post", "resid_pre"}
+    with pytest.raises(residuum.UnknownSite, match="'resid' is not a site"):
+        await client.activations(reply, sites="resid_post,resid")
+
+
 async def test_all_sequences_and_sites(client):
     capture = residuum.Capture(layers=[1], sites=("resid_post", "resid_pre"))
     reply = await client.generate("a bb ccc", max_tokens=4, capture=capture, n=3)
@@ -259,8 +267,19 @@ async def test_manifest_says_what_was_captured(client):
     assert manifest.prompt_token_ids == (1, 2)
     assert manifest.sequences[0].generated_token_ids == (3, 4, 5)
     assert manifest.steered
+    assert not manifest.before_steering
     assert manifest.open_time.tzinfo is not None
     assert residuum.Manifest.from_json(manifest.to_json()) == manifest
+
+
+async def test_rows_of_before_steering_are_called_so(client):
+    capture = residuum.Capture(layers=[1], before_steering=True)
+    reply = await client.generate("a bb", max_tokens=3, capture=capture)
+    acts = await client.activations(reply)
+    assert acts.manifest.before_steering
+    assert residuum.Manifest.from_json(acts.manifest.to_json()).before_steering
+    assert "before steering" in repr(acts)
+    assert "before_steering=True" in repr(acts.manifest)
 
 
 async def test_list_and_delete(client):

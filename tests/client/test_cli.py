@@ -24,6 +24,15 @@ def test_info(cli):
     assert json.loads(cli("info", "--json")[1])["hidden_size"] == HIDDEN
 
 
+def test_info_tells_the_memory_on_the_device(cli, monkeypatch):
+    limits = json.loads(cli("info", "--json")[1])["limits"]
+    assert (limits["capture_pool_bytes"], limits["ring_bytes"], limits["table_bytes"]) == (3 << 30, 1 << 28, 5 << 20)
+    assert f"table_bytes {5 << 20}" in cli("info")[1]
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "capture_pool_bytes 3.0 GiB, ring_bytes 256.0 MiB, table_bytes 5.0 MiB" in cli("info")[1]
+
+
 def test_list(cli, captured):
     code, out, _ = cli("ls", "--prefix", captured, "--state", "complete")
     assert code == 0
@@ -42,6 +51,20 @@ def test_pull(cli, captured, tmp_path):
     assert residuum.Activations.from_safetensors(path).layers == (1, 4)
     _, out, _ = cli("pull", captured, "--out", path, "--layers", "4", "--json")
     assert json.loads(out)["shape"] == [1, 6, HIDDEN]
+
+
+def test_pull_of_some_sites(cli, endpoint, tmp_path):
+    path = tmp_path / "x.safetensors"
+    with residuum.Client(endpoint) as client:
+        capture = residuum.Capture(layers=[1], sites="resid_post,resid_pre")
+        name = client.generate("a bb", max_tokens=3, capture=capture).request_id
+    for wanted, there in (("resid_pre", ["resid_pre"]), ("all", ["resid_post", "resid_pre"])):
+        code, out, _ = cli("pull", name, "--out", path, "--sites", wanted, "--json")
+        assert (code, json.loads(out)["sites"]) == (0, there)
+        assert residuum.Activations.from_safetensors(path).sites == tuple(there)
+    code, _, err = cli("pull", name, "--out", path, "--sites", "resid_post,mlp_out")
+    assert code == 1
+    assert "no site mlp_out; it has resid_post, resid_pre." in err
 
 
 def test_pull_of_an_incomplete_capture(cli, peer, endpoint, tmp_path):
@@ -130,7 +153,8 @@ def test_vectors_that_do_not_fit(endpoint, capsys, tmp_path):
     "arguments",
     [[], ["nonsense"], ["pull"], ["rm"], ["vectors"], ["generate"], ["ls", "--state", "done"], ["info", "-x"],
      ["ls", "-n", "-1"], ["ls", "-n", "0"], ["info", "--timeout", "0"], ["info", "--timeout", "soon"],
-     ["generate", "a", "--positions", "prompt"]],
+     ["generate", "a", "--positions", "prompt"], ["generate", "a", "--sites", "resid_pre"],
+     ["generate", "a", "--before-steering"]],
 )  # fmt: skip
 def test_wrong_command_lines(arguments, capsys):
     with pytest.raises(SystemExit) as caught:

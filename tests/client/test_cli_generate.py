@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 import residuum
 from residuum.cli.commands import parse_layers
+from residuum.v1 import capture_pb2
 
 
 def test_generate(cli):
@@ -44,6 +45,32 @@ def test_generate_captures_and_steers(cli, peer, tmp_path):
     assert list(sent.spec.capture.layers.list.layers) == [0, 2, 3, 4]
     assert [operation.WhichOneof("operation") for operation in sent.spec.steering.operations] == ["add", "ablate"]
     assert sent.spec.steering.operations[0].add.scale == 2.5
+
+
+def test_generate_captures_sites_before_steering(cli, peer):
+    assert cli("generate", "a", "--capture", "1", "--sites", "resid_pre,attn_out", "--before-steering")[0] == 0
+    capture = peer.requests[-1].spec.capture
+    assert list(capture.sites) == [capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_ATTN_OUT]
+    assert capture.before_steering
+    assert cli("generate", "a", "--capture", "1")[0] == 0
+    capture = peer.requests[-1].spec.capture
+    assert list(capture.sites) == [capture_pb2.SITE_RESID_POST]
+    assert not capture.before_steering
+
+
+@pytest.mark.parametrize(
+    ("sites", "told"),
+    [
+        ("all", "'all' is not a site; `residuum info` names all that the server was started with."),
+        ("", "there are resid_post, resid_pre, attn_out, mlp_out."),
+        ("attn_out,attn_out", "each once"),
+    ],
+)
+def test_sites_that_cannot_be_meant(cli, peer, sites, told):
+    code, out, err = cli("generate", "a", "--capture", "all", "--sites", sites)
+    assert (code, out) == (1, "")
+    assert told in err
+    assert not peer.requests
 
 
 def test_steering_keeps_the_order_of_the_command_line(cli, peer, tmp_path, monkeypatch):

@@ -243,6 +243,9 @@ def test_captures_as_they_travel():
     assert list(some.sites) == [capture_pb2.SITE_MLP_OUT]
     assert some.overflow == capture_pb2.OVERFLOW_POLICY_SHED
     assert some.before_steering
+    listed = residuum.Capture(sites="resid_post, attn_out")
+    assert listed == residuum.Capture(sites=["resid_post", "attn_out"])
+    assert listed.sites == ("resid_post", "attn_out")
     assert residuum.Capture(layers=iter([2, 1])) == residuum.Capture(layers=(1, 2))
 
 
@@ -255,6 +258,9 @@ def test_captures_as_they_travel():
         ({"layers": ["1"]}, TypeError),
         ({"layers": None}, TypeError),
         ({"sites": "resid"}, residuum.UnknownSite),
+        ({"sites": ""}, residuum.UnknownSite),
+        ({"sites": "resid_post,"}, residuum.UnknownSite),
+        ({"sites": "resid_post,resid_post"}, residuum.InvalidRequest),
         ({"sites": []}, residuum.InvalidRequest),
         ({"sites": ["resid_pre", "resid_pre"]}, residuum.InvalidRequest),
         ({"encoding": "zip"}, residuum.InvalidRequest),
@@ -265,6 +271,13 @@ def test_captures_as_they_travel():
 def test_captures_that_cannot_be_meant(arguments, error):
     with pytest.raises(error):
         residuum.Capture(**arguments)
+
+
+def test_all_sites_are_told_where_their_names_are():
+    with pytest.raises(residuum.UnknownSite, match=r"sites=client\.info\(\)\.sites"):
+        residuum.Capture(sites="all")
+    with pytest.raises(residuum.UnknownSite, match="there are resid_post, resid_pre, attn_out, mlp_out"):
+        residuum.Capture(sites="resid_post,attn")
 
 
 def test_layers_of_the_wrong_kind_are_told_what_is_right():

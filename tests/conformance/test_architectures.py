@@ -64,6 +64,7 @@ def test_every_row_is_that_of_transformers(outcome_of: OutcomeOf, name: str, sit
     assert outcome.rows == len(sites) * LAYERS * positions
     assert outcome.states == {"complete": len(requests)}
     assert outcome.capturing_ranks == 1
+    assert outcome.model_runner in {"v1", "v2"}
 
 
 @pytest.mark.parametrize(("name", "sites"), REFUSED, ids=_SCALED)

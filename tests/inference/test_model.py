@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from inference_svc.taps import op
-from inference_svc.taps.model import check_sum, find_decoder_layers, put_taps
+from inference_svc.taps.model import check_parts, check_sum, find_decoder_layers, put_taps
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.structure import CannotTapError, Structure, observe, sum_error
 from residuum.v1 import capture_pb2
@@ -119,6 +119,21 @@ class GPTLayer(nn.Module):
     def forward(self, hidden):
         hidden = hidden + self.attn(None, self.ln_1(hidden))
         return hidden + self.mlp(self.ln_2(hidden))
+
+
+class MambaLayer(nn.Module):
+    """A norm that adds, a mixer in which tokens meet, and no MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixer, self.norm = Attention(), RMSNorm()
+
+    def forward(self, positions, hidden, residual):
+        if residual is None:
+            residual, hidden = hidden, self.norm(hidden)
+        else:
+            hidden, residual = self.norm(hidden, residual)
+        return self.mixer(positions, hidden), residual
 
 
 class LlamaModel(nn.Module):
@@ -374,6 +389,12 @@ def test_parts_that_the_model_scales_are_refused():
     structure, numbered, run = watch(LlamaModel([LlamaLayer(), LlamaLayer(scale=0.5)]))
     with pytest.raises(CannotTapError, match=r"attn_out and mlp_out cannot be captured.* in layer 1 they are off by"):
         check_sum(sum_error(numbered, structure, run))
+
+
+def test_layers_without_an_mlp_have_neither_part():
+    structure, numbered, _ = watch(LlamaModel([MambaLayer(), MambaLayer()]))
+    with pytest.raises(CannotTapError, match=r"attn_out and mlp_out cannot be captured.* in MambaLayer .*'mixer'"):
+        check_parts(numbered, structure)
 
 
 def test_sites_that_are_not_found_are_refused_by_name():

@@ -36,6 +36,7 @@ BAD = {
     "--dtype": (["--dtype", "int4"], "'bfloat16'"),
     "--vector-wait-seconds": (["--vector-wait-seconds", "0"], "greater than 0"),
     "--engine-args": (["--engine-args", '{"worker_cls": "mine"}'], "worker_cls cannot be set here"),
+    "engine_args": (["--engine-args", "{"], "Parsing error"),
     "--max-running": (["--max-running", "5"], "unrecognized arguments"),
 }
 
@@ -84,6 +85,35 @@ def test_flags_go_before_the_environment_and_that_before_the_file(monkeypatch, t
     monkeypatch.setenv("RESIDUUM_RING_MIB", "2")
     settings = load_settings(InferenceSettings, "program", ["--config", str(file), "--ring-mib", "3"])
     assert (settings.model, settings.seed, settings.ring_mib) == ("file", 2, 3)
+
+
+def load(file, text):
+    file.write_text(text)
+    return load_settings(InferenceSettings, "program", ["--config", str(file)])
+
+
+@pytest.mark.parametrize("sites", ['["resid_post", "attn_out"]', '"resid_post, attn_out"'])
+@pytest.mark.parametrize("name", ["capture-sites", "capture_sites"])
+def test_a_file_may_write_names_as_flags_are_written(tmp_path, name, sites):
+    settings = load(tmp_path / "x.toml", f'model = "x"\n{name} = {sites}\n[engine-args]\nquantization = "fp8"\n')
+    assert settings.capture_sites == ("resid_post", "attn_out")
+    assert settings.engine_args == {"quantization": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("ring-mib = 1\nring_mib = 2", "sets ring_mib twice"),
+        ("capture-site = []", "--capture-site (RESIDUUM_CAPTURE_SITE): there is no such setting; is --capture-sites"),
+        ("[inference]", "there is no such setting; see --help"),
+        ('capture-sites = ["resid"]', "'resid' is not a site; there are resid_post, resid_pre, attn_out, mlp_out"),
+        ("model = ", "x.toml is not TOML"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_ends_the_start(tmp_path, text, told):
+    with pytest.raises(SystemExit, match="bad settings") as ended:
+        load(tmp_path / "x.toml", text)
+    assert told in ended.value.code
 
 
 def test_engine_args_are_a_json_object():

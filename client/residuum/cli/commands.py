@@ -39,14 +39,21 @@ def open_client(options: argparse.Namespace) -> residuum.Client:
 def info(options: argparse.Namespace, output: Output) -> int:
     """Show what is served."""
     with open_client(options) as client:
-        output.facts(dataclasses.asdict(client.info()))
+        facts = dataclasses.asdict(client.info())
+    if output.is_terminal:
+        facts["limits"] = {
+            name: size(limit) if name.endswith("_bytes") else limit for name, limit in facts["limits"].items()
+        }
+    output.facts(facts)
     return 0
 
 
 def generate(options: argparse.Namespace, output: Output) -> int:
     """Generate, printing the text as it is made."""
-    if options.positions and options.capture is None:
-        options.usage_error("--positions says what --capture captures; give both")
+    if options.capture is None:
+        for flag in ("positions", "sites", "before_steering"):
+            if getattr(options, flag) not in {None, False}:
+                options.usage_error(f"--{flag.replace('_', '-')} says what --capture captures; give both")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     sampling: Any = {name: value for name in (*SAMPLING, "stop") if (value := getattr(options, name)) is not None}
     with open_client(options) as client:
@@ -88,6 +95,7 @@ def pull(options: argparse.Namespace, output: Output) -> int:
         acts = client.activations(
             options.id,
             layers=parse_layers(options.layers) if options.layers else None,
+            sites=options.sites,
             wait=not options.no_wait,
             timeout=options.timeout,
             allow_partial=options.allow_partial,
@@ -98,7 +106,8 @@ def pull(options: argparse.Namespace, output: Output) -> int:
     acts.to_safetensors(path)
     if output.as_json:
         shape = [len(acts.layers), len(acts.positions), acts.hidden_size]
-        output.json({"path": path, "capture_id": options.id, "state": acts.manifest.state, "shape": shape})
+        facts = {"state": acts.manifest.state, "shape": shape, "sites": acts.sites}
+        output.json({"path": path, "capture_id": options.id, **facts})
     else:
         output.say(f"{path}: {acts!r}, {size(acts.nbytes)}")
     return 0
@@ -173,7 +182,12 @@ def parse_layers(text: str) -> LayersLike:
 def _capture(options: argparse.Namespace) -> residuum.Capture | None:
     if options.capture is None:
         return None
-    return residuum.Capture(layers=parse_layers(options.capture), positions=options.positions or "all")
+    return residuum.Capture(
+        layers=parse_layers(options.capture),
+        sites="resid_post" if options.sites is None else options.sites,
+        positions=options.positions or "all",
+        before_steering=options.before_steering,
+    )
 
 
 def _addition(text: str) -> residuum.Add:

@@ -33,6 +33,7 @@ _WORDS = {
     "wait for it, or follow() it": "wait for it",
     "Client(..., store='host:port')": "--store HOST:PORT",
     "client.info().num_layers": "num_layers of `residuum info`",
+    "sites=client.info().sites names": "`residuum info` names",
 }
 """What exceptions advise in Python, and how the command line says it."""
 
@@ -141,6 +142,16 @@ def _add_generate(groups: _Groups) -> None:
         help="which tokens --capture captures (default: all)",
     )
     parser.add_argument(
+        "--sites",
+        metavar="SITES",
+        help="where in these layers, separated by commas: those that `residuum info` names (default: resid_post)",
+    )
+    parser.add_argument(
+        "--before-steering",
+        action="store_true",
+        help="capture rows as they were before they were steered (default: as the model goes on with them)",
+    )
+    parser.add_argument(
         "--id", dest="request_id", help="your own name for the request and its capture (default: the server makes one)"
     )
     for name, (kind, help_text) in commands.SAMPLING.items():
@@ -193,6 +204,7 @@ def _add_pull(groups: _Groups) -> None:
     parser.add_argument("id", metavar="ID", help="the capture's id")
     parser.add_argument("--out", metavar="FILE", help="where to write (default: ID.safetensors)")
     parser.add_argument("--layers", metavar="LAYERS", help="only these: 12 or 0,5,10-20 (default: all)")
+    parser.add_argument("--sites", metavar="SITES", help="only these, separated by commas (default: all)")
     parser.add_argument(
         "--allow-partial", action="store_true", help="take what is there of an incomplete capture (default: fail)"
     )

@@ -5,6 +5,7 @@ Precedence: flag, environment variable `RESIDUUM_...`, file (`--config FILE` or 
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
@@ -43,6 +44,25 @@ OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
 """host:port of a setting, or nothing."""
 
 
+class _File(TomlConfigSettingsSource):
+    """A TOML file, in which a setting's name may also be written as its flag is, with dashes."""
+
+    def __init__(self, settings_cls: type[BaseSettings], path: str) -> None:
+        try:
+            super().__init__(settings_cls, path)
+        except ValueError as error:
+            raise ValueError(f"{path} is not TOML: {error}") from None
+
+    def __call__(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for written, value in super().__call__().items():
+            name = written.replace("-", "_")
+            if name in values:
+                raise ValueError(f"{self.toml_file_path} sets {name} twice, with dashes and with underscores")
+            values[name] = value
+        return values
+
+
 class ServiceSettings(BaseSettings):
     """Base of a service's settings. Subclasses are frozen and carry a description for each field."""
 
@@ -63,7 +83,7 @@ class ServiceSettings(BaseSettings):
         """Name the sources, the strongest first; flags come before all of them."""
         sources = [init_settings, env_settings]
         if cls.config_file:
-            sources.append(TomlConfigSettingsSource(settings_cls, cls.config_file))
+            sources.append(_File(settings_cls, cls.config_file))
         return tuple(sources)
 
 
@@ -91,10 +111,14 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
         settings: _Settings = located(_cli_settings_source=values)
     except ValidationError as error:
         lines = [
-            f"  {_flag(problem['loc'])} ({_variable(problem['loc'])}): {problem['msg']} (given: {problem['input']!r})"
+            f"  {_flag(problem['loc'])} ({_variable(problem['loc'])}): "
+            f"{_unknown(kind, problem['loc']) if problem['type'] == 'extra_forbidden' else problem['msg']} "
+            f"(given: {problem['input']!r})"
             for problem in error.errors()
         ]
         sys.exit(f"{program}: bad settings\n" + "\n".join(lines))
+    except ValueError as error:  # a file that is not TOML, or a value that is not JSON
+        sys.exit(f"{program}: bad settings\n  {error}")
     return settings
 
 
@@ -105,6 +129,12 @@ def _take_config(arguments: list[str]) -> tuple[list[str], str | None]:
         if argument.startswith("--config="):
             return arguments[:at] + arguments[at + 1 :], argument.removeprefix("--config=")
     return arguments, os.environ.get("RESIDUUM_CONFIG")
+
+
+def _unknown(kind: type[ServiceSettings], location: tuple[int | str, ...]) -> str:
+    """Say that there is no such setting, and which was perhaps meant."""
+    meant = difflib.get_close_matches(str(location[0]), kind.model_fields, n=1)
+    return "there is no such setting" + (f"; is {_flag((meant[0],))} meant?" if meant else "; see --help")
 
 
 def _variable(location: tuple[int | str, ...]) -> str:

@@ -139,6 +139,7 @@ class Limits(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     CAPTURE_POOL_BYTES_FIELD_NUMBER: _builtins.int
     RING_BYTES_FIELD_NUMBER: _builtins.int
+    TABLE_BYTES_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Tokens in prompt and reply together."""
     max_message_bytes: _builtins.int
@@ -159,6 +160,10 @@ class Limits(_message.Message):
     """Memory on the device that holds capture blocks, in bytes."""
     ring_bytes: _builtins.int
     """Shared memory between the engine and the shippers, in bytes."""
+    table_bytes: _builtins.int
+    """Memory on the device that holds steering vectors, and what the taps read of each row and request, in bytes. 0: the
+    server is older than this field.
+    """
     def __init__(
         self,
         *,
@@ -172,10 +177,11 @@ class Limits(_message.Message):
         max_sequences: _builtins.int = ...,
         capture_pool_bytes: _builtins.int = ...,
         ring_bytes: _builtins.int = ...,
+        table_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_registrations", b"max_registrations", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_registrations", b"max_registrations", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,42 @@
+"""How much memory capture blocks take, as an operator reads it in deploy/README.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import inference_svc
+from inference_svc.settings import SITES, InferenceSettings
+from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.worker import _STEPS_LEAVING
+
+README = Path(inference_svc.__file__).parents[1] / "deploy" / "README.md"
+LAYERS, HIDDEN, ELEMENT_BYTES = 32, 4096, 2
+"""Of a model with 8 B parameters, in bfloat16."""
+TOKENS, REQUESTS = (InferenceSettings.model_fields[name].default for name in ("max_num_batched_tokens", "max_num_seqs"))
+GIB = 1 << 30
+
+
+def pool_bytes(tokens: int, requests: int, sites: int, leaving: int) -> int:
+    return BlockPool.rows_needed(tokens, requests, LAYERS * sites, leaving) * HIDDEN * ELEMENT_BYTES
+
+
+@pytest.mark.parametrize("tokens", [32, 2048, 8192])
+@pytest.mark.parametrize("requests", [1, 64, 1024])
+def test_the_formula_of_the_readme_is_the_codes(tokens: int, requests: int) -> None:
+    position = LAYERS * HIDDEN * ELEMENT_BYTES
+    assert pool_bytes(tokens, requests, 1, _STEPS_LEAVING) == (2 * tokens + 96 * requests) * position
+    assert pool_bytes(tokens, requests, 1, 0) == (tokens + 64 * requests) * position
+    told = README.read_text()
+    assert "2 × max-num-batched-tokens + 96 × max-num-seqs" in told
+    assert "max-num-batched-tokens + 64 × max-num-seqs" in told
+
+
+def test_the_examples_of_the_readme_are_the_codes() -> None:
+    told = README.read_text()
+    for sites in (1, len(SITES)):
+        gpu, cpu = (pool_bytes(TOKENS, REQUESTS, sites, leaving) / GIB for leaving in (_STEPS_LEAVING, 0))
+        assert f"| {sites} | {gpu:g} GiB | {cpu:g} GiB |" in told
+    fewer = pool_bytes(TOKENS, 16, len(SITES), _STEPS_LEAVING) / GIB
+    assert f"`--max-num-seqs 16` takes {fewer:g} GiB" in told
