@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
+    from residuum import directions
+    from residuum._directions import Directions
     from residuum._reading import Piece
     from residuum._requests import Sampling
     from residuum.activations import Activations
@@ -96,6 +98,7 @@ _HOMES = {
     "AsyncClient": "residuum.aio",
     "Capture": "residuum.capture",
     "Client": "residuum.client",
+    "Directions": "residuum._directions",
     "Manifest": "residuum.manifest",
     "RowSet": "residuum.manifest",
     "SequenceOutcome": "residuum.manifest",
@@ -143,6 +146,7 @@ __all__ = [
     "ClientClosed",
     "DamagedCapture",
     "DeadlineExceeded",
+    "Directions",
     "EmptyCaptureWarning",
     "EmptyPrompt",
     "EngineDead",
@@ -192,6 +196,7 @@ __all__ = [
     "Usage",
     "Vector",
     "__version__",
+    "directions",
     "load_vectors",
 ]
 
@@ -201,6 +206,8 @@ def __getattr__(name: str) -> object:
         return _version()
     if name not in __all__:
         raise AttributeError(f"module 'residuum' has no attribute {name!r}")
+    if name == "directions":
+        return importlib.import_module("residuum.directions")  # which puts it where it is looked for next time
     value = getattr(importlib.import_module(_HOMES.get(name, "residuum.exceptions")), name)
     globals()[name] = value
     return value

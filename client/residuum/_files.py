@@ -1,4 +1,4 @@
-"""Activations in a safetensors file."""
+"""safetensors files, and activations in them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 FORMAT = "residuum.activations.v1"
 """What the file says it is, in its metadata under "format"."""
 
-_Arrays = dict[str, npt.NDArray[Any]]
+Arrays = dict[str, npt.NDArray[Any]]
 
 
 def save(acts: Activations, path: str | os.PathLike[str]) -> None:
     """Write activations; see `Activations.to_safetensors`."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    arrays: _Arrays = {}
+    arrays: Arrays = {}
     for sequence in acts.sequences:
         for site in acts.sites:
             arrays.update(_arrays(acts.select(sequence=sequence, site=site)))
@@ -40,6 +37,18 @@ def save(acts: Activations, path: str | os.PathLike[str]) -> None:
         "sites": ",".join(acts.sites),
         "selected": f"{acts.sequence}/{acts.site}",
     }
+    write_safetensors(path, arrays, metadata)
+
+
+def write_safetensors(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[str, str]) -> None:
+    """Write arrays and metadata, or leave nothing behind.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
     try:
         with _permissions_of(path):
             save_file(arrays, os.fspath(path), metadata=metadata)
@@ -66,9 +75,9 @@ def _permissions_of(path: str | os.PathLike[str]) -> Iterator[None]:
     target.chmod(mode)
 
 
-def _arrays(acts: Activations) -> _Arrays:
+def _arrays(acts: Activations) -> Arrays:
     prefix = _prefix(acts.sequence) + acts.site
-    arrays: _Arrays = {f"{prefix}.{layer}": np.ascontiguousarray(acts.raw(layer)) for layer in acts.layers}
+    arrays: Arrays = {f"{prefix}.{layer}": np.ascontiguousarray(acts.raw(layer)) for layer in acts.layers}
     arrays[f"{prefix}.positions"] = np.ascontiguousarray(acts.positions)
     arrays[f"{prefix}.token_ids"] = acts.token_ids
     if not acts.present.all():
@@ -78,16 +87,9 @@ def _arrays(acts: Activations) -> _Arrays:
 
 def load(path: str | os.PathLike[str]) -> Activations:
     """Read activations; see `Activations.from_safetensors`."""
-    from safetensors import SafetensorError, safe_open
-
     from residuum.activations import Activations
 
-    try:
-        with safe_open(os.fspath(path), framework="np") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except SafetensorError as error:
-        raise InvalidRequest(f"{path} is not a safetensors file: {error}", reason="INVALID_FIELD") from None
+    arrays, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise InvalidRequest(f"{path} was not written by Activations.to_safetensors.", reason="INVALID_FIELD")
     keys = sorted(_key(name) for name in arrays if name.endswith(".positions"))
@@ -101,14 +103,31 @@ def load(path: str | os.PathLike[str]) -> Activations:
     return acts.select(sequence=int(sequence), site=site) if site else acts
 
 
-def _block(arrays: _Arrays, key: tuple[int, str], layers: tuple[int, ...]) -> Block:
+def read_safetensors(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
+    """Read a file's arrays and its metadata.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        InvalidRequest: It is not a safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(os.fspath(path), framework="np") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return arrays, file.metadata() or {}
+    except SafetensorError as error:
+        raise InvalidRequest(f"{path} is not a safetensors file: {error}", reason="INVALID_FIELD") from None
+
+
+def _block(arrays: Arrays, key: tuple[int, str], layers: tuple[int, ...]) -> Block:
     prefix = _prefix(key[0]) + key[1]
     values = np.stack([arrays[f"{prefix}.{layer}"] for layer in layers])
     present = arrays.get(f"{prefix}.present", np.ones(values.shape[:2], dtype=np.bool_))
     return Block(arrays[f"{prefix}.positions"], values, present)
 
 
-def _layers(arrays: _Arrays, key: tuple[int, str]) -> tuple[int, ...]:
+def _layers(arrays: Arrays, key: tuple[int, str]) -> tuple[int, ...]:
     prefix = f"{_prefix(key[0])}{key[1]}."
     names = [name.removeprefix(prefix) for name in arrays if name.startswith(prefix)]
     return tuple(sorted(int(name) for name in names if name.isdigit()))

@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 NAMES = """
     Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadVector BatchFailed Cap Capture
     CaptureEnded CaptureExists CaptureNotComplete CaptureSummary Client ClientClosed DamagedCapture DeadlineExceeded
-    EmptyCaptureWarning EmptyPrompt EngineDead Health IncompleteCapture InvalidRequest LimitReached Manifest
+    Directions EmptyCaptureWarning EmptyPrompt EngineDead Health IncompleteCapture InvalidRequest LimitReached Manifest
     MissingVectors ModelInfo NoStore NotFound NotServing OpenCapture Piece Positions PromptTooLong PutResult
     Registration Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Sampling Sequence
     SequenceOutcome ServerFault StoreFull StoreStats StoreUnreachable Stream TokenDelta Unavailable UnknownCapture
     UnknownLayer UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__
-    load_vectors
+    directions load_vectors
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 
@@ -79,8 +79,9 @@ def test_import_is_light():
 
 
 def test_the_client_is_light():
-    modules = loaded_by("import residuum; residuum.Client; residuum.AsyncClient; residuum.Activations")
-    assert not modules & {"rich", "torch", "vllm", "lmdb", "pydantic", "structlog", "safetensors"}
+    names = ("Client", "AsyncClient", "Activations", "directions")
+    modules = loaded_by("import residuum; " + "; ".join(f"residuum.{name}" for name in names))
+    assert not modules & {"rich", "torch", "vllm", "lmdb", "pydantic", "structlog", "safetensors", "gguf"}
 
 
 def test_what_the_services_share_comes_without_the_client():

@@ -1,0 +1,46 @@
+"""Activations made of arrays, as if a client had read them."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+import residuum
+from residuum._rows import Block
+from residuum.capture import SITES
+from residuum.v1 import capture_pb2, tensor_pb2
+
+STATES = {
+    "open": capture_pb2.CAPTURE_STATE_OPEN,
+    "complete": capture_pb2.CAPTURE_STATE_COMPLETE,
+    "incomplete": capture_pb2.CAPTURE_STATE_INCOMPLETE,
+    "aborted": capture_pb2.CAPTURE_STATE_ABORTED,
+}
+
+
+def activations(
+    values, *, layers=None, positions=None, prompt=None, generated=1, sites=("resid_post",), model="tiny", name="req",
+    state="complete", present=None, steer=(), before_steering=False, dtype=ml_dtypes.bfloat16,
+):  # fmt: skip
+    """Activations of one sequence; `values` [layers, positions, hidden], for each of `sites` times 1, 2, ..."""
+    values = np.asarray(values)
+    layers = tuple(range(len(values))) if layers is None else tuple(layers)
+    positions = np.arange(values.shape[1]) if positions is None else np.asarray(positions)
+    prompt = len(positions) if prompt is None else prompt
+    what = capture_pb2.CaptureDescription(
+        capture_id=name, model=model, hidden_size=values.shape[2], num_layers=max(layers) + 1,
+        dtype=tensor_pb2.DATA_TYPE_BFLOAT16, prompt_token_ids=range(prompt), num_sequences=1,
+    )  # fmt: skip
+    what.spec.layers.list.layers.extend(layers)
+    what.spec.sites.extend(SITES[site] for site in sites)
+    what.spec.before_steering = before_steering
+    what.steering.operations.extend(operation.to_proto() for operation in steer)
+    manifest = capture_pb2.CaptureManifest(description=what, state=STATES[state])
+    if state != "open":
+        manifest.sequences.add(generated_token_ids=range(generated), finish_reason="length")
+    there = np.ones(values.shape[:2], dtype=np.bool_) if present is None else np.asarray(present)
+    blocks = {
+        (0, site): Block(positions, np.where(there[..., None], values * factor, np.nan).astype(dtype), there)
+        for factor, site in enumerate(sites, start=1)
+    }
+    return residuum.Activations(residuum.Manifest.from_proto(manifest), layers, blocks)
