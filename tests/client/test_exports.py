@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 NAMES = """
     Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadVector BatchFailed Cap Capture
     CaptureEnded CaptureExists CaptureNotComplete CaptureSummary Client ClientClosed DamagedCapture DeadlineExceeded
-    Directions EmptyCaptureWarning EmptyPrompt EngineDead Health IncompleteCapture InvalidRequest LimitReached Manifest
-    MissingVectors ModelInfo NoStore NotFound NotServing OpenCapture Piece Positions PromptTooLong PutResult
-    Registration Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Sampling Sequence
-    SequenceOutcome ServerFault StoreFull StoreStats StoreUnreachable Stream TokenDelta Unavailable UnknownCapture
-    UnknownLayer UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__
-    directions load_vectors
+    Directions EmptyCaptureWarning EmptyPrompt EngineDead Health IncompleteCapture InvalidRequest LimitReached
+    Manifest MissingVectors ModelInfo NoStore NotFound NotServing NotUpdatable OpenCapture Piece Positions
+    PromptTooLong PutResult Registration Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted
+    RowSet Sampling Sequence SequenceOutcome ServerFault SteeringChange SteeringRecord StoreFull StoreStats
+    StoreUnreachable Stream TokenDelta Unavailable UnknownCapture UnknownLayer UnknownModel UnknownOperation
+    UnknownRequest UnknownSite Unreachable Usage Vector __version__ directions load_vectors
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 

@@ -214,7 +214,7 @@ class Service:
     def __init__(self, engine, keeper, settings):
         self.engine = engine
         self.registry = RequestRegistry(settings.registration_seconds, settings.max_registrations)
-        self.cache = VectorCache(settings.max_vectors, HIDDEN, self.registry.digests_in_use)
+        self.cache = VectorCache(settings.max_vectors, HIDDEN, self.registry.is_leased)
         activator = VectorActivator(
             self.cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )

@@ -58,6 +58,12 @@ def is_wanted(selection, prompt_tokens, position):
 
 def steer(x, operation, vector):
     """The formulas of steering.proto for one row, in float64."""
+    moved = _moved(x, operation, vector)
+    norm = np.linalg.norm(moved)
+    return moved * (np.linalg.norm(x) / norm) if operation.keep_norm and norm else moved
+
+
+def _moved(x, operation, vector):
     if operation.kind == Kind.ADD:
         return x + operation.scale * vector
     unit = vector / np.linalg.norm(vector)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def operation(draw, vectors):
     kind = draw(st.sampled_from(list(Kind))) if vectors[row].any() else Kind.ADD
     low, high = sorted(draw(st.tuples(numbers, numbers)))
     low, high = draw(st.sampled_from([(low, high), (-math.inf, high), (low, math.inf)]))
-    return Operation(kind, row, (0,), select(), draw(numbers), low, high)
+    return Operation(kind, row, (0,), select(), draw(numbers), low, high, draw(st.booleans()))
 
 
 def run(x, vectors, operations):
@@ -54,6 +55,7 @@ def run(x, vectors, operations):
         scales=torch.tensor([operation.scale for operation in operations]),
         lows=torch.tensor([operation.low for operation in operations]),
         highs=torch.tensor([operation.high for operation in operations]),
+        keeps_norm=torch.tensor([operation.keep_norm for operation in operations]),
     )
     return apply_batch(torch.from_numpy(x), bank.vectors[batch.vectors], bank.inverse_norms[batch.vectors], batch)
 
@@ -69,7 +71,30 @@ def test_each_row_gets_its_own_operation(case):
         # What float32 can keep: seven digits of the largest number that takes part.
         size = np.abs(x[row]).sum() + max(abs(operation.scale), 1) * (np.abs(vector).max() + np.abs(x[row]).sum())
         size += max((abs(bound) for bound in (operation.low, operation.high) if math.isfinite(bound)), default=0)
+        if operation.keep_norm:
+            # Where little is left of the row, scaling it up scales up its error as well.
+            left = np.linalg.norm(steer(x[row].astype(np.float64), replace(operation, keep_norm=False), vector))
+            size *= max(np.linalg.norm(x[row]) / left, 1) if left > 1e-3 * size else np.inf
         np.testing.assert_allclose(result[row], expected, rtol=1e-5, atol=2e-6 * size)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_rows_keep_their_norm(kind):
+    x = np.random.default_rng(0).standard_normal((4, HIDDEN)).astype(np.float32)
+    vector = np.random.default_rng(1).standard_normal((1, HIDDEN)).astype(np.float32)
+    operation = Operation(kind, 0, (0,), select(), 1.5, 3.0, 3.0, keep_norm=True)
+    plain = run(x, vector, [replace(operation, keep_norm=False)] * 4).numpy()
+    kept = run(x, vector, [operation] * 4).numpy()
+    np.testing.assert_allclose(np.linalg.norm(kept, axis=1), np.linalg.norm(x, axis=1), rtol=1e-6)
+    cosines = (kept * plain).sum(1) / np.linalg.norm(kept, axis=1) / np.linalg.norm(plain, axis=1)
+    np.testing.assert_allclose(cosines, 1, atol=1e-6)
+    assert np.abs(np.linalg.norm(plain, axis=1) - np.linalg.norm(x, axis=1)).min() > 0.01
+
+
+def test_a_row_that_becomes_zero_stays_zero():
+    vector = np.eye(1, HIDDEN, dtype=np.float32)
+    result = run(vector * 3, vector, [Operation(Kind.ABLATE, 0, (0,), select(), keep_norm=True)])
+    assert not result.any()
 
 
 def test_the_zero_vector_can_be_added():

@@ -193,8 +193,25 @@ def test_vectors_are_in_use_while_a_request_waits_or_runs(registry, clock):
     registry.register(make_spec("waits", b"a" * 32))
     running = registry.start_inline(make_spec("runs", b"b" * 32))
     registry.start_inline(make_spec("needs none"))
-    assert registry.digests_in_use() == {b"a" * 32, b"b" * 32}
+    assert leased(registry) == {"a", "b"}
     registry.end(running)
-    assert registry.digests_in_use() == {b"a" * 32}
+    assert leased(registry) == {"a"}
     clock.now += TIME_TO_LIVE
-    assert registry.digests_in_use() == set()
+    assert leased(registry) == set()
+
+
+def test_a_lease_ends_once_for_each_request_that_needs_the_vector(registry):
+    for name in ("x", "y"):
+        registry.register(make_spec(name, b"a" * 32))
+    registry.register(make_spec("x", b"a" * 32))  # renewed: still one lease
+    registry.abort("x")
+    assert leased(registry) == {"a"}
+    running = registry.start_registered("y")
+    registry.release(running)  # registered again
+    assert leased(registry) == {"a"}
+    registry.end(registry.start_registered("y"))
+    assert leased(registry) == set()
+
+
+def leased(registry):
+    return {name for name in "abc" if registry.is_leased(name.encode() * 32)}

@@ -49,7 +49,7 @@ async def test_model_info_tells_the_facts_and_the_limits(store):
         info = await model_info(service)
     assert (info.model, info.num_layers, info.hidden_size, info.dtype) == ("tiny", 3, 4, FACTS.dtype)
     assert list(info.sites) == [capture_pb2.SITE_RESID_POST]
-    assert list(info.steering_operations) == ["add", "ablate", "cap"]
+    assert list(info.steering_operations) == ["add", "ablate", "cap", "replace"]
     assert list(info.encodings) == [capture_pb2.ENCODING_RAW]
     assert list(info.store_endpoints) == ["store.example:1"]
     assert (info.vllm_version, info.eager) == ("1.2.3", True)

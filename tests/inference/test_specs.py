@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference_svc.specs import check_capture_size, check_prompt, check_sampling, resolve_spec
+from inference_svc.specs import check_capture_size, check_prompt, check_sampling, directions_of, resolve_spec
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from residuum.wire.limits import MAX_OPERATIONS, MAX_RANGES
@@ -191,7 +191,7 @@ def test_each_vector_is_needed_once_and_in_order():
 
 def test_vectors_that_need_a_direction_are_known():
     resolved = resolve_spec(steered(add(b"c" * 32), ablate(A), cap(B, max=1.0), add(A)), FACTS)
-    assert resolved.directions == {A, B}
+    assert directions_of(resolved.steering) == {A, B}
 
 
 def salt(*operations, prompt_tokens=10):

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
-from inference_svc.vectors import VectorActivator, VectorCache
+from inference_svc.vectors import VectorActivator, VectorCache, cache_capacity
 from residuum.rpc.errors import Failure
 from residuum.v1 import tensor_pb2
 from residuum.wire.digests import digest_of_bytes, vector_message
@@ -39,8 +39,8 @@ class Users:
     def __init__(self):
         self.digests = set()
 
-    def __call__(self):
-        return self.digests
+    def __call__(self, digest):
+        return digest in self.digests
 
 
 @pytest.fixture
@@ -126,11 +126,26 @@ def test_no_room_is_told_and_changes_nothing(cache, users):
     cache.put(kept[0])  # sending one that is here needs no room
 
 
-def test_the_zero_vector_is_known_as_such(cache):
-    cache.put(vector(0, -0.0, 0, 0))
-    cache.put(vector(0, 0, 0, 1e-30))
-    assert cache.is_zero(vector(0, -0.0, 0, 0).digest)
-    assert not cache.is_zero(vector(0, 0, 0, 1e-30).digest)
+@pytest.mark.parametrize("size", [-0.0, 1e-31, 1.1e30])
+def test_a_vector_without_a_direction_that_float32_can_tell(cache, size):
+    bad = vector(0, 0, size, 0)
+    cache.put(bad)  # it can be added
+    with pytest.raises(Failure, match="from 1e-30 to 1e\\+30") as caught:
+        cache.check_direction(bad.digest)
+    assert (caught.value.reason_name, caught.value.metadata) == ("BAD_VALUES", {"digest": bad.digest.hex()})
+
+
+@pytest.mark.parametrize("size", [1.1e-30, 1.0, 9e29])
+def test_a_vector_with_a_direction(cache, size):
+    good = vector(0, 0, size, 0)
+    cache.put(good)
+    cache.check_direction(good.digest)
+
+
+def test_vectors_are_kept_within_a_number_and_within_memory():
+    assert cache_capacity(1000, 256, 4096) == 1000
+    assert cache_capacity(1000, 1, 4096) == 64
+    assert cache_capacity(1000, 1, 1 << 20) == 1
 
 
 class Bank:
@@ -158,7 +173,7 @@ class Bench:
 
     def __init__(self, wait_seconds):
         self.bank = Bank()
-        self.cache = VectorCache(5, HIDDEN, set)
+        self.cache = VectorCache(5, HIDDEN, lambda _digest: False)
         self.activator = VectorActivator(self.cache, 2, self.bank.load, wait_seconds)
         for number in range(1, 6):
             self.cache.put(numbered(number))
