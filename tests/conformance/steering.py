@@ -9,7 +9,7 @@ import torch
 import residuum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from bench.conformance.reference import Change
     from residuum.selections import PositionsLike
@@ -62,6 +62,35 @@ def cap(v: torch.Tensor, low: float, high: float) -> Change:
     """Keep the projection onto v within bounds."""
     unit = v / v.norm()
     return lambda x: x + ((x @ unit).clamp(low, high) - x @ unit)[:, None] * unit
+
+
+def replace(v: torch.Tensor, value: float) -> Change:
+    """Set the projection onto v."""
+    unit = v / v.norm()
+    return lambda x: x + (value - x @ unit)[:, None] * unit
+
+
+def keeping_norm(change: Change) -> Change:
+    """Give rows back the norm that they had before a change."""
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        moved = change(x)
+        return moved * (x.norm(dim=-1) / moved.norm(dim=-1))[:, None]
+
+    return kept
+
+
+def in_turn(changes: Sequence[tuple[int, Change | None]]) -> Change:
+    """Change rows from each of some positions on, ascending, up to the next one; None leaves them as they are."""
+
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        starts = [start for start, _ in changes]
+        parts = [x[: starts[0]]]
+        for (start, change), stop in zip(changes, [*starts[1:], len(x)], strict=True):
+            parts.append(change(x[start:stop]) if change else x[start:stop])
+        return torch.cat(parts)
+
+    return changed
 
 
 def from_position(start: int, change: Change) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 
 import residuum
 from tests.conformance.rows import ALL, MAX_ERROR, SITES, check_capture, make_prompt
-from tests.conformance.steering import ablate, add, adding, cap, tensor
+from tests.conformance.steering import ablate, add, adding, cap, keeping_norm, replace, tensor
 from tests.reference.hf import relative_error
 from tests.reference.tiny import HIDDEN
 
@@ -26,6 +26,15 @@ WAYS = {
     "add": (lambda v: residuum.Add(v, layer=1, scale=0.7), lambda v: add(v, 0.7)),
     "ablate": (lambda v: residuum.Ablate(v, layer=1), ablate),
     "cap": (lambda v: residuum.Cap(v, layer=1, min=-0.5, max=0.5), lambda v: cap(v, -0.5, 0.5)),
+    "replace": (lambda v: residuum.Replace(v, layer=1, value=0.8), lambda v: replace(v, 0.8)),
+    "add and keep the norm": (
+        lambda v: residuum.Add(v, layer=1, scale=0.7, keep_norm=True),
+        lambda v: keeping_norm(add(v, 0.7)),
+    ),
+    "ablate and keep the norm": (
+        lambda v: residuum.Ablate(v, layer=1, keep_norm=True),
+        lambda v: keeping_norm(ablate(v)),
+    ),
 }
 
 
@@ -55,6 +64,19 @@ def test_every_layer_at_once(engine: Engine, reference: Reference, direction: re
     steer = residuum.Add(direction, layers="all", scale=0.2)
     reply = engine.client.generate(PROMPT[:40], max_tokens=8, ignore_eos=True, capture=ALL, steer=steer)
     check_capture(engine, reference, reply, changes=dict.fromkeys(range(4), add(tensor(direction), 0.2)))
+
+
+def test_every_layer_has_a_vector_of_its_own(engine: Engine, reference: Reference) -> None:
+    vectors = {layer: make_vector(layer) for layer in (0, 2, 3)}
+    reply = engine.client.generate(
+        PROMPT[:40], max_tokens=8, ignore_eos=True, capture=ALL, steer=residuum.Add(vectors, scale=0.3)
+    )
+    changes = {layer: add(tensor(vector), 0.3) for layer, vector in vectors.items()}
+    check_capture(engine, reference, reply, changes=changes)
+
+
+def make_vector(seed: int) -> residuum.Vector:
+    return residuum.Vector.from_array(np.random.default_rng(seed).standard_normal(HIDDEN).astype(np.float32))
 
 
 @pytest.mark.parametrize(
