@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 EVERYWHERE = selection_pb2.PositionSelection()
 _MIB = 1 << 20
-_VECTOR_SCALE = 0.1
+VECTOR_SCALE = 0.1
 """Standard deviation of the steering vectors' values: enough to change replies, far from breaking the model."""
 
 
@@ -201,7 +201,7 @@ def _vectors(workload: Workload, facts: ModelFacts) -> list[tuple[int, bytes]]:
     count = facts.num_layers if workload.vectors is Vectors.LAYER else workload.batch_size
     source = np.random.default_rng(0)
     return [
-        (row, (_VECTOR_SCALE * source.standard_normal(facts.hidden_size)).astype("<f4").tobytes())
+        (row, (VECTOR_SCALE * source.standard_normal(facts.hidden_size)).astype("<f4").tobytes())
         for row in range(count)
     ]
 
