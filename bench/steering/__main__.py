@@ -37,22 +37,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parts = read_earlier(options.output, context) if options.output else {}
     except OtherRunError as error:
         sys.exit(str(error))
-    missed = []
+    failures = []
     try:
         with terminated_as_interrupted():
             for name in options.parts:
                 load, started = os.getloadavg()[0], time.perf_counter()
-                parts[name], failed = _MEASURES[name](options)
-                parts[name] |= {"load_before": round(load, 2), "seconds": round(time.perf_counter() - started, 1)}
-                missed += failed
+                try:
+                    part, failed = _MEASURES[name](options)
+                except RunFailedError as error:
+                    failures.append(str(error))  # the other parts can do without this one
+                    continue
+                failures += failed
+                seconds = time.perf_counter() - started
+                parts[name] = {**part, "load_before": round(load, 2), "seconds": round(seconds, 1)}
                 if options.output:  # what is measured stays, whatever comes after it
                     write(options.output, context, parts)
     except KeyboardInterrupt:
         sys.exit(130)
-    except RunFailedError as error:
-        sys.exit(f"BENCH FAILED: {error}")
-    if missed:
-        sys.exit(f"BENCH FAILED: {'; '.join(missed)}")
+    if failures:
+        sys.exit("\n".join(f"BENCH FAILED: {failure}" for failure in failures))
 
 
 def _measure_kernel(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

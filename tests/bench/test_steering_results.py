@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from bench.steering.__main__ import engine_job, main, parse
+from bench.children import RunFailedError
+from bench.steering.__main__ import _MEASURES, engine_job, main, parse
 from bench.steering.engine import Case
 from bench.steering.results import Bar, OtherRunError, compact, read_earlier, table, write
 
@@ -90,6 +91,19 @@ def test_configurations_fit_the_batch(capsys):
     with pytest.raises(SystemExit):
         parse(["--batch-size", "16", "--configurations", "17"], has_gpu=True)
     assert "--configurations" in capsys.readouterr().err
+
+
+def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch):
+    def fails(options):
+        raise RunFailedError("no GPU")
+
+    monkeypatch.setitem(_MEASURES, "kernel", fails)
+    monkeypatch.setitem(_MEASURES, "rpc", lambda options: ({"a": 1}, ["one figure"]))
+    with pytest.raises(SystemExit, match="BENCH FAILED: no GPU\nBENCH FAILED: one figure"):
+        main(["--parts", "kernel,rpc", "--output", str(tmp_path / "x.json")])
+    parts = json.loads((tmp_path / "x.json").read_text())["parts"]
+    assert list(parts) == ["rpc"]
+    assert parts["rpc"]["a"] == 1
 
 
 def test_unsteered_is_measured_once():
