@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from bench.capture.processes import RunFailedError, run_turn, terminated_as_interrupted
+from bench.capture.processes import run_turn, terminated_as_interrupted
 from bench.capture.report import show_run, show_summary
 from bench.capture.results import ModeSummary, Run, summarise
 from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Mode, Runner, Sink, Turn, Vectors, Workload, schedule
+from bench.children import RunFailedError
 from bench.machine import Machine, Revision, versions
 from examples.model import default_model
 from examples.services import ServiceFailedError

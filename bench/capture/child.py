@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
 import sys
 import time
@@ -14,15 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import uvloop
-from vllm import SamplingParams
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
 
 from bench.capture.memory import peak_mib
 from bench.capture.results import Iteration, Memory, Run
 from bench.capture.ring_sink import RingSink
 from bench.capture.sinks import CaptureSink, RowsMissingError, StoreSink
-from bench.capture.subjects import StockSubject, Subject, TappedSubject
+from bench.capture.subjects import Batch, StockSubject, Subject, TappedSubject, digest, generate_batch
 from bench.capture.workload import Job, Mode, Vectors, Workload, turns
 from bench.gpu import used_mib
 from inference_svc.settings import SITES, InferenceSettings
@@ -36,12 +32,8 @@ if TYPE_CHECKING:
 
 EVERYWHERE = selection_pb2.PositionSelection()
 _MIB = 1 << 20
-_VECTOR_SCALE = 0.1
+VECTOR_SCALE = 0.1
 """Standard deviation of the steering vectors' values: enough to change replies, far from breaking the model."""
-
-
-class WrongTokenCountError(RuntimeError):
-    """A reply is not as long as it was asked to be: the run proves nothing."""
 
 
 class WrongRunnerError(RuntimeError):
@@ -126,12 +118,6 @@ class _Driver:
         self._subject = subject
         self._tapped = tapped
         self._sink = sink
-        self._sampling = SamplingParams(
-            max_tokens=workload.decode,
-            temperature=0.0,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.DELTA,
-        )
 
     async def iterate(self, number: int, mode: Mode) -> Iteration:
         """Generate for one batch; its captures are opened before the clock starts, and checked after it stops.
@@ -148,44 +134,36 @@ class _Driver:
         sink = self._sink if mode.captures else None
         if sink:
             await sink.begin(prompts)
-        start = time.perf_counter()
-        replies = await asyncio.gather(
-            *(self._subject.generate(name, prompt, self._sampling, plans[name]) for name, prompt in prompts.items())
-        )
-        generated = time.perf_counter()
+        batch = await generate_batch(self._subject, prompts, plans, self._workload.decode)
         if sink and self._tapped:
             await self._tapped.settle()
-        settled = time.perf_counter() if sink else generated
-        return await self._check(sink, prompts, replies, generated - start, settled - start)
+        settled = time.perf_counter() if sink else batch.ended
+        return await self._check(sink, prompts, batch, settled - batch.started)
 
     async def _check(
         self,
         sink: CaptureSink | None,
         prompts: Mapping[str, Sequence[int]],
-        replies: Sequence[list[int]],
-        generated: float,
+        batch: Batch,
         settled: float,
     ) -> Iteration:
         workload = self._workload
-        lengths = {len(reply) for reply in replies}
-        if lengths != {workload.decode}:
-            raise WrongTokenCountError(f"replies of {sorted(lengths)} tokens instead of {workload.decode}")
         rows = num_bytes = 0
         if sink:
-            arrived = await sink.finish(dict(zip(prompts, replies, strict=True)))
+            arrived = await sink.finish(dict(zip(prompts, batch.replies, strict=True)))
             rows, num_bytes = arrived.rows, arrived.num_bytes
             units = self._subject.num_layers * len(workload.capture_sites)
             expected = units * workload.rows_per_request * workload.batch_size
             if rows != expected:
                 raise RowsMissingError(f"{rows} rows arrived instead of {expected}")
         return Iteration(
-            generation_seconds=generated,
+            generation_seconds=batch.ended - batch.started,
             settled_seconds=settled,
             prompt_tokens=sum(map(len, prompts.values())),
-            generated_tokens=sum(map(len, replies)),
+            generated_tokens=sum(map(len, batch.replies)),
             rows=rows,
             num_bytes=num_bytes,
-            replies=tuple(hashlib.sha256(repr(reply).encode()).hexdigest()[:16] for reply in replies),
+            replies=tuple(map(digest, batch.replies)),
         )
 
     def _plan(self, mode: Mode, name: str, index: int) -> RequestPlan | None:
@@ -233,7 +211,7 @@ def _vectors(workload: Workload, facts: ModelFacts) -> list[tuple[int, bytes]]:
     count = facts.num_layers if workload.vectors is Vectors.LAYER else workload.batch_size
     source = np.random.default_rng(0)
     return [
-        (row, (_VECTOR_SCALE * source.standard_normal(facts.hidden_size)).astype("<f4").tobytes())
+        (row, (VECTOR_SCALE * source.standard_normal(facts.hidden_size)).astype("<f4").tobytes())
         for row in range(count)
     ]
 

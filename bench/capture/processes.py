@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.capture.memory import peak_of
 from bench.capture.results import Run
 from bench.capture.workload import Job, Runner
-from bench.machine import ROOT
+from bench.children import run_child
 from examples.services import start_store
 
 if TYPE_CHECKING:
@@ -26,13 +23,7 @@ if TYPE_CHECKING:
     from examples.services import Service
 
 _STORE_SECONDS = 60.0
-_RUN_SECONDS = 1800.0
-_LOG_LINES = 40
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-
-
-class RunFailedError(RuntimeError):
-    """A run failed. The message ends with the end of its log."""
 
 
 def run_turn(turn: Turn, workload: Workload) -> list[Run]:
@@ -79,37 +70,13 @@ def _running_store(folder: Path) -> Iterator[Service]:
 
 
 def _run(job: Job, folder: Path) -> list[Run]:
-    job_file, result_file, log_file = (folder / name for name in ("job.json", "result.json", "run.log"))
-    job_file.write_text(json.dumps(job.to_json()))
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.capture.child", str(job_file), str(result_file)],
-            cwd=ROOT,
-            env=_environment(folder, job.runner),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # so that it and vLLM's processes can be ended together
-        )
-    try:
-        status: int | None = process.wait(_RUN_SECONDS)
-    except subprocess.TimeoutExpired:
-        status = None
-    finally:
-        # Whatever is left, at whatever point this was interrupted: a run has nothing worth a graceful end. Shippers
-        # have sessions of their own, and go when their parent has gone.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if status != 0 or not result_file.exists():
-        end = "\n".join(log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-        how = "took too long" if status is None else f"ended with code {status}"
-        modes = " ".join(mode.value for mode in job.modes)
-        raise RunFailedError(f"{modes}, round {job.round + 1}, model runner {job.runner.value}: {how}\n{end}")
-    return [Run.from_json(run) for run in json.loads(result_file.read_text())]
+    modes = " ".join(mode.value for mode in job.modes)
+    what = f"{modes}, round {job.round + 1}, model runner {job.runner.value}"
+    measured = run_child("bench.capture.child", job.to_json(), folder, environment_of(folder, job.runner), what)
+    return [Run.from_json(run) for run in measured]
 
 
-def _environment(folder: Path, runner: Runner) -> dict[str, str]:
+def environment_of(folder: Path, runner: Runner) -> dict[str, str]:
     """Return this environment without the service's own settings: the workload alone decides."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RESIDUUM_")}
     if runner.variable is not None:

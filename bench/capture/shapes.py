@@ -56,6 +56,19 @@ SHAPES = {
         },
         {**_NO_WEIGHTS, "compilation_config": {"cudagraph_capture_sizes": [1, 8, 16, 32, 64]}},
     ),
+    # The shape of DeepSeek-R1-Distill-Qwen-1.5B, too.
+    "qwen2.5-1.5b": Shape(
+        {
+            **_QWEN2,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_attention_heads": 12,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+        },
+        {**_NO_WEIGHTS, "compilation_config": {"cudagraph_capture_sizes": [1, 8, 16, 32, 64, 128, 256]}},
+    ),
     # To try the benchmark itself, also on a CPU.
     "tiny": Shape(
         {

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+import hashlib
+import time
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inference_svc.engine import Engine, engine_arguments, model_runner, stream
 from inference_svc.selftest import run_self_test
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm import SamplingParams
+    from collections.abc import Mapping, Sequence
 
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.plan import RequestPlan
@@ -122,3 +124,43 @@ class TappedSubject:
     def shutdown(self) -> None:
         """See `Subject`."""
         self.engine.shutdown()
+
+
+class WrongTokenCountError(RuntimeError):
+    """A reply is not as long as it was asked to be: the run proves nothing."""
+
+
+class Batch(NamedTuple):
+    """What came of requests that were submitted at once."""
+
+    replies: list[list[int]]
+    """The token ids of the replies, in the order of the prompts."""
+    started: float
+    """When they were submitted, on `time.perf_counter`."""
+    ended: float
+    """When the last of them had its last token."""
+
+
+async def generate_batch(
+    subject: Subject, prompts: Mapping[str, Sequence[int]], plans: Mapping[str, RequestPlan | None], decode: int
+) -> Batch:
+    """Generate `decode` tokens, greedily, for each of some prompts, all submitted at once.
+
+    Raises:
+        WrongTokenCountError: A reply has another length.
+    """
+    sampling = SamplingParams(max_tokens=decode, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    started = time.perf_counter()
+    replies = await asyncio.gather(
+        *(subject.generate(name, prompt, sampling, plans[name]) for name, prompt in prompts.items())
+    )
+    ended = time.perf_counter()
+    lengths = {len(reply) for reply in replies}
+    if lengths != {decode}:
+        raise WrongTokenCountError(f"replies of {sorted(lengths)} tokens instead of {decode}")
+    return Batch(list(replies), started, ended)
+
+
+def digest(reply: Sequence[int]) -> str:
+    """Return what tells a reply from others."""
+    return hashlib.sha256(repr(list(reply)).encode()).hexdigest()[:16]

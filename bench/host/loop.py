@@ -130,7 +130,7 @@ class DecodeLoop:
         arguments = (self._bank, self._pool, self._points, most_rows, max(requests, 1))
         if device is Device.CUDA:
             return cuda.CudaTap(*arguments)
-        with mock.patch.object(cuda, "torch", _TorchWithoutCuda()):
+        with mock.patch.object(cuda, "torch", TorchWithoutCuda()):
             return cuda.CudaTap(*arguments)
 
 
@@ -169,7 +169,7 @@ class _NoEvent:
         pass
 
 
-class _TorchWithoutCuda:
+class TorchWithoutCuda:
     """torch, but for the two things that the GPU's tap cannot be made without: pinned memory and events."""
 
     cuda = SimpleNamespace(Event=_NoEvent)

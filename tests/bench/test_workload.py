@@ -3,7 +3,7 @@ import json
 import pytest
 
 from bench.capture.child import everything, operations, request_id
-from bench.capture.processes import _environment
+from bench.capture.processes import environment_of
 from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Job, Mode, Runner, Sink, Vectors, Workload, schedule, turns
 from residuum.v1 import capture_pb2
@@ -49,7 +49,7 @@ def test_modes_on_one_engine_take_turns():
 def test_the_model_runner_is_chosen_by_the_environment(runner, value, monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "x")
     monkeypatch.setenv("RESIDUUM_MODEL", "another")
-    environment = _environment(tmp_path, runner)
+    environment = environment_of(tmp_path, runner)
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == value
     assert "RESIDUUM_MODEL" not in environment
 

@@ -10,8 +10,9 @@ import pytest
 
 import residuum
 from tests.conformance.engines import KV_BLOCK
-from tests.conformance.rows import ALL, SITES, check_capture, make_prompt
+from tests.conformance.rows import ALL, MAX_ERROR, SITES, check_capture, make_prompt
 from tests.conformance.steering import add, in_turn, replace, tensor
+from tests.reference.hf import relative_error
 from tests.reference.tiny import HIDDEN
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def test_each_sequence_is_changed_where_it_is(engine: Engine, reference: Referen
     for sequence, first in enumerate(firsts):
         rows = acts.select(sequence=sequence, site="resid_post")
         expected = reference.rows(rows.token_ids, {0: in_turn([(first, add(tensor(direction), 0.7))])})
-        np.testing.assert_allclose(rows.stack(), expected["resid_post"], rtol=2e-3, atol=2e-4)
+        assert relative_error(rows.stack(), expected["resid_post"]) < MAX_ERROR
 
 
 def test_what_is_computed_again_is_steered_as_the_first_time(

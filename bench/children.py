@@ -1,0 +1,67 @@
+"""Measuring in a process of its own: a job goes in and a result comes out, both as JSON; nothing outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from bench.machine import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_RUN_SECONDS = 1800.0
+_LOG_LINES = 40
+
+
+class RunFailedError(RuntimeError):
+    """A run failed. The message ends with the end of its log."""
+
+
+def run_child(module: str, job: Mapping[str, Any], folder: Path, environment: Mapping[str, str], what: str) -> Any:
+    """Run `python -m module JOB.json RESULT.json`, and return what it wrote.
+
+    Args:
+        module: The program.
+        job: What it is told.
+        folder: Where its files and its log go.
+        environment: Its environment, all of it.
+        what: What it measures, for the message if it fails.
+
+    Raises:
+        RunFailedError: It failed, or took too long.
+    """
+    job_file, result_file, log_file = (folder / name for name in ("job.json", "result.json", "run.log"))
+    result_file.unlink(missing_ok=True)
+    job_file.write_text(json.dumps(job))
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(job_file), str(result_file)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # so that it and vLLM's processes can be ended together
+        )
+    try:
+        status: int | None = process.wait(_RUN_SECONDS)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        # Whatever is left, at whatever point this was interrupted: a run has nothing worth a graceful end. Shippers
+        # have sessions of their own, and go when their parent has gone.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if status != 0 or not result_file.exists():
+        end = "\n".join(log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+        how = "took too long" if status is None else f"ended with code {status}"
+        raise RunFailedError(f"{what}: {how}\n{end}")
+    return json.loads(result_file.read_text())

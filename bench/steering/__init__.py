@@ -1,0 +1,1 @@
+"""What steering costs: one kernel, one request on its way in, and a whole engine."""

@@ -1,0 +1,102 @@
+"""What all parts write in the same words, and one file for parts that were run one by one."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+BENCHMARK = "bench.steering"
+
+_KIND_OF_MACHINE = ("cpu", "cores", "gpu", "gpu_count", "gpu_driver")
+"""What of a machine must agree for figures to lie in one file: not how busy it was."""
+
+_NUMBERS = re.compile(r"\[\s+((?:-?[\d.]+(?:e[-+]?\d+)?,?\s+)+)\]")
+
+
+class OtherRunError(RuntimeError):
+    """A file holds what was measured of another revision, or on another machine. The message says how it differs."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a figure has to reach."""
+
+    name: str
+    value: float
+    limit: float
+    at_most: bool = True
+    """The value may not be above the limit; otherwise not below it."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is reached."""
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data; a figure that is missing, infinite here, is null."""
+        return {**vars(self), "value": self.value if math.isfinite(self.value) else None, "passed": self.passed}
+
+    def line(self) -> str:
+        """Return it as it is printed."""
+        sign = "<=" if self.at_most else ">="
+        return f"{'pass' if self.passed else 'MISSED'}\t{self.name}\t{self.value:.4g} {sign} {self.limit:g}"
+
+
+def read_earlier(file: Path, context: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts that a file holds already; none if there is no such file.
+
+    Args:
+        file: Where the result goes.
+        context: "machine", "versions" and "revision" of this run.
+
+    Raises:
+        OtherRunError: What it holds cannot stand beside what is measured now.
+    """
+    if not file.exists():
+        return {}
+    try:
+        earlier = json.loads(file.read_text())
+    except ValueError:
+        earlier = None
+    if not isinstance(earlier, dict) or earlier.get("benchmark") != BENCHMARK:
+        raise OtherRunError(f"{file} is no result of {BENCHMARK}; write to another file.")
+    differences = [name for name, old, new in _compared(earlier, context) if old != new]
+    if differences:
+        raise OtherRunError(
+            f"{file} holds what was measured with another {', another '.join(differences)}; remove it, or write to "
+            "another file."
+        )
+    return dict(earlier["parts"])
+
+
+def _compared(earlier: Mapping[str, Any], context: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    old, new = ([item["machine"].get(name) for name in _KIND_OF_MACHINE] for item in (earlier, context))
+    plain = json.loads(json.dumps(context))  # a tuple is a list in the file
+    return [("machine", old, new), *((name, earlier[name], plain[name]) for name in ("versions", "revision"))]
+
+
+def write(file: Path, context: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Write all parts there are; whoever reads the file meanwhile finds it whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".new")
+    temporary.write_text(compact({"benchmark": BENCHMARK, **context, "parts": dict(parts)}) + "\n")
+    temporary.replace(file)
+
+
+def compact(data: Any) -> str:
+    """Return data as JSON that a human can read: lists of numbers on one line."""
+    return _NUMBERS.sub(lambda match: f"[{' '.join(match[1].split())}]", json.dumps(data, indent=1))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as it is printed: columns as wide as they need to be."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

@@ -1,0 +1,295 @@
+"""What it costs to bring vectors to a server and to name them in requests, the first time and later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import residuum
+from bench.children import RunFailedError
+from bench.machine import ROOT
+from bench.steering.results import table
+from residuum import _vectors
+from residuum._requests import plan_spec
+from residuum.v1 import inference_pb2, tensor_pb2
+from residuum.wire.digests import digest_of_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
+
+LAYERS = 28
+_START_SECONDS = 180.0
+_STOP_SECONDS = 20.0
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class RpcJob:
+    """What is measured."""
+
+    hidden: tuple[int, ...] = (2560, 4096)
+    vectors: tuple[int, ...] = (0, 1, 8, 64)
+    """Vectors of a request."""
+    repeats: int = 50
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+class Sample(NamedTuple):
+    """One call, or one thing that a client does without a call."""
+
+    seconds: float
+    bytes_sent: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What something costs; medians of all repetitions."""
+
+    what: str
+    hidden: int
+    vectors: int
+    first_us: float
+    """With vectors that were not seen before."""
+    later_us: float
+    """With vectors that the server, and this client, have seen."""
+    first_bytes: int
+    """Bytes of the messages that are sent, without gRPC's own framing."""
+    later_bytes: int
+    first_samples_us: tuple[float, ...]
+    later_samples_us: tuple[float, ...]
+
+
+def measure(job: RpcJob) -> dict[str, Any]:
+    """Measure; return the part of the result.
+
+    Raises:
+        RunFailedError: The service did not come up.
+    """
+    costs = [cost for hidden in job.hidden for cost in without_a_server(hidden, job)]
+    with running_server(job.hidden) as endpoints:
+        for hidden, endpoint in zip(job.hidden, endpoints, strict=True):
+            costs += with_a_server(hidden, job, endpoint)
+    return {"parameters": {**job.to_json(), "layers": LAYERS}, "costs": [asdict(cost) for cost in costs]}
+
+
+def without_a_server(hidden: int, job: RpcJob) -> Iterator[Cost]:
+    """Yield what a client does by itself: hashing a vector, and building a request."""
+    made = _arrays(hidden, 0)
+
+    def digest(array: npt.NDArray[np.float32], hash_of: Callable[[bytes], object]) -> Sample:
+        values = array.tobytes()
+        return _timed(lambda: hash_of(values), 0)
+
+    for what, hash_of in (
+        ("SHA-256 alone", lambda values: hashlib.sha256(values).digest()),
+        ("digest", lambda values: digest_of_bytes(tensor_pb2.DATA_TYPE_FLOAT32, values)),
+    ):
+        arrays = [next(made) for _ in range(job.repeats)]
+        yield _cost(
+            what, hidden, 1, [digest(array, hash_of) for array in arrays], [digest(array, hash_of) for array in arrays]
+        )
+    arrays = [next(made) for _ in range(job.repeats)]
+    hashed = [vectors[0] for vectors in _hashed(made, 1, job.repeats)]
+    yield _cost(
+        "Vector with its digest", hidden, 1,
+        [_timed(partial(_vector_digest, array), 0) for array in arrays],
+        [_timed(partial(getattr, vector, "digest"), 0) for vector in hashed],
+    )  # fmt: skip
+    for count in job.vectors:
+        requests = [[residuum.Vector.from_array(next(made)) for _ in range(count)] for _ in range(job.repeats)]
+        first, later = ([_build(vectors) for vectors in requests] for _ in range(2))
+        yield _cost("building a request", hidden, count, first, later)
+
+
+def with_a_server(hidden: int, job: RpcJob, endpoint: str) -> Iterator[Cost]:
+    """Yield what the calls cost."""
+    made = _arrays(hidden, 1)
+    for count in job.vectors:
+        requests = _hashed(made, count, job.repeats)
+        with residuum.Client(endpoint) as client, residuum.Client(endpoint) as another:
+            if not count:
+                samples = [_register(client, []) for _ in range(2 * job.repeats)]
+                yield _cost("RegisterRequest", hidden, 0, samples[: job.repeats], samples[job.repeats :])
+                continue
+            client.find_missing_vectors(requests[0])  # connects
+            another.find_missing_vectors(requests[0])
+            missing = [_find(client, vectors, missing=count) for vectors in requests]
+            sent = [_put(client, vectors, sent=count) for vectors in requests]
+            there = [_find(client, vectors, missing=0) for vectors in requests]
+            yield _cost("FindMissingVectors", hidden, count, missing, there)
+            for who, later in (
+                ("another", [_put(another, vectors, sent=0) for vectors in requests]),
+                ("the same", [_put(client, vectors, sent=0, asks=False) for vectors in requests]),
+            ):
+                yield _cost(f"put_vectors, later by {who} client", hidden, count, sent, later)
+        fresh = _hashed(made, count, job.repeats)
+        with residuum.Client(endpoint) as client:
+            _register(client, [])  # connects
+            first = [_register(client, vectors) for vectors in fresh]
+            later = [_register(client, vectors, missing=0) for vectors in fresh]
+            yield _cost("RegisterRequest", hidden, count, first, later)
+
+
+def _arrays(hidden: int, seed: int) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield random arrays, no two the same."""
+    source = np.random.default_rng(seed)
+    while True:
+        yield source.standard_normal(hidden).astype(np.float32)
+
+
+def _hashed(made: Iterator[npt.NDArray[np.float32]], count: int, repeats: int) -> list[list[residuum.Vector]]:
+    """Return the vectors of each repetition, their digests known: hashing is measured by itself."""
+    requests = [[residuum.Vector.from_array(next(made)) for _ in range(count)] for _ in range(repeats)]
+    for vectors in requests:
+        _build(vectors)
+    return requests
+
+
+def _vector_digest(array: npt.NDArray[np.float32]) -> bytes:
+    return residuum.Vector.from_array(array).digest
+
+
+def _timed(do: Callable[[], object], bytes_sent: int) -> Sample:
+    started = time.perf_counter()
+    do()
+    return Sample(time.perf_counter() - started, bytes_sent)
+
+
+def _steering(vectors: Sequence[residuum.Vector]) -> list[residuum.Add]:
+    return [residuum.Add(vector, layer=index % LAYERS) for index, vector in enumerate(vectors)]
+
+
+def _build(vectors: Sequence[residuum.Vector]) -> Sample:
+    """Build a request with an operation for each vector."""
+    return _timed(lambda: plan_spec(None, _steering(vectors), None, None), 0)
+
+
+def _find(client: residuum.Client, vectors: Sequence[residuum.Vector], *, missing: int) -> Sample:
+    found: list[residuum.Vector] = []
+    sample = _timed(lambda: found.extend(client.find_missing_vectors(vectors)), find_bytes(vectors))
+    _expect(len(found), missing, "missing vectors")
+    return sample
+
+
+def _put(client: residuum.Client, vectors: Sequence[residuum.Vector], *, sent: int, asks: bool = True) -> Sample:
+    """Put vectors; a client that does not know them to be there asks first."""
+    done: list[int] = []
+    size = (find_bytes(vectors) if asks else 0) + (put_bytes(vectors) if sent else 0)
+    sample = _timed(lambda: done.append(client.put_vectors(vectors).sent), size)
+    _expect(done[0], sent, "vectors sent")
+    return sample
+
+
+def _register(client: residuum.Client, vectors: Sequence[residuum.Vector], *, missing: int | None = None) -> Sample:
+    """Register a request, and drop it again after the clock has stopped. What the server lacks is sent by the call."""
+    operations = _steering(vectors)
+    spec = plan_spec(None, operations, None, None).spec
+    size = inference_pb2.RegisterRequestRequest(spec=spec).ByteSize()
+    if missing is None and vectors:
+        size += put_bytes(vectors)
+    registered: list[str] = []
+    sample = _timed(lambda: registered.append(client.register(steer=operations).request_id), size)
+    client.abort(registered[0])
+    return sample
+
+
+def find_bytes(vectors: Sequence[residuum.Vector]) -> int:
+    """Return the bytes of the messages that ask about vectors."""
+    return sum(message.ByteSize() for message in _vectors.find_requests(vectors))
+
+
+def put_bytes(vectors: Sequence[residuum.Vector]) -> int:
+    """Return the bytes of the messages that carry vectors."""
+    return sum(message.ByteSize() for message in _vectors.put_requests(vectors))
+
+
+def _expect(seen: int, wanted: int, what: str) -> None:
+    if seen != wanted:
+        raise RunFailedError(f"rpc: {seen} {what} instead of {wanted}: what was measured is something else")
+
+
+def _cost(what: str, hidden: int, vectors: int, first: Sequence[Sample], later: Sequence[Sample]) -> Cost:
+    return Cost(
+        what=what,
+        hidden=hidden,
+        vectors=vectors,
+        first_us=_median_us(first),
+        later_us=_median_us(later),
+        first_bytes=round(statistics.median(sample.bytes_sent for sample in first)),
+        later_bytes=round(statistics.median(sample.bytes_sent for sample in later)),
+        first_samples_us=tuple(round(sample.seconds * 1e6, 2) for sample in first),
+        later_samples_us=tuple(round(sample.seconds * 1e6, 2) for sample in later),
+    )
+
+
+def _median_us(samples: Sequence[Sample]) -> float:
+    return round(statistics.median(sample.seconds for sample in samples) * 1e6, 2)
+
+
+@contextmanager
+def running_server(hidden: Sequence[int]) -> Iterator[list[str]]:
+    """Run the service, a process of its own; yield an endpoint for each hidden size.
+
+    Raises:
+        RunFailedError: It did not come up.
+    """
+    with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
+        job, ports, log_file = (Path(scratch) / name for name in ("job.json", "ports.json", "server.log"))
+        job.write_text(json.dumps({"hidden": list(hidden), "layers": LAYERS}))
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bench.steering.rpc_server", str(job), str(ports)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,  # it ends when this does, so also when this process is killed
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            _wait_for(ports, process, log_file)
+            yield [f"127.0.0.1:{port}" for port in json.loads(ports.read_text())]
+        finally:
+            assert process.stdin is not None  # noqa: S101 - it is a pipe
+            with suppress(OSError):
+                process.stdin.close()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_for(ports: Path, process: subprocess.Popen[bytes], log_file: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not ports.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            end = "\n".join(log_file.read_text(errors="replace").splitlines()[-40:])
+            raise RunFailedError(f"rpc: the service did not come up\n{end}")
+        time.sleep(_POLL_SECONDS)
+
+
+def show(part: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table."""
+    head = ["what", "hidden", "vectors", "first, us", "later, us", "first, bytes", "later, bytes"]
+    names = ("what", "hidden", "vectors", "first_us", "later_us", "first_bytes", "later_bytes")
+    rows = [
+        [f"{cost[name]:.1f}" if isinstance(cost[name], float) else str(cost[name]) for name in names]
+        for cost in part["costs"]
+    ]
+    yield table(head, rows)

@@ -1,0 +1,100 @@
+"""The kernel part of the steering benchmark, as far as it can be told without a GPU."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from bench.steering import kernel
+from bench.steering.kernel import KernelJob, Measurement, bars, show, tap_bytes
+from bench.steering.timing import Times
+from examples.services import ROOT
+from inference_svc.taps.plan import Kind
+
+PEERS = {kernel.LOOP, kernel.GATHER}
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.interpreted_steering"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    return [Measurement(**item) for item in json.loads(done.stdout)]
+
+
+def test_all_ways_compute_the_same(interpreted):
+    assert [item.failed for item in interpreted if item.failed] == []
+    ours = {item.error for item in interpreted if item.way in kernel.OURS and item.operation != kernel.IDLE}
+    assert 0 < min(ours) <= max(ours) <= 1
+
+
+def test_every_way_is_measured_at_every_size(interpreted):
+    seen = {item.key for item in interpreted}
+    for hidden in (48, 64):
+        for kind in Kind:
+            for unique in (1, 2, 4):
+                uniform = {kernel.UNIFORM} if unique == 1 else set()
+                ways = {key[3] for key in seen if key[:3] == (hidden, kind.name.lower(), unique)}
+                assert ways == {*kernel.OURS, *PEERS, *uniform}
+        idle = {key[3] for key in seen if key[:3] == (hidden, kernel.IDLE, 0)}
+        assert idle == {kernel.TAP, kernel.TAP_NORM, kernel.COMPILED_NORM, kernel.MOVE, kernel.MOVE_NORM}
+    assert {item.us("memory") for item in interpreted} == {2.0}
+
+
+def test_an_idle_tap_changes_nothing(interpreted):
+    assert {item.error for item in interpreted if item.operation == kernel.IDLE and item.way == kernel.TAP} == {0.0}
+
+
+def test_the_tables_are_printed(interpreted):
+    job = KernelJob(hidden=(48, 64), unique=(1, 2, 4), requests=4, rows_each=3)
+    printed = "\n".join(show(job, interpreted, 1e9))
+    assert "a tap's bytes take 3.5 us" in printed  # 3 * 12 rows * 48 * 2 bytes
+    assert printed.count("gather/scatter") == 6
+
+
+def measured(unique, us, hidden=2560, operation="add", way=kernel.TAP):
+    times = {how: Times((us,)).to_json() for how in ("memory", "cache", "launched")}
+    return Measurement(hidden, operation, unique, way, times=times)
+
+
+def all_measured(us):
+    return [measured(unique, us(unique), operation=kind.name.lower()) for kind in Kind for unique in (1, 8, 32)]
+
+
+def test_bars_look_at_the_slowest():
+    slowest, spread, *_ = bars(all_measured(lambda unique: 10.0 + unique / 16))
+    assert (slowest.value, slowest.passed) == (12.0, True)
+    assert spread.value == pytest.approx(12 / 10.0625, rel=1e-3)
+    assert spread.passed
+    slowest, spread, *_ = bars(all_measured(lambda unique: 10.0 if unique == 1 else 13.5))
+    assert not slowest.passed
+    assert not spread.passed
+
+
+def test_what_is_not_ours_has_no_bar():
+    peers = [measured(1, 1000.0, way=kernel.LOOP), measured(0, 1.0, operation=kernel.IDLE)]
+    assert bars([*all_measured(lambda unique: 10.0), *peers])[0].value == 10.0
+
+
+def test_without_a_figure_no_bar_is_reached():
+    missing = Measurement(2560, "cap", 32, kernel.TAP, failed="off")
+    found = bars([*all_measured(lambda unique: 10.0), missing])
+    assert [bar.value for bar in found] == [math.inf] * 4
+    assert not any(bar.passed for bar in found)
+
+
+def test_the_floor_is_what_the_rows_take():
+    assert tap_bytes(KernelJob(), 2560, norm=False) == 31_457_280
+    assert tap_bytes(KernelJob(), 2560, norm=True) == 41_943_040
+
+
+def test_a_job_survives_its_way_to_another_process():
+    job = KernelJob(hidden=(64,), unique=(1, 2), compile_seconds=0.0)
+    assert KernelJob.from_json(json.loads(json.dumps(vars(job)))) == job
