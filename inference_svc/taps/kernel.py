@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from inference_svc.taps.plan import Kind
-from inference_svc.taps.tables import KEEP_NORM
+from inference_svc.taps.tables import ENTRY_FIELDS, KEEP_NORM, KIND_SHIFT, LINE_FIELDS, MAX_BANK_ROWS
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +29,14 @@ if TYPE_CHECKING:
 _ADD = tl.constexpr(int(Kind.ADD))
 _ABLATE = tl.constexpr(int(Kind.ABLATE))
 
-_KIND = tl.constexpr(KEEP_NORM - 1)
+_LINE_FIELDS = tl.constexpr(LINE_FIELDS)
+_ENTRY_FIELDS = tl.constexpr(ENTRY_FIELDS)
+_KIND_SHIFT = tl.constexpr(KIND_SHIFT)
 _KEEP_NORM = tl.constexpr(KEEP_NORM)
+_VECTOR = tl.constexpr(MAX_BANK_ROWS - 1)
 
 ROW_FIELDS = 4
-"""Numbers in a line of the row table: program, place, stride, and one that fills 16 bytes."""
+"""Numbers in a line of the row table: program, place, stride, and whether the program is busy at most points."""
 
 _COPY_BLOCKS = 4
 _COPY_WARPS = 4
@@ -44,30 +47,41 @@ _ROW_FIELDS = tl.constexpr(ROW_FIELDS)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms):  # type: ignore[no-untyped-def]
-    """Return a row, float32 [WIDTH], after `count` operations from entry `first` on."""
-    for entry in range(first, first + count):
-        kind_and_flags = tl.load(kinds + entry)
-        kind = kind_and_flags & _KIND
-        vector = tl.load(vectors + entry)
-        scale = tl.load(numbers + entry * 3)
-        low = tl.load(numbers + entry * 3 + 1)
-        high = tl.load(numbers + entry * 3 + 2)
+def _apply(x, v, what, scale, low, high, inverse):  # type: ignore[no-untyped-def]
+    """Return a row, float32 [WIDTH], after one operation along v."""
+    kind = what >> _KIND_SHIFT
+    factor = scale
+    if kind != _ADD:
+        projection = tl.sum(x * v, axis=0) * inverse
+        clamped = tl.maximum(tl.minimum(projection, high), low)
+        along = tl.where(kind == _ABLATE, -scale * projection, clamped - projection)
+        factor = along * inverse
+    moved = x + factor * v
+    if what & _KEEP_NORM:
+        before = tl.sum(x * x, axis=0)
+        after = tl.sum(moved * moved, axis=0)
+        moved *= tl.where(after > 0.0, tl.sqrt(before / after), 1.0)  # a row that became zero stays zero
+    return moved
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _apply_rest(x, columns, mask, width, first, count, entries, bank, inverse_norms):  # type: ignore[no-untyped-def]
+    """Return a row after all of `count` operations from entry `first` on but the first, which is done."""
+    for index in range(first + 1, first + count):
+        entry = entries + index * _ENTRY_FIELDS
+        what = tl.load(entry)
+        vector = what & _VECTOR
+        scale, low, high = _number(entry + 1), _number(entry + 2), _number(entry + 3)
         inverse = tl.load(inverse_norms + vector)
         v = tl.load(bank + vector.to(tl.int64) * width + columns, mask=mask, other=0.0)
-        factor = scale
-        if kind != _ADD:
-            projection = tl.sum(x * v, axis=0) * inverse
-            clamped = tl.maximum(tl.minimum(projection, high), low)
-            along = tl.where(kind == _ABLATE, -scale * projection, clamped - projection)
-            factor = along * inverse
-        moved = x + factor * v
-        if kind_and_flags & _KEEP_NORM:
-            before = tl.sum(x * x, axis=0)
-            after = tl.sum(moved * moved, axis=0)
-            moved *= tl.where(after > 0.0, tl.sqrt(before / after), 1.0)  # a row that became zero stays zero
-        x = moved
+        x = _apply(x, v, what, scale, low, high, inverse)
     return x
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _number(pointer):  # type: ignore[no-untyped-def]
+    """Load a float32 whose bits lie in an int32."""
+    return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -89,9 +103,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     residual,
     row_table,
     lines,
-    kinds,
-    vectors,
-    numbers,
+    entries,
     bank,
     inverse_norms,
     pool,
@@ -108,28 +120,42 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     program = tl.load(row_line)
     if program < 0:
         return
-    line = lines + (program * num_points + point) * 4
+    columns = tl.arange(0, WIDTH)
+    mask = columns < width
+    # All that a row with one operation needs is asked for before anything is waited for. Only a row that is busy at
+    # most points is read before it is known whether it is here.
+    ahead = tl.where(tl.load(row_line + 3) != 0, width, 0)  # columns that are read ahead: all or none
+    h_at = hidden + row.to(tl.int64) * hidden_stride + columns
+    r_at = residual + row.to(tl.int64) * residual_stride + columns
+    h = tl.load(h_at, mask=columns < ahead, other=0.0)
+    r = tl.zeros([WIDTH], dtype=hidden.dtype.element_ty)
+    if HAS_RESIDUAL:
+        r = tl.load(r_at, mask=columns < ahead, other=0.0)
+    line = lines + (program * num_points + point) * _LINE_FIELDS
     first = tl.load(line)
     count = tl.load(line + 1)
     here = tl.load(line + 2)
     next_here = tl.load(line + 3)
+    what = tl.load(line + 4)
     if (count == 0) & (here < 0) & (next_here < 0):
         return
-    columns = tl.arange(0, WIDTH)
-    mask = columns < width
-    h = tl.load(hidden + row.to(tl.int64) * hidden_stride + columns, mask=mask, other=0.0)
-    r = tl.zeros([WIDTH], dtype=tl.float32)
+    scale, low, high = _number(line + 5), _number(line + 6), _number(line + 7)
+    vector = what & _VECTOR
+    inverse = tl.load(inverse_norms + vector)
+    v = tl.load(bank + vector.to(tl.int64) * width + columns, mask=columns < tl.where(count > 0, width, 0), other=0.0)
+    h = tl.load(h_at, mask=(columns >= ahead) & mask, other=h)
     if HAS_RESIDUAL:
-        r = tl.load(residual + row.to(tl.int64) * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    x = h.to(tl.float32) + r
+        r = tl.load(r_at, mask=(columns >= ahead) & mask, other=r)
+    x = h.to(tl.float32) + r.to(tl.float32)
     before = x.to(hidden.dtype.element_ty)
     after = before
     if count > 0:
-        steered = _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms)
+        steered = _apply(x, v, what, scale, low, high, inverse)
+        steered = _apply_rest(steered, columns, mask, width, first, count, entries, bank, inverse_norms)
         # Only the difference is written back: a row that no operation moves stays as it is to the bit.
         changed = (h.to(tl.float32) + (steered - x)).to(hidden.dtype.element_ty)
-        tl.store(hidden + row.to(tl.int64) * hidden_stride + columns, changed, mask=mask)
-        after = (changed.to(tl.float32) + r).to(hidden.dtype.element_ty)
+        tl.store(h_at, changed, mask=mask)
+        after = (changed.to(tl.float32) + r.to(tl.float32)).to(hidden.dtype.element_ty)
     _keep(here, before, after, columns, mask, width, row_line, pool)
     _keep(next_here, before, after, columns, mask, width, row_line, pool)
 
@@ -143,9 +169,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     summed,
     row_table,
     lines,
-    kinds,
-    vectors,
-    numbers,
+    entries,
     bank,
     inverse_norms,
     pool,
@@ -166,18 +190,30 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     h = tl.load(hidden + row.to(tl.int64) * hidden_stride + columns, mask=mask, other=0.0)
     r = tl.load(residual + row.to(tl.int64) * residual_stride + columns, mask=mask, other=0.0)
     w = tl.load(weight + columns, mask=mask, other=0.0)
+    # Without branches: what a row with one operation needs is asked for before the row itself is waited for.
+    is_tapped = program >= 0
+    line = lines + (tl.maximum(program, 0) * num_points + point) * _LINE_FIELDS
+    first = tl.load(line, mask=is_tapped, other=0)
+    count = tl.load(line + 1, mask=is_tapped, other=0)
+    here = tl.load(line + 2, mask=is_tapped, other=-1)
+    next_here = tl.load(line + 3, mask=is_tapped, other=-1)
+    is_steered = count > 0
+    what = tl.load(line + 4, mask=is_steered, other=0)
+    scale = tl.load(line + 5, mask=is_steered, other=0).to(tl.float32, bitcast=True)
+    low = tl.load(line + 6, mask=is_steered, other=0).to(tl.float32, bitcast=True)
+    high = tl.load(line + 7, mask=is_steered, other=0).to(tl.float32, bitcast=True)
+    vector = what & _VECTOR
+    inverse = tl.load(inverse_norms + vector, mask=is_steered, other=0.0)
+    v = tl.load(bank + vector.to(tl.int64) * width + columns, mask=columns < tl.where(is_steered, width, 0), other=0.0)
     x = h.to(tl.float32) + r.to(tl.float32)
-    if program >= 0:
-        line = lines + (program * num_points + point) * 4
-        first = tl.load(line)
-        count = tl.load(line + 1)
-        before = x.to(hidden.dtype.element_ty)
-        if count > 0:
-            x = _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms)
-        after = x.to(hidden.dtype.element_ty)
-        _keep(tl.load(line + 2), before, after, columns, mask, width, row_line, pool)
-        _keep(tl.load(line + 3), before, after, columns, mask, width, row_line, pool)
-    tl.store(summed + row.to(tl.int64) * width + columns, x.to(hidden.dtype.element_ty), mask=mask)
+    before = x.to(hidden.dtype.element_ty)
+    if is_steered:
+        x = _apply(x, v, what, scale, low, high, inverse)
+        x = _apply_rest(x, columns, mask, width, first, count, entries, bank, inverse_norms)
+    after = x.to(hidden.dtype.element_ty)
+    _keep(here, before, after, columns, mask, width, row_line, pool)
+    _keep(next_here, before, after, columns, mask, width, row_line, pool)
+    tl.store(summed + row.to(tl.int64) * width + columns, after, mask=mask)
     # As vLLM's fused_add_rms_norm defines it: from the sum before it is rounded.
     y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + epsilon)
     factor = w.to(tl.float32)
@@ -202,7 +238,7 @@ class KernelTables(NamedTuple):
     """What the kernels read beside the rows; all of it at fixed addresses."""
 
     rows: Tensor
-    """Each row's program (-1: none), place and stride, int32 [rows or more, ROW_FIELDS]."""
+    """Each row's program (-1: none), place, stride, and whether it is busy, int32 [rows or more, ROW_FIELDS]."""
     programs: ProgramTable
     bank: VectorBank
     pool: BlockPool | None
@@ -214,9 +250,7 @@ class KernelTables(NamedTuple):
         return (
             self.rows,
             programs.lines,
-            programs.kinds,
-            programs.vectors,
-            programs.numbers,
+            programs.entries,
             bank.vectors,
             bank.inverse_norms,
             self.pool.memory if self.pool is not None else hidden,

@@ -108,6 +108,7 @@ def prepare(
     numbers = table.place(layout.programs)
     rows[layout.lines[:, ROW], 0] = torch.from_numpy(numbers[layout.lines[:, PROGRAM]].astype(np.int32))
     rows[layout.lines[:, ROW], 1:3] = torch.from_numpy(layout.lines[:, PLACE:].astype(np.int32))
+    rows[layout.lines[:, ROW], 3] = torch.from_numpy(table.is_busy[numbers][layout.lines[:, PROGRAM]])
     return cpu, kernel.KernelTables(rows, table, bank, pools[1]), pools
 
 
