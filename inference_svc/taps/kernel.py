@@ -10,6 +10,7 @@ follow a layer in most models: the model then runs as many kernels as without ta
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import triton
@@ -47,25 +48,72 @@ _ROW_FIELDS = tl.constexpr(ROW_FIELDS)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _apply(x, v, what, scale, low, high, inverse):  # type: ignore[no-untyped-def]
-    """Return a row, float32 [WIDTH], after one operation along v."""
+def _load(at, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the elements of a row below `limit`, zeros beyond it, as a head and a tail."""
+    columns = tl.arange(0, HEAD)
+    head = tl.load(at + columns, mask=columns < limit, other=0.0)
+    tail = head
+    if TAIL:
+        rest = HEAD + tl.arange(0, TAIL)
+        tail = tl.load(at + rest, mask=rest < limit, other=0.0)
+    return head, tail
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _load_if_not(ahead, at, limit, head, tail, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a row, unless it was loaded ahead: then return what there is."""
+    columns = tl.arange(0, HEAD)
+    head = tl.load(at + columns, mask=(columns >= ahead) & (columns < limit), other=head)
+    if TAIL:
+        rest = HEAD + tl.arange(0, TAIL)
+        tail = tl.load(at + rest, mask=(rest >= ahead) & (rest < limit), other=tail)
+    return head, tail
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _store(at, head, tail, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the elements of a row below `limit`."""
+    columns = tl.arange(0, HEAD)
+    tl.store(at + columns, head, mask=columns < limit)
+    if TAIL:
+        rest = HEAD + tl.arange(0, TAIL)
+        tl.store(at + rest, tail, mask=rest < limit)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the inner product of two rows."""
+    total = tl.sum(a * b, axis=0)
+    if TAIL:
+        total += tl.sum(a_tail * b_tail, axis=0)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a row, in float32, after one operation along v."""
     kind = what >> _KIND_SHIFT
     factor = scale
     if kind != _ADD:
-        projection = tl.sum(x * v, axis=0) * inverse
+        projection = _dot(x, x_tail, v, v_tail, TAIL) * inverse
         clamped = tl.maximum(tl.minimum(projection, high), low)
         along = tl.where(kind == _ABLATE, -scale * projection, clamped - projection)
         factor = along * inverse
     moved = x + factor * v
+    moved_tail = x_tail + factor * v_tail
     if what & _KEEP_NORM:
-        before = tl.sum(x * x, axis=0)
-        after = tl.sum(moved * moved, axis=0)
-        moved *= tl.where(after > 0.0, tl.sqrt(before / after), 1.0)  # a row that became zero stays zero
-    return moved
+        before = _dot(x, x_tail, x, x_tail, TAIL)
+        after = _dot(moved, moved_tail, moved, moved_tail, TAIL)
+        rescaled = tl.where(after > 0.0, tl.sqrt(before / after), 1.0)  # a row that became zero stays zero
+        moved *= rescaled
+        moved_tail *= rescaled
+    return moved, moved_tail
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _apply_rest(x, columns, mask, width, first, count, entries, bank, inverse_norms):  # type: ignore[no-untyped-def]
+def _apply_rest(  # type: ignore[no-untyped-def]
+    x, x_tail, width, first, count, entries, bank, inverse_norms, HEAD: tl.constexpr, TAIL: tl.constexpr
+):
     """Return a row after all of `count` operations from entry `first` on but the first, which is done."""
     for index in range(first + 1, first + count):
         entry = entries + index * _ENTRY_FIELDS
@@ -73,9 +121,9 @@ def _apply_rest(x, columns, mask, width, first, count, entries, bank, inverse_no
         vector = what & _VECTOR
         scale, low, high = _number(entry + 1), _number(entry + 2), _number(entry + 3)
         inverse = tl.load(inverse_norms + vector)
-        v = tl.load(bank + vector.to(tl.int64) * width + columns, mask=mask, other=0.0)
-        x = _apply(x, v, what, scale, low, high, inverse)
-    return x
+        v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
+        x, x_tail = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
+    return x, x_tail
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -85,16 +133,18 @@ def _number(pointer):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _keep(destination, before, after, columns, mask, width, row_line, pool):  # type: ignore[no-untyped-def]
+def _keep(  # type: ignore[no-untyped-def]
+    destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD: tl.constexpr, TAIL: tl.constexpr
+):
     """Store a row, before or after steering, into its block, if the destination says so."""
     if destination >= 0:
         place = tl.load(row_line + 1).to(tl.int64)
         stride = tl.load(row_line + 2).to(tl.int64)
         target = pool + (place + (destination >> 1).to(tl.int64) * stride) * width
         if destination & 1:
-            tl.store(target + columns, before, mask=mask)
+            _store(target, before, before_tail, width, HEAD, TAIL)
         else:
-            tl.store(target + columns, after, mask=mask)
+            _store(target, after, after_tail, width, HEAD, TAIL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -113,24 +163,23 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     residual_stride,
     width,
     HAS_RESIDUAL: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     row = tl.program_id(0)
     row_line = row_table + row * _ROW_FIELDS
     program = tl.load(row_line)
     if program < 0:
         return
-    columns = tl.arange(0, WIDTH)
-    mask = columns < width
     # All that a row with one operation needs is asked for before anything is waited for. Only a row that is busy at
     # most points is read before it is known whether it is here.
     ahead = tl.where(tl.load(row_line + 3) != 0, width, 0)  # columns that are read ahead: all or none
-    h_at = hidden + row.to(tl.int64) * hidden_stride + columns
-    r_at = residual + row.to(tl.int64) * residual_stride + columns
-    h = tl.load(h_at, mask=columns < ahead, other=0.0)
-    r = tl.zeros([WIDTH], dtype=hidden.dtype.element_ty)
+    h_at = hidden + row.to(tl.int64) * hidden_stride
+    r_at = residual + row.to(tl.int64) * residual_stride
+    h, h_tail = _load(h_at, ahead, HEAD, TAIL)
+    r, r_tail = h, h_tail
     if HAS_RESIDUAL:
-        r = tl.load(r_at, mask=columns < ahead, other=0.0)
+        r, r_tail = _load(r_at, ahead, HEAD, TAIL)
     line = lines + (program * num_points + point) * _LINE_FIELDS
     first = tl.load(line)
     count = tl.load(line + 1)
@@ -142,22 +191,30 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     scale, low, high = _number(line + 5), _number(line + 6), _number(line + 7)
     vector = what & _VECTOR
     inverse = tl.load(inverse_norms + vector)
-    v = tl.load(bank + vector.to(tl.int64) * width + columns, mask=columns < tl.where(count > 0, width, 0), other=0.0)
-    h = tl.load(h_at, mask=(columns >= ahead) & mask, other=h)
+    v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(count > 0, width, 0), HEAD, TAIL)
+    h, h_tail = _load_if_not(ahead, h_at, width, h, h_tail, HEAD, TAIL)
+    x, x_tail = h.to(tl.float32), h_tail.to(tl.float32)
     if HAS_RESIDUAL:
-        r = tl.load(r_at, mask=(columns >= ahead) & mask, other=r)
-    x = h.to(tl.float32) + r.to(tl.float32)
-    before = x.to(hidden.dtype.element_ty)
-    after = before
+        r, r_tail = _load_if_not(ahead, r_at, width, r, r_tail, HEAD, TAIL)
+        x += r.to(tl.float32)
+        x_tail += r_tail.to(tl.float32)
+    dtype = hidden.dtype.element_ty
+    before, before_tail = x.to(dtype), x_tail.to(dtype)
+    after, after_tail = before, before_tail
     if count > 0:
-        steered = _apply(x, v, what, scale, low, high, inverse)
-        steered = _apply_rest(steered, columns, mask, width, first, count, entries, bank, inverse_norms)
+        steered, steered_tail = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
+        steered, steered_tail = _apply_rest(
+            steered, steered_tail, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
+        )
         # Only the difference is written back: a row that no operation moves stays as it is to the bit.
-        changed = (h.to(tl.float32) + (steered - x)).to(hidden.dtype.element_ty)
-        tl.store(h_at, changed, mask=mask)
-        after = (changed.to(tl.float32) + r.to(tl.float32)).to(hidden.dtype.element_ty)
-    _keep(here, before, after, columns, mask, width, row_line, pool)
-    _keep(next_here, before, after, columns, mask, width, row_line, pool)
+        after = (h.to(tl.float32) + (steered - x)).to(dtype)
+        after_tail = (h_tail.to(tl.float32) + (steered_tail - x_tail)).to(dtype)
+        _store(h_at, after, after_tail, width, HEAD, TAIL)
+        if HAS_RESIDUAL:
+            after = (after.to(tl.float32) + r.to(tl.float32)).to(dtype)
+            after_tail = (after_tail.to(tl.float32) + r_tail.to(tl.float32)).to(dtype)
+    _keep(here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
+    _keep(next_here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -180,16 +237,15 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     width,
     epsilon,
     PLUS_ONE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     row = tl.program_id(0)
     row_line = row_table + row * _ROW_FIELDS
     program = tl.load(row_line)
-    columns = tl.arange(0, WIDTH)
-    mask = columns < width
-    h = tl.load(hidden + row.to(tl.int64) * hidden_stride + columns, mask=mask, other=0.0)
-    r = tl.load(residual + row.to(tl.int64) * residual_stride + columns, mask=mask, other=0.0)
-    w = tl.load(weight + columns, mask=mask, other=0.0)
+    h, h_tail = _load(hidden + row.to(tl.int64) * hidden_stride, width, HEAD, TAIL)
+    r, r_tail = _load(residual + row.to(tl.int64) * residual_stride, width, HEAD, TAIL)
+    w, w_tail = _load(weight, width, HEAD, TAIL)
     # Without branches: what a row with one operation needs is asked for before the row itself is waited for.
     is_tapped = program >= 0
     line = lines + (tl.maximum(program, 0) * num_points + point) * _LINE_FIELDS
@@ -204,23 +260,24 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     high = tl.load(line + 7, mask=is_steered, other=0).to(tl.float32, bitcast=True)
     vector = what & _VECTOR
     inverse = tl.load(inverse_norms + vector, mask=is_steered, other=0.0)
-    v = tl.load(bank + vector.to(tl.int64) * width + columns, mask=columns < tl.where(is_steered, width, 0), other=0.0)
+    v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(is_steered, width, 0), HEAD, TAIL)
     x = h.to(tl.float32) + r.to(tl.float32)
-    before = x.to(hidden.dtype.element_ty)
+    x_tail = h_tail.to(tl.float32) + r_tail.to(tl.float32)
+    dtype = hidden.dtype.element_ty
+    before, before_tail = x.to(dtype), x_tail.to(dtype)
     if is_steered:
-        x = _apply(x, v, what, scale, low, high, inverse)
-        x = _apply_rest(x, columns, mask, width, first, count, entries, bank, inverse_norms)
-    after = x.to(hidden.dtype.element_ty)
-    _keep(here, before, after, columns, mask, width, row_line, pool)
-    _keep(next_here, before, after, columns, mask, width, row_line, pool)
-    tl.store(summed + row.to(tl.int64) * width + columns, after, mask=mask)
-    # As vLLM's fused_add_rms_norm defines it: from the sum before it is rounded.
-    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + epsilon)
-    factor = w.to(tl.float32)
-    if PLUS_ONE:
-        factor += 1.0
-    y = y * factor  # rounded once, as the compiler does it where the definition rounds before it multiplies
-    tl.store(normed + row.to(tl.int64) * width + columns, y.to(hidden.dtype.element_ty), mask=mask)
+        x, x_tail = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
+        x, x_tail = _apply_rest(x, x_tail, width, first, count, entries, bank, inverse_norms, HEAD, TAIL)
+    after, after_tail = x.to(dtype), x_tail.to(dtype)
+    _keep(here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
+    _keep(next_here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
+    _store(summed + row.to(tl.int64) * width, after, after_tail, width, HEAD, TAIL)
+    # As vLLM's fused_add_rms_norm defines it: from the sum before it is rounded. Rounded once, as the compiler does it
+    # where the definition rounds before it multiplies.
+    rescaled = tl.rsqrt(_dot(x, x_tail, x, x_tail, TAIL) / width + epsilon)
+    y = (x * rescaled * (w.to(tl.float32) + PLUS_ONE)).to(dtype)
+    y_tail = (x_tail * rescaled * (w_tail.to(tl.float32) + PLUS_ONE)).to(dtype)
+    _store(normed + row.to(tl.int64) * width, y, y_tail, width, HEAD, TAIL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -264,7 +321,7 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
     rows, width = hidden.shape
     if not rows:
         return
-    padded = triton.next_power_of_2(width)
+    head, tail = _split(width)
     _tap_kernel[(rows,)](
         hidden,
         residual if residual is not None else hidden,
@@ -273,8 +330,9 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
         residual.stride(0) if residual is not None else 0,
         width,
         HAS_RESIDUAL=residual is not None,
-        WIDTH=padded,
-        num_warps=_warps(padded),
+        HEAD=head,
+        TAIL=tail,
+        num_warps=_warps(head, 8),
     )
 
 
@@ -305,7 +363,7 @@ def tap_norm(
     rows, width = hidden.shape
     normed, summed = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
     if rows:
-        padded = triton.next_power_of_2(width)
+        head, tail = _split(width)
         _tap_norm_kernel[(rows,)](
             hidden,
             residual,
@@ -317,9 +375,10 @@ def tap_norm(
             residual.stride(0),
             width,
             epsilon,
-            PLUS_ONE=plus_one,
-            WIDTH=padded,
-            num_warps=_warps(padded),
+            PLUS_ONE=1.0 if plus_one else 0.0,
+            HEAD=head,
+            TAIL=tail,
+            num_warps=_warps(head, 16),
         )
     return normed, summed
 
@@ -350,6 +409,18 @@ def copy_out(rows: Tensor, target: Tensor | HostPointer) -> None:
     )
 
 
-def _warps(width: int) -> int:
-    # 8 elements a thread keep loads at 16 bytes; more warps than 16 only wait for each other in the reduction.
-    return max(1, min(16, width // (32 * 8)))
+@cache
+def _split(width: int) -> tuple[int, int]:
+    """Return the lengths, powers of two, of a row's head and tail; a tail of 0 is none.
+
+    Triton's blocks are powers of two. A row of 2560 in one of 4096 would leave three threads of eight without work.
+    """
+    head = 1 << (width.bit_length() - 1)
+    tail = triton.next_power_of_2(width - head) if width > head else 0
+    return (head, tail) if tail < head else (2 * head, 0)
+
+
+def _warps(elements: int, elements_per_thread: int) -> int:
+    # 8 elements a thread keep loads at 16 bytes. A kernel that has to reduce is better off with fewer warps that wait
+    # for each other, and more elements in each thread.
+    return max(1, min(16, elements // (32 * elements_per_thread)))
