@@ -126,8 +126,9 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     after = before
     if count > 0:
         steered = _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms)
-        # Only the difference is written back: a row that no operation moves stays as it is to the bit.
-        changed = (h.to(tl.float32) + (steered - x)).to(hidden.dtype.element_ty)
+        # Only the difference is written back, and only where there is one: what no operation moves stays as it is to
+        # the bit, a negative zero and an infinity, too.
+        changed = tl.where(steered == x, h, (h.to(tl.float32) + (steered - x)).to(hidden.dtype.element_ty))
         tl.store(hidden + row.to(tl.int64) * hidden_stride + columns, changed, mask=mask)
         after = (changed.to(tl.float32) + r).to(hidden.dtype.element_ty)
     _keep(here, before, after, columns, mask, width, row_line, pool)
@@ -173,7 +174,8 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
         count = tl.load(line + 1)
         before = x.to(hidden.dtype.element_ty)
         if count > 0:
-            x = _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms)
+            steered = _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms)
+            x = tl.where(steered == x, x, steered)  # a negative zero that no operation moves stays one
         after = x.to(hidden.dtype.element_ty)
         _keep(tl.load(line + 2), before, after, columns, mask, width, row_line, pool)
         _keep(tl.load(line + 3), before, after, columns, mask, width, row_line, pool)
