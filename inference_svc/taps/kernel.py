@@ -58,14 +58,17 @@ def _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank,
         factor = scale
         if kind != _ADD:
             projection = tl.sum(x * v, axis=0) * inverse
-            clamped = tl.maximum(tl.minimum(projection, high), low)
-            along = tl.where(kind == _ABLATE, -scale * projection, clamped - projection)
+            # Not clamp(projection) - projection: the compiler may fuse the product above into the difference, which is
+            # not zero then where nothing is cut off.
+            over = tl.where(projection > high, high - projection, tl.where(projection < low, low - projection, 0.0))
+            along = tl.where(kind == _ABLATE, -scale * projection, over)
             factor = along * inverse
         moved = x + factor * v
         if kind_and_flags & _KEEP_NORM:
             before = tl.sum(x * x, axis=0)
             after = tl.sum(moved * moved, axis=0)
-            moved *= tl.where(after > 0.0, tl.sqrt(before / after), 1.0)  # a row that became zero stays zero
+            # A row that became zero stays zero, and one that was not moved stays as it is to the bit.
+            moved *= tl.where((after > 0.0) & (factor != 0.0), tl.sqrt(before / after), 1.0)
         x = moved
     return x
 

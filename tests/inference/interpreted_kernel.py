@@ -21,11 +21,10 @@ from inference_svc.taps import kernel
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
-from inference_svc.taps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
+from inference_svc.taps.layout import NOWHERE, StepLayout
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.programs import Program, Step
-from inference_svc.taps.tables import ProgramTable
 from residuum.v1 import capture_pb2
 from tests.inference import steering_cases as steering
 
@@ -132,7 +131,7 @@ def steered(case: steering.Case) -> torch.Tensor:
 
 
 def tables_of(case: steering.Case) -> kernel.KernelTables:
-    return make_tables(case.layout(), len(case.hidden), case.bank(), None, steering.POINTS)
+    return steering.make_tables(case.layout(), len(case.hidden), case.bank())
 
 
 def prepare(
@@ -145,19 +144,7 @@ def prepare(
     layout = random_layout(rng)
     cpu = CpuTap(bank, pools[0], POINTS)
     cpu.arm(layout)
-    return cpu, make_tables(layout, ROWS, bank, pools[1], POINTS), pools
-
-
-def make_tables(
-    layout: StepLayout, count: int, bank: VectorBank, pool: BlockPool | None, points: TapPoints
-) -> kernel.KernelTables:
-    """Return what the kernel reads in a step of `count` rows."""
-    table = ProgramTable(64, 512, points, CPU)
-    rows = torch.full((count, kernel.ROW_FIELDS), -1, dtype=torch.int32)
-    numbers = table.place(layout.programs)
-    rows[layout.lines[:, ROW], 0] = torch.from_numpy(numbers[layout.lines[:, PROGRAM]].astype(np.int32))
-    rows[layout.lines[:, ROW], 1:3] = torch.from_numpy(layout.lines[:, PLACE:].astype(np.int32))
-    return kernel.KernelTables(rows, table, bank, pool)
+    return cpu, steering.make_tables(layout, ROWS, bank, pools[1], POINTS), pools
 
 
 def random_layout(rng: np.random.Generator) -> StepLayout:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from inference_svc.taps.bank import VectorBank
-from inference_svc.taps.layout import NOWHERE, StepLayout
+from inference_svc.taps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
 from inference_svc.taps.plan import Kind, Operation
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.programs import Program, Step
 from tests.inference.taps_support import CPU, select, steer
+
+if TYPE_CHECKING:
+    from inference_svc.taps.blocks import BlockPool
+    from inference_svc.taps.kernel import KernelTables
 
 POINTS = TapPoints(0, 1)
 POINT = POINTS.after(0)
@@ -31,8 +36,8 @@ class Case:
     operations: list[list[Operation]]
     vectors: np.ndarray
 
-    def bank(self) -> VectorBank:
-        bank = VectorBank(len(self.vectors), self.vectors.shape[1], CPU)
+    def bank(self, device: torch.device = CPU) -> VectorBank:
+        bank = VectorBank(len(self.vectors), self.vectors.shape[1], device)
         bank.load((row, vector.tobytes()) for row, vector in enumerate(self.vectors))
         return bank
 
@@ -133,6 +138,22 @@ def neighbours(case: Case, mine: int, seed: int) -> Case:
         other.residual[mine] = case.residual[mine]
     other.operations[mine] = case.operations[mine]
     return other
+
+
+def make_tables(
+    layout: StepLayout, count: int, bank: VectorBank, pool: BlockPool | None = None, points: TapPoints = POINTS
+) -> KernelTables:
+    """Return what the kernels read in a step of `count` rows, on the bank's device."""
+    from inference_svc.taps.kernel import ROW_FIELDS, KernelTables  # Triton need not be there for the CPU's tap
+    from inference_svc.taps.tables import ProgramTable
+
+    device = bank.vectors.device
+    table = ProgramTable(128, 1024, points, device)
+    rows = torch.full((count, ROW_FIELDS), -1, dtype=torch.int32)
+    numbers = table.place(layout.programs)
+    rows[layout.lines[:, ROW], 0] = torch.from_numpy(numbers[layout.lines[:, PROGRAM]].astype(np.int32))
+    rows[layout.lines[:, ROW], 1:3] = torch.from_numpy(layout.lines[:, PLACE:].astype(np.int32))
+    return KernelTables(rows.to(device), table, bank, pool)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from tests.inference.steering_cases import (
     awkward_rows,
     idle_operations,
     make_case,
+    make_tables,
     neighbours,
     same_bits,
 )
@@ -68,3 +69,41 @@ def test_steering_with_scale_zero_or_by_nothing_leaves_rows_to_the_bit(seed, dty
     case.hidden = awkward_rows(dtype, rows, hidden, seed)
     case.operations = [idle_operations()[row % 6 :][:count] if row % 3 else [] for row in range(rows)]
     assert same_bits(steered(case), case.hidden)
+
+
+# ------------------------------------------------------------------------------------------------ the kernel on a GPU
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: there the kernel is compiled")
+CUDA = torch.device("cuda")
+
+
+def steered_on_gpu(case):
+    from inference_svc.taps import kernel
+
+    hidden = case.hidden.to(CUDA)
+    residual = None if case.residual is None else case.residual.to(CUDA)
+    kernel.tap(hidden, residual, POINT, make_tables(case.layout(), len(hidden), case.bank(CUDA)))
+    return hidden.cpu()
+
+
+@needs_gpu
+@settings(deadline=None, max_examples=200)
+@given(SEEDS, SEEDS, DTYPES, st.integers(1, 64), st.sampled_from([2, 70, 576, 1024]), st.booleans())
+def test_steering_on_a_gpu_agrees_with_float64_and_depends_on_no_other_row(
+    seed, other_seed, dtype, rows, hidden, has_residual
+):
+    case = make_case(seed, dtype, rows, hidden, 8, has_residual=has_residual)
+    got = steered_on_gpu(case)
+    case.check(got)
+    mine = seed % rows
+    assert same_bits(got[mine], steered_on_gpu(neighbours(case, mine, other_seed))[mine])
+
+
+@needs_gpu
+@settings(deadline=None, max_examples=100)
+@given(SEEDS, DTYPES, st.sampled_from([2, 70, 576, 1024]), st.booleans())
+def test_steering_on_a_gpu_that_moves_nothing_leaves_rows_to_the_bit(seed, dtype, hidden, has_residual):
+    case = make_case(seed, dtype, 24, hidden, 1, has_residual=has_residual)
+    case.hidden = awkward_rows(dtype, 24, hidden, seed)
+    case.operations = [idle_operations()[row % 6 :] if row % 4 else [] for row in range(24)]
+    assert same_bits(steered_on_gpu(case), case.hidden)
