@@ -99,7 +99,7 @@ class InferenceSettings(ServiceSettings):
     """Steering vectors that are kept; the one that was not used for longest goes first."""
     max_vector_mib: int = Field(default=256, ge=1)
     """Memory of the vectors that are kept, in MiB."""
-    max_active_vectors: int = Field(default=1024, ge=1)
+    max_active_vectors: int = Field(default=1024, ge=1, le=1 << 20)
     """Different steering vectors that running requests may use at once; more requests wait."""
     vector_wait_seconds: float = Field(default=30.0, gt=0)
     """How long a request waits for room among the active vectors before it fails."""

@@ -62,7 +62,7 @@ def servicer(hidden: int, layers: int) -> InferenceServicer:
     settings = InferenceSettings(model="none", max_vectors=_MAX_VECTORS)
     engine: Any = SimpleNamespace(facts=_facts(hidden, layers), load_vectors=None)
     registry = RequestRegistry(settings.registration_seconds, settings.max_registrations)
-    vectors = VectorCache(settings.max_vectors, hidden, registry.digests_in_use)
+    vectors = VectorCache(settings.max_vectors, hidden, registry.is_leased)
     activator = VectorActivator(vectors, settings.max_active_vectors, _load_nothing, settings.vector_wait_seconds)
     generator = Generator(engine, registry, vectors, activator, None)
     made = InferenceServicer()

@@ -67,7 +67,8 @@ class CudaTap:
         rows = 1 + int(layout.lines[:, ROW].max())
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % _STAGES
-        stage.fill(layout.lines, self._programs.place(layout.programs), max(rows, self._armed_rows))
+        numbers = self._programs.place(layout.programs)
+        stage.fill(layout.lines, numbers, self._programs.is_busy[numbers], max(rows, self._armed_rows))
         stage.upload(max(rows, self._armed_rows))
         self._armed_rows = rows
 
@@ -99,13 +100,27 @@ class _Stage:
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}  # the first rows of both, by their number
         self._uploaded = torch.cuda.Event()
 
-    def fill(self, lines: npt.NDArray[np.int64], numbers: npt.NDArray[np.int32], count: int) -> None:
-        """Write the rows of a step; rows up to `count` that have no line stand at "nothing"."""
+    def fill(
+        self,
+        lines: npt.NDArray[np.int64],
+        numbers: npt.NDArray[np.int32],
+        is_busy: npt.NDArray[np.int32],
+        count: int,
+    ) -> None:
+        """Write the rows of a step; rows up to `count` that have no line stand at "nothing".
+
+        Args:
+            lines: See `StepLayout.lines`.
+            numbers: Of each program its number in the tables.
+            is_busy: And whether it does something at most points.
+            count: How many rows are written.
+        """
         self._uploaded.synchronize()  # of four steps ago: it is long done
         self._view[:count, 0] = _NO_PROGRAM
         rows = lines[:, ROW]
         self._view[rows, 0] = numbers[lines[:, PROGRAM]]
         self._view[rows, 1:3] = lines[:, PLACE:]
+        self._view[rows, 3] = is_busy[lines[:, PROGRAM]]
 
     def upload(self, count: int) -> None:
         """Copy the first `count` rows to the device."""

@@ -10,13 +10,14 @@ follow a layer in most models: the model then runs as many kernels as without ta
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
 
 from inference_svc.taps.plan import Kind
-from inference_svc.taps.tables import KEEP_NORM
+from inference_svc.taps.tables import ENTRY_FIELDS, KEEP_NORM, KIND_SHIFT, LINE_FIELDS, MAX_BANK_ROWS
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +30,14 @@ if TYPE_CHECKING:
 _ADD = tl.constexpr(int(Kind.ADD))
 _ABLATE = tl.constexpr(int(Kind.ABLATE))
 
-_KIND = tl.constexpr(KEEP_NORM - 1)
+_LINE_FIELDS = tl.constexpr(LINE_FIELDS)
+_ENTRY_FIELDS = tl.constexpr(ENTRY_FIELDS)
+_KIND_SHIFT = tl.constexpr(KIND_SHIFT)
 _KEEP_NORM = tl.constexpr(KEEP_NORM)
+_VECTOR = tl.constexpr(MAX_BANK_ROWS - 1)
 
 ROW_FIELDS = 4
-"""Numbers in a line of the row table: program, place, stride, and one that fills 16 bytes."""
+"""Numbers in a line of the row table: program, place, stride, and whether the program is busy at most points."""
 
 _COPY_BLOCKS = 4
 _COPY_WARPS = 4
@@ -44,46 +48,106 @@ _ROW_FIELDS = tl.constexpr(ROW_FIELDS)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms):  # type: ignore[no-untyped-def]
-    """Return a row, float32 [WIDTH], after `count` operations from entry `first` on."""
-    for entry in range(first, first + count):
-        kind_and_flags = tl.load(kinds + entry)
-        kind = kind_and_flags & _KIND
-        vector = tl.load(vectors + entry)
-        scale = tl.load(numbers + entry * 3)
-        low = tl.load(numbers + entry * 3 + 1)
-        high = tl.load(numbers + entry * 3 + 2)
-        inverse = tl.load(inverse_norms + vector)
-        v = tl.load(bank + vector.to(tl.int64) * width + columns, mask=mask, other=0.0)
-        factor = scale
-        if kind != _ADD:
-            projection = tl.sum(x * v, axis=0) * inverse
-            # Not clamp(projection) - projection: the compiler may fuse the product above into the difference, which is
-            # not zero then where nothing is cut off.
-            over = tl.where(projection > high, high - projection, tl.where(projection < low, low - projection, 0.0))
-            along = tl.where(kind == _ABLATE, -scale * projection, over)
-            factor = along * inverse
-        moved = x + factor * v
-        if kind_and_flags & _KEEP_NORM:
-            before = tl.sum(x * x, axis=0)
-            after = tl.sum(moved * moved, axis=0)
-            # A row that became zero stays zero, and one that was not moved stays as it is to the bit.
-            moved *= tl.where((after > 0.0) & (factor != 0.0), tl.sqrt(before / after), 1.0)
-        x = moved
-    return x
+def _load(at, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the elements of a row below `limit`, zeros beyond it, as a head and a tail."""
+    columns = tl.arange(0, HEAD)
+    head = tl.load(at + columns, mask=columns < limit, other=0.0)
+    tail = head
+    if TAIL:
+        rest = HEAD + tl.arange(0, TAIL)
+        tail = tl.load(at + rest, mask=rest < limit, other=0.0)
+    return head, tail
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _keep(destination, before, after, columns, mask, width, row_line, pool):  # type: ignore[no-untyped-def]
+def _load_if_not(ahead, at, limit, head, tail, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a row, unless it was loaded ahead: then return what there is."""
+    columns = tl.arange(0, HEAD)
+    head = tl.load(at + columns, mask=(columns >= ahead) & (columns < limit), other=head)
+    if TAIL:
+        rest = HEAD + tl.arange(0, TAIL)
+        tail = tl.load(at + rest, mask=(rest >= ahead) & (rest < limit), other=tail)
+    return head, tail
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _store(at, head, tail, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the elements of a row below `limit`."""
+    columns = tl.arange(0, HEAD)
+    tl.store(at + columns, head, mask=columns < limit)
+    if TAIL:
+        rest = HEAD + tl.arange(0, TAIL)
+        tl.store(at + rest, tail, mask=rest < limit)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the inner product of two rows."""
+    total = tl.sum(a * b, axis=0)
+    if TAIL:
+        total += tl.sum(a_tail * b_tail, axis=0)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a row, in float32, after one operation along v."""
+    kind = what >> _KIND_SHIFT
+    factor = scale
+    if kind != _ADD:
+        projection = _dot(x, x_tail, v, v_tail, TAIL) * inverse
+        # Not clamp(projection) - projection: the compiler may fuse the product above into the difference, which is not
+        # zero then where nothing is cut off.
+        over = tl.where(projection > high, high - projection, tl.where(projection < low, low - projection, 0.0))
+        along = tl.where(kind == _ABLATE, -scale * projection, over)
+        factor = along * inverse
+    moved = x + factor * v
+    moved_tail = x_tail + factor * v_tail
+    if what & _KEEP_NORM:
+        before = _dot(x, x_tail, x, x_tail, TAIL)
+        after = _dot(moved, moved_tail, moved, moved_tail, TAIL)
+        # A row that became zero stays zero, and one that was not moved stays as it is to the bit.
+        rescaled = tl.where((after > 0.0) & (factor != 0.0), tl.sqrt(before / after), 1.0)
+        moved *= rescaled
+        moved_tail *= rescaled
+    return moved, moved_tail
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _apply_rest(  # type: ignore[no-untyped-def]
+    x, x_tail, width, first, count, entries, bank, inverse_norms, HEAD: tl.constexpr, TAIL: tl.constexpr
+):
+    """Return a row after all of `count` operations from entry `first` on but the first, which is done."""
+    for index in range(first + 1, first + count):
+        entry = entries + index * _ENTRY_FIELDS
+        what = tl.load(entry)
+        vector = what & _VECTOR
+        scale, low, high = _number(entry + 1), _number(entry + 2), _number(entry + 3)
+        inverse = tl.load(inverse_norms + vector)
+        v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
+        x, x_tail = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
+    return x, x_tail
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _number(pointer):  # type: ignore[no-untyped-def]
+    """Load a float32 whose bits lie in an int32."""
+    return tl.load(pointer).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _keep(  # type: ignore[no-untyped-def]
+    destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD: tl.constexpr, TAIL: tl.constexpr
+):
     """Store a row, before or after steering, into its block, if the destination says so."""
     if destination >= 0:
         place = tl.load(row_line + 1).to(tl.int64)
         stride = tl.load(row_line + 2).to(tl.int64)
         target = pool + (place + (destination >> 1).to(tl.int64) * stride) * width
         if destination & 1:
-            tl.store(target + columns, before, mask=mask)
+            _store(target, before, before_tail, width, HEAD, TAIL)
         else:
-            tl.store(target + columns, after, mask=mask)
+            _store(target, after, after_tail, width, HEAD, TAIL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -92,9 +156,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     residual,
     row_table,
     lines,
-    kinds,
-    vectors,
-    numbers,
+    entries,
     bank,
     inverse_norms,
     pool,
@@ -104,38 +166,60 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     residual_stride,
     width,
     HAS_RESIDUAL: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     row = tl.program_id(0)
     row_line = row_table + row * _ROW_FIELDS
     program = tl.load(row_line)
     if program < 0:
         return
-    line = lines + (program * num_points + point) * 4
+    # All that a row with one operation needs is asked for before anything is waited for. Only a row that is busy at
+    # most points is read before it is known whether it is here.
+    ahead = tl.where(tl.load(row_line + 3) != 0, width, 0)  # columns that are read ahead: all or none
+    h_at = hidden + row.to(tl.int64) * hidden_stride
+    r_at = residual + row.to(tl.int64) * residual_stride
+    h, h_tail = _load(h_at, ahead, HEAD, TAIL)
+    r, r_tail = h, h_tail
+    if HAS_RESIDUAL:
+        r, r_tail = _load(r_at, ahead, HEAD, TAIL)
+    line = lines + (program * num_points + point) * _LINE_FIELDS
     first = tl.load(line)
     count = tl.load(line + 1)
     here = tl.load(line + 2)
     next_here = tl.load(line + 3)
+    what = tl.load(line + 4)
     if (count == 0) & (here < 0) & (next_here < 0):
         return
-    columns = tl.arange(0, WIDTH)
-    mask = columns < width
-    h = tl.load(hidden + row.to(tl.int64) * hidden_stride + columns, mask=mask, other=0.0)
-    r = tl.zeros([WIDTH], dtype=tl.float32)
+    scale, low, high = _number(line + 5), _number(line + 6), _number(line + 7)
+    vector = what & _VECTOR
+    inverse = tl.load(inverse_norms + vector)
+    v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(count > 0, width, 0), HEAD, TAIL)
+    h, h_tail = _load_if_not(ahead, h_at, width, h, h_tail, HEAD, TAIL)
+    x, x_tail = h.to(tl.float32), h_tail.to(tl.float32)
     if HAS_RESIDUAL:
-        r = tl.load(residual + row.to(tl.int64) * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    x = h.to(tl.float32) + r
-    before = x.to(hidden.dtype.element_ty)
-    after = before
+        r, r_tail = _load_if_not(ahead, r_at, width, r, r_tail, HEAD, TAIL)
+        x += r.to(tl.float32)
+        x_tail += r_tail.to(tl.float32)
+    dtype = hidden.dtype.element_ty
+    before, before_tail = x.to(dtype), x_tail.to(dtype)
+    after, after_tail = before, before_tail
     if count > 0:
-        steered = _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms)
+        steered, steered_tail = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
+        steered, steered_tail = _apply_rest(
+            steered, steered_tail, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
+        )
         # Only the difference is written back, and only where there is one: what no operation moves stays as it is to
         # the bit, a negative zero and an infinity, too.
-        changed = tl.where(steered == x, h, (h.to(tl.float32) + (steered - x)).to(hidden.dtype.element_ty))
-        tl.store(hidden + row.to(tl.int64) * hidden_stride + columns, changed, mask=mask)
-        after = (changed.to(tl.float32) + r).to(hidden.dtype.element_ty)
-    _keep(here, before, after, columns, mask, width, row_line, pool)
-    _keep(next_here, before, after, columns, mask, width, row_line, pool)
+        after = tl.where(steered == x, h, (h.to(tl.float32) + (steered - x)).to(dtype))
+        changed = (h_tail.to(tl.float32) + (steered_tail - x_tail)).to(dtype)
+        after_tail = tl.where(steered_tail == x_tail, h_tail, changed)
+        _store(h_at, after, after_tail, width, HEAD, TAIL)
+        if HAS_RESIDUAL:
+            after = (after.to(tl.float32) + r.to(tl.float32)).to(dtype)
+            after_tail = (after_tail.to(tl.float32) + r_tail.to(tl.float32)).to(dtype)
+    _keep(here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
+    _keep(next_here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -147,9 +231,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     summed,
     row_table,
     lines,
-    kinds,
-    vectors,
-    numbers,
+    entries,
     bank,
     inverse_norms,
     pool,
@@ -160,36 +242,51 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     width,
     epsilon,
     PLUS_ONE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     row = tl.program_id(0)
     row_line = row_table + row * _ROW_FIELDS
     program = tl.load(row_line)
-    columns = tl.arange(0, WIDTH)
-    mask = columns < width
-    h = tl.load(hidden + row.to(tl.int64) * hidden_stride + columns, mask=mask, other=0.0)
-    r = tl.load(residual + row.to(tl.int64) * residual_stride + columns, mask=mask, other=0.0)
-    w = tl.load(weight + columns, mask=mask, other=0.0)
+    h, h_tail = _load(hidden + row.to(tl.int64) * hidden_stride, width, HEAD, TAIL)
+    r, r_tail = _load(residual + row.to(tl.int64) * residual_stride, width, HEAD, TAIL)
+    w, w_tail = _load(weight, width, HEAD, TAIL)
+    # Without branches: what a row with one operation needs is asked for before the row itself is waited for.
+    is_tapped = program >= 0
+    line = lines + (tl.maximum(program, 0) * num_points + point) * _LINE_FIELDS
+    first = tl.load(line, mask=is_tapped, other=0)
+    count = tl.load(line + 1, mask=is_tapped, other=0)
+    here = tl.load(line + 2, mask=is_tapped, other=-1)
+    next_here = tl.load(line + 3, mask=is_tapped, other=-1)
+    is_steered = count > 0
+    what = tl.load(line + 4, mask=is_steered, other=0)
+    scale = tl.load(line + 5, mask=is_steered, other=0).to(tl.float32, bitcast=True)
+    low = tl.load(line + 6, mask=is_steered, other=0).to(tl.float32, bitcast=True)
+    high = tl.load(line + 7, mask=is_steered, other=0).to(tl.float32, bitcast=True)
+    vector = what & _VECTOR
+    inverse = tl.load(inverse_norms + vector, mask=is_steered, other=0.0)
+    v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(is_steered, width, 0), HEAD, TAIL)
     x = h.to(tl.float32) + r.to(tl.float32)
-    if program >= 0:
-        line = lines + (program * num_points + point) * 4
-        first = tl.load(line)
-        count = tl.load(line + 1)
-        before = x.to(hidden.dtype.element_ty)
-        if count > 0:
-            steered = _steer(x, columns, mask, width, first, count, kinds, vectors, numbers, bank, inverse_norms)
-            x = tl.where(steered == x, x, steered)  # a negative zero that no operation moves stays one
-        after = x.to(hidden.dtype.element_ty)
-        _keep(tl.load(line + 2), before, after, columns, mask, width, row_line, pool)
-        _keep(tl.load(line + 3), before, after, columns, mask, width, row_line, pool)
-    tl.store(summed + row.to(tl.int64) * width + columns, x.to(hidden.dtype.element_ty), mask=mask)
-    # As vLLM's fused_add_rms_norm defines it: from the sum before it is rounded.
-    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + epsilon)
-    factor = w.to(tl.float32)
-    if PLUS_ONE:
-        factor += 1.0
-    y = y * factor  # rounded once, as the compiler does it where the definition rounds before it multiplies
-    tl.store(normed + row.to(tl.int64) * width + columns, y.to(hidden.dtype.element_ty), mask=mask)
+    x_tail = h_tail.to(tl.float32) + r_tail.to(tl.float32)
+    dtype = hidden.dtype.element_ty
+    before, before_tail = x.to(dtype), x_tail.to(dtype)
+    if is_steered:
+        steered, steered_tail = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
+        steered, steered_tail = _apply_rest(
+            steered, steered_tail, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
+        )
+        x = tl.where(steered == x, x, steered)  # a negative zero that no operation moves stays one
+        x_tail = tl.where(steered_tail == x_tail, x_tail, steered_tail)
+    after, after_tail = x.to(dtype), x_tail.to(dtype)
+    _keep(here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
+    _keep(next_here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
+    _store(summed + row.to(tl.int64) * width, after, after_tail, width, HEAD, TAIL)
+    # As vLLM's fused_add_rms_norm defines it: from the sum before it is rounded. Rounded once, as the compiler does it
+    # where the definition rounds before it multiplies.
+    rescaled = tl.rsqrt(_dot(x, x_tail, x, x_tail, TAIL) / width + epsilon)
+    y = (x * rescaled * (w.to(tl.float32) + PLUS_ONE)).to(dtype)
+    y_tail = (x_tail * rescaled * (w_tail.to(tl.float32) + PLUS_ONE)).to(dtype)
+    _store(normed + row.to(tl.int64) * width, y, y_tail, width, HEAD, TAIL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -207,7 +304,7 @@ class KernelTables(NamedTuple):
     """What the kernels read beside the rows; all of it at fixed addresses."""
 
     rows: Tensor
-    """Each row's program (-1: none), place and stride, int32 [rows or more, ROW_FIELDS]."""
+    """Each row's program (-1: none), place, stride, and whether it is busy, int32 [rows or more, ROW_FIELDS]."""
     programs: ProgramTable
     bank: VectorBank
     pool: BlockPool | None
@@ -219,9 +316,7 @@ class KernelTables(NamedTuple):
         return (
             self.rows,
             programs.lines,
-            programs.kinds,
-            programs.vectors,
-            programs.numbers,
+            programs.entries,
             bank.vectors,
             bank.inverse_norms,
             self.pool.memory if self.pool is not None else hidden,
@@ -235,7 +330,7 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
     rows, width = hidden.shape
     if not rows:
         return
-    padded = triton.next_power_of_2(width)
+    head, tail = _split(width)
     _tap_kernel[(rows,)](
         hidden,
         residual if residual is not None else hidden,
@@ -244,8 +339,9 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
         residual.stride(0) if residual is not None else 0,
         width,
         HAS_RESIDUAL=residual is not None,
-        WIDTH=padded,
-        num_warps=_warps(padded),
+        HEAD=head,
+        TAIL=tail,
+        num_warps=_warps(head),
     )
 
 
@@ -276,7 +372,7 @@ def tap_norm(
     rows, width = hidden.shape
     normed, summed = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
     if rows:
-        padded = triton.next_power_of_2(width)
+        head, tail = _split(width)
         _tap_norm_kernel[(rows,)](
             hidden,
             residual,
@@ -288,9 +384,10 @@ def tap_norm(
             residual.stride(0),
             width,
             epsilon,
-            PLUS_ONE=plus_one,
-            WIDTH=padded,
-            num_warps=_warps(padded),
+            PLUS_ONE=1.0 if plus_one else 0.0,
+            HEAD=head,
+            TAIL=tail,
+            num_warps=_warps(head),
         )
     return normed, summed
 
@@ -321,6 +418,17 @@ def copy_out(rows: Tensor, target: Tensor | HostPointer) -> None:
     )
 
 
-def _warps(width: int) -> int:
-    # 8 elements a thread keep loads at 16 bytes; more warps than 16 only wait for each other in the reduction.
-    return max(1, min(16, width // (32 * 8)))
+@cache
+def _split(width: int) -> tuple[int, int]:
+    """Return the lengths, powers of two, of a row's head and tail; a tail of 0 is none.
+
+    Triton's blocks are powers of two. A row of 2560 in one of 4096 would leave three threads of eight without work.
+    """
+    head = 1 << (width.bit_length() - 1)
+    tail = triton.next_power_of_2(width - head) if width > head else 0
+    return (head, tail) if tail < head else (2 * head, 0)
+
+
+def _warps(head: int) -> int:
+    # Few, with many elements each: where a row is reduced, warps wait for each other. Measured from 1536 to 4096.
+    return max(1, min(4, head // 256), head // 1024)

@@ -28,8 +28,16 @@ NOT_KEPT = -1
 """The destination of a row that is not captured at a point."""
 
 
-KEEP_NORM = 1 << 8
-"""Set in an entry's kind: the row gets back the norm that it had before."""
+LINE_FIELDS = 8
+"""Numbers in a line of the program table."""
+
+ENTRY_FIELDS = 4
+"""Numbers in an entry: what is done by which vector, then scale, low and high as the bits of a float32."""
+
+KIND_SHIFT = 28
+KEEP_NORM = 1 << 27
+MAX_BANK_ROWS = 1 << 27
+"""An entry's first number: the vector's row in the bank; whether the row keeps its norm; from KIND_SHIFT on, `Kind`."""
 
 
 def destination(program: Program, site: int, layer: int) -> int:
@@ -45,18 +53,18 @@ class TablesFullError(RuntimeError):
 class ProgramTable:
     """The tables that the kernel reads.
 
-    Shapes: `lines` int32 [programs, points, 4]: the first entry, the number of entries, and the two destinations of
-    the row at that point (see `destination`); entries: `kinds` int32 (`Kind`, with KEEP_NORM), `vectors` int32 (rows of
-    the bank), `numbers` float32 [entries, 3] (scale, low, high).
+    Shapes: `lines` int32 [programs, points, LINE_FIELDS]: the first entry, the number of entries, the two destinations
+    of the row at that point (see `destination`), and the first entry once more, so that a row with one operation needs
+    no further look-up; `entries` int32 [entries, ENTRY_FIELDS].
     """
 
     def __init__(self, programs: int, entries: int, points: TapPoints, device: torch.device) -> None:
         """Allot tables for the points of a stage."""
         self._points = points
-        self._lines = StagedTable(programs, points.count, 4, dtype=torch.int32, device=device)
-        self._kinds = StagedTable(entries, dtype=torch.int32, device=device)
-        self._vectors = StagedTable(entries, dtype=torch.int32, device=device)
-        self._numbers = StagedTable(entries, 3, dtype=torch.float32, device=device)
+        self._lines = StagedTable(programs, points.count, LINE_FIELDS, dtype=torch.int32, device=device)
+        self._entries = StagedTable(entries, ENTRY_FIELDS, dtype=torch.int32, device=device)
+        self.is_busy: npt.NDArray[np.int32] = np.zeros(programs, dtype=np.int32)
+        """Whether a program does something at most of the points: 1 or 0, by its number."""
         self._free_programs = list(range(programs - 1, -1, -1))
         self._free_entries = FreeRuns(entries)
         self._known: OrderedDict[Program, _Place] = OrderedDict()  # least recently used first
@@ -70,24 +78,14 @@ class ProgramTable:
         return self._lines.table
 
     @property
-    def kinds(self) -> Tensor:
+    def entries(self) -> Tensor:
         """See the class."""
-        return self._kinds.table
-
-    @property
-    def vectors(self) -> Tensor:
-        """See the class."""
-        return self._vectors.table
-
-    @property
-    def numbers(self) -> Tensor:
-        """See the class."""
-        return self._numbers.table
+        return self._entries.table
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tables."""
-        return sum(table.nbytes for table in (self._lines, self._kinds, self._vectors, self._numbers))
+        """Bytes of both tables."""
+        return self._lines.nbytes + self._entries.nbytes
 
     def place(self, programs: Iterable[Program]) -> npt.NDArray[np.int32]:
         """Return the numbers of a step's programs; those that are not there are written and uploaded.
@@ -129,11 +127,10 @@ class ProgramTable:
         place = self._make_room(len(entries))
         lines[:, 0] += place.first
         self._lines.view[place.number] = lines
-        if entries:
-            run = slice(place.first, place.first + place.entries)
-            self._kinds.view[run] = [step.kind | (KEEP_NORM if step.keep_norm else 0) for step in entries]
-            self._vectors.view[run] = [step.row for step in entries]
-            self._numbers.view[run] = [(step.scale, step.low, step.high) for step in entries]
+        self.is_busy[place.number] = 2 * np.count_nonzero(
+            (lines[:, 1] > 0) | (lines[:, 2:4] != NOT_KEPT).any(axis=1)
+        ) > len(lines)
+        self._entries.view[place.first : place.first + place.entries] = entries
         self._written.append(place)
         return place
 
@@ -143,8 +140,7 @@ class ProgramTable:
         for number, count in _joined((place.number, 1) for place in self._written):
             self._lines.upload(number, count)
         for first, count in _joined((place.first, place.entries) for place in self._written):
-            for table in (self._kinds, self._vectors, self._numbers):
-                table.upload(first, count)
+            self._entries.upload(first, count)
         self._written.clear()
         if self._uploaded is not None:
             self._uploaded.record()
@@ -154,22 +150,25 @@ class ProgramTable:
         if self._uploaded is not None:
             self._uploaded.synchronize()
 
-    def _compile(self, program: Program) -> tuple[npt.NDArray[np.int32], list[Step]]:
+    def _compile(self, program: Program) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return the program's lines, whose first entries count from its own first one, and its entries."""
-        lines = np.zeros((self._points.count, 4), dtype=np.int32)
-        lines[:, 2:] = NOT_KEPT
-        entries: list[Step] = []
+        lines = np.zeros((self._points.count, LINE_FIELDS), dtype=np.int32)
+        lines[:, 2:4] = NOT_KEPT
+        steps: list[Step] = []
         written: dict[tuple[int, ...], int] = {}  # layers with the same operations share their entries
         for layer in self._points.layers:
             chosen = tuple(index for index, step in enumerate(program.steps) if layer in step.layers)
             if chosen and chosen not in written:
-                written[chosen] = len(entries)
-                entries += [program.steps[index] for index in chosen]
+                written[chosen] = len(steps)
+                steps += [program.steps[index] for index in chosen]
             if chosen:
                 lines[self._points.after(layer), :2] = written[chosen], len(chosen)
         for point in range(self._points.count):
             for column, (site, layer) in enumerate(self._points.sites(point), start=2):
                 lines[point, column] = destination(program, site, layer)
+        entries = _entries(steps)
+        steered = lines[:, 1] > 0
+        lines[steered, 4:] = entries[lines[steered, 0]]
         return lines, entries
 
     def _make_room(self, entries: int) -> _Place:
@@ -182,7 +181,7 @@ class ProgramTable:
             if idle is None:
                 raise TablesFullError(
                     f"one step captures and steers in more ways than the tables hold ({len(self.lines)} programs, "
-                    f"{len(self.kinds)} operations)"
+                    f"{len(self.entries)} operations)"
                 )
             self._wait_until_uploaded()
             place = self._known.pop(idle)
@@ -197,6 +196,14 @@ class _Place(NamedTuple):
     first: int
     """Its first entry."""
     entries: int
+
+
+def _entries(steps: list[Step]) -> npt.NDArray[np.int32]:
+    entries = np.empty((len(steps), ENTRY_FIELDS), dtype=np.int32)
+    entries[:, 0] = [step.kind << KIND_SHIFT | step.keep_norm * KEEP_NORM | step.row for step in steps]
+    numbers = [(step.scale, step.low, step.high) for step in steps]
+    entries[:, 1:] = np.array(numbers, dtype=np.float32).reshape(-1, 3).view(np.int32)
+    return entries
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

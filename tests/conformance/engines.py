@@ -14,7 +14,7 @@ from unittest.mock import patch
 import residuum
 from bench.conformance.reference import SITES
 from examples.services import Service, running_services
-from tests.conformance.journal import Journal
+from tests.conformance.journal import Journal, pace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +53,19 @@ class Engine:
     client: residuum.Client
     journal: Journal
     """What the engine computed, step by step."""
+
+    @contextmanager
+    def paced(self, seconds: float = 0.02) -> Iterator[None]:
+        """Let each step take this long at least, so that a test can do something while a request generates.
+
+        The tiny model is done with hundreds of tokens before a client on a busy machine has read the first.
+        """
+        pace = pace_file(self.journal.path)
+        pace.write_text(str(seconds))
+        try:
+            yield
+        finally:
+            pace.unlink()
 
     def serving(self) -> dict[str, Any]:
         """Return what the service logged when it began to serve."""

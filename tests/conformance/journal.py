@@ -23,17 +23,22 @@ class Step:
         return 1 in counts and len(counts) > 1
 
 
+def pace_file(journal: Path) -> Path:
+    """Return the file that says how many seconds each step takes at least; if it is there."""
+    return journal.with_name(f"{journal.name}.pace")
+
+
 class Journal:
     """The steps of one engine, oldest first."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._read = 0
         self._steps: list[Step] = []
 
     def steps(self) -> list[Step]:
         """Return every step until now. A step is there before anything that it computed."""
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             file.seek(self._read)
             for line in file:
                 if not line.endswith(b"\n"):

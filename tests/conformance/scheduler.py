@@ -1,16 +1,21 @@
 """vLLM's scheduler, keeping a journal of its steps: a test reads there that its case really occurred.
 
-Nothing is decided otherwise than in vLLM. Imported by the engine's process, which `--engine-args` tells to.
+Nothing is decided otherwise than in vLLM; a test may only slow it down. Imported by the engine's process, which
+`--engine-args` tells to.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.conformance.journal import pace_file
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,13 +29,17 @@ class JournalScheduler(Scheduler):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._journal = Path(os.environ[JOURNAL_VARIABLE]).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        path = Path(os.environ[JOURNAL_VARIABLE])
+        self._journal = path.open("a", encoding="utf-8", buffering=1)
+        self._pace = pace_file(path)
         self._preempted: list[str] = []
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         output = super().schedule(*arguments, **options)
         preempted, self._preempted = self._preempted, []
         if output.num_scheduled_tokens:
+            with suppress(FileNotFoundError):
+                time.sleep(float(self._pace.read_text()))
             cached = output.scheduled_cached_reqs
             firsts = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
             firsts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -32,16 +32,14 @@ def test_steering_is_changed_while_it_generates(
     v, w = tensor(direction), tensor(other)
     prompt = make_prompt(np.random.default_rng(50), 40)
     start = [residuum.Add(direction, layer=1, scale=0.7)]
-    with engine.client.stream(
-        prompt, max_tokens=400, ignore_eos=True, capture=ALL, steer=start, updatable=True
-    ) as stream:
+    with engine.paced():
+        stream = engine.client.stream(prompt, max_tokens=200, ignore_eos=True, capture=ALL, steer=start, updatable=True)
         read(stream, 5)
         (first,) = stream.update_steering([residuum.Replace(other, layer=2, value=0.8)])
         read(stream, 5)
         (second,) = engine.client.update_steering(stream, None)
-        for _ in stream:
-            pass
-    assert len(prompt) + 4 < first < second < len(prompt) + 399, "both changes came while it generated"
+    finish(stream)
+    assert len(prompt) + 4 < first < second < len(prompt) + 199, "both changes came while it generated"
     check_capture(
         engine,
         reference,
@@ -60,13 +58,13 @@ def test_steering_is_changed_while_it_generates(
 def test_each_sequence_is_changed_where_it_is(engine: Engine, reference: Reference, direction: residuum.Vector) -> None:
     """An unsteered request of three sequences, steered later."""
     prompt = make_prompt(np.random.default_rng(51), 30)
-    with engine.client.stream(
-        prompt, max_tokens=400, ignore_eos=True, capture=ALL, n=3, temperature=1.0, seed=3, updatable=True
-    ) as stream:
+    with engine.paced():
+        stream = engine.client.stream(
+            prompt, max_tokens=150, ignore_eos=True, capture=ALL, n=3, temperature=1.0, seed=3, updatable=True
+        )
         read(stream, 3)
         firsts = stream.update_steering(residuum.Add(direction, layer=0, scale=0.7))
-        for _ in stream:
-            pass
+    finish(stream)
     acts = engine.client.activations(stream.request_id)
     assert len(firsts) == 3
     for sequence, first in enumerate(firsts):
@@ -94,12 +92,12 @@ def test_what_is_computed_again_is_steered_as_the_first_time(
             for index in range(14)
         ]
     changes = []
+    with engine.paced():
+        for stream in streams:
+            read(stream, 3)
+            changes.append(stream.update_steering(residuum.Add(direction, layer=1, scale=-0.7)))
     for stream in streams:
-        read(stream, 3)
-        changes.append(stream.update_steering(residuum.Add(direction, layer=1, scale=-0.7)))
-    for stream in streams:
-        for _ in stream:
-            pass
+        finish(stream)
     preempted = [index for index, stream in enumerate(streams) if engine.journal.preemptions(stream.request_id)]
     again = [
         index
@@ -119,11 +117,11 @@ def test_nobody_reads_what_a_changed_request_computed(
     """The same steering without a change, over the whole of the other's text: its KV must be its own."""
     prompt = make_prompt(np.random.default_rng(53), KV_BLOCK + 4)
     steer = residuum.Add(direction, layer=1, scale=0.7)
-    with engine.client.stream(prompt, max_tokens=100, ignore_eos=True, steer=steer, updatable=True) as stream:
+    with engine.paced():
+        stream = engine.client.stream(prompt, max_tokens=100, ignore_eos=True, steer=steer, updatable=True)
         read(stream, 2)
         stream.update_steering(None)
-        for _ in stream:
-            pass
+    finish(stream)
     text = [*prompt, *stream.reply.token_ids]
     engine.client.generate(prompt, max_tokens=2, steer=steer)  # what steers so may share its own prompt
     reply = engine.client.generate(text[: 4 * KV_BLOCK], max_tokens=8, ignore_eos=True, steer=steer)
@@ -133,7 +131,7 @@ def test_nobody_reads_what_a_changed_request_computed(
 
 
 def test_a_request_that_was_not_made_for_it(engine: Engine, direction: residuum.Vector) -> None:
-    with engine.client.stream([5, 6], max_tokens=200, ignore_eos=True) as stream:
+    with engine.paced(), engine.client.stream([5, 6], max_tokens=500, ignore_eos=True) as stream:
         with pytest.raises(residuum.NotUpdatable, match="updatable"):
             stream.update_steering(residuum.Add(direction, layer=1))
         with pytest.raises(residuum.UnknownRequest):
@@ -144,6 +142,12 @@ def read(stream: residuum.Stream, tokens: int) -> None:
     """Read some tokens of a stream."""
     while tokens > 0:
         tokens -= len(next(stream).token_ids)
+
+
+def finish(stream: residuum.Stream) -> None:
+    """Read what is left of a stream."""
+    for _ in stream:
+        pass
 
 
 def make_vector(seed: int) -> residuum.Vector:

@@ -55,7 +55,7 @@ def main() -> None:
 
 def tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
     worst = [0.0, 0.0]
-    for hidden, has_residual in ((48, True), (64, False)):
+    for hidden, has_residual in ((48, True), (72, True), (64, False), (112, True)):
         cpu, gpu, pools = prepare(rng, hidden, dtype)
         for point in range(POINTS.count):
             states = torch.randn(ROWS, hidden).to(dtype)
@@ -70,7 +70,7 @@ def tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]
 
 def norm_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
     worst = [0.0, 0.0]
-    for hidden, plus_one in ((48, True), (64, False)):
+    for hidden, plus_one in ((48, True), (72, False), (64, False)):
         cpu, gpu, pools = prepare(rng, hidden, dtype)
         weight = torch.randn(hidden).to(dtype)
         for layer in range(LAYERS):

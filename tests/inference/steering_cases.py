@@ -153,6 +153,7 @@ def make_tables(
     numbers = table.place(layout.programs)
     rows[layout.lines[:, ROW], 0] = torch.from_numpy(numbers[layout.lines[:, PROGRAM]].astype(np.int32))
     rows[layout.lines[:, ROW], 1:3] = torch.from_numpy(layout.lines[:, PLACE:].astype(np.int32))
+    rows[layout.lines[:, ROW], 3] = torch.from_numpy(table.is_busy[numbers][layout.lines[:, PROGRAM]])
     return KernelTables(rows.to(device), table, bank, pool)
 
 

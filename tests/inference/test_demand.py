@@ -62,4 +62,4 @@ def test_room_that_was_left_in_pieces_is_won_back():
     wanted = [kept[1], program(40, 6)]  # beside the one that stays there are 2 entries before it, and 4 after it
     numbers = table.place(wanted)
     first, count = table.lines[numbers[1], 1, :2].tolist()
-    assert table.vectors[first : first + count].tolist() == list(range(40, 46))
+    assert table.entries[first : first + count, 0].tolist() == list(range(40, 46))  # ADD is 0, so these are the vectors

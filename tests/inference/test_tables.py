@@ -8,7 +8,7 @@ import torch
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.programs import Program, Step
-from inference_svc.taps.tables import NOT_KEPT, ProgramTable, TablesFullError
+from inference_svc.taps.tables import MAX_BANK_ROWS, NOT_KEPT, ProgramTable, TablesFullError
 from residuum.v1 import capture_pb2
 
 CPU = torch.device("cpu")
@@ -36,7 +36,10 @@ def number_of(table: ProgramTable, wanted: Program) -> int:
 
 def vectors_on(table: ProgramTable, number: int, layer: int) -> list[int]:
     first, count = table.lines[number, 1 + layer, :2].tolist()
-    return table.vectors[first : first + count].tolist()
+    entries = table.entries[first : first + count, 0]
+    if count:
+        assert table.lines[number, 1 + layer, 4:].tolist() == table.entries[first].tolist(), "the first one is in both"
+    return (entries & (MAX_BANK_ROWS - 1)).tolist()
 
 
 def test_equal_programs_are_one_object() -> None:
@@ -63,14 +66,14 @@ def test_one_point_keeps_a_row_after_a_layer_and_before_the_next() -> None:
     table = make_table(layers=3)
     number = number_of(table, program(capture=(0, 2), sites=(POST, PRE, ATTN)))
     units = {POST: (0, 1), PRE: (2, 3), ATTN: (4, 5)}  # in the order of sites, then layers
-    assert table.lines[number, :4, 2:].tolist() == [
+    assert table.lines[number, :4, 2:4].tolist() == [
         [NOT_KEPT, 2 * units[PRE][0]],
         [2 * units[POST][0], NOT_KEPT],
         [NOT_KEPT, 2 * units[PRE][1]],
         [2 * units[POST][1], NOT_KEPT],
     ]
     assert table.lines[number, 4:7, 2].tolist() == [2 * units[ATTN][0], NOT_KEPT, 2 * units[ATTN][1]]
-    assert (table.lines[number, 7:, 2:] == NOT_KEPT).all()
+    assert (table.lines[number, 7:, 2:4] == NOT_KEPT).all()
 
 
 def test_a_program_is_written_once_and_keeps_its_number() -> None:
