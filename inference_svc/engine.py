@@ -45,6 +45,8 @@ _GIVEN_UP = ("abort", "error")
 
 _CPU_KV_CACHE_GIB = 2.0
 _DRAIN_POLL_SECONDS = 0.02
+_DEATH_POLL_SECONDS = 1.0
+"""How often a call that waits for its answer looks whether the engine lives."""
 
 
 class UntappedLayersError(RuntimeError):
@@ -218,10 +220,17 @@ class Engine:
         Raises:
             Failure: The engine is dead.
         """
+        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=(argument,)))
         try:
-            return list(await self._llm.collective_rpc(method, args=(argument,)))
+            # vLLM never answers what was asked of an engine that has died since.
+            while not (await asyncio.wait({call}, timeout=_DEATH_POLL_SECONDS))[0]:
+                if self.is_dead:
+                    raise _engine_dead()
+            return list(call.result())
         except EngineDeadError as error:
             raise _engine_dead() from error
+        finally:
+            call.cancel()
 
     @property
     def is_dead(self) -> bool:

@@ -22,6 +22,7 @@ from inference_svc.specs import (
     resolve_spec,
     resolve_steering,
 )
+from inference_svc.taps.demand import MAX_ENTRIES
 from inference_svc.vectors import VectorHold, missing_vectors
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2, store_pb2
@@ -33,11 +34,14 @@ if TYPE_CHECKING:
     from inference_svc.captures import CaptureKeeper
     from inference_svc.engine import Delta, Engine
     from inference_svc.requests import RequestRegistry, Running
-    from inference_svc.taps.demand import Demand
     from inference_svc.vectors import VectorActivator, VectorCache
 
 
 _T = TypeVar("_T")
+
+_ANSWER_SECONDS = 5.0
+"""How long the end of a request waits for the engine's answer to a change of its steering. It comes between two steps,
+and a step may wait for the store for as long as that is away."""
 
 
 @dataclass
@@ -120,6 +124,7 @@ class Generator:
                 request_id=request_id,
             )
         steering = resolve_steering(spec, self._engine.facts)
+        steering.ClearField("updatable")  # it is so, whatever is said now
         self._check_vectors(steering)
         run = self._runs.get(request_id)
         if run is None:
@@ -231,11 +236,17 @@ class _Run:
         self._sampling = sampling
         self._vectors = vectors
         self.handle = handle
-        self._demand = demand_of_steering(running.spec.steering, running.spec.capture)
+        self._entries: dict[bytes, int] = {}
+        """Entries of the taps' tables that each steering takes, by its bytes. Empty: it was never to be changed."""
         self._changes: list[_Change] = []
-        self._changes_under_way: set[asyncio.Task[list[int]]] = set()
         self._changing = asyncio.Lock()
+        """Held from before a change is checked until it is recorded."""
         self._is_over = asyncio.Event()
+        """Set when the steering cannot be changed any more."""
+        self._gives_up = asyncio.Event()
+        """Set when the engine's answer to a change is not waited for any more."""
+        self._remembers = False
+        """Whether the workers may remember a change of a sequence that has not come to them."""
         self.has_generated = False
         """Whether every sequence has ended by itself."""
         self._sequences = [_Sequence() for _ in range(num_sequences(sampling))]
@@ -253,7 +264,7 @@ class _Run:
         return [
             steering_pb2.SteeringChange(
                 steering=change.steering,
-                first_positions=[self._first_position(index, first) for index, first in enumerate(change.firsts)],
+                first_positions=self._first_positions(change.firsts),
             )
             for change in self._changes
         ]
@@ -264,11 +275,21 @@ class _Run:
         Raises:
             Failure: There is no room for it, or the request ends.
         """
+        await self._changing.acquire()
+        try:
+            self._check_change(steering)
+            await _unless(self._is_over, _ended_failure(self.running), self._vectors.add(digests_of(steering)))
+        except BaseException:
+            self._changing.release()
+            raise
         # In a task of its own: whoever asked may go away, but a change that reached the engine must be recorded.
-        change = asyncio.create_task(self._change_steering(steering))
-        self._changes_under_way.add(change)
-        change.add_done_callback(self._changes_under_way.discard)
-        return await asyncio.shield(change)
+        change = asyncio.create_task(self._apply(steering))
+        change.add_done_callback(lambda _: self._changing.release())
+        firsts = await asyncio.shield(change)
+        for sequence, first in zip(self._sequences, firsts, strict=True):
+            if first is None:
+                await sequence.has_ended.wait()  # its last tokens are under way
+        return self._first_positions(firsts)
 
     @asynccontextmanager
     async def changeable(self) -> AsyncIterator[None]:
@@ -279,47 +300,86 @@ class _Run:
             self._is_over.set()
             for item in self._sequences:
                 item.has_ended.set()
-            await asyncio.gather(*self._changes_under_way, return_exceptions=True)
-            if any(0 in change.firsts for change in self._changes):
-                with suppress(Failure):  # the engine has died: nothing is left that could remember
-                    await self._engine.forget([self._name(index) for index in range(len(self._sequences))])
+            timer = asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._gives_up.set)
+            async with self._changing:  # those that came before are recorded, or gave up
+                timer.cancel()
+            if self._remembers:
+                await self._forget()
 
-    async def _change_steering(self, steering: steering_pb2.SteeringSpec) -> list[int]:
-        async with self._changing:
-            demand = self._check_change(steering)
-            await _unless(self._is_over, _ended_failure(self.running), self._vectors.add(digests_of(steering)))
-            operations = make_operations(steering, self._vectors.rows)
-            names = [self._name(index) for index, item in enumerate(self._sequences) if not item.has_ended.is_set()]
-            answers = await self._engine.change_steering(dict.fromkeys(names, operations)) if names else {}
-            firsts = [answers.get(self._name(index)) for index in range(len(self._sequences))]
-            self._changes.append(_Change(steering, firsts))
-            self._demand = demand
-        for index, first in enumerate(firsts):
-            if first is None:
-                await self._sequences[index].has_ended.wait()  # its last tokens are under way
-        return [self._first_position(index, first) for index, first in enumerate(firsts)]
+    async def _apply(self, steering: steering_pb2.SteeringSpec) -> list[int | None]:
+        """Let the engine change the steering, and record it; return the first position of each sequence.
 
-    def _check_change(self, steering: steering_pb2.SteeringSpec) -> Demand:
-        changes = [change.steering for change in self._changes] + [steering]
-        if (
-            len(changes) > MAX_STEERING_CHANGES
-            or sum(change.ByteSize() for change in changes) > MAX_STEERING_CHANGES_BYTES
-        ):
-            raise Failure(
-                Reason.ERROR_REASON_LIMIT_REACHED,
-                f"The steering of {self.running.request_id!r} was changed {len(self._changes)} times; at most "
-                f"{MAX_STEERING_CHANGES} changes of {MAX_STEERING_CHANGES_BYTES >> 10} KiB together fit its manifest.",
-                limit="steering_changes",
+        Raises:
+            Failure: The engine is dead, or the request has ended and the engine has not answered for long. Then it
+                answers behind all that it computes for the request, and the change has changed nothing.
+        """
+        operations = make_operations(steering, self._vectors.rows)
+        names = [self._name(index) for index, item in enumerate(self._sequences) if not item.has_ended.is_set()]
+        answers: dict[str, int | None] = {}
+        if names:
+            self._remembers, remembered = True, self._remembers
+            call = self._engine.change_steering(dict.fromkeys(names, operations))
+            answers = await _unless(self._gives_up, _ended_failure(self.running), call)
+            self._remembers = remembered or 0 in answers.values()
+        firsts = [answers.get(self._name(index)) for index in range(len(self._sequences))]
+        self._changes.append(_Change(steering, firsts))
+        self._entries[_key_of(steering)] = self._entries_of(steering)
+        return firsts
+
+    async def _forget(self) -> None:
+        names = [self._name(index) for index in range(len(self._sequences))]
+        with suppress(Failure, asyncio.TimeoutError):  # the engine has died, or hears it later
+            await asyncio.wait_for(self._engine.forget(names), _ANSWER_SECONDS)
+
+    def _check_change(self, steering: steering_pb2.SteeringSpec) -> None:
+        """Check that a change can be made.
+
+        Raises:
+            Failure: The request ends, or was changed too often.
+        """
+        if self._is_over.is_set():
+            raise _ended_failure(self.running)
+        # Before the answer, the positions are taken for as long as they can be.
+        firsts = [self._engine.facts.max_model_len] * len(self._sequences)
+        changes = [
+            steering_pb2.SteeringChange(steering=item, first_positions=firsts)
+            for item in [*(change.steering for change in self._changes), steering]
+        ]
+        if len(changes) > MAX_STEERING_CHANGES or _size(changes) > MAX_STEERING_CHANGES_BYTES:
+            raise self._changed_too_often(
+                f"at most {MAX_STEERING_CHANGES} changes of {MAX_STEERING_CHANGES_BYTES >> 10} KiB together fit its "
+                "manifest"
             )
-        demand = self._demand.plus(demand_of_steering(steering, self.running.spec.capture))
+        demand = demand_of_steering(steering, self.running.spec.capture)
         check_demand(demand)
-        return demand
+        # A step that computes the request again after a preemption may steer some of its rows in each of these ways.
+        # They are no more programs than the step has rows, for which there is room.
+        start = self.running.spec.steering
+        self._entries = self._entries or {_key_of(start): self._entries_of(start)}
+        entries = sum({**self._entries, _key_of(steering): demand.entries}.values())
+        if entries > MAX_ENTRIES:
+            raise self._changed_too_often(
+                f"all that it was steered by would take {entries} entries of the taps' tables, and it has {MAX_ENTRIES}"
+            )
+
+    def _changed_too_often(self, why: str) -> Failure:
+        return Failure(
+            Reason.ERROR_REASON_LIMIT_REACHED,
+            f"The steering of {self.running.request_id!r} was changed {len(self._changes)} times; {why}.",
+            limit="steering_changes",
+        )
+
+    def _entries_of(self, steering: steering_pb2.SteeringSpec | None) -> int:
+        return demand_of_steering(steering, self.running.spec.capture).entries
 
     def _name(self, index: int) -> str:
         return engine_id(self.running.request_id, index)
 
-    def _first_position(self, index: int, first: int | None) -> int:
-        return first if first is not None else len(self._token_ids) + self._sequences[index].engine_tokens
+    def _first_positions(self, firsts: Sequence[int | None]) -> list[int]:
+        return [
+            first if first is not None else len(self._token_ids) + sequence.engine_tokens
+            for sequence, first in zip(self._sequences, firsts, strict=True)
+        ]
 
     async def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Yield the events of the generation, in the order that the contract gives."""
@@ -431,6 +491,17 @@ def _blame(seal: store_pb2.SealCaptureRequest, error: Exception) -> None:
     )
     # Another text than that of our own failures is for the log: it may hold anything.
     seal.incomplete_detail = error.message if isinstance(error, Failure) else "The engine failed; see its log."
+
+
+def _key_of(steering: steering_pb2.SteeringSpec | None) -> bytes:
+    """Return what tells different operations apart."""
+    return steering_pb2.SteeringSpec(operations=steering.operations if steering else ()).SerializeToString(
+        deterministic=True
+    )
+
+
+def _size(changes: Sequence[steering_pb2.SteeringChange]) -> int:
+    return sum(change.ByteSize() for change in changes)
 
 
 def _aborted_failure(running: Running) -> Failure:

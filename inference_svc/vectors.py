@@ -129,8 +129,9 @@ class VectorActivator:
     """Allots rows of the workers' banks to the vectors that running requests use.
 
     A row belongs to one vector as long as any request uses it. Afterwards the vector stays there, and is there for the
-    next request, until the row is needed for another. Requests that need rows which are not free take their turns: the
-    first that came is served first, so one that needs many rows is not passed by for ever.
+    next request, until the row is needed for another. Requests take their turns: the first that came is served first,
+    so one that needs many rows is not passed by for ever. Only who takes no room goes ahead: one whose vectors are all
+    in use.
     """
 
     def __init__(self, cache: VectorCache, rows: int, load: LoadRows, wait_seconds: float) -> None:
@@ -153,8 +154,12 @@ class VectorActivator:
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def active(self, digests: Sequence[bytes]) -> AsyncIterator[dict[bytes, int]]:
+    async def active(self, digests: Sequence[bytes], held: int = 0) -> AsyncIterator[dict[bytes, int]]:
         """Hold vectors in the banks, and give their rows, for as long as the context lasts.
+
+        Args:
+            digests: The vectors, each once.
+            held: How many others the request holds already, for as long as these.
 
         Raises:
             Failure: A vector is not here any more, or there was no room for too long.
@@ -162,15 +167,15 @@ class VectorActivator:
         if not digests:
             yield {}
             return
-        rows = await self._acquire(digests)
+        rows = await self._acquire(digests, held)
         try:
             yield rows
         finally:
             await asyncio.shield(self._release(digests))
 
-    async def _acquire(self, digests: Sequence[bytes]) -> dict[bytes, int]:
-        if len(digests) > self._total:
-            raise self._full(f"The request uses {len(digests)} vectors; at most {self._total} can be active.")
+    async def _acquire(self, digests: Sequence[bytes], held: int) -> dict[bytes, int]:
+        if held + len(digests) > self._total:
+            raise self._full(f"The request uses {held + len(digests)} vectors; at most {self._total} can be active.")
         async with self._changed, self._turn(digests):
             # The lock is held while the banks are written, so nobody uses a row that is only half there.
             return await self._activate(digests)
@@ -192,14 +197,27 @@ class VectorActivator:
             self._changed.notify_all()
 
     async def _wait_for_room(self, turn: object, digests: Sequence[bytes]) -> None:
-        def may_go() -> bool:
-            new = self._new(digests)
-            return not new or (self._turns[0] is turn and self._room(digests) >= new)
+        is_late = asyncio.Event()
 
+        def may_go() -> bool:
+            if all(digest in self._users for digest in digests):
+                return True
+            return self._turns[0] is turn and self._room(digests) >= self._new(digests)
+
+        async def tell() -> None:
+            is_late.set()
+            async with self._changed:
+                self._changed.notify_all()
+
+        # Not asyncio.wait_for: up to Python 3.11 it waits in a task of its own. Cancelled twice, it does not wait for
+        # that task's end, and the lock would be given back by who does not have it.
+        timer = asyncio.get_running_loop().call_later(self._wait_seconds, lambda: asyncio.ensure_future(tell()))
         try:
-            await asyncio.wait_for(self._changed.wait_for(may_go), self._wait_seconds)
-        except asyncio.TimeoutError:  # the built-in TimeoutError only since Python 3.11
-            raise self._full(f"No room among {self._total} active vectors for {self._wait_seconds:g} s.") from None
+            await self._changed.wait_for(lambda: may_go() or is_late.is_set())
+        finally:
+            timer.cancel()
+        if not may_go():
+            raise self._full(f"No room among {self._total} active vectors for {self._wait_seconds:g} s.")
 
     async def _activate(self, digests: Sequence[bytes]) -> dict[bytes, int]:
         missing = self._cache.missing(digest for digest in digests if digest not in self._rows)
@@ -265,7 +283,7 @@ class VectorHold:
             Failure: A vector is not here any more, or there was no room for too long.
         """
         new = [digest for digest in digests if digest not in self.rows]
-        self.rows.update(await self._stack.enter_async_context(self._activator.active(new)))
+        self.rows.update(await self._stack.enter_async_context(self._activator.active(new, held=len(self.rows))))
 
     async def __aenter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.ids import is_valid_id
-from residuum.wire.limits import MAX_CAPTURE_TOKENS, MAX_ID_LENGTH, MAX_SEQUENCES
+from residuum.wire.limits import MAX_CAPTURE_TOKENS, MAX_ID_LENGTH, MAX_SEQUENCES, MAX_STEERING_CHANGES_BYTES
 from residuum.wire.selection import check_positions, resolve_layers
 from store_svc.capture import ABORTED, COMPLETE, INCOMPLETE
 from store_svc.keys import MAX_LAYERS
@@ -76,6 +76,11 @@ def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.Capt
         given, wanted = len(seal.sequences), description.num_sequences
         raise invalid("sequences", f"the capture has {wanted} sequences, not {given}")
     _check_tokens("sequences", description, [len(sequence.generated_token_ids) for sequence in seal.sequences])
+    if any(len(change.first_positions) != description.num_sequences for change in seal.steering_changes):
+        raise invalid("steering_changes", f"each must have {description.num_sequences} first positions, one a sequence")
+    size = sum(change.ByteSize() for change in seal.steering_changes)
+    if size > MAX_STEERING_CHANGES_BYTES:
+        raise invalid("steering_changes", f"must have {MAX_STEERING_CHANGES_BYTES} bytes at most, not {size}")
 
 
 def check_chunk(header: capture_pb2.ChunkHeader, description: capture_pb2.CaptureDescription) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from residuum.activations import Activations
 from residuum.capture import SITES
 from residuum.exceptions import BadVector, InvalidRequest, UnknownLayer, UnknownSite
 from residuum.selections import LayersLike, PositionsLike, layer_list
-from residuum.steering import Ablate, Add, Cap
+from residuum.steering import Ablate, Add, Cap, Replace
 from residuum.vector import Vector
 
 Float64Array = npt.NDArray[np.float64]
@@ -136,8 +137,12 @@ class Directions(Mapping[int, Vector]):
         *,
         layers: LayersLike | None = None,
         positions: PositionsLike = None,
+        keep_norm: bool = False,
     ) -> list[Add]:
         """Return operations for `steer=` that add each direction at its own layer: x + scale·v.
+
+        Layers of the same scale are one operation: with one scale for all of them, this is
+        `[residuum.Add(joy, scale=scale)]`.
 
         What is added at one layer is still there in those after it, so that many layers add up: name a few, or take
         a small scale. With a difference of means, scale=1 at one layer moves the mean of the negative examples to that
@@ -150,6 +155,7 @@ class Directions(Mapping[int, Vector]):
             scale: The factor, for all layers or by layer; below 0 it steers away.
             layers: Only these layers; None means all that there are.
             positions: Where it is applied; see `Positions.of`.
+            keep_norm: Scale each row, after the operation, to the norm that it had before.
 
         Raises:
             UnknownLayer: There is no direction for a layer, or it stands for the stream before the first layer, which
@@ -159,8 +165,8 @@ class Directions(Mapping[int, Vector]):
             >>> client.generate("Hello", steer=joy.add(0.5, layers=range(10, 15)))
         """
         return [
-            Add(vector, layer=place, scale=_of_layer("scale", scale, layer), positions=positions)
-            for layer, place, vector in self.placed(layers)
+            Add(vectors, scale=own, positions=positions, keep_norm=keep_norm)
+            for (own,), vectors in self._alike(layers, scale=scale)
         ]
 
     def ablate(
@@ -169,6 +175,7 @@ class Directions(Mapping[int, Vector]):
         *,
         layers: LayersLike | None = None,
         positions: PositionsLike = None,
+        keep_norm: bool = False,
     ) -> list[Ablate]:
         """Return operations for `steer=` that remove each direction at its own layer: x - scale·(x·v̂)v̂.
 
@@ -179,14 +186,15 @@ class Directions(Mapping[int, Vector]):
             scale: How much of the projection is removed, for all layers or by layer.
             layers: Only these layers; None means all that there are. `add` says after which layer they work.
             positions: Where it is applied; see `Positions.of`.
+            keep_norm: As for `add`.
 
         Raises:
             UnknownLayer: As for `add`.
             BadVector: A direction is zero.
         """
         return [
-            Ablate(vector, layer=place, scale=_of_layer("scale", scale, layer), positions=positions)
-            for layer, place, vector in self.placed(layers)
+            Ablate(vectors, scale=own, positions=positions, keep_norm=keep_norm)
+            for (own,), vectors in self._alike(layers, scale=scale)
         ]
 
     def cap(
@@ -196,6 +204,7 @@ class Directions(Mapping[int, Vector]):
         max: float | Mapping[int, float] | None = None,  # noqa: A002 - as above
         layers: LayersLike | None = None,
         positions: PositionsLike = None,
+        keep_norm: bool = False,
     ) -> list[Cap]:
         """Return operations for `steer=` that keep the projection onto each direction within bounds.
 
@@ -206,6 +215,7 @@ class Directions(Mapping[int, Vector]):
             max: The greatest one.
             layers: Only these layers; None means all that there are. `add` says after which layer they work.
             positions: Where it is applied; see `Positions.of`.
+            keep_norm: As for `add`.
 
         Raises:
             UnknownLayer: As for `add`.
@@ -217,14 +227,39 @@ class Directions(Mapping[int, Vector]):
             >>> joy.cap(max={layer: usual[layer].max() for layer in usual})
         """
         return [
-            Cap(
-                vector,
-                layer=place,
-                min=None if min is None else _of_layer("min", min, layer),
-                max=None if max is None else _of_layer("max", max, layer),
-                positions=positions,
-            )
-            for layer, place, vector in self.placed(layers)
+            Cap(vectors, min=low, max=high, positions=positions, keep_norm=keep_norm)
+            for (low, high), vectors in self._alike(layers, min=min, max=max)
+        ]
+
+    def replace(
+        self,
+        value: float | Mapping[int, float],
+        *,
+        layers: LayersLike | None = None,
+        positions: PositionsLike = None,
+        keep_norm: bool = False,
+    ) -> list[Replace]:
+        """Return operations for `steer=` that set the projection onto each direction: x + (value - x·v̂)v̂.
+
+        Whatever a row said along the direction, it then says `value`; `project` tells what is usual in a layer.
+
+        Args:
+            value: What the projection x·v̂ becomes, in units of x; for all layers or by layer.
+            layers: Only these layers; None means all that there are. `add` says after which layer they work.
+            positions: Where it is applied; see `Positions.of`.
+            keep_norm: As for `add`.
+
+        Raises:
+            UnknownLayer: As for `add`.
+            BadVector: A direction is zero.
+
+        Example:
+            >>> joyful = joy.project(happy_acts)
+            >>> joy.replace({layer: joyful[layer].mean() for layer in joyful})
+        """
+        return [
+            Replace(vectors, value=own, positions=positions, keep_norm=keep_norm)
+            for (own,), vectors in self._alike(layers, value=value)
         ]
 
     def placed(self, layers: LayersLike | None = None) -> list[tuple[int, int, Vector]]:
@@ -250,6 +285,17 @@ class Directions(Mapping[int, Vector]):
                 reason="UNKNOWN_LAYER",
             )
         return [(layer, layer - shift, self._vectors[layer]) for layer in chosen]
+
+    def _alike(
+        self, layers: LayersLike | None, **numbers: float | Mapping[int, float] | None
+    ) -> list[tuple[tuple[Any, ...], dict[int, Vector]]]:
+        """Return the layers with equal numbers together: (their numbers, place -> vector)."""
+        alike: dict[str, tuple[tuple[Any, ...], dict[int, Vector]]] = {}
+        for layer, place, vector in self.placed(layers):
+            own = tuple(_of_layer(name, given, layer) for name, given in numbers.items())
+            # By how they are written: what is no number at all is told by the operation, in its own words.
+            alike.setdefault(repr(own), (own, {}))[1][place] = vector
+        return list(alike.values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file: a tensor `SITE.LAYER`, float32 [hidden], for each layer.
@@ -376,7 +422,7 @@ def _vector(layer: int, given: Vector | npt.ArrayLike) -> Vector:
         raise BadVector(f"The direction of layer {layer}: {error}", reason=error.reason) from None
 
 
-def _of_layer(name: str, given: float | Mapping[int, float], layer: int) -> float:
+def _of_layer(name: str, given: float | Mapping[int, float] | None, layer: int) -> float | None:
     if not isinstance(given, Mapping):
         return given
     if layer not in given:

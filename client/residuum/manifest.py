@@ -59,7 +59,7 @@ class SteeringRecord:
     """One steering operation, as it was applied."""
 
     operation: str
-    """"add", "ablate", "cap" or "replace"."""
+    """"add", "ablate", "cap" or "replace"; "unknown" if only a newer version knows it."""
     layers: tuple[int, ...]
     """The layers after which it was applied."""
     digests: tuple[str, ...]
@@ -80,8 +80,11 @@ class SteeringRecord:
     @classmethod
     def from_proto(cls, proto: steering_pb2.SteeringOperation) -> SteeringRecord:
         """Return the record of a message."""
-        kind = proto.WhichOneof("operation") or "unknown"  # a newer server's
-        what: Any = getattr(proto, kind, steering_pb2.Add())
+        kind = proto.WhichOneof("operation")
+        layers, positions = tuple(proto.layers.list.layers), Positions.from_proto(proto.positions)
+        if kind is None:
+            return cls("unknown", layers, (), positions, keep_norm=proto.keep_norm)
+        what: Any = getattr(proto, kind)
         numbers = {
             name: getattr(what, name)
             for name, item in what.DESCRIPTOR.fields_by_name.items()
@@ -92,9 +95,9 @@ class SteeringRecord:
         own = proto.layer_digests or [what.digest]
         return cls(
             operation=kind,
-            layers=tuple(proto.layers.list.layers),
+            layers=layers,
             digests=tuple(digest.hex() for digest in own),
-            positions=Positions.from_proto(proto.positions),
+            positions=positions,
             keep_norm=proto.keep_norm,
             **numbers,
         )

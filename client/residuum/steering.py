@@ -35,7 +35,7 @@ class _Placed:
     _example: ClassVar[str] = "scale=6.0"
 
     vector: Vector | Mapping[int, Vector]
-    """The vector; its length must be the model's hidden size. Or one for each layer, as {layer: vector}."""
+    """The vector; its length must be the model's hidden size. Or one for each layer: {layer: vector}, or Directions."""
     _: KW_ONLY
     layer: LayersLike | None = None
     """The layer after which it works."""
@@ -57,7 +57,7 @@ class _Placed:
 
     def __post_init__(self) -> None:
         if isinstance(self.vector, Mapping):
-            object.__setattr__(self, "vector", LayerVectors(self.vector))
+            object.__setattr__(self, "vector", LayerVectors(_by_place(self.vector)))
         elif not isinstance(self.vector, Vector):
             raise TypeError(f"{self._name} takes a residuum.Vector; make one with Vector.from_array(array).")
         for name in ("layer", "layers"):  # an iterator could be read only once
@@ -92,10 +92,11 @@ class _Placed:
             raise InvalidRequest(f"{self._name}: {name} must be a finite float32, not {value}.", reason="INVALID_FIELD")
 
     def _check_direction(self) -> None:
-        for vector in self.vectors:
+        for index, vector in enumerate(self.vectors):
             if not MIN_DIRECTION_NORM <= vector.norm <= MAX_DIRECTION_NORM:
+                which = "this vector" if isinstance(self.vector, Vector) else f"that of layer {[*self.vector][index]}"
                 what = f"has the norm {vector.norm:g}" if vector.norm else "is zero"
-                raise BadVector(f"{self._name} needs a direction, and this vector {what}.", reason="BAD_VALUES")
+                raise BadVector(f"{self._name} needs a direction, and {which} {what}.", reason="BAD_VALUES")
 
     def _placed(self) -> steering_pb2.SteeringOperation:
         message = steering_pb2.SteeringOperation(layers=layer_selection(self._layers()), keep_norm=self.keep_norm)
@@ -258,6 +259,12 @@ class LayerVectors(Mapping[int, Vector]):
 
     def __repr__(self) -> str:
         return repr(self._vectors)
+
+
+def _by_place(vectors: Mapping[int, Vector]) -> Mapping[int, Vector]:
+    """Return vectors by the layers after which they work; `Directions` of resid_pre work after the layer before."""
+    placed = getattr(vectors, "placed", None)
+    return vectors if placed is None else {place: vector for _, place, vector in placed()}
 
 
 _WHERE = "vector, layer=12, scale=6.0"

@@ -95,8 +95,9 @@ class CpuTap:
                     self._store(group, hidden, residual, unit)
 
     def _steer(self, batches: Sequence[OperationBatch], hidden: Tensor, residual: Tensor | None) -> None:
-        # Rounded to the model's dtype once, after the last operation. Only the difference is written back: a row that
-        # no operation moves stays as it is to the bit, which hidden + residual - residual would not.
+        # Rounded to the model's dtype once, after the last operation. Only the difference is written back, and only
+        # where there is one: what no operation moves stays as it is to the bit, which hidden + residual - residual
+        # would not, nor a negative zero + 0.
         rows = torch.cat([batch.rows for batch in batches]).unique()  # sorted
         before = hidden[rows].float()
         x = before if residual is None else before + residual[rows].float()
@@ -106,7 +107,7 @@ class CpuTap:
             vectors = self._bank.vectors[batch.vectors]
             inverse_norms = self._bank.inverse_norms[batch.vectors]
             steered[at] = apply_batch(steered[at], vectors, inverse_norms, batch)
-        hidden[rows] = (before + (steered - x)).to(hidden.dtype)
+        hidden[rows] = torch.where(steered == x, before, before + (steered - x)).to(hidden.dtype)
 
     def _store(self, group: CaptureGroup, hidden: Tensor, residual: Tensor | None, unit: int) -> None:
         assert self._pool is not None  # noqa: S101 - a rank without a pool lays out no captures

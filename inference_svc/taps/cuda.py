@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from inference_svc.taps import kernel
-from inference_svc.taps.demand import MAX_ENTRIES, MAX_PROGRAMS
+from inference_svc.taps.demand import MAX_ENTRIES
 from inference_svc.taps.layout import PLACE, PROGRAM, ROW
 from inference_svc.taps.tables import ProgramTable
 
@@ -48,7 +48,8 @@ class CudaTap:
             max_requests: The most requests that run at once.
         """
         device = bank.vectors.device
-        programs = min(MAX_PROGRAMS * max_requests, max_rows) + _SPARE_PROGRAMS
+        # One for each row: a request whose steering was changed may be computed again with more than MAX_PROGRAMS.
+        programs = max_rows + _SPARE_PROGRAMS
         self._programs = ProgramTable(programs, MAX_ENTRIES * max_requests, points, device)
         rows = torch.full((max_rows, kernel.ROW_FIELDS), _NO_PROGRAM, dtype=torch.int32, device=device)
         self._tables = kernel.KernelTables(rows, self._programs, bank, pool)

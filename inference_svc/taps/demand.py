@@ -1,7 +1,7 @@
 """How much room of the program tables a request may take, told before it runs.
 
-The tables hold what `MAX_PROGRAMS` and `MAX_ENTRIES` of every running request amount to. So no request that was taken
-on can find them full in the middle of a step.
+The tables hold a program for each row that a step can have, and `MAX_ENTRIES` of every running request. So no request
+that was taken on can find them full in the middle of a step, nor can one whose steering is changed while it runs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ class Demand(NamedTuple):
     programs: int
     entries: int
 
-    def plus(self, other: Demand) -> Demand:
-        """Return what both take: a request whose steering was changed may be computed again with either."""
-        return Demand(self.programs + other.programs, self.entries + other.entries)
-
 
 def demand_of(
     operations: Sequence[tuple[Sequence[int], selection_pb2.PositionSelection]],
@@ -42,7 +38,8 @@ def demand_of(
         captured: The positions that are captured; None: none.
     """
     selections = [positions for _, positions in operations] + ([captured] if captured else [])
-    distinct = {positions.SerializeToString(): positions for positions in selections}.values()
+    # One that takes every position divides none from others.
+    distinct = {positions.SerializeToString(): positions for positions in selections if _divides(positions)}.values()
     # Two bounds. Each selection takes a position or not. And between the borders of all ranges, and of the prompt, it
     # does so for all positions alike, but for those that count every k-th.
     ranges = sum(len(positions.ranges) for positions in distinct)
@@ -54,3 +51,7 @@ def demand_of(
             by_layer.setdefault(layer, []).append(index)
     entries = sum(len(indices) for indices in {tuple(indices) for indices in by_layer.values()})
     return Demand(programs, programs * entries)
+
+
+def _divides(positions: selection_pb2.PositionSelection) -> bool:
+    return bool(positions.phases or positions.ranges or positions.every > 1)

@@ -96,15 +96,18 @@ def _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL: tl.const
     factor = scale
     if kind != _ADD:
         projection = _dot(x, x_tail, v, v_tail, TAIL) * inverse
-        clamped = tl.maximum(tl.minimum(projection, high), low)
-        along = tl.where(kind == _ABLATE, -scale * projection, clamped - projection)
+        # Not clamp(projection) - projection: the compiler may fuse the product above into the difference, which is not
+        # zero then where nothing is cut off.
+        over = tl.where(projection > high, high - projection, tl.where(projection < low, low - projection, 0.0))
+        along = tl.where(kind == _ABLATE, -scale * projection, over)
         factor = along * inverse
     moved = x + factor * v
     moved_tail = x_tail + factor * v_tail
     if what & _KEEP_NORM:
         before = _dot(x, x_tail, x, x_tail, TAIL)
         after = _dot(moved, moved_tail, moved, moved_tail, TAIL)
-        rescaled = tl.where(after > 0.0, tl.sqrt(before / after), 1.0)  # a row that became zero stays zero
+        # A row that became zero stays zero, and one that was not moved stays as it is to the bit.
+        rescaled = tl.where((after > 0.0) & (factor != 0.0), tl.sqrt(before / after), 1.0)
         moved *= rescaled
         moved_tail *= rescaled
     return moved, moved_tail
@@ -206,9 +209,11 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
         steered, steered_tail = _apply_rest(
             steered, steered_tail, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
         )
-        # Only the difference is written back: a row that no operation moves stays as it is to the bit.
-        after = (h.to(tl.float32) + (steered - x)).to(dtype)
-        after_tail = (h_tail.to(tl.float32) + (steered_tail - x_tail)).to(dtype)
+        # Only the difference is written back, and only where there is one: what no operation moves stays as it is to
+        # the bit, a negative zero and an infinity, too.
+        after = tl.where(steered == x, h, (h.to(tl.float32) + (steered - x)).to(dtype))
+        changed = (h_tail.to(tl.float32) + (steered_tail - x_tail)).to(dtype)
+        after_tail = tl.where(steered_tail == x_tail, h_tail, changed)
         _store(h_at, after, after_tail, width, HEAD, TAIL)
         if HAS_RESIDUAL:
             after = (after.to(tl.float32) + r.to(tl.float32)).to(dtype)
@@ -266,8 +271,12 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     dtype = hidden.dtype.element_ty
     before, before_tail = x.to(dtype), x_tail.to(dtype)
     if is_steered:
-        x, x_tail = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
-        x, x_tail = _apply_rest(x, x_tail, width, first, count, entries, bank, inverse_norms, HEAD, TAIL)
+        steered, steered_tail = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
+        steered, steered_tail = _apply_rest(
+            steered, steered_tail, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
+        )
+        x = tl.where(steered == x, x, steered)  # a negative zero that no operation moves stays one
+        x_tail = tl.where(steered_tail == x_tail, x_tail, steered_tail)
     after, after_tail = x.to(dtype), x_tail.to(dtype)
     _keep(here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
     _keep(next_here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)

@@ -25,6 +25,7 @@ from residuum.v1 import (
     inference_pb2,
     inference_pb2_grpc,
     selection_pb2,
+    steering_pb2,
     store_pb2,
     store_pb2_grpc,
     tensor_pb2,
@@ -59,7 +60,7 @@ class Script:
     failures: list = field(default_factory=list)  # one for each of the next calls; None: it goes well
     store_endpoints: list | None = None  # None: the real one
     hold: threading.Event | None = None  # generation waits here after its first token
-    drop_vectors: bool = False  # forget all vectors before the next Generate
+    drop_vectors: bool = False  # forget all vectors before the next Generate or UpdateSteering
     truncate: bool = False  # end the stream without the last event
     outcome: int = capture_pb2.CAPTURE_STATE_COMPLETE
     lost_layers: tuple = ()  # layers whose rows are shed
@@ -79,6 +80,9 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         self.vectors: dict[bytes, bytes] = {}
         self.registrations: dict[str, inference_pb2.RequestSpec] = {}
         self.used: set[str] = set()
+        self.updatable: dict[str, list[int]] = {}  # the prompts of requests whose steering can be changed
+        self.done: dict[str, list[list[int]]] = {}
+        self.changes: dict[str, list] = {}
         self.calls: list[str] = []
         self.requests: list = []
         self.vectors_received = 0
@@ -102,7 +106,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.GetModelInfoResponse(
             model="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
             sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
-            steering_operations=["add", "ablate", "cap"], encodings=[capture_pb2.ENCODING_RAW],
+            steering_operations=["add", "ablate", "cap", "replace"], encodings=[capture_pb2.ENCODING_RAW],
             limits=inference_pb2.Limits(
                 max_model_len=4096, max_operations=256,
                 capture_pool_bytes=3 << 30, ring_bytes=1 << 28, table_bytes=5 << 20,
@@ -154,6 +158,28 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             raise Failure(Reason.ERROR_REASON_UNKNOWN_REQUEST, "No such request.", request_id=request.request_id)
         return inference_pb2.AbortResponse()
 
+    def UpdateSteering(self, request, context):
+        self._begin("UpdateSteering", request)
+        if self.script.drop_vectors:
+            self.script.drop_vectors = False
+            self.vectors.clear()
+        if request.request_id not in self.running:
+            raise Failure(Reason.ERROR_REASON_UNKNOWN_REQUEST, "It is not running.", request_id=request.request_id)
+        if request.request_id not in self.updatable:
+            raise Failure(Reason.ERROR_REASON_NOT_UPDATABLE, "It cannot be changed.", request_id=request.request_id)
+        self._check_vectors(request)
+        firsts = [len(self.updatable[request.request_id]) + len(tokens) for tokens in self.done[request.request_id]]
+        change = steering_pb2.SteeringChange(steering=request.steering, first_positions=firsts)
+        self.changes.setdefault(request.request_id, []).append(change)
+        return inference_pb2.UpdateSteeringResponse(first_positions=firsts)
+
+    def _check_vectors(self, what):
+        """Check that the vectors of a spec, or of a change, are here."""
+        missing = self._missing(_digests(what))
+        if missing:
+            digests = ",".join(digest.hex() for digest in missing)
+            raise Failure(Reason.ERROR_REASON_MISSING_VECTORS, "Send them with PutVectors.", digests=digests)
+
     def Generate(self, request, context):
         self._begin("Generate", request)
         if self.script.drop_vectors:
@@ -162,11 +188,10 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         name, spec = self._claim(request)
         prompt = _tokens(request)
         self._check(spec)
-        missing = self._missing(_digests(spec))
-        if missing:
-            digests = ",".join(digest.hex() for digest in missing)
-            raise Failure(Reason.ERROR_REASON_MISSING_VECTORS, "Send them with PutVectors.", digests=digests)
+        self._check_vectors(spec)
         self.used.add(name)
+        if spec.steering.updatable:
+            self.updatable[name] = prompt
         count = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else 16
         sequences = request.sampling.num_sequences or 1
         captures = spec.HasField("capture")
@@ -208,6 +233,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         if captures:
             handle = inference_pb2.CaptureHandle(capture_id=name, store_endpoint=self.store_endpoint)
         done: list[list[int]] = [[] for _ in range(sequences)]
+        self.done[name] = done
         started = inference_pb2.GenerationStarted(request_id=name, prompt_token_ids=prompt, capture=handle)
         if not script.bad_order:
             yield inference_pb2.GenerateResponse(started=started)
@@ -276,7 +302,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         list(self.store.AppendChunks(iter(numbered), timeout=20))
         aborted = outcome == capture_pb2.CAPTURE_STATE_ABORTED
         seal = store_pb2.SealCaptureRequest(
-            capture_id=name, outcome=outcome,
+            capture_id=name, outcome=outcome, steering_changes=self.changes.get(name),
             sequences=[
                 capture_pb2.SequenceOutcome(generated_token_ids=tokens, finish_reason="abort" if aborted else "length")
                 for tokens in done
@@ -340,7 +366,11 @@ def _numbered(message, number):
 
 
 def _digests(spec):
-    return [getattr(operation, operation.WhichOneof("operation")).digest for operation in spec.steering.operations]
+    return [
+        digest
+        for operation in spec.steering.operations
+        for digest in operation.layer_digests or [getattr(operation, operation.WhichOneof("operation")).digest]
+    ]
 
 
 def _tokens(request) -> list[int]:

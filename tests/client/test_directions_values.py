@@ -64,25 +64,39 @@ def test_what_is_refused(vectors, site, kind, message):
 
 
 def test_add_at_each_layer(three):
-    operations = three.add(0.5, positions="generated")
-    assert operations == [
-        residuum.Add(three[layer], layer=layer, scale=0.5, positions="generated") for layer in (2, 4, 9)
+    assert three.add(0.5, positions="generated") == [residuum.Add(three, scale=0.5, positions="generated")]
+    assert three.add(layers=[9, 2]) == [residuum.Add({2: three[2], 9: three[9]})]
+    assert three.add(layers="all") == three.add() == [residuum.Add(dict(three), scale=1.0)]
+
+
+def test_layers_of_one_scale_are_one_operation(three):
+    assert three.add({2: 1.0, 4: -2.0, 9: 1.0}) == [
+        residuum.Add({2: three[2], 9: three[9]}, scale=1.0),
+        residuum.Add({4: three[4]}, scale=-2.0),
     ]
-    assert [operation.layer for operation in three.add(layers=[9, 2])] == [(2,), (9,)]
-    assert [operation.scale for operation in three.add({2: 1.0, 9: -2.0}, layers=[2, 9])] == [1.0, -2.0]
-    assert [operation.scale for operation in three.add()] == [1.0] * 3
-    assert three.add(layers="all") == three.add()
+    with pytest.raises(TypeError, match=r"Add: scale is a number, not \[1\.0\]"):
+        three.add([1.0])
 
 
-def test_ablate_and_cap_at_each_layer(three):
-    assert three.ablate(layers=4) == [residuum.Ablate(three[4], layer=4, scale=1.0)]
-    assert three.cap(max=3.0, layers=[2]) == [residuum.Cap(three[2], layer=2, max=3.0)]
+def test_other_operations_at_each_layer(three):
+    assert three.ablate(layers=4, keep_norm=True) == [residuum.Ablate({4: three[4]}, scale=1.0, keep_norm=True)]
+    assert three.replace(3.0, layers=[2]) == [residuum.Replace({2: three[2]}, value=3.0)]
+    assert three.replace({2: 1.0, 4: 2.0, 9: 2.0}, positions="prompt") == [
+        residuum.Replace({2: three[2]}, value=1.0, positions="prompt"),
+        residuum.Replace({4: three[4], 9: three[9]}, value=2.0, positions="prompt"),
+    ]
+    assert three.cap(max=3.0, layers=[2]) == [residuum.Cap({2: three[2]}, max=3.0)]
     bounds = three.cap(min={2: -1.0, 4: -2.0, 9: -3.0}, max=5.0)
     assert [(one.min, one.max) for one in bounds] == [(-1.0, 5.0), (-2.0, 5.0), (-3.0, 5.0)]
     with pytest.raises(residuum.InvalidRequest, match="min="):
         three.cap()
     with pytest.raises(residuum.InvalidRequest, match=r"max says nothing of layer 4.*layers="):
         three.cap(max={2: 1.0, 9: 1.0})
+
+
+def test_a_layer_whose_direction_is_zero_is_named():
+    with pytest.raises(residuum.BadVector, match="that of layer 4 is zero"):
+        residuum.Directions({2: [1.0], 4: [0.0]}).ablate()
 
 
 @pytest.mark.parametrize("operation", ["add", "ablate"])
@@ -97,12 +111,16 @@ def test_layers_without_a_direction(three, operation):
 
 def test_resid_pre_is_steered_after_the_layer_before():
     pre = residuum.Directions({0: VECTORS[2], 1: VECTORS[4]}, origin=directions.Origin(site="resid_pre"))
-    assert pre.add(layers=[1]) == [residuum.Add(pre[1], layer=0)]
+    assert pre.add(layers=[1]) == [residuum.Add({0: pre[1]})]
+    later = residuum.Directions({1: VECTORS[2], 3: VECTORS[4]}, origin=directions.Origin(site="resid_pre"))
+    assert residuum.Add(later) == residuum.Add({0: later[1], 2: later[3]})
     with pytest.raises(residuum.UnknownLayer, match=r"before the first layer.*leave layer\s+0 out"):
         pre.add()
+    with pytest.raises(residuum.UnknownLayer, match="before the first layer"):
+        residuum.Add(pre)
     for site in ("attn_out", "mlp_out", "resid_post"):
         same = residuum.Directions(pre, origin=directions.Origin(site=site))
-        assert [operation.layer for operation in same.add()] == [(0,), (1,)]
+        assert same.add() == [residuum.Add(same)] == [residuum.Add({0: pre[0], 1: pre[1]})]
 
 
 def test_normalized(three):

@@ -1,5 +1,7 @@
 """Runs the GPU's kernel on the CPU, in Triton's interpreter, beside the CPU's tap; prints the largest differences.
 
+What steering makes of rows is compared with float64 as well, and fails here if it is too far away.
+
 A program of its own: TRITON_INTERPRET must be set before Triton is imported.
 """
 
@@ -19,12 +21,12 @@ from inference_svc.taps import kernel
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
-from inference_svc.taps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
+from inference_svc.taps.layout import NOWHERE, StepLayout
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.programs import Program, Step
-from inference_svc.taps.tables import ProgramTable
 from residuum.v1 import capture_pb2
+from tests.inference import steering_cases as steering
 
 LAYERS, ROWS, CPU = 3, 12, torch.device("cpu")
 POINTS = TapPoints(0, LAYERS)
@@ -42,14 +44,13 @@ def main() -> None:
     """Print {case: [largest differences in what the model goes on with, in captured rows]}, relative."""
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
-    json.dump(
-        {
-            f"{name} {what}": run(rng, getattr(torch, name))
-            for name in ("float32", "bfloat16")
-            for what, run in (("tap", tap_differences), ("norm", norm_differences), ("copy", copy_differences))
-        },
-        sys.stdout,
-    )
+    dtypes = ("float32", "bfloat16", "float16")
+    runs = (("tap", tap_differences), ("norm", norm_differences), ("copy", copy_differences))
+    differences = {f"{name} {what}": run(rng, getattr(torch, name)) for name in dtypes for what, run in runs}
+    for name in dtypes:
+        for seed in range(12):
+            check_steering(seed, getattr(torch, name))
+    json.dump(differences, sys.stdout)
 
 
 def tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
@@ -93,6 +94,46 @@ def copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float
     return worst
 
 
+def check_steering(seed: int, dtype: torch.dtype) -> None:
+    """Check rows of 1 to 8 operations: against float64, beside other rows, and where nothing is moved."""
+    rows, hidden, has_residual = (1, 5, 24)[seed % 3], (2, 48, 70)[seed // 3 % 3], bool(seed % 2)
+    case = steering.make_case(seed, dtype, rows, hidden, 8, has_residual=has_residual)
+    got = steered(case)
+    case.check(got, roundings=2.0 if dtype == torch.bfloat16 else 1.0)  # the interpreter cuts bfloat16 off
+    mine = seed % rows
+    beside = steering.neighbours(case, mine, seed + 1000)
+    assert steering.same_bits(got[mine], steered(beside)[mine]), "a row depends on those beside it"
+    case.hidden = steering.awkward_rows(dtype, rows, hidden, seed)
+    case.operations = [steering.idle_operations()[row % 6 :] if row % 4 else [] for row in range(rows)]
+    assert steering.same_bits(steered(case), case.hidden), "a row was moved by nothing"
+    if has_residual:
+        check_idle_norm(case)
+
+
+def check_idle_norm(case: steering.Case) -> None:
+    """Check that the folded norm hands on the same sum, to the bit, whether nothing or nobody steers."""
+    weight = torch.ones(case.hidden.shape[1], dtype=case.hidden.dtype)
+
+    def run(tables: kernel.KernelTables) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernel.tap_norm(case.hidden, case.residual, weight, 1e-5, steering.POINT, tables, plus_one=False)
+
+    tables = tables_of(case)
+    nobody = tables._replace(rows=torch.full_like(tables.rows, -1))
+    case.residual = case.hidden.flip(0)  # zeros of both signs meet
+    for one, other in zip(run(tables), run(nobody), strict=True):
+        assert steering.same_bits(one, other), "the norm of a row was moved by nothing"
+
+
+def steered(case: steering.Case) -> torch.Tensor:
+    hidden = case.hidden.clone()
+    kernel.tap(hidden, case.residual, steering.POINT, tables_of(case))
+    return hidden
+
+
+def tables_of(case: steering.Case) -> kernel.KernelTables:
+    return steering.make_tables(case.layout(), len(case.hidden), case.bank())
+
+
 def prepare(
     rng: np.random.Generator, hidden: int, dtype: torch.dtype
 ) -> tuple[CpuTap, kernel.KernelTables, list[BlockPool]]:
@@ -103,22 +144,16 @@ def prepare(
     layout = random_layout(rng)
     cpu = CpuTap(bank, pools[0], POINTS)
     cpu.arm(layout)
-    table = ProgramTable(32, 256, POINTS, CPU)
-    rows = torch.full((ROWS, kernel.ROW_FIELDS), -1, dtype=torch.int32)
-    numbers = table.place(layout.programs)
-    rows[layout.lines[:, ROW], 0] = torch.from_numpy(numbers[layout.lines[:, PROGRAM]].astype(np.int32))
-    rows[layout.lines[:, ROW], 1:3] = torch.from_numpy(layout.lines[:, PLACE:].astype(np.int32))
-    rows[layout.lines[:, ROW], 3] = torch.from_numpy(table.is_busy[numbers][layout.lines[:, PROGRAM]])
-    return cpu, kernel.KernelTables(rows, table, bank, pools[1]), pools
+    return cpu, steering.make_tables(layout, ROWS, bank, pools[1], POINTS), pools
 
 
 def random_layout(rng: np.random.Generator) -> StepLayout:
     """Return a layout of all but the last two rows: those must stay as they are."""
     order, programs, lines, place = rng.permutation(ROWS - 2), [], [], 0
     for index, chosen in enumerate(np.split(order, [3, 4, 8])):
+        operations = [steering.make_operation(rng) for _ in range(int(rng.integers(9)))]
         steps = [
-            Step(Kind(kind), int(rng.integers(8)), tuple(range(int(rng.integers(LAYERS)) + 1)), 0.7, -0.5, 0.5)
-            for kind in rng.permutation(3)[: int(rng.integers(4))]
+            Step.of(operation)._replace(layers=tuple(range(int(rng.integers(LAYERS)) + 1))) for operation in operations
         ]
         layers = tuple(sorted({int(layer) for layer in rng.integers(LAYERS, size=2)}))
         sites = tuple(sorted({SITES[int(site)] for site in rng.integers(len(SITES), size=3)}))

@@ -68,8 +68,10 @@ JOY = vector(1, 2, 3, 4)
 ADD_JOY = steering_pb2.SteeringOperation(layers=LAYERS, add=steering_pb2.Add(digest=JOY.digest, scale=2.0))
 
 
-def spec(request_id="", capture=None, operations=()):
-    steering = steering_pb2.SteeringSpec(operations=operations) if operations else None
+def spec(request_id="", capture=None, operations=(), *, updatable=False):
+    steering = None
+    if operations or updatable:
+        steering = steering_pb2.SteeringSpec(operations=operations, updatable=updatable)
     return inference_pb2.RequestSpec(request_id=request_id, capture=capture, steering=steering)
 
 
@@ -101,6 +103,14 @@ class FakeEngine:
         self.closed = []
         """Engine ids of the generators that have ended, however they did."""
         self.bank = {}
+        self.changes = []
+        """What `change_steering` was called with."""
+        self.positions = {}
+        """The first position that a sequence's change holds from, by the sequence's engine id; else 0."""
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.change_error = None
+        self.forgotten = []
         self.changed = asyncio.Condition()
 
     def tokenize(self, request):
@@ -117,6 +127,16 @@ class FakeEngine:
 
     async def load_vectors(self, rows):
         self.bank.update(rows)
+
+    async def change_steering(self, changes):
+        await self.note(self.changes, dict(changes))
+        await self.answers.wait()
+        if self.change_error:
+            raise self.change_error
+        return {name: self.positions.get(name, 0) for name in changes}
+
+    async def forget(self, names):
+        await self.note(self.forgotten, list(names))
 
     async def note(self, log, item):
         log.append(item)
@@ -236,6 +256,13 @@ class Service:
 
     async def events(self, request):
         return [event async for event in self.stub.Generate(request)]
+
+    async def update(self, request_id, *operations):
+        """Change the steering; return the first positions."""
+        request = inference_pb2.UpdateSteeringRequest(
+            request_id=request_id, steering=steering_pb2.SteeringSpec(operations=operations)
+        )
+        return list((await self.stub.UpdateSteering(request)).first_positions)
 
     async def abort(self, request_id):
         await self.stub.Abort(inference_pb2.AbortRequest(request_id=request_id))

@@ -44,8 +44,9 @@ def test_no_request_takes_more_than_it_was_told_to(steering, captured):
 
 def test_what_people_ask_for_takes_little():
     every_layer = [((layer,), select()) for layer in range(36)]
-    assert demand_of(every_layer, select()) == (2, 72)
-    assert demand_of([(range(36), select())] * 256, None) == (2, 512)
+    assert demand_of(every_layer, select()) == (1, 36)
+    assert demand_of([(range(36), select())] * 256, None) == (1, 256)
+    assert demand_of(every_layer, select(phases=(GENERATED,))) == (2, 72)
     assert demand_of([], select(*[(2 * at, 2 * at) for at in range(64)])) == (2, 0)
 
 

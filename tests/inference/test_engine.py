@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from contextlib import aclosing
@@ -20,12 +21,12 @@ from inference_svc.engine import (
     sampling_params,
 )
 from inference_svc.settings import InferenceSettings
-from inference_svc.taps.plan import RequestPlan
+from inference_svc.taps.plan import Kind, Operation, RequestPlan
 from inference_svc.taps.worker import SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2
 from tests.inference.service_support import FACTS
-from tests.inference.taps_support import capture
+from tests.inference.taps_support import capture, select
 
 
 class Tokenizer:
@@ -140,6 +141,32 @@ async def test_a_dead_engine_is_a_failure_of_the_contract(engine, llm):
 async def test_probes_of_all_ranks_are_joined(engine, llm):
     llm.answers["residuum_take_probe"] = [[["a"], [], ["b", "c"]]]
     assert await engine.take_probe("self-test") == ["a", "b", "c"]
+
+
+async def test_steering_is_changed_on_every_rank_alike(engine, llm):
+    llm.answers["residuum_change_steering"] = [[{"r#0": 5}] * 2, [{"r#0": 5}, {"r#0": 6}]]
+    operation = Operation(Kind.ADD, 1, (0, 2), select(), 2.0)
+    assert await engine.change_steering({"r#0": [operation]}) == {"r#0": 5}
+    assert llm.asked == [("residuum_change_steering", ({"r#0": [operation.to_data()]},))]
+    with pytest.raises(RuntimeError, match="ranks"):
+        await engine.change_steering({"r#0": [operation]})
+    llm.answers["residuum_forget"] = [[None]]
+    await engine.forget(("r#0",))
+    assert llm.asked[-1] == ("residuum_forget", (["r#0"],))
+
+
+async def test_an_engine_that_dies_during_a_change_of_steering_is_a_failure_of_the_contract(engine, llm, monkeypatch):
+    """vLLM does not answer then, and never will."""
+    monkeypatch.setattr(engine_module, "_DEATH_POLL_SECONDS", 0.01)
+
+    async def die(method, args):
+        llm.errored = True
+        await asyncio.Event().wait()
+
+    llm.collective_rpc = die
+    with pytest.raises(Failure) as caught:
+        await asyncio.wait_for(engine.change_steering({}), 20)
+    assert caught.value.reason_name == "ENGINE_DEAD"
 
 
 async def test_draining_asks_until_every_rank_is_done(engine, llm):

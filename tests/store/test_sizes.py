@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from residuum.v1 import capture_pb2, selection_pb2, store_pb2
-from residuum.wire.limits import MAX_CAPTURE_TOKENS, MAX_ID_LENGTH, MAX_MESSAGE_BYTES
+from residuum.v1 import capture_pb2, selection_pb2, steering_pb2, store_pb2
+from residuum.wire.limits import MAX_CAPTURE_TOKENS, MAX_ID_LENGTH, MAX_MESSAGE_BYTES, MAX_STEERING_CHANGES_BYTES
 from store_svc.capture import Capture
 from store_svc.checks import check_description, check_seal
 from store_svc.ledger import Cells
@@ -15,6 +15,8 @@ from tests.store.support import ABORTED, COMPLETE, describe
 
 SITES = [site for site in capture_pb2.Site.values() if site]
 LAYERS = range(8)
+MOST_DIGESTS = 8192
+"""What one request's steering may name: as many as a server of these grants entries of its tables."""
 LARGEST_TOKEN = (1 << 21) - 1
 NOW = Timestamp(seconds=1_800_000_000, nanos=999_999_999)
 
@@ -23,13 +25,16 @@ NOW = Timestamp(seconds=1_800_000_000, nanos=999_999_999)
     ("sequences", "prompt_share", "stored"),
     [(1, 0.0, "every row"), (1, 0.5, "half of the rows"), (8, 0.0, "half of the rows")],
 )
-def test_the_longest_manifest_fits_a_message(sequences: int, prompt_share: float, stored: str) -> None:
+def test_the_longest_manifest_fits_a_message_with_its_steering(
+    sequences: int, prompt_share: float, stored: str
+) -> None:
     """Every second position at every site: the selection with the most runs of positions."""
     each = MAX_CAPTURE_TOKENS // sequences
     prompt = int(each * prompt_share)
     selection = selection_pb2.PositionSelection(every=2)
     description = describe("x" * MAX_ID_LENGTH, layers=LAYERS, sites=SITES, sequences=sequences, positions=selection)
     description.prompt_token_ids[:] = [LARGEST_TOKEN] * prompt
+    description.steering.operations.add(layer_digests=[b"d" * 32] * MOST_DIGESTS)
     check_description(description)
     outcome = capture_pb2.SequenceOutcome(generated_token_ids=[LARGEST_TOKEN] * (each - prompt), finish_reason="length")
     seal = store_pb2.SealCaptureRequest(
@@ -37,6 +42,9 @@ def test_the_longest_manifest_fits_a_message(sequences: int, prompt_share: float
         sequences=[outcome] * sequences,
         outcome=COMPLETE if stored == "every row" else ABORTED,
     )
+    change = steering_pb2.SteeringChange(first_positions=[LARGEST_TOKEN] * sequences)
+    change.steering.operations.add(layer_digests=[b"d" * 32] * (MAX_STEERING_CHANGES_BYTES // 2 // 34 - 10))
+    seal.steering_changes.extend([change] * 2)
     check_seal(seal, description)
     capture = Capture(1, description, NOW, 0.0)
     rows = Positions.of(range(0, each - 1, 2 if stored == "every row" else 4))

@@ -174,7 +174,8 @@ class InferenceServiceServicer:
         * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
         * INVALID_ARGUMENT: the steering is refused as RegisterRequest would.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors, or the request was changed so often
-        that its manifest would become too long: 256 times, or 256 KiB of changes.
+        that its manifest would become too long: 256 times, or 256 KiB of changes; or all the different steering that it
+        had takes more room than a server grants one request, which must be able to compute it again.
         * UNAVAILABLE, ENGINE_DEAD.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -244,7 +244,9 @@ class SealCaptureRequest(_message.Message):
 
     @_builtins.property
     def steering_changes(self) -> _containers.RepeatedCompositeFieldContainer[_steering_pb2.SteeringChange]:
-        """How the steering was changed while the request was generating, in order. At most 256 KiB together."""
+        """How the steering was changed while the request was generating, in order; each with a first position for every
+        sequence. At most 256 KiB together.
+        """
 
     def __init__(
         self,

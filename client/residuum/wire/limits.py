@@ -52,8 +52,9 @@ MAX_CAPTURE_TOKENS = 131_072
 
 A manifest is one message. What makes it long are the token ids, and the runs of positions when a selection leaves gaps:
 with `every: 2` a run of ten bytes for every other token, once for each site. With all four sites and this many tokens
-that is just under 3 MiB, so it fits MAX_MESSAGE_BYTES. Layers that miss other rows than the rest are listed apart, and
-there is room for that too, unless both the selection and the losses are of the worst kind: all sites, with gaps.
+that is just under 3 MiB, so it fits MAX_MESSAGE_BYTES, beside the steering and its changes. Layers that miss other rows
+than the rest are listed apart, and there is room for that too, unless both the selection and the losses are of the
+worst kind: all sites, with gaps.
 """
 
 MAX_ID_LENGTH = 128

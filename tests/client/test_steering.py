@@ -1,0 +1,368 @@
+"""Steering as clients say it, change it while a request runs, and read about it later."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import threading
+import uuid
+
+import numpy as np
+import pytest
+from peer import HIDDEN
+
+import residuum
+from residuum._requests import plan_generation, plan_spec, plan_steering
+from residuum.rpc.channels import open_channel
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc, selection_pb2, steering_pb2
+
+
+def vector(seed=0):
+    return residuum.Vector.from_array(np.random.default_rng(seed).normal(size=HIDDEN))
+
+
+JOY, WOE = vector(1), vector(2)
+ZERO = residuum.Vector.from_array(np.zeros(HIDDEN))
+TINY, HUGE = (residuum.Vector.from_array(np.full(HIDDEN, size)) for size in (1e-32, 1e30))
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def test_replace_steering_as_it_travels():
+    message = residuum.Replace(JOY, layers=[3, 1], value=-2.5, positions="prompt", keep_norm=True).to_proto()
+    assert (message.replace.digest, message.replace.value) == (JOY.digest, -2.5)
+    assert list(message.layers.list.layers) == [1, 3]
+    assert message.keep_norm
+    assert not message.layer_digests
+    assert len(message.positions.phases) == 1
+
+
+MAKE = {
+    "add": lambda vectors, **where: residuum.Add(vectors, scale=0.5, **where),
+    "ablate": lambda vectors, **where: residuum.Ablate(vectors, scale=0.5, **where),
+    "cap": lambda vectors, **where: residuum.Cap(vectors, max=0.5, **where),
+    "replace": lambda vectors, **where: residuum.Replace(vectors, value=0.5, **where),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_vector_for_each_layer_as_it_travels(kind):
+    operation = MAKE[kind]({np.int64(9): WOE, 2: JOY})
+    message = operation.to_proto()
+    assert message.WhichOneof("operation") == kind
+    assert list(message.layers.list.layers) == [2, 9]
+    assert list(message.layer_digests) == [JOY.digest, WOE.digest]
+    assert not getattr(message, kind).digest
+    assert not message.keep_norm
+    assert operation.vectors == (JOY, WOE)
+    assert MAKE[kind](JOY, layer=1).vectors == (JOY,)
+
+
+def test_directions_are_a_vector_for_each_layer_to_steer_by():
+    joy = residuum.Directions({4: JOY, 1: WOE})
+    assert residuum.Add(joy, scale=2.0) == residuum.Add({1: WOE, 4: JOY}, scale=2.0) == joy.add(2.0)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: residuum.Replace(JOY, layer=1), TypeError, "value"),
+        (lambda: residuum.Replace(JOY, layer=1, value=None), TypeError, "value is a number"),
+        (lambda: residuum.Replace(JOY, layer=1, value=True), TypeError, "value is a number"),
+        (lambda: residuum.Replace(JOY, layer=1, value=float("nan")), residuum.InvalidRequest, "finite"),
+        (lambda: residuum.Replace(JOY, layer=1, value=1e39), residuum.InvalidRequest, "finite"),
+        (lambda: residuum.Replace(ZERO, layer=1, value=1.0), residuum.BadVector, "this vector is zero"),
+        (lambda: residuum.Replace(TINY, layer=1, value=1.0), residuum.BadVector, "has the norm"),
+        (lambda: residuum.Ablate(HUGE, layer=1), residuum.BadVector, "has the norm"),
+        (lambda: residuum.Ablate({1: JOY, 5: ZERO}), residuum.BadVector, "that of layer 5 is zero"),
+        (lambda: residuum.Replace(JOY, value=1.0), residuum.InvalidRequest, "exactly one of layer= and layers="),
+        (lambda: residuum.Add({1: JOY}, layer=1), residuum.InvalidRequest, r"leave out layer\(s\)="),
+        (lambda: residuum.Add({1: JOY}, layers="all"), residuum.InvalidRequest, r"leave out layer\(s\)="),
+        (lambda: residuum.Add({}), residuum.InvalidRequest, "at least one layer"),
+        (lambda: residuum.Add({-1: JOY}), residuum.InvalidRequest, "from 0 on"),
+        (lambda: residuum.Add({"1": JOY}), TypeError, "layer number: residuum.Vector"),
+        (lambda: residuum.Add({True: JOY}), TypeError, "layer number: residuum.Vector"),
+        (lambda: residuum.Add({1: [1.0]}), TypeError, "layer number: residuum.Vector"),
+        (lambda: residuum.Replace(JOY, 12, 6.0), TypeError, r"Replace\(vector, layer=12, value=4\.0\)"),
+    ],
+)
+def test_steering_that_cannot_be_meant(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_the_zero_vector_may_be_added_at_some_layer():
+    assert residuum.Add({1: ZERO, 2: JOY}).vectors == (ZERO, JOY)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_steering_by_a_vector_for_each_layer_is_a_value(kind):
+    operation = MAKE[kind]({1: JOY, 2: WOE}, keep_norm=True)
+    assert pickle.loads(pickle.dumps(operation)) == copy.deepcopy(operation) == operation
+    assert len({operation, MAKE[kind]({2: WOE, 1: JOY}, keep_norm=True)}) == 1
+    assert operation != MAKE[kind]({1: JOY, 2: WOE})
+    assert "{1: Vector(" in repr(operation)
+
+
+def test_what_was_given_as_steering_may_be_changed_afterwards():
+    given = {1: JOY}
+    operation = residuum.Add(given)
+    given[2] = WOE
+    assert operation.vectors == (JOY,)
+
+
+def test_vectors_of_steering_are_sent_once_and_in_order():
+    plan = plan_spec(None, [residuum.Add({1: WOE, 2: JOY}), residuum.Replace(JOY, layer=1, value=1.0)], None, None)
+    assert plan.vectors == (WOE, JOY)
+
+
+@pytest.mark.parametrize("updatable", [False, True])
+def test_updatable_steering_as_it_travels(updatable):
+    plan = plan_spec(None, None, None, None, updatable=updatable)
+    assert plan.spec.HasField("steering") == updatable
+    assert plan.spec.steering.updatable == updatable
+    options = {"capture": None, "steer": None, "request_id": None, "model": None, "sampling": {}}
+    assert plan_generation("a", registration=None, updatable=updatable, **options).request.spec == plan.spec
+    if updatable:
+        with pytest.raises(residuum.InvalidRequest, match="register"):
+            plan_generation("a", registration="r", updatable=True, **options)
+
+
+def test_a_change_of_steering_as_it_travels():
+    plan = plan_steering("r", residuum.Add({1: WOE, 2: JOY}))
+    assert plan.request.request_id == "r"
+    assert len(plan.request.steering.operations) == 1
+    assert not plan.request.steering.updatable
+    assert plan.vectors == (WOE, JOY)
+    for nothing in (None, []):
+        off = plan_steering("r", nothing)
+        assert off.request.HasField("steering")
+        assert (len(off.request.steering.operations), off.vectors) == (0, ())
+    with pytest.raises(TypeError, match="steer="):
+        plan_steering("r", JOY)
+
+
+# ------------------------------------------------------------------------------------------------- changes of a request
+
+
+class Held:
+    """A request that generates a token, and the rest when it is let go."""
+
+    def __init__(self, peer, endpoint, **options):
+        self.peer = peer
+        peer.script.hold = threading.Event()
+        self.client = residuum.Client(endpoint)
+        self.stream = self.client.stream("a bb", max_tokens=3, **{"updatable": True, **options})
+        next(self.stream)
+
+    def let_go(self):
+        self.peer.script.hold.set()
+        list(self.stream)
+        return self.stream.reply
+
+    def close(self):
+        self.peer.script.hold.set()
+        self.client.close()
+
+
+@pytest.fixture
+def held(peer, endpoint):
+    made = Held(peer, endpoint, capture=residuum.Capture(layers=[1]), request_id=f"held-{uuid.uuid4().hex}")
+    yield made
+    made.close()
+
+
+async def test_steering_of_a_running_request_is_changed(client, held, peer):
+    name = held.stream.request_id
+    assert await client.update_steering(held.stream, [residuum.Add({1: JOY, 3: WOE}, scale=2.0)]) == (3,)
+    assert await client.update_steering(name, residuum.Replace(JOY, layer=1, value=4.0, keep_norm=True)) == (3,)
+    assert await client.update_steering(name, None) == (3,)
+    assert peer.vectors_received == 2
+    reply = held.let_go()
+    manifest = await client.manifest(reply, wait=True)
+    assert manifest.steered
+    assert manifest.steering == ()
+    assert [change.first_positions for change in manifest.steering_changes] == [(3,)] * 3
+    (first,), (second,), nothing = (change.steering for change in manifest.steering_changes)
+    assert (first.operation, first.scale, first.digests) == ("add", 2.0, (JOY.hexdigest, WOE.hexdigest))
+    assert (second.operation, second.value, second.keep_norm) == ("replace", 4.0, True)
+    assert nothing == ()
+    assert residuum.Manifest.from_json(manifest.to_json()) == manifest
+
+
+async def test_vectors_of_a_change_of_steering_that_the_server_dropped_are_sent_again(client, held, peer):
+    await client.put_vectors([JOY])
+    peer.script.drop_vectors = True
+    assert await client.update_steering(held.stream, residuum.Add(JOY, layer=1)) == (3,)
+    assert peer.vectors_received == 2
+    assert peer.calls[-4:] == ["UpdateSteering", "FindMissingVectors", "PutVectors", "UpdateSteering"]
+
+
+async def test_vectors_of_a_change_of_steering_that_stay_missing_are_an_error(client, held, peer):
+    missing = Failure(Reason.ERROR_REASON_MISSING_VECTORS, "Send them.", digests="aa,bb")
+    peer.script.failures = [None, None, missing, None, missing]
+    with pytest.raises(residuum.MissingVectors) as caught:
+        await client.update_steering(held.stream, residuum.Add(JOY, layer=1))
+    assert caught.value.digests == ("aa", "bb")
+    assert not peer.changes
+
+
+async def test_a_registered_request_can_be_updatable(client, peer, endpoint):
+    registration = await client.register(steer=residuum.Add(JOY, layer=1), updatable=True)
+    spec = peer.requests[-2].spec if peer.calls[-1] == "PutVectors" else peer.requests[-1].spec
+    assert spec.steering.updatable
+    held = Held(peer, endpoint, registration=registration, updatable=False)
+    assert await client.update_steering(held.stream, None) == (3,)
+    held.close()
+
+
+async def test_all_sequences_tell_where_their_steering_changes(client, peer, endpoint):
+    held = Held(peer, endpoint, n=3)
+    for _ in range(2):
+        next(held.stream)
+    assert await client.update_steering(held.stream, None) == (3, 3, 3)
+    held.close()
+
+
+def test_a_stream_changes_its_own_steering(held, peer):
+    assert held.stream.update_steering(residuum.Add(JOY, layer=1)) == (3,)
+    assert [len(change.steering.operations) for change in peer.changes[held.stream.request_id]] == [1]
+
+
+async def test_an_async_stream_changes_its_own_steering(peer, endpoint):
+    peer.script.hold = threading.Event()
+    async with residuum.AsyncClient(endpoint) as client:
+        stream = client.stream("a bb", max_tokens=2, updatable=True)
+        with pytest.raises(residuum.ResiduumError, match="enter the stream first"):
+            await stream.update_steering(None)
+        async with stream:
+            await stream.__anext__()
+            assert await stream.update_steering(residuum.Add(JOY, layer=1)) == (3,)
+            assert len(peer.changes[stream.request_id]) == 1
+            peer.script.hold.set()
+            assert len([delta async for delta in stream]) == 1
+
+
+def test_a_stream_without_a_client_says_who_changes_its_steering(peer, endpoint):
+    request = inference_pb2.GenerateRequest(text="a", spec=inference_pb2.RequestSpec())
+    with open_channel(endpoint) as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+        with residuum.Stream(call, endpoint) as stream, pytest.raises(residuum.ResiduumError, match="client's update"):
+            stream.update_steering(None)
+
+
+FAILURES = {
+    Reason.ERROR_REASON_UNKNOWN_REQUEST: residuum.UnknownRequest,
+    Reason.ERROR_REASON_NOT_UPDATABLE: residuum.NotUpdatable,
+    Reason.ERROR_REASON_LIMIT_REACHED: residuum.LimitReached,
+    Reason.ERROR_REASON_INVALID_FIELD: residuum.InvalidRequest,
+    Reason.ERROR_REASON_UNKNOWN_LAYER: residuum.UnknownLayer,
+    Reason.ERROR_REASON_BAD_VALUES: residuum.BadVector,
+    Reason.ERROR_REASON_ENGINE_DEAD: residuum.EngineDead,
+}
+
+
+@pytest.mark.parametrize(("reason", "error"), FAILURES.items())
+async def test_a_refused_change_of_steering_is_the_exception_of_its_reason(client, peer, reason, error):
+    peer.script.failures = [Failure(reason, "No.", request_id="r")]
+    with pytest.raises(error, match=r"No\."):
+        await client.update_steering("r", None)
+    assert peer.calls == ["UpdateSteering"], "it is not tried again: it may have been done"
+
+
+async def test_steering_of_a_request_that_does_not_run(client):
+    with pytest.raises(residuum.UnknownRequest) as caught:
+        await client.update_steering("never-was", None)
+    assert caught.value.request_id == "never-was"
+
+
+async def test_steering_of_a_request_that_was_not_meant_to_change(client, peer, endpoint):
+    held = Held(peer, endpoint, updatable=False)
+    with pytest.raises(residuum.NotUpdatable) as caught:
+        await client.update_steering(held.stream, None)
+    assert caught.value.request_id == held.stream.request_id
+    held.close()
+
+
+@pytest.mark.parametrize("method", ["generate", "stream", "register", "update_steering"])
+def test_both_clients_take_the_same_words_to_steer(method):
+    sync, other = (inspect.signature(getattr(kind, method)) for kind in (residuum.Client, residuum.AsyncClient))
+    assert [str(parameter) for parameter in sync.parameters.values()] == [
+        str(parameter) for parameter in other.parameters.values()
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ manifest
+
+
+def operation(kind=None, layers=(0,), keep_norm=False, digests=(), **fields):
+    message = steering_pb2.SteeringOperation(keep_norm=keep_norm, layer_digests=digests)
+    message.layers.list.layers.extend(layers)
+    if kind:
+        getattr(message, kind).CopyFrom(getattr(steering_pb2, kind.capitalize())(**fields))
+    return message
+
+
+RECORDS = {
+    "add": (operation("add", digest=b"\1" * 32, scale=2.0), {"scale": 2.0}),
+    "ablate": (operation("ablate", digest=b"\1" * 32), {"scale": 1.0}),
+    "ablate nothing": (operation("ablate", digest=b"\1" * 32, scale=0.0), {"scale": 0.0}),
+    "cap above": (operation("cap", digest=b"\1" * 32, max=0.0), {"max": 0.0}),
+    "cap below": (operation("cap", digest=b"\1" * 32, min=-1.5), {"min": -1.5}),
+    "replace": (operation("replace", digest=b"\1" * 32, value=0.0), {"value": 0.0}),
+    "keep norm": (
+        operation("replace", keep_norm=True, digest=b"\1" * 32, value=3.0),
+        {"value": 3.0, "keep_norm": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "numbers"), RECORDS.values(), ids=RECORDS)
+def test_a_record_of_steering_has_the_numbers_of_its_kind_alone(message, numbers):
+    record = residuum.SteeringRecord.from_proto(message)
+    assert record == residuum.SteeringRecord(
+        message.WhichOneof("operation"), (0,), ("01" * 32,), residuum.Positions(), **numbers
+    )
+
+
+def test_a_record_of_steering_has_a_digest_for_each_layer():
+    message = operation("add", (2, 5), digests=(JOY.digest, WOE.digest), scale=1.0)
+    record = residuum.SteeringRecord.from_proto(message)
+    assert (record.layers, record.digests) == ((2, 5), (JOY.hexdigest, WOE.hexdigest))
+
+
+def test_a_record_of_steering_that_a_newer_server_knows():
+    record = residuum.SteeringRecord.from_proto(operation(None, (3,)))
+    assert record == residuum.SteeringRecord("unknown", (3,), (), residuum.Positions())
+
+
+def manifest(start=(), *changes):
+    proto = capture_pb2.CaptureManifest(state=capture_pb2.CAPTURE_STATE_COMPLETE)
+    proto.description.steering.operations.extend(start)
+    for firsts, operations in changes:
+        change = proto.steering_changes.add(first_positions=firsts)
+        change.steering.operations.extend(operations)
+    return residuum.Manifest.from_proto(proto)
+
+
+def test_a_manifest_tells_its_steering_and_how_it_was_changed():
+    positions = selection_pb2.PositionSelection(phases=[selection_pb2.PHASE_GENERATED])
+    first = operation("add", digest=JOY.digest, scale=1.0)
+    first.positions.CopyFrom(positions)
+    made = manifest([first], ([5, 7], []), ([9, 9], [operation("ablate", digest=WOE.digest)]))
+    assert made.steered
+    assert made.steering[0].positions == residuum.Positions.of("generated")
+    assert [change.first_positions for change in made.steering_changes] == [(5, 7), (9, 9)]
+    assert [len(change.steering) for change in made.steering_changes] == [0, 1]
+    assert residuum.Manifest.from_json(made.to_json()) == made
+
+
+def test_steering_that_began_later_counts_as_steering():
+    some = operation("add", digest=JOY.digest, scale=1.0)
+    assert not manifest().steered
+    assert not manifest((), ([3], [])).steered, "it was updatable, and switched off what was not on"
+    assert manifest((), ([3], [some])).steered
+    assert manifest([some]).steered

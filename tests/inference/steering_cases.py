@@ -1,0 +1,161 @@
+"""Random rows with random operations, and what must come out of a tap, in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from inference_svc.taps.bank import VectorBank
+from inference_svc.taps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
+from inference_svc.taps.plan import Kind, Operation
+from inference_svc.taps.points import TapPoints
+from inference_svc.taps.programs import Program, Step
+from tests.inference.taps_support import CPU, select, steer
+
+if TYPE_CHECKING:
+    from inference_svc.taps.blocks import BlockPool
+    from inference_svc.taps.kernel import KernelTables
+
+POINTS = TapPoints(0, 1)
+POINT = POINTS.after(0)
+VECTORS = 8
+ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+_SMALLEST = {torch.float32: 0.0, torch.float16: 2.0**-24, torch.bfloat16: 0.0}
+
+
+@dataclass
+class Case:
+    """Rows of a batch, and the operations of each."""
+
+    hidden: torch.Tensor
+    residual: torch.Tensor | None
+    operations: list[list[Operation]]
+    vectors: np.ndarray
+
+    def bank(self, device: torch.device = CPU) -> VectorBank:
+        bank = VectorBank(len(self.vectors), self.vectors.shape[1], device)
+        bank.load((row, vector.tobytes()) for row, vector in enumerate(self.vectors))
+        return bank
+
+    def layout(self) -> StepLayout:
+        """Every row is a request of its own; those with equal operations share a program, as in earnest."""
+        numbers: dict[Program, int] = {}
+        lines = []
+        for row, operations in enumerate(self.operations):
+            if operations:
+                program = Program.make(steps=[Step.of(operation) for operation in operations])
+                lines.append((row, numbers.setdefault(program, len(numbers)), NOWHERE, 0))
+        return StepLayout(list(numbers), np.array(lines, dtype=np.int64).reshape(-1, 4))
+
+    def check(self, steered: torch.Tensor, roundings: float = 1.0) -> None:
+        """Compare what a tap made of `hidden` with float64, and rows without operations to the bit.
+
+        Args:
+            steered: What the tap made.
+            roundings: How far it may be from the nearest number of the dtype, in halves of the last digit.
+        """
+        for row, operations in enumerate(self.operations):
+            if not operations:
+                assert same_bits(steered[row], self.hidden[row])
+                continue
+            before = self.hidden[row].double().numpy()
+            delayed = 0.0 if self.residual is None else self.residual[row].double().numpy()
+            moved, error = expected(before + delayed, operations, self.vectors)
+            wanted = moved - delayed
+            rounding = ROUNDING[self.hidden.dtype] * np.abs(wanted) + _SMALLEST[self.hidden.dtype]
+            difference = np.abs(steered[row].double().numpy() - wanted)
+            assert (difference <= 1.01 * roundings * rounding + error).all(), (row, operations, difference.max(), error)
+
+
+def expected(x: np.ndarray, operations: list[Operation], vectors: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return a row after its operations in float64, and how far float32 may be from it."""
+    start, error = np.linalg.norm(x), 0.0
+    for operation in operations:
+        vector = vectors[operation.row].astype(np.float64)
+        plain = steer(x, replace(operation, keep_norm=False), vector)
+        bounds = [abs(bound) for bound in (operation.low, operation.high) if math.isfinite(bound)]
+        size = np.linalg.norm(x) + np.linalg.norm(plain) + abs(operation.scale) * np.linalg.norm(vector) + sum(bounds)
+        later = (2 + abs(operation.scale)) * error + 1e-6 * size
+        if operation.keep_norm and np.linalg.norm(plain):
+            # Where little is left of the row, scaling it up scales up its error as well.
+            factor = np.linalg.norm(x) / np.linalg.norm(plain)
+            later = 2 * factor * later + error + 1e-6 * np.linalg.norm(x)
+        x, error = steer(x, operation, vector), later
+    return x, error + 1e-6 * start
+
+
+def make_case(seed: int, dtype: torch.dtype, rows: int, hidden: int, most: int, *, has_residual: bool) -> Case:
+    """Return a case of rows with up to `most` operations each; some have none."""
+    rng = np.random.default_rng(seed)
+    vectors = (rng.standard_normal((VECTORS, hidden)) * 10.0 ** rng.integers(-3, 3, (VECTORS, 1))).astype("<f4")
+    values = torch.from_numpy(rng.standard_normal((2, rows, hidden)) * 10.0 ** rng.integers(-2, 2, (2, rows, 1)))
+    residual = values[1].to(dtype) if has_residual else None
+    operations = [
+        [make_operation(rng) for _ in range(int(rng.integers(1, most + 1)) if rng.random() < 0.8 else 0)]
+        for _ in range(rows)
+    ]
+    return Case(values[0].to(dtype), residual, operations, vectors)
+
+
+def make_operation(rng: np.random.Generator) -> Operation:
+    low, high = sorted(float(np.float32(bound)) for bound in rng.standard_normal(2) * 3)
+    low, high = [(low, high), (-math.inf, high), (low, math.inf), (low, low)][rng.integers(4)]
+    kind, row, keeps_norm = Kind(int(rng.integers(3))), int(rng.integers(VECTORS)), bool(rng.random() < 0.3)
+    scale = float(np.float32(rng.standard_normal())) if kind != Kind.CAP else 1.0
+    return Operation(kind, row, (0,), select(), scale, low, high, keeps_norm)
+
+
+def idle_operations() -> list[Operation]:
+    """Operations that move nothing."""
+    kinds = [(Kind.ADD, 0.0, 0.0, 0.0), (Kind.ABLATE, 0.0, 0.0, 0.0), (Kind.CAP, 1.0, -math.inf, math.inf)]
+    return [
+        Operation(kind, row, (0,), select(), scale, low, high, keeps_norm)
+        for row, (kind, scale, low, high) in enumerate(kinds)
+        for keeps_norm in (False, True)
+    ]
+
+
+def awkward_rows(dtype: torch.dtype, rows: int, hidden: int, seed: int) -> torch.Tensor:
+    """Rows of every size, with zeros of both signs."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((rows, hidden)) * 10.0 ** rng.integers(-9, 4, (rows, hidden))
+    values[rng.random((rows, hidden)) < 0.2] = 0.0
+    return torch.from_numpy(np.copysign(values, rng.standard_normal((rows, hidden)))).to(dtype)
+
+
+def neighbours(case: Case, mine: int, seed: int) -> Case:
+    """Return the case with other rows and operations beside one row, in a batch of the same shape."""
+    other = make_case(
+        seed, case.hidden.dtype, len(case.hidden), case.hidden.shape[1], 8, has_residual=case.residual is not None
+    )
+    other.vectors = case.vectors
+    other.hidden[mine] = case.hidden[mine]
+    if case.residual is not None and other.residual is not None:
+        other.residual[mine] = case.residual[mine]
+    other.operations[mine] = case.operations[mine]
+    return other
+
+
+def make_tables(
+    layout: StepLayout, count: int, bank: VectorBank, pool: BlockPool | None = None, points: TapPoints = POINTS
+) -> KernelTables:
+    """Return what the kernels read in a step of `count` rows, on the bank's device."""
+    from inference_svc.taps.kernel import ROW_FIELDS, KernelTables  # Triton need not be there for the CPU's tap
+    from inference_svc.taps.tables import ProgramTable
+
+    device = bank.vectors.device
+    table = ProgramTable(128, 1024, points, device)
+    rows = torch.full((count, ROW_FIELDS), -1, dtype=torch.int32)
+    numbers = table.place(layout.programs)
+    rows[layout.lines[:, ROW], 0] = torch.from_numpy(numbers[layout.lines[:, PROGRAM]].astype(np.int32))
+    rows[layout.lines[:, ROW], 1:3] = torch.from_numpy(layout.lines[:, PLACE:].astype(np.int32))
+    rows[layout.lines[:, ROW], 3] = torch.from_numpy(table.is_busy[numbers][layout.lines[:, PROGRAM]])
+    return KernelTables(rows.to(device), table, bank, pool)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,201 @@
+"""Steering from the message to the plan: Replace, a vector for each layer, and what may be changed later."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from inference_svc.plans import make_operations, make_plan
+from inference_svc.requests import Running
+from inference_svc.specs import (
+    check_demand,
+    demand_of_steering,
+    digests_of,
+    directions_of,
+    resolve_spec,
+    resolve_steering,
+)
+from inference_svc.taps.demand import MAX_ENTRIES, Demand
+from inference_svc.taps.plan import Kind, Operation, RequestPlan
+from residuum.rpc.errors import Failure
+from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
+from tests.inference.taps_support import GENERATED, select
+
+FACTS = SimpleNamespace(name="tiny", num_layers=4, max_model_len=32, sites=(capture_pb2.SITE_RESID_POST,))
+A, B, C = (name * 32 for name in (b"a", b"b", b"c"))
+ALL = selection_pb2.LayerSelection(all=True)
+
+
+def layer_list(*layers):
+    return selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=layers))
+
+
+def operation(kind="add", digest=A, layers=ALL, layer_digests=(), positions=None, keep_norm=False, **fields):
+    what = getattr(steering_pb2, kind.capitalize())(digest=digest, **fields)
+    return steering_pb2.SteeringOperation(
+        layers=layers, positions=positions, keep_norm=keep_norm, layer_digests=layer_digests, **{kind: what}
+    )
+
+
+def by_layer(kind="add", digests=(A, B), layers=None, **fields):
+    layers = layer_list(*range(len(digests))) if layers is None else layers
+    return operation(kind, b"", layers, digests, **fields)
+
+
+def steering(*operations, updatable=False):
+    return steering_pb2.SteeringSpec(operations=operations, updatable=updatable)
+
+
+def spec(*operations, updatable=False, capture=None):
+    return inference_pb2.RequestSpec(steering=steering(*operations, updatable=updatable), capture=capture)
+
+
+BAD = {
+    "value": (operation("replace", value=math.nan), "replace.value"),
+    "infinite value": (operation("replace", value=-math.inf), "replace.value"),
+    "replace digest": (operation("replace", b"x", value=1.0), "replace.digest"),
+    "no digest": (operation(digest=b""), "add.digest"),
+    "long digest": (by_layer(digests=(A, B + b"!")), "layer_digests"),
+    "empty digest": (by_layer(digests=(A, b"")), "layer_digests"),
+    "too few": (by_layer(layers=layer_list(0, 1, 2)), "layer_digests"),
+    "too many": (by_layer(layers=layer_list(0)), "layer_digests"),
+    "all layers": (by_layer(digests=(A, A, B, B), layers=ALL), "layer_digests"),
+    "both": (operation("ablate", A, layer_list(0, 1), (A, B)), "layer_digests"),
+    "descending": (by_layer(layers=layer_list(1, 0)), "layers"),
+}
+
+
+@pytest.mark.parametrize(("bad", "field"), BAD.values(), ids=BAD)
+def test_steering_that_makes_no_sense_is_refused(bad, field):
+    for call in (lambda: resolve_spec(spec(operation(), bad), FACTS), lambda: resolve_steering(steering(bad), FACTS)):
+        with pytest.raises(Failure) as caught:
+            call()
+        assert caught.value.reason_name == "INVALID_FIELD"
+        assert caught.value.metadata["field"].endswith(f"].{field}")
+
+
+def test_a_layer_that_is_not_there_is_named_before_the_digests():
+    with pytest.raises(Failure) as caught:
+        resolve_spec(spec(by_layer(layers=layer_list(3, 4))), FACTS)
+    assert (caught.value.reason_name, caught.value.metadata["layer"]) == ("UNKNOWN_LAYER", "4")
+
+
+@pytest.mark.parametrize("kind", ["add", "ablate", "cap", "replace"])
+def test_a_vector_for_each_layer_is_good_for_every_operation_of_steering(kind):
+    bounds = {"max": 1.0} if kind == "cap" else {}
+    resolved = resolve_spec(spec(by_layer(kind, keep_norm=True, **bounds)), FACTS).steering
+    assert digests_of(resolved) == [A, B]
+    assert directions_of(resolved) == (set() if kind == "add" else {A, B})
+    assert resolved.operations[0].keep_norm
+
+
+def test_vectors_of_all_layers_and_operations_are_needed_once_and_in_order():
+    resolved = resolve_spec(spec(by_layer(digests=(C, A)), operation("replace", B, value=0.0), by_layer()), FACTS)
+    assert resolved.digests == [C, A, B]
+    assert directions_of(resolved.steering) == {B}
+
+
+def test_steering_can_be_updatable_without_operations():
+    resolved = resolve_spec(spec(updatable=True), FACTS)
+    assert resolved.steering == steering(updatable=True)
+    assert resolved.digests == []
+    assert resolve_spec(spec(), FACTS).steering is None
+
+
+def test_every_sequence_of_an_updatable_request_has_a_cache_of_its_own():
+    resolved = resolve_spec(spec(operation(), updatable=True), FACTS)
+    salts = {resolved.cache_salt(5) for _ in range(10)}
+    assert len(salts) == 10
+    assert None not in salts
+
+
+def test_steering_that_differs_in_anything_has_another_cache():
+    steered = [
+        [operation("replace", value=1.0)],
+        [operation("replace", value=2.0)],
+        [operation("cap", min=1.0, max=1.0)],
+        [operation("replace", value=1.0, keep_norm=True)],
+        [by_layer(digests=(A, B, A, B))],
+        [by_layer(digests=(B, A, B, A))],
+        [operation()],
+    ]
+    salts = [resolve_spec(spec(*operations), FACTS).cache_salt(5) for operations in steered]
+    assert len(set(salts)) == len(salts)
+    assert salts == [resolve_spec(spec(*operations), FACTS).cache_salt(5) for operations in steered]
+
+
+def test_a_vector_for_each_layer_demands_an_operation_for_each():
+    resolved = resolve_spec(spec(by_layer(digests=(A, B, C, A), positions=select(phases=[GENERATED]))), FACTS).steering
+    assert demand_of_steering(resolved, None) == Demand(2, 8)
+    assert demand_of_steering(resolve_spec(spec(operation()), FACTS).steering, None) == Demand(1, 1)
+    assert demand_of_steering(None, None) == Demand(1, 0)
+
+
+def test_steering_that_takes_more_than_the_tables_hold_is_refused():
+    check_demand(Demand(256, MAX_ENTRIES))
+    for demand in (Demand(257, 1), Demand(1, MAX_ENTRIES + 1)):
+        with pytest.raises(Failure) as caught:
+            check_demand(demand)
+        assert caught.value.metadata == {"field": "steering.operations"}
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+
+ROWS = {A: 3, B: 1, C: 7}
+
+
+def made(*operations):
+    return make_operations(resolve_steering(steering(*operations), FACTS), ROWS)
+
+
+def test_to_replace_is_to_cap_with_equal_bounds():
+    (replaced,) = made(operation("replace", B, layer_list(1, 2), value=-2.5, keep_norm=True))
+    assert replaced == Operation(Kind.CAP, 1, (1, 2), select(), 1.0, -2.5, -2.5, keep_norm=True)
+    (capped,) = made(operation("cap", B, layer_list(1, 2), min=-2.5, max=-2.5))
+    assert replaced == replace(capped, keep_norm=True)
+
+
+def test_to_replace_by_nothing_sets_zero():
+    (operation_,) = made(operation("replace", value=0.0))
+    assert (operation_.low, operation_.high) == (0.0, 0.0)
+
+
+def test_a_vector_for_each_layer_becomes_an_operation_for_each():
+    positions = select((-1, None))
+    first, *others = made(
+        operation(digest=C, scale=1.0),
+        by_layer("ablate", (A, B, A), layer_list(0, 2, 3), scale=0.5, positions=positions, keep_norm=True),
+        by_layer("add", (B,), layer_list(3), scale=2.0),
+    )
+    assert first.row == 7
+    assert others == [
+        Operation(Kind.ABLATE, 3, (0,), positions, 0.5, keep_norm=True),
+        Operation(Kind.ABLATE, 1, (2,), positions, 0.5, keep_norm=True),
+        Operation(Kind.ABLATE, 3, (3,), positions, 0.5, keep_norm=True),
+        Operation(Kind.ADD, 1, (3,), select(), 2.0),
+    ]
+
+
+@pytest.mark.parametrize("updatable", [False, True])
+def test_only_steering_that_may_be_changed_has_a_name_in_the_worker(updatable):
+    resolved = resolve_spec(spec(operation(), updatable=updatable), FACTS)
+    plan = make_plan(Running("r", resolved, was_registered=False), 2, 5, ROWS)
+    assert plan.name == ("r#2" if updatable else "")
+    carried = msgspec.msgpack.decode(msgspec.msgpack.encode(plan.to_extra_args()))
+    assert RequestPlan.from_extra_args(carried) == plan
+
+
+def test_an_updatable_request_has_a_plan_though_nothing_is_done_yet():
+    plan = make_plan(Running("r", resolve_spec(spec(updatable=True), FACTS), was_registered=False), 0, 5, {})
+    assert plan == RequestPlan(5, None, (), "r#0")
+
+
+def test_an_operation_of_steering_survives_the_way_to_the_worker():
+    (operation_,) = made(operation("replace", value=1.5, keep_norm=True, positions=select((1, 3), every=2)))
+    carried = msgspec.msgpack.decode(msgspec.msgpack.encode(operation_.to_data()))
+    assert Operation.from_data(carried) == operation_
