@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from inference_svc.taps.blocks import BlockPool
     from inference_svc.taps.layout import StepLayout
     from inference_svc.taps.points import TapPoints
+    from inference_svc.taps.programs import Program
 
 _SPARE_PROGRAMS = 1024
 """Room for programs that no row of a step has: they need not be written again when they are next wanted."""
@@ -56,6 +57,8 @@ class CudaTap:
         self._stages = [_Stage(rows) for _ in range(_STAGES)]
         self._turn = 0
         self._armed_rows = 0
+        self._placed: list[Program] | None = None
+        self._numbers = np.zeros(0, dtype=np.int32)
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +70,9 @@ class CudaTap:
         rows = 1 + int(layout.lines[:, ROW].max())
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % _STAGES
-        numbers = self._programs.place(layout.programs)
+        if layout.programs is not self._placed:  # the list is the same while the same requests go on
+            self._numbers, self._placed = self._programs.place(layout.programs), layout.programs
+        numbers = self._numbers
         stage.fill(layout.lines, numbers, self._programs.is_busy[numbers], max(rows, self._armed_rows))
         stage.upload(max(rows, self._armed_rows))
         self._armed_rows = rows

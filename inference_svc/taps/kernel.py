@@ -91,7 +91,7 @@ def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a row, in float32, after one operation along v."""
+    """Return a row, in float32, after one operation along v, and whether that moved it."""
     kind = what >> _KIND_SHIFT
     factor = scale
     if kind != _ADD:
@@ -110,14 +110,14 @@ def _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL: tl.const
         rescaled = tl.where((after > 0.0) & (factor != 0.0), tl.sqrt(before / after), 1.0)
         moved *= rescaled
         moved_tail *= rescaled
-    return moved, moved_tail
+    return moved, moved_tail, factor != 0.0
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _apply_rest(  # type: ignore[no-untyped-def]
-    x, x_tail, width, first, count, entries, bank, inverse_norms, HEAD: tl.constexpr, TAIL: tl.constexpr
+    x, x_tail, is_moved, width, first, count, entries, bank, inverse_norms, HEAD: tl.constexpr, TAIL: tl.constexpr
 ):
-    """Return a row after all of `count` operations from entry `first` on but the first, which is done."""
+    """Return a row after all of `count` operations from entry `first` on but the first, and whether any moved it."""
     for index in range(first + 1, first + count):
         entry = entries + index * _ENTRY_FIELDS
         what = tl.load(entry)
@@ -125,8 +125,9 @@ def _apply_rest(  # type: ignore[no-untyped-def]
         scale, low, high = _number(entry + 1), _number(entry + 2), _number(entry + 3)
         inverse = tl.load(inverse_norms + vector)
         v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
-        x, x_tail = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
-    return x, x_tail
+        x, x_tail, moves = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
+        is_moved = is_moved | moves
+    return x, x_tail, is_moved
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -205,19 +206,17 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     before, before_tail = x.to(dtype), x_tail.to(dtype)
     after, after_tail = before, before_tail
     if count > 0:
-        steered, steered_tail = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
-        steered, steered_tail = _apply_rest(
-            steered, steered_tail, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
+        steered, steered_tail, is_moved = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
+        steered, steered_tail, is_moved = _apply_rest(
+            steered, steered_tail, is_moved, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
         )
-        # Only the difference is written back, and only where there is one: what no operation moves stays as it is to
-        # the bit, a negative zero and an infinity, too.
-        after = tl.where(steered == x, h, (h.to(tl.float32) + (steered - x)).to(dtype))
-        changed = (h_tail.to(tl.float32) + (steered_tail - x_tail)).to(dtype)
-        after_tail = tl.where(steered_tail == x_tail, h_tail, changed)
-        _store(h_at, after, after_tail, width, HEAD, TAIL)
-        if HAS_RESIDUAL:
-            after = (after.to(tl.float32) + r.to(tl.float32)).to(dtype)
-            after_tail = (after_tail.to(tl.float32) + r_tail.to(tl.float32)).to(dtype)
+        if is_moved:  # a row that no operation moves stays as it is to the bit, a negative zero and an infinity, too
+            after = (h.to(tl.float32) + (steered - x)).to(dtype)  # only the difference is written back
+            after_tail = (h_tail.to(tl.float32) + (steered_tail - x_tail)).to(dtype)
+            _store(h_at, after, after_tail, width, HEAD, TAIL)
+            if HAS_RESIDUAL:
+                after = (after.to(tl.float32) + r.to(tl.float32)).to(dtype)
+                after_tail = (after_tail.to(tl.float32) + r_tail.to(tl.float32)).to(dtype)
     _keep(here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
     _keep(next_here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
 
@@ -271,12 +270,13 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     dtype = hidden.dtype.element_ty
     before, before_tail = x.to(dtype), x_tail.to(dtype)
     if is_steered:
-        steered, steered_tail = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
-        steered, steered_tail = _apply_rest(
-            steered, steered_tail, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
+        steered, steered_tail, is_moved = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
+        steered, steered_tail, is_moved = _apply_rest(
+            steered, steered_tail, is_moved, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
         )
-        x = tl.where(steered == x, x, steered)  # a negative zero that no operation moves stays one
-        x_tail = tl.where(steered_tail == x_tail, x_tail, steered_tail)
+        if is_moved:  # else a negative zero would become a positive one
+            x = steered
+            x_tail = steered_tail
     after, after_tail = x.to(dtype), x_tail.to(dtype)
     _keep(here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
     _keep(next_here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)

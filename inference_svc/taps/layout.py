@@ -37,8 +37,8 @@ class StepRows:
     """
 
     request_ids: Sequence[str]
-    firsts: Sequence[int]
-    counts: Sequence[int]
+    firsts: Sequence[int] | npt.NDArray[np.integer]
+    counts: Sequence[int] | npt.NDArray[np.integer]
 
 
 class Steering:
@@ -92,6 +92,25 @@ class RequestState:
         self.steering = Steering(replace(self.plan, operations=operations))
         return self.steered_from
 
+    def generates_next(self, position: int) -> bool:
+        """Tell whether a position is the next one, is generated, and all that are generated now are treated alike."""
+        return (
+            position == self.next_position
+            and position >= self.plan.prompt_tokens
+            and position >= self.steered_from
+            and self.steering.decode is not None
+        )
+
+    def open_block(self, pool: BlockPool, position: int, positions: int) -> Block:
+        """Return the block that takes a position, the first of some that are at hand."""
+        if self.block is None:
+            assert self.plan.capture is not None  # noqa: S101 - asked only for requests that capture
+            least = BLOCK_TOKENS
+            if position >= self.plan.prompt_tokens:
+                least, self.first_generated = self.first_generated, BLOCK_TOKENS
+            self.block = pool.take(self.plan.capture, positions, least)
+        return self.block
+
     def divide(self, first: int, count: int) -> Iterator[tuple[Steering, int, int]]:
         """Yield runs of positions that have the same operations, in order: (operations, first position, how many)."""
         borders = [*self._before, (self.steered_from, self.steering)]
@@ -125,6 +144,8 @@ class StepLayout:
     """A line for each row that has a program, in any order: the row of the batch; the index of its program; the pool's
     row that takes its first unit, or NOWHERE if it is not captured; and how far it is from there to the next unit's:
     the capacity of the block."""
+    repeats: bool = False
+    """Whether all of this is as in the step before: then the device has it already."""
     full_blocks: list[Block] = field(default_factory=list)
     """Blocks that are ready to leave when the step is done."""
     skipped: list[tuple[Capture, list[int]]] = field(default_factory=list)
@@ -177,7 +198,7 @@ class StepPlanner:
             return
         place, stride = NOWHERE, 0
         if decode.captured and self._pool is not None:
-            block = self._open_block(state, self._pool, position, 1)
+            block = state.open_block(self._pool, position, 1)
             place, stride = block.first_row + len(block.positions), block.capacity
             block.positions.append(position)
             if not block.free:
@@ -189,7 +210,7 @@ class StepPlanner:
         if prefill.captured and self._pool is not None:
             at = 0
             while at < count:
-                block = self._open_block(state, self._pool, first + at, count - at)
+                block = state.open_block(self._pool, first + at, count - at)
                 size = min(block.free, count - at)
                 place = block.first_row + len(block.positions)
                 self._add_lines(prefill.program, np.arange(row + at, row + at + size), place, block.capacity)
@@ -258,7 +279,7 @@ class StepPlanner:
     ) -> None:
         at = 0
         while at < len(positions):
-            block = self._open_block(state, pool, int(positions[at]), len(positions) - at)
+            block = state.open_block(pool, int(positions[at]), len(positions) - at)
             part = positions[at : at + block.free]
             start = block.first_row + len(block.positions)
             places[0, part - first] = np.arange(start, start + len(part))
@@ -267,16 +288,6 @@ class StepPlanner:
             at += len(part)
             if not block.free:
                 self._close(state)
-
-    def _open_block(self, state: RequestState, pool: BlockPool, position: int, positions: int) -> Block:
-        """Return the block that takes a position, the first of some that are at hand."""
-        if state.block is None:
-            assert state.plan.capture is not None  # noqa: S101 - asked only for requests that capture
-            least = BLOCK_TOKENS
-            if position >= state.plan.prompt_tokens:
-                least, state.first_generated = state.first_generated, BLOCK_TOKENS
-            state.block = pool.take(state.plan.capture, positions, least)
-        return state.block
 
     def _close(self, state: RequestState) -> None:
         if state.block is not None:

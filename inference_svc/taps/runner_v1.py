@@ -44,7 +44,7 @@ def _rows(runner: Any, scheduler_output: Any) -> StepRows:
     scheduled = scheduler_output.num_scheduled_tokens
     return StepRows(
         request_ids=request_ids,
-        firsts=batch.num_computed_tokens_cpu[: len(request_ids)].tolist(),
+        firsts=batch.num_computed_tokens_cpu[: len(request_ids)],
         counts=[scheduled[request_id] for request_id in request_ids],
     )
 

@@ -39,8 +39,8 @@ def attach(runner: Any, place: Callable[[Callable[[], StepRows]], None], vllm_ve
 def _rows(batch: Any) -> StepRows:
     return StepRows(
         request_ids=batch.req_ids,
-        firsts=batch.num_computed_tokens_np.tolist(),
-        counts=batch.num_scheduled_tokens.tolist(),
+        firsts=batch.num_computed_tokens_np,
+        counts=batch.num_scheduled_tokens,
     )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
-from inference_svc.taps.layout import RequestState, StepPlanner, StepRows
+import numpy as np
+
+from inference_svc.taps.layout import RequestState, StepLayout, StepPlanner, StepRows
 from inference_svc.taps.plan import RequestPlan
+from inference_svc.taps.steady import SteadyBatch, states_by_row
 from residuum.v1 import capture_pb2
 from residuum.wire.limits import BLOCK_TOKENS
 
@@ -51,6 +54,7 @@ class TapRuntime:
         self._changes_ahead: dict[str, tuple[Operation, ...]] = {}  # of requests that are not here yet
         self._ended: OrderedDict[str, None] = OrderedDict()  # names
         self._layout: StepLayout | None = None
+        self._steady: SteadyBatch | None = None
         self._is_armed = False
         self._admitted = 0
 
@@ -91,6 +95,7 @@ class TapRuntime:
         if name not in self._names:
             self._changes_ahead[name] = operations
             return 0
+        self._settle()
         return self._requests[self._names[name]].change_steering(operations)
 
     def forget(self, names: Iterable[str]) -> None:
@@ -107,20 +112,12 @@ class TapRuntime:
         if not self._requests:
             self._disarm()
             return
-        rows = tell_rows()
-        planner = StepPlanner(self._pool)
-        row = 0
-        for request_id, first, count in zip(rows.request_ids, rows.firsts, rows.counts, strict=True):
-            state = self._requests.get(request_id)
-            if state is not None:
-                planner.add_request(state, row, int(first), int(count))
-            row += int(count)
-        self._layout = planner.finish()
+        self._layout = self._lay_out(tell_rows())
         if not self._layout.programs:
             self._disarm()
-            return
-        self._tap.arm(self._layout)
-        self._is_armed = True
+        elif not (self._layout.repeats and self._is_armed):
+            self._tap.arm(self._layout)
+            self._is_armed = True
 
     def finish_step(self) -> None:
         """Send the blocks that the step filled.
@@ -138,6 +135,34 @@ class TapRuntime:
                 "The engine did not compute these positions: it took them from a cache.",
             )
         self._sink.send(layout.full_blocks)
+
+    def _lay_out(self, rows: StepRows) -> StepLayout:
+        if self._steady is not None and self._steady.continues(rows):
+            return self._steady.advance()
+        self._settle()
+        if len(rows.request_ids) == sum(rows.counts):
+            states = states_by_row(rows.request_ids, self._requests)
+            if SteadyBatch.is_steady(rows, states):
+                self._steady = SteadyBatch(rows, states, self._pool)
+                return self._steady.advance()
+        return self._plan(rows)
+
+    def _plan(self, rows: StepRows) -> StepLayout:
+        planner = StepPlanner(self._pool)
+        row = 0
+        firsts, counts = np.asarray(rows.firsts).tolist(), np.asarray(rows.counts).tolist()
+        for request_id, first, count in zip(rows.request_ids, firsts, counts, strict=True):
+            state = self._requests.get(request_id)
+            if state is not None:
+                planner.add_request(state, row, first, count)
+            row += count
+        return planner.finish()
+
+    def _settle(self) -> None:
+        """Let the states know what a steady batch has computed; before anything else reads or changes them."""
+        if self._steady is not None:
+            self._steady.settle()
+            self._steady = None
 
     def _admit(self, request_id: str, plan: RequestPlan) -> RequestState:
         state = RequestState(plan, first_generated=self._next_size())
@@ -158,6 +183,7 @@ class TapRuntime:
             self._is_armed = False
 
     def _retire(self, request_id: str) -> None:
+        self._settle()
         state = self._requests.pop(request_id, None)
         if state is None:
             return

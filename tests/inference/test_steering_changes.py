@@ -27,7 +27,7 @@ def add(row=0, scale=1.0, positions=None, layers=(0,)):
 
 
 class Engine:
-    """A worker's runtime, and what it lays out for each row of a step."""
+    """A worker's runtime, and what it lays out for each row of a step. What is armed stays so, as on a device."""
 
     def __init__(self):
         self.runtime = TapRuntime(TapPoints(0, LAYERS), self, None, None)
@@ -42,7 +42,6 @@ class Engine:
     def step(self, *rows, admitted=(), finished=()):
         """Run a step; return the operations of each row, of each request (id, first position, count) in order."""
         self.runtime.begin_step(finished, [(name, plan.to_extra_args()) for name, plan in admitted])
-        self.layout = None
         names, firsts, counts = zip(*rows, strict=True) if rows else ((), (), ())
         self.runtime.place(lambda: StepRows(names, firsts, counts))
         self.runtime.finish_step()
