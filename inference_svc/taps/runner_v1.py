@@ -30,30 +30,30 @@ def attach(runner: Any, place: Callable[[Callable[[], StepRows]], None], vllm_ve
     _check(runner, vllm_version)
     prepare = runner._prepare_inputs  # noqa: SLF001 - the one place where vLLM knows the order of rows
 
-    def prepare_and_place(scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
-        result = prepare(scheduler_output, *arguments, **options)
-        place(lambda: _rows(runner, scheduler_output))
+    def prepare_and_place(scheduler_output: Any, num_scheduled_tokens: Any, *arguments: Any, **options: Any) -> Any:
+        result = prepare(scheduler_output, num_scheduled_tokens, *arguments, **options)
+        place(lambda: _rows(runner, num_scheduled_tokens))
         return result
 
     runner._prepare_inputs = prepare_and_place  # noqa: SLF001 - see above
 
 
-def _rows(runner: Any, scheduler_output: Any) -> StepRows:
+def _rows(runner: Any, num_scheduled_tokens: Any) -> StepRows:
     batch = runner.input_batch
     request_ids = list(batch.req_ids)
-    scheduled = scheduler_output.num_scheduled_tokens
     return StepRows(
         request_ids=request_ids,
         firsts=batch.num_computed_tokens_cpu[: len(request_ids)],
-        counts=[scheduled[request_id] for request_id in request_ids],
+        counts=num_scheduled_tokens,
     )
 
 
 def _check(runner: Any, vllm_version: str) -> None:
     prepare = getattr(runner, "_prepare_inputs", None)
     missing = []
-    if prepare is None or "scheduler_output" not in inspect.signature(prepare).parameters:
-        missing.append("_prepare_inputs(scheduler_output, ...)")
+    parameters = list(inspect.signature(prepare).parameters) if prepare else []
+    if parameters[:2] != ["scheduler_output", "num_scheduled_tokens"]:
+        missing.append("_prepare_inputs(scheduler_output, num_scheduled_tokens, ...)")
     missing += [
         f"input_batch.{name}"
         for name in ("req_ids", "num_computed_tokens_cpu")

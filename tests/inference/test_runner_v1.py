@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from inference_svc.taps.layout import StepRows
 from inference_svc.taps.runner_v1 import IncompatibleEngineError, attach
 
 
@@ -27,9 +26,13 @@ class Runner:
 def test_rows_are_told_in_the_order_of_the_batch():
     runner, placed = Runner(), []
     attach(runner, lambda tell: placed.append(tell()), "1.2.3")
-    output = SimpleNamespace(num_scheduled_tokens={"a": 5, "b": 1})
-    assert runner._prepare_inputs(output, num_scheduled_tokens=6) == (output, 6)
-    assert placed == [StepRows(request_ids=["b", "a"], firsts=[7, 0], counts=[1, 5])]
+    output, counts = SimpleNamespace(), np.array([1, 5])
+    assert runner._prepare_inputs(output, num_scheduled_tokens=counts) == (output, counts)
+    assert runner._prepare_inputs(output, counts) == (output, counts)
+    for rows in placed:
+        assert rows.request_ids == ["b", "a"]
+        assert (rows.firsts.tolist(), rows.counts.tolist()) == ([7, 0], [1, 5])
+    assert len(placed) == 2
 
 
 def without(name):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from inference_svc.taps.layout import StepRows
 from inference_svc.taps.runner_v1 import IncompatibleEngineError
 from inference_svc.taps.runner_v2 import attach
 
@@ -33,7 +32,9 @@ def test_rows_are_told_in_the_order_of_the_batch() -> None:
     runner, placed = Runner(), []
     attach(runner, lambda tell: placed.append(tell()), "1.2.3")
     batch = runner.prepare_inputs({"prefill": 7, "decode": 1}, object())
-    assert placed == [StepRows(["decode", "prefill"], [0, 10], [1, 7])]
+    (rows,) = placed
+    assert rows.request_ids == ["decode", "prefill"]
+    assert (rows.firsts.tolist(), rows.counts.tolist()) == ([0, 10], [1, 7])
     assert batch.req_ids == ["decode", "prefill"], "the runner gets what it returned"
 
 

@@ -1,0 +1,161 @@
+"""A batch that is laid out as a whole is laid out as one request after the other would be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.layout import StepRows
+from inference_svc.taps.plan import Kind, Operation, RequestPlan
+from inference_svc.taps.points import TapPoints
+from inference_svc.taps.runtime import TapRuntime
+from inference_svc.taps.steady import SteadyBatch
+from residuum.v1 import capture_pb2
+from tests.inference.taps_support import CPU, GENERATED, PROMPT, capture, select
+
+LAYERS, HIDDEN, PROMPT_TOKENS = 3, 4, 2
+POST, ATTN = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_ATTN_OUT
+
+
+class Worker:
+    """A runtime with a tap that keeps what it was armed with, and a sink that gives blocks back at once."""
+
+    def __init__(self, *, steadies: bool) -> None:
+        self.pool = BlockPool(BlockPool.rows_needed(64, 16, 2 * LAYERS), HIDDEN, torch.float32, CPU, 0)
+        self.runtime = TapRuntime(TapPoints(0, LAYERS), self, self.pool, self)
+        self.lines, self.sent, self.armed = [], [], 0
+        if not steadies:
+            self.runtime._lay_out = self.runtime._plan
+
+    def arm(self, layout):
+        self.armed += 1
+        programs = [layout.programs[index] for index in layout.lines[:, 1]]
+        self.lines = sorted(
+            (row, id(program), place, stride if place >= 0 else 0)
+            for (row, _, place, stride), program in zip(layout.lines.tolist(), programs, strict=True)
+        )
+        self.kept = programs  # interned programs live as long as somebody holds them
+
+    def disarm(self):
+        self.lines = []
+
+    def send(self, blocks):
+        for block in blocks:
+            self.sent.append((block.capture.capture_id, block.first_row, list(block.positions)))
+            self.pool.give_back(block)
+
+    def step(self, rows, admitted=(), finished=()):
+        self.runtime.begin_step(finished, [(name, plan.to_extra_args()) for name, plan in admitted])
+        names, firsts, counts = zip(*rows, strict=True)
+        self.runtime.place(lambda: StepRows(list(names), np.array(firsts), np.array(counts)))
+        self.runtime.finish_step()
+
+
+selections = st.sampled_from([select(), select(phases=(PROMPT,)), select(phases=(GENERATED,)), select(every=3)])
+captures = st.none() | st.builds(
+    lambda layers, sites, positions: capture(layers=sorted(layers), sites=sorted(sites), positions=positions),
+    st.sets(st.integers(0, LAYERS - 1), min_size=1),
+    st.sets(st.sampled_from([POST, ATTN]), min_size=1),
+    selections,
+)
+operations = st.lists(
+    st.builds(lambda row, where: Operation(Kind.ADD, row, (0, 2), where, 2.0), st.integers(0, 3), selections),
+    max_size=2,
+)
+requests = st.tuples(captures, operations, st.booleans())
+happenings = st.one_of(
+    st.tuples(st.just("go_on"), st.integers(1, 70)),
+    st.tuples(st.just("admit"), requests),
+    st.tuples(st.just("finish"), st.integers(0, 7)),
+    st.tuples(st.just("preempt"), st.integers(0, 7)),
+    st.tuples(st.just("change"), st.integers(0, 7)),
+    st.tuples(st.just("swap"), st.integers(0, 7)),
+)
+
+
+class Pair:
+    """Two workers that are told the same; one of them lays out every request by itself."""
+
+    def __init__(self):
+        self.workers = (Worker(steadies=True), Worker(steadies=False))
+        self.running: dict[str, int] = {}  # name -> next position
+        self.count = 0
+
+    def step(self, rows, **options):
+        for worker in self.workers:
+            worker.step(rows, **options)
+        steady, plain = self.workers
+        assert steady.lines == plain.lines
+        assert steady.sent == plain.sent
+
+    def compute(self, more=(), **options):
+        """Compute a token of all that run, and what else is given."""
+        rows = [*((name, first, 1) for name, first in self.running.items()), *more]
+        if rows:
+            self.step(rows, **options)
+        self.running = {name: first + 1 for name, first in self.running.items()}
+
+    def some(self, number):
+        return list(self.running)[number % len(self.running)]
+
+    def admit(self, wanted):
+        name, self.count = f"r{self.count}", self.count + 1
+        what, steers, is_bare = wanted
+        plan = RequestPlan(PROMPT_TOKENS, replace(what, capture_id=name) if what else None, tuple(steers), name)
+        self.compute([(name, 0, PROMPT_TOKENS)], admitted=[] if is_bare else [(name, plan)])
+        self.running[name] = PROMPT_TOKENS
+
+    def go_on(self, steps):
+        for _ in range(steps):
+            self.compute()
+
+    def finish(self, number):
+        name = self.some(number)
+        del self.running[name]
+        self.compute(finished=[name])
+        if not self.running:
+            for worker in self.workers:
+                worker.runtime.begin_step([name], [])
+
+    def preempt(self, number):
+        name = self.some(number)
+        self.step([(name, 0, self.running[name])])
+
+    def change(self, number):
+        first, second = (worker.runtime.change_steering(self.some(number), ()) for worker in self.workers)
+        assert first == second
+
+    def swap(self, number):
+        name = self.some(number)  # vLLM puts another request into its row
+        self.running[name] = self.running.pop(name)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(requests, min_size=1, max_size=5), st.lists(happenings, max_size=12))
+def test_a_steady_batch_is_laid_out_as_one_request_after_the_other(begin, then):
+    pair = Pair()
+    for wanted in begin:
+        pair.admit(wanted)
+    for what, value in then:
+        if pair.running or what in {"admit", "go_on"}:
+            getattr(pair, what)(value)
+    for worker in pair.workers:
+        worker.runtime.begin_step(list(pair.running), [])
+    steady, plain = pair.workers
+    assert steady.sent == plain.sent
+    assert steady.pool.free_rows == plain.pool.free_rows == len(steady.pool.memory)
+
+
+def test_what_steers_alone_is_not_armed_again():
+    worker = Worker(steadies=True)
+    plan = RequestPlan(PROMPT_TOKENS, None, (Operation(Kind.ADD, 0, (0,), select()),), "r")
+    worker.step([("r", 0, PROMPT_TOKENS)], admitted=[("r", plan)])
+    for position in range(2, 40):
+        worker.step([("r", position, 1)])
+    assert worker.armed == 2, "once for the prompt, once for every generated token"
+    assert isinstance(worker.runtime._steady, SteadyBatch)
