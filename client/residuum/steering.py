@@ -8,7 +8,8 @@ For a row x of the residual stream (float32 [hidden]), a vector v and its direct
     Replace  x + (value - x·v̂)v̂
 
 Each is applied after the layers it names, to the positions it names, in the order of the list. With `keep_norm=True`
-the row is then scaled to the norm that it had before the operation.
+the row is then scaled to the norm that it had before the operation. Whatever is asked for, rows stay finite: elements
+end at ±1e16, far beyond those of any model (±32752 if it runs in float16).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 import triton.language as tl
 
+from inference_svc.taps.operations import reach
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.tables import ENTRY_FIELDS, KEEP_NORM, KIND_SHIFT, LINE_FIELDS, MAX_BANK_ROWS
 
@@ -130,6 +131,14 @@ def _apply_rest(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _bounded(steered, x, most):  # type: ignore[no-untyped-def]
+    """Return steered elements, none larger than `most` unless it was before; see operations.py."""
+    bounds = tl.maximum(tl.abs(x), most)
+    is_number = steered == steered  # noqa: PLR0124 - NaN is not
+    return tl.where(is_number, tl.minimum(tl.maximum(steered, -bounds), bounds), x)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _number(pointer):  # type: ignore[no-untyped-def]
     """Load a float32 whose bits lie in an int32."""
     return tl.load(pointer).to(tl.float32, bitcast=True)
@@ -162,6 +171,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     pool,
     point,
     num_points,
+    most,
     hidden_stride,
     residual_stride,
     width,
@@ -209,6 +219,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
         steered, steered_tail = _apply_rest(
             steered, steered_tail, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
         )
+        steered, steered_tail = _bounded(steered, x, most), _bounded(steered_tail, x_tail, most)
         # Only the difference is written back, and only where there is one: what no operation moves stays as it is to
         # the bit, a negative zero and an infinity, too.
         after = tl.where(steered == x, h, (h.to(tl.float32) + (steered - x)).to(dtype))
@@ -237,6 +248,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     pool,
     point,
     num_points,
+    most,
     hidden_stride,
     residual_stride,
     width,
@@ -275,6 +287,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
         steered, steered_tail = _apply_rest(
             steered, steered_tail, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
         )
+        steered, steered_tail = _bounded(steered, x, most), _bounded(steered_tail, x_tail, most)
         x = tl.where(steered == x, x, steered)  # a negative zero that no operation moves stays one
         x_tail = tl.where(steered_tail == x_tail, x_tail, steered_tail)
     after, after_tail = x.to(dtype), x_tail.to(dtype)
@@ -322,6 +335,7 @@ class KernelTables(NamedTuple):
             self.pool.memory if self.pool is not None else hidden,
             point,
             programs.lines.shape[1],
+            reach(hidden.dtype),
         )
 
 
