@@ -120,7 +120,7 @@ class Generator:
         if running.spec.steering is None or not running.spec.steering.updatable:
             raise Failure(
                 Reason.ERROR_REASON_NOT_UPDATABLE,
-                f"The steering of the request {request_id!r} cannot be changed: register it as updatable.",
+                f"The steering of the request {request_id!r} cannot be changed; start it as updatable for that.",
                 request_id=request_id,
             )
         steering = resolve_steering(spec, self._engine.facts)
@@ -159,7 +159,9 @@ class Generator:
     def _check_vectors(self, steering: steering_pb2.SteeringSpec | None) -> None:
         if steering is None:
             return
-        missing = self._cache.missing(digests_of(steering))
+        digests = digests_of(steering)
+        self._cache.check_number(len(digests))
+        missing = self._cache.missing(digests)
         if missing:
             raise missing_vectors(missing)
         for digest in directions_of(steering):

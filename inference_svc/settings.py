@@ -95,8 +95,8 @@ class InferenceSettings(ServiceSettings):
     """Shared memory between each capturing worker and the shippers, in MiB."""
     shippers: int = Field(default=1, ge=1, le=64)
     """Processes that send captured rows to the store."""
-    max_vectors: int = Field(default=1000, ge=1)
-    """Steering vectors that are kept; the one that was not used for longest goes first."""
+    max_vectors: int = Field(default=4096, ge=1)
+    """Steering vectors that are kept; the one that was not used for longest goes first. No request can use more."""
     max_vector_mib: int = Field(default=256, ge=1)
     """Memory of the vectors that are kept, in MiB."""
     max_active_vectors: int = Field(default=1024, ge=1, le=1 << 20)

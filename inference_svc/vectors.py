@@ -60,6 +60,19 @@ class VectorCache:
         """
         return self._values[digest]
 
+    def check_number(self, count: int) -> None:
+        """Make sure that so many vectors can be here at once: else sending them again and again would never do.
+
+        Raises:
+            Failure: They cannot.
+        """
+        if count > self._capacity:
+            raise Failure(
+                Reason.ERROR_REASON_LIMIT_REACHED,
+                f"The request uses {count} vectors; at most {self._capacity} are kept.",
+                limit="max_vectors",
+            )
+
     def put(self, vector: tensor_pb2.Vector) -> None:
         """Check a vector and keep it.
 

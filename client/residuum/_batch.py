@@ -23,6 +23,11 @@ def check_prompts(prompts: Iterable[Prompt], sampling: Mapping[str, Any]) -> lis
     Raises:
         TypeError: They are one prompt, or an argument is given that belongs to one request.
     """
+    if "updatable" in sampling:
+        raise TypeError(
+            "generate_many() takes no updatable: it belongs to one request, whose stream updates it. Open a "
+            "stream(updatable=True) for each prompt."
+        )
     for name in ("request_id", "registration"):
         if name in sampling:
             raise TypeError(

@@ -43,6 +43,15 @@ def load(path: _Path) -> Directions:
     return _directions(path, arrays, origin.site, origin)
 
 
+def saved_directions(path: _Path) -> Directions | None:
+    """Return the directions of a file that `Directions.save` wrote; None of any other, or if there is no such file."""
+    try:
+        is_ours = read_safetensors(path)[1].get("format") == FORMAT
+    except (OSError, InvalidRequest):  # told in their own words by who reads it as something else
+        return None
+    return load(path) if is_ours else None
+
+
 def _origin(path: _Path, text: str) -> Origin:
     """Return what the metadata says; what a newer version may say besides is passed over."""
     try:

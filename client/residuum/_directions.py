@@ -57,7 +57,7 @@ class Directions(Mapping[int, Vector]):
         Directions(30 layers × 576, difference_of_means of 8 + 8 examples, resid_post of 'SmolLM2-135M-Instruct')
         >>> joy[12]
         Vector(576 elements, norm 3.21, digest 5c0ffee0…)
-        >>> client.put_vectors(joy.values())  # before they are needed; otherwise they are sent when they first are
+        >>> client.put_vectors(joy)  # before they are needed; otherwise they are sent when they first are
     """
 
     def __init__(self, vectors: Mapping[int, Vector | npt.ArrayLike], *, origin: Origin | None = None) -> None:
@@ -111,6 +111,7 @@ class Directions(Mapping[int, Vector]):
             By layer, float64 [...]: for each layer that both have. NaN for rows that a partial capture lacks.
 
         Raises:
+            TypeError: The rows are a bare array, which does not say of which layer.
             InvalidRequest: They have no layer in common, or the activations are of another site.
             BadVector: Their hidden sizes differ, or a direction is zero.
 
@@ -118,6 +119,8 @@ class Directions(Mapping[int, Vector]):
             >>> joy.project(acts)[12].round(1)
             array([-0.3,  0.9,  1.4])
         """
+        if not isinstance(rows, Mapping):
+            raise TypeError(f"project() takes Activations, or a mapping layer -> rows, not {type(rows).__name__}.")
         if isinstance(rows, Activations) and rows.site != self._origin.site:
             raise InvalidRequest(
                 f"These are directions of {self._origin.site}, and the activations have {rows.site} selected; use "

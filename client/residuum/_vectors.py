@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from residuum import exceptions as exc
 from residuum._failures import from_item_error
@@ -80,12 +80,14 @@ def put_result(given: Sequence[Vector], sent: Sequence[Vector]) -> PutResult:
     )
 
 
-def vector_list(vectors: Vector | Iterable[Vector]) -> list[Vector]:
-    """Return what a user gave as vectors as a list.
+def vector_list(vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
+    """Return what a user gave as vectors as a list. Of a mapping, such as Directions, it is the values.
 
     Raises:
         TypeError: One of them is not a Vector.
     """
+    if isinstance(vectors, Mapping):
+        vectors = vectors.values()
     items = [vectors] if isinstance(vectors, Vector) else list(vectors)
     for item in items:
         if not isinstance(item, Vector):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from residuum import _health, _vectors
@@ -160,12 +160,12 @@ class AsyncClient(AsyncCaptureClient):
         seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
         return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors)
 
-    async def put_vectors(self, vectors: Vector | Iterable[Vector]) -> PutResult:
+    async def put_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> PutResult:
         """Send vectors, those that the server lacks; see `Client.put_vectors`."""
         given = _vectors.vector_list(vectors)
         return _vectors.put_result(given, await self._provide(given))
 
-    async def find_missing_vectors(self, vectors: Vector | Iterable[Vector]) -> list[Vector]:
+    async def find_missing_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
         """Return those of some vectors that the server lacks."""
         given = _vectors.vector_list(vectors)
         missing: set[bytes] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +59,8 @@ class Capture:
             sites = tuple(sorted(sites, key=list(SITES).index)) if SITES.keys() >= self.sites else sites
         object.__setattr__(self, "sites", sites)
         object.__setattr__(self, "positions", Positions.of(self.positions))
+        if not isinstance(self.before_steering, bool):
+            raise TypeError(f"before_steering is True or False, not {self.before_steering!r}.")
         self.to_proto()
 
     def to_proto(self) -> capture_pb2.CaptureSpec:
@@ -83,6 +85,8 @@ class Capture:
 
 def site_list(sites: str | Sequence[str]) -> tuple[str, ...]:
     """Return the names of sites as a user writes them: a list, or one text with commas between the names."""
+    if not isinstance(sites, Iterable):
+        raise TypeError(f"sites= takes a list of names, or one text with commas between them, not {sites!r}.")
     return tuple(name.strip() for name in sites.split(",")) if isinstance(sites, str) else tuple(sites)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from residuum import _health, _vectors
@@ -97,13 +97,14 @@ class Client(CaptureClient):
             RequestExists: The request id is taken.
             UnknownRequest: The registration was used up or has lapsed.
             StoreUnreachable: A capture is asked for and the inference service cannot reach its store.
+            LimitReached: It uses more vectors than the server takes, or there was no room for them for too long.
             RequestAborted: Somebody called `abort`.
             Unreachable: Nothing answers at the endpoint.
             DeadlineExceeded: The time is over; the request was stopped.
 
         Example:
-            >>> client.generate("The capital of France is", max_tokens=4).text
-            ' Paris. The capital'
+            >>> client.generate("The capital of France is", max_tokens=1).text
+            ' Paris'
         """
         stream = self.stream(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
@@ -227,8 +228,8 @@ class Client(CaptureClient):
         seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
         return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors)
 
-    def put_vectors(self, vectors: Vector | Iterable[Vector]) -> PutResult:
-        """Send vectors, those that the server lacks. Calls that steer do this by themselves.
+    def put_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> PutResult:
+        """Send vectors, or those of Directions, that the server lacks. Calls that steer do this by themselves.
 
         Raises:
             BadVector: The server refused one; the others are accepted.
@@ -240,7 +241,7 @@ class Client(CaptureClient):
         given = _vectors.vector_list(vectors)
         return _vectors.put_result(given, self._provide(given))
 
-    def find_missing_vectors(self, vectors: Vector | Iterable[Vector]) -> list[Vector]:
+    def find_missing_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
         """Return those of some vectors that the server lacks. Those that it has are kept for another while."""
         given = _vectors.vector_list(vectors)
         missing: set[bytes] = set()

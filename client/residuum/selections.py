@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Union
@@ -40,8 +41,11 @@ class Positions:
     """Only positions that are a multiple of this many."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", tuple(self.phases))
-        object.__setattr__(self, "ranges", tuple((first, last) for first, last in self.ranges))
+        phases: object = self.phases  # as it came, whatever its annotation says
+        object.__setattr__(self, "phases", (phases,) if isinstance(phases, str) else tuple(self.phases))
+        object.__setattr__(self, "ranges", tuple(_pair(item) for item in self.ranges))
+        if isinstance(self.every, bool) or not isinstance(self.every, (int, np.integer)):
+            raise TypeError(f"every is a whole number, not {self.every!r}.")
         self.to_proto()
 
     @classmethod
@@ -51,7 +55,8 @@ class Positions:
         Args:
             value: None or "all"; "prompt", "generated" or "last_prompt"; one position; a slice or range, which end
                 before their stop as everywhere in Python (range(-4, 0) is the last four prompt tokens); a list of
-                positions, of slices or of (first, last) pairs with both ends included; or a Positions.
+                positions, of slices or of (first, last) pairs with both ends included; or a Positions. A pair counts
+                as one inside a list alone: [(2, 5)] is four positions, (2, 5) is two.
 
         Raises:
             InvalidRequest: It can never be meant so.
@@ -66,7 +71,7 @@ class Positions:
             return _of_word(value or "all")
         if isinstance(value, (slice, range)):
             return _of_slice(value)
-        if isinstance(value, (int, np.integer)):
+        if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
             return cls(ranges=((int(value), int(value)),))
         if not isinstance(value, Iterable):
             raise TypeError(f"positions= takes a word, a number, a slice or a list of them, not {value!r}.")
@@ -140,6 +145,8 @@ def layer_list(layers: int | Iterable[int]) -> list[int]:
             f"Layers count from 0, so {numbers[0]} is none; the last one is client.info().num_layers - 1.",
             reason="UNKNOWN_LAYER",
         )
+    if numbers[-1] >= _INT32:
+        raise UnknownLayer(f"No model has a layer {numbers[-1]}.", reason="UNKNOWN_LAYER")
     return numbers
 
 
@@ -159,7 +166,8 @@ def index_list(kind: str, values: int | Iterable[int]) -> list[int]:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
             raise TypeError(f"A {kind} is a whole number, not {item!r}.")
     if not items:
-        raise InvalidRequest(f"Name at least one {kind}, or leave the choice out for all.", reason="INVALID_FIELD")
+        instead = "write 'all'" if kind == "layer" else "leave the choice out for all"
+        raise InvalidRequest(f"Name at least one {kind}, or {instead}.", reason="INVALID_FIELD")
     return sorted({int(item) for item in items})
 
 
@@ -205,17 +213,23 @@ def _of_slice(value: slice | range) -> Positions:
 
 
 def _of_item(item: int | slice | range | tuple[int, int | None]) -> tuple[int, int | None]:
+    if isinstance(item, (bool, np.bool_)):
+        raise TypeError("A position is a number, not True or False; np.flatnonzero(mask) makes numbers of a mask.")
     if isinstance(item, (int, np.integer)):
         return int(item), int(item)
     if isinstance(item, (slice, range)):
         if item.step not in (None, 1):
             raise InvalidRequest("Slices in a list cannot have a step; see residuum.Positions.", reason="INVALID_FIELD")
         return _of_slice(item).ranges[0] if _of_slice(item).ranges else (0, None)
+    return _pair(item)
+
+
+def _pair(item: tuple[int, int | None]) -> tuple[int, int | None]:
     try:
         first, last = item
+        return operator.index(first), None if last is None else operator.index(last)
     except (TypeError, ValueError):
         raise TypeError(f"A position is a number, a slice or a pair (first, last), not {item!r}.") from None
-    return int(first), None if last is None else int(last)
 
 
 def _merge(ranges: list[tuple[int, int | None]]) -> list[tuple[int, int | None]]:

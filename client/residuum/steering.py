@@ -8,7 +8,8 @@ For a row x of the residual stream (float32 [hidden]), a vector v and its direct
     Replace  x + (value - x·v̂)v̂
 
 Each is applied after the layers it names, to the positions it names, in the order of the list. With `keep_norm=True`
-the row is then scaled to the norm that it had before the operation.
+the row is then scaled to the norm that it had before the operation. Whatever is asked for, rows stay finite: elements
+end at ±1e16, far beyond those of any model (±32752 if it runs in float16).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Union
+
+import numpy as np
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection
@@ -65,6 +68,8 @@ class _Placed:
             if value is not None and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(layer_list(value)))
         object.__setattr__(self, "positions", Positions.of(self.positions))
+        if not isinstance(self.keep_norm, bool):
+            raise TypeError(f"{self._name}: keep_norm is True or False, not {self.keep_norm!r}.")
         self._placed()
         self.check()
 
@@ -85,11 +90,22 @@ class _Placed:
     def check(self) -> None:
         """Check what is particular to the operation."""
 
-    def _check_number(self, name: str, value: float) -> None:
-        if isinstance(value, bool) or not hasattr(value, "__float__"):
+    def _check_number(self, name: str) -> None:
+        """Check a number, and keep it as a float: arrays and tensors of one element count as numbers."""
+        value: Any = getattr(self, name)
+        if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__"):
             raise TypeError(f"{self._name}: {name} is a number, not {value!r}.")
-        if not math.isfinite(value) or abs(value) > 3.4e38:  # noqa: PLR2004 - the largest float32
-            raise InvalidRequest(f"{self._name}: {name} must be a finite float32, not {value}.", reason="INVALID_FIELD")
+        try:
+            number = float(value.item() if hasattr(value, "item") else value)
+        except OverflowError:
+            number = math.inf
+        except (TypeError, ValueError, RuntimeError):  # an array, or a tensor, of several
+            raise TypeError(f"{self._name}: {name} is one number, not {type(value).__name__} of several.") from None
+        if not math.isfinite(number) or abs(number) > 3.4e38:  # noqa: PLR2004 - the largest float32
+            raise InvalidRequest(
+                f"{self._name}: {name} must be a finite float32, not {number}.", reason="INVALID_FIELD"
+            )
+        object.__setattr__(self, name, number)
 
     def _check_direction(self) -> None:
         for index, vector in enumerate(self.vectors):
@@ -136,7 +152,7 @@ class Add(_Placed):
 
     def check(self) -> None:
         """Check the factor."""
-        self._check_number("scale", self.scale)
+        self._check_number("scale")
 
     def to_proto(self) -> steering_pb2.SteeringOperation:
         """Return the operation as it travels."""
@@ -158,7 +174,7 @@ class Ablate(_Placed):
 
     def check(self) -> None:
         """Check the factor, and that the vector has a direction."""
-        self._check_number("scale", self.scale)
+        self._check_number("scale")
         self._check_direction()
 
     def to_proto(self) -> steering_pb2.SteeringOperation:
@@ -187,9 +203,9 @@ class Cap(_Placed):
         """Check the bounds, and that the vector has a direction."""
         if self.min is None and self.max is None:
             raise InvalidRequest("Cap: give min=, max= or both.", reason="INVALID_FIELD")
-        for name, bound in (("min", self.min), ("max", self.max)):
-            if bound is not None:
-                self._check_number(name, bound)
+        for name in ("min", "max"):
+            if getattr(self, name) is not None:
+                self._check_number(name)
         if self.min is not None and self.max is not None and self.max < self.min:
             raise InvalidRequest(f"Cap: max ({self.max}) is below min ({self.min}).", reason="INVALID_FIELD")
         self._check_direction()
@@ -216,7 +232,7 @@ class Replace(_Placed):
 
     def check(self) -> None:
         """Check the value, and that the vector has a direction."""
-        self._check_number("value", self.value)
+        self._check_number("value")
         self._check_direction()
 
     def to_proto(self) -> steering_pb2.SteeringOperation:
@@ -234,16 +250,18 @@ class LayerVectors(Mapping[int, Vector]):
 
         Raises:
             TypeError: A key is not a layer's number, or a value is not a Vector.
-            InvalidRequest: There are none, or a layer is negative.
+            InvalidRequest: There are none; UnknownLayer if one is negative.
         """
         for layer, vector in vectors.items():
             if not isinstance(vector, Vector) or isinstance(layer, bool) or not hasattr(layer, "__index__"):
                 raise TypeError(
-                    f"Vectors for layers are {{layer number: residuum.Vector}}, not {{{layer!r}: {vector!r}}}."
+                    f"Vectors for layers are {{layer number: residuum.Vector}}, not "
+                    f"{{{layer!r}: {type(vector).__name__}}}."
                 )
+        if not vectors:
+            raise InvalidRequest("Vectors for layers: name at least one layer.", reason="INVALID_FIELD")
         self._vectors = {int(layer): vectors[layer] for layer in sorted(vectors)}
-        if not self._vectors or min(self._vectors) < 0:
-            raise InvalidRequest("Vectors for layers: name at least one layer, from 0 on.", reason="INVALID_FIELD")
+        layer_list(self._vectors)
 
     def __getitem__(self, layer: int) -> Vector:
         return self._vectors[layer]
@@ -280,17 +298,29 @@ def operation_list(steer: Operation | Iterable[Operation] | None) -> list[Operat
         TypeError: One of them is not an operation.
         InvalidRequest: There are more than 256.
     """
-    items: list[Any] = [] if steer is None else list(steer) if isinstance(steer, Iterable) else [steer]
+    given: Any = steer  # as it came, whatever its annotation says
+    single = isinstance(given, (Mapping, str)) or not isinstance(given, Iterable)
+    items: list[Any] = [] if given is None else [given] if single else list(given)
     for item in items:
         if not isinstance(item, (Add, Ablate, Cap, Replace)):
-            hint = f" A vector by itself does not say where: write Add({_WHERE})." if isinstance(item, Vector) else ""
-            raise TypeError(f"steer= takes residuum.Add, Ablate, Cap and Replace, not {item!r}.{hint}")
+            raise TypeError(f"steer= takes residuum.Add, Ablate, Cap and Replace, not {_what(item)}")
     if len(items) > MAX_OPERATIONS:
         raise InvalidRequest(
             f"One request takes at most {MAX_OPERATIONS} operations, not {len(items)}; name several layers in one.",
             reason="INVALID_FIELD",
         )
     return items
+
+
+def _what(item: object) -> str:
+    """Say what stands in the place of an operation, and what to write instead."""
+    if isinstance(item, Mapping):
+        return f"a {type(item).__name__} by itself: say what is done with the vectors, as in Add({{layer: vector}})."
+    if isinstance(item, Vector):
+        return f"{item!r}. A vector by itself does not say where: write Add({_WHERE})."
+    if isinstance(item, (list, tuple)):
+        return "a list in the list: write [*joy.add(0.5), Ablate(...)], with a star before each list."
+    return f"{item!r}."
 
 
 def steering_spec(operations: Iterable[Operation], *, updatable: bool = False) -> steering_pb2.SteeringSpec:

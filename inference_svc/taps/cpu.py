@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from inference_svc.taps.layout import PLACE, PROGRAM, ROW, STRIDE
-from inference_svc.taps.operations import OperationBatch, apply_batch
+from inference_svc.taps.operations import OperationBatch, apply_batch, bounded, reach
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,6 +107,7 @@ class CpuTap:
             vectors = self._bank.vectors[batch.vectors]
             inverse_norms = self._bank.inverse_norms[batch.vectors]
             steered[at] = apply_batch(steered[at], vectors, inverse_norms, batch)
+        steered = bounded(steered, x, reach(hidden.dtype))
         hidden[rows] = torch.where(steered == x, before, before + (steered - x)).to(hidden.dtype)
 
     def _store(self, group: CaptureGroup, hidden: Tensor, residual: Tensor | None, unit: int) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 import triton.language as tl
 
+from inference_svc.taps.operations import reach
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.tables import ENTRY_FIELDS, KEEP_NORM, KIND_SHIFT, LINE_FIELDS, MAX_BANK_ROWS
 
@@ -90,8 +91,11 @@ def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a row, in float32, after one operation along v, and whether that moved it."""
+def _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, most, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a row, in float32, after one operation along v; whether that moved it; and whether it moved it far.
+
+    Far is further than a thousandth of `most`: then the row's elements must be looked at one by one.
+    """
     kind = what >> _KIND_SHIFT
     factor = scale
     if kind != _ADD:
@@ -110,14 +114,27 @@ def _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL: tl.const
         rescaled = tl.where((after > 0.0) & (factor != 0.0), tl.sqrt(before / after), 1.0)
         moved *= rescaled
         moved_tail *= rescaled
-    return moved, moved_tail, factor != 0.0
+    is_near = tl.abs(factor) <= most * 1e-3 * inverse  # of a factor that is no number this does not hold either
+    return moved, moved_tail, factor != 0.0, is_near == 0
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _apply_rest(  # type: ignore[no-untyped-def]
-    x, x_tail, is_moved, width, first, count, entries, bank, inverse_norms, HEAD: tl.constexpr, TAIL: tl.constexpr
+    x,
+    x_tail,
+    is_moved,
+    is_far,
+    width,
+    first,
+    count,
+    entries,
+    bank,
+    inverse_norms,
+    most,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """Return a row after all of `count` operations from entry `first` on but the first, and whether any moved it."""
+    """Return as `_apply` does after all of `count` operations from entry `first` on; the first one is done."""
     for index in range(first + 1, first + count):
         entry = entries + index * _ENTRY_FIELDS
         what = tl.load(entry)
@@ -125,9 +142,50 @@ def _apply_rest(  # type: ignore[no-untyped-def]
         scale, low, high = _number(entry + 1), _number(entry + 2), _number(entry + 3)
         inverse = tl.load(inverse_norms + vector)
         v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
-        x, x_tail, moves = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
+        x, x_tail, moves, strays = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, most, TAIL)
         is_moved = is_moved | moves
-    return x, x_tail, is_moved
+        is_far = is_far | strays
+    return x, x_tail, is_moved, is_far
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _bounded(steered, x, most):  # type: ignore[no-untyped-def]
+    """Return steered elements, none larger than `most` unless it was before; see operations.py."""
+    bounds = tl.maximum(tl.abs(x), most)
+    is_number = steered == steered  # noqa: PLR0124 - NaN is not
+    return tl.where(is_number, tl.minimum(tl.maximum(steered, -bounds), bounds), x)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _steer(  # type: ignore[no-untyped-def]
+    x,
+    x_tail,
+    v,
+    v_tail,
+    what,
+    scale,
+    low,
+    high,
+    inverse,
+    width,
+    first,
+    count,
+    entries,
+    bank,
+    inverse_norms,
+    most,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Return a row, in float32, after all its operations, and whether any of them moved it."""
+    steered, steered_tail, is_moved, is_far = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, most, TAIL)
+    steered, steered_tail, is_moved, is_far = _apply_rest(
+        steered, steered_tail, is_moved, is_far, width, first, count, entries, bank, inverse_norms, most, HEAD, TAIL
+    )
+    if is_far:
+        steered = _bounded(steered, x, most)
+        steered_tail = _bounded(steered_tail, x_tail, most)
+    return steered, steered_tail, is_moved
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -163,6 +221,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     pool,
     point,
     num_points,
+    most,
     hidden_stride,
     residual_stride,
     width,
@@ -206,10 +265,10 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     before, before_tail = x.to(dtype), x_tail.to(dtype)
     after, after_tail = before, before_tail
     if count > 0:
-        steered, steered_tail, is_moved = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
-        steered, steered_tail, is_moved = _apply_rest(
-            steered, steered_tail, is_moved, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
-        )
+        steered, steered_tail, is_moved = _steer(
+            x, x_tail, v, v_tail, what, scale, low, high, inverse, width, first, count, entries, bank, inverse_norms,
+            most, HEAD, TAIL,
+        )  # fmt: skip
         if is_moved:  # a row that no operation moves stays as it is to the bit, a negative zero and an infinity, too
             after = (h.to(tl.float32) + (steered - x)).to(dtype)  # only the difference is written back
             after_tail = (h_tail.to(tl.float32) + (steered_tail - x_tail)).to(dtype)
@@ -236,6 +295,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     pool,
     point,
     num_points,
+    most,
     hidden_stride,
     residual_stride,
     width,
@@ -270,10 +330,10 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     dtype = hidden.dtype.element_ty
     before, before_tail = x.to(dtype), x_tail.to(dtype)
     if is_steered:
-        steered, steered_tail, is_moved = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, TAIL)
-        steered, steered_tail, is_moved = _apply_rest(
-            steered, steered_tail, is_moved, width, first, count, entries, bank, inverse_norms, HEAD, TAIL
-        )
+        steered, steered_tail, is_moved = _steer(
+            x, x_tail, v, v_tail, what, scale, low, high, inverse, width, first, count, entries, bank, inverse_norms,
+            most, HEAD, TAIL,
+        )  # fmt: skip
         if is_moved:  # else a negative zero would become a positive one
             x = steered
             x_tail = steered_tail
@@ -322,6 +382,7 @@ class KernelTables(NamedTuple):
             self.pool.memory if self.pool is not None else hidden,
             point,
             programs.lines.shape[1],
+            reach(hidden.dtype),
         )
 
 

@@ -34,6 +34,35 @@ class OperationBatch(NamedTuple):
     """Whether the row gets back the norm that it had, bool [r]."""
 
 
+def reach(dtype: torch.dtype) -> float:
+    """Return how large steering may make an element of a row of this dtype.
+
+    Half of what the dtype holds, for what layers add to it later; and no larger than that the sum of a row's squares
+    is a float32, because norms are computed so. No model comes near 1e16 by itself.
+    """
+    return min(1e16, float(torch.finfo(dtype).max) / 2)
+
+
+def bounded(steered: Tensor, x: Tensor, most: float) -> Tensor:
+    """Return steered rows that hold no element larger than `most`, unless it was before.
+
+    A row with an infinity makes NaN of itself in the next norm, and so of its keys and values. These stay in the
+    engine's cache when the request has ended, and attention multiplies what it masks by zero: so the NaN would get
+    into requests that come after. (A GPU's kernel asks this only of rows that an operation moves by more than a
+    thousandth of `most`; less than that does not add up to an infinity in any model's layers.)
+
+    Args:
+        steered: The rows after all operations, float32 [r, hidden].
+        x: The rows before, likewise.
+        most: See `reach`.
+
+    Returns:
+        The rows, [r, hidden]. An element for which no number came out is as it was before.
+    """
+    bounds = x.abs().clamp(min=most)
+    return torch.where(steered.isnan(), x, torch.maximum(torch.minimum(steered, bounds), -bounds))
+
+
 def apply_batch(x: Tensor, v: Tensor, inverse_norms: Tensor, batch: OperationBatch) -> Tensor:
     """Return rows after one operation each.
 

@@ -73,6 +73,12 @@ async def test_one_prompt_is_no_batch(client, peer, prompts):
     assert peer.calls == []
 
 
+async def test_a_batch_is_not_updatable(client, peer):
+    with pytest.raises(TypeError, match=r"takes no updatable.*stream\(updatable=True\)"):
+        await client.generate_many(["a", "b"], updatable=True)
+    assert peer.calls == []
+
+
 @pytest.mark.parametrize("name", ["request_id", "registration"])
 async def test_what_belongs_to_one_request_is_not_for_a_batch(client, peer, name):
     with pytest.raises(TypeError, match=rf"takes no {name}.*generate\({name}=\.\.\.\)"):

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import residuum
 from residuum.cli.commands import parse_layers
-from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2, selection_pb2
 
 
 def test_generate(cli):
@@ -93,6 +93,60 @@ def test_steering_keeps_the_order_of_the_command_line(cli, peer, tmp_path, monke
     assert (sent[0].cap.min, sent[0].cap.max) == (-2, 3.5)
     assert list(sent[2].layers.list.layers) == [0, 3, 4]
     assert not sent[2].cap.HasField("min")
+
+
+def test_steering_by_saved_directions_has_a_vector_for_each_layer(cli, peer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    vectors = {layer: np.full(HIDDEN, layer + 1.0) for layer in range(4)}
+    joy = residuum.Directions(vectors)
+    joy.save("joy.safetensors")
+    residuum.Directions(vectors, origin=residuum.directions.Origin(site="resid_pre")).save("pre.safetensors")
+    steer = (
+        "--add",
+        "joy.safetensors@1-2*0.5",
+        "--add",
+        "pre.safetensors@3",
+        "--add",
+        "joy.safetensors:resid_post.3@0",
+    )
+    assert cli("generate", "a", *steer)[0] == 0
+    own, before, one = peer.requests[-1].spec.steering.operations
+    assert list(own.layers.list.layers) == [1, 2]
+    assert list(own.layer_digests) == [joy[1].digest, joy[2].digest]
+    assert own.add.scale == 0.5
+    assert list(before.layers.list.layers) == [2], "the stream before layer 3 is that after layer 2"
+    assert list(before.layer_digests) == [joy[3].digest]
+    assert one.add.digest == joy[3].digest
+    code, _, err = cli("generate", "a", "--add", "joy.safetensors@4")
+    assert (code, err) == (1, "residuum: There is no direction for the layers [4]; there are [0, 1, 2, 3].\n")
+
+
+def test_projections_are_replaced_and_norms_kept_where_it_is_said(cli, peer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("joy.npy", np.ones(HIDDEN))
+    steer = ("--replace", "joy.npy@1:-2.5", "--ablate", "joy.npy@all*0.5")
+    assert cli("generate", "a", *steer, "--steer-positions", "generated", "--keep-norm")[0] == 0
+    replace, ablate = peer.requests[-1].spec.steering.operations
+    assert (replace.replace.value, ablate.ablate.scale, ablate.layers.all) == (-2.5, 0.5, True)
+    for operation in (replace, ablate):
+        assert operation.keep_norm
+        assert list(operation.positions.phases) == [selection_pb2.PHASE_GENERATED]
+
+
+@pytest.mark.parametrize("replace", ["joy.npy@1", "joy.npy@1:", "joy.npy@1:x", "joy.npy@1:1:2", "joy.npy:1", "joy.npy"])
+def test_replacements_that_cannot_be_meant(cli, tmp_path, monkeypatch, replace):
+    monkeypatch.chdir(tmp_path)
+    np.save("joy.npy", np.ones(HIDDEN))
+    code, _, err = cli("generate", "a", "--replace", replace)
+    assert code == 1
+    assert err.startswith("residuum: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", [("--keep-norm",), ("--steer-positions", "prompt")])
+def test_how_to_steer_needs_something_to_steer_by(cli, flag):
+    with pytest.raises(SystemExit):
+        cli("generate", "a", *flag)
 
 
 @pytest.mark.parametrize(

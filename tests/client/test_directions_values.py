@@ -149,6 +149,9 @@ def test_project(three):
 def test_what_cannot_be_projected(three):
     with pytest.raises(residuum.InvalidRequest, match="select"):
         three.project(activations(np.zeros((10, 1, 6)), sites=("mlp_out",)))
+    for bare in (np.zeros((3, 6)), [np.zeros(6)] * 10):
+        with pytest.raises(TypeError, match="mapping layer -> rows"):
+            three.project(bare)
     with pytest.raises(residuum.InvalidRequest, match="none of them"):
         three.project({0: np.zeros((1, 6))})
     with pytest.raises(residuum.BadVector, match=r"layer 4 have the shape \[1, 5\]"):
@@ -160,6 +163,7 @@ def test_what_cannot_be_projected(three):
 def test_directions_steer_and_are_sent_once(endpoint, peer):
     joy = residuum.Directions({layer: np.full(8, layer + 1.0) for layer in range(3)})
     with residuum.Client(endpoint) as client:
-        assert client.put_vectors(joy.values()).sent == 3
+        assert client.put_vectors(joy).sent == 3
         assert client.put_vectors(joy.values()).sent == 0
+        assert client.find_missing_vectors(joy) == []
         client.generate("a", max_tokens=1, steer=joy.add(0.5, layers=[1, 2]))

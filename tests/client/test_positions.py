@@ -64,7 +64,9 @@ def test_a_range_across_the_prompts_end_says_what_to_write_instead():
         Positions.of(range(-2, 3))
 
 
-@pytest.mark.parametrize("value", [["a"], [(1, 2, 3)], [None]])
+@pytest.mark.parametrize(
+    "value", [["a"], [(1, 2, 3)], [None], [0.5], [(0.5, 1)], True, [True, False], np.ones(3, bool)]
+)
 def test_positions_of_the_wrong_kind(value):
     with pytest.raises(TypeError):
         Positions.of(value)
@@ -74,6 +76,34 @@ def test_positions_of_the_wrong_kind(value):
 def test_positions_by_hand_that_cannot_be_meant(arguments):
     with pytest.raises(residuum.InvalidRequest):
         Positions(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"every": 1.5}, "whole number"),
+        ({"every": True}, "whole number"),
+        ({"ranges": [1]}, "pair"),
+        ({"ranges": ["a"]}, "pair"),
+    ],
+)
+def test_positions_by_hand_of_the_wrong_kind(arguments, told):
+    with pytest.raises(TypeError, match=told):
+        Positions(**arguments)
+
+
+def test_a_mask_is_told_how_to_become_positions():
+    with pytest.raises(TypeError, match=r"np\.flatnonzero\(mask\)"):
+        Positions.of(np.array([True, False, True]))
+
+
+def test_one_phase_may_be_a_word():
+    assert Positions(phases="generated") == Positions(phases=("generated",))
+
+
+def test_a_pair_is_a_range_inside_a_list_alone():
+    assert Positions.of([(2, 5)]) == Positions(ranges=((2, 5),))
+    assert Positions.of((2, 5)) == Positions.of([2, 5]) == Positions(ranges=((2, 2), (5, 5)))
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 5))

@@ -72,6 +72,15 @@ def test_directions_are_a_vector_for_each_layer_to_steer_by():
         (lambda: residuum.Replace(JOY, layer=1), TypeError, "value"),
         (lambda: residuum.Replace(JOY, layer=1, value=None), TypeError, "value is a number"),
         (lambda: residuum.Replace(JOY, layer=1, value=True), TypeError, "value is a number"),
+        (lambda: residuum.Replace(JOY, layer=1, value=np.True_), TypeError, "value is a number"),
+        (lambda: residuum.Replace(JOY, layer=1, value=np.ones(2)), TypeError, "value is one number, not ndarray of se"),
+        (lambda: residuum.Add(JOY, layer=1, scale=10**400), residuum.InvalidRequest, "scale must be a finite float32"),
+        (lambda: residuum.Add(JOY, layer=1, keep_norm="no"), TypeError, "keep_norm is True or False, not 'no'"),
+        (lambda: residuum.Add(JOY, layer=1, keep_norm=None), TypeError, "keep_norm is True or False"),
+        (lambda: residuum.Add(JOY, layer=[]), residuum.InvalidRequest, "at least one layer, or write 'all'"),
+        (lambda: residuum.Add(JOY, layer=2**40), residuum.UnknownLayer, "No model has a layer 1099511627776"),
+        (lambda: residuum.Add({2**40: JOY}), residuum.UnknownLayer, "No model has a layer 1099511627776"),
+        (lambda: residuum.Add({1: np.ones(500)}), TypeError, r"not \{1: ndarray\}"),
         (lambda: residuum.Replace(JOY, layer=1, value=float("nan")), residuum.InvalidRequest, "finite"),
         (lambda: residuum.Replace(JOY, layer=1, value=1e39), residuum.InvalidRequest, "finite"),
         (lambda: residuum.Replace(ZERO, layer=1, value=1.0), residuum.BadVector, "this vector is zero"),
@@ -82,7 +91,7 @@ def test_directions_are_a_vector_for_each_layer_to_steer_by():
         (lambda: residuum.Add({1: JOY}, layer=1), residuum.InvalidRequest, r"leave out layer\(s\)="),
         (lambda: residuum.Add({1: JOY}, layers="all"), residuum.InvalidRequest, r"leave out layer\(s\)="),
         (lambda: residuum.Add({}), residuum.InvalidRequest, "at least one layer"),
-        (lambda: residuum.Add({-1: JOY}), residuum.InvalidRequest, "from 0 on"),
+        (lambda: residuum.Add({-1: JOY}), residuum.UnknownLayer, "count from 0, so -1 is none"),
         (lambda: residuum.Add({"1": JOY}), TypeError, "layer number: residuum.Vector"),
         (lambda: residuum.Add({True: JOY}), TypeError, "layer number: residuum.Vector"),
         (lambda: residuum.Add({1: [1.0]}), TypeError, "layer number: residuum.Vector"),
@@ -92,6 +101,31 @@ def test_directions_are_a_vector_for_each_layer_to_steer_by():
 def test_steering_that_cannot_be_meant(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("steer", "told"),
+    [
+        (JOY, r"not Vector\(.*\)\. A vector by itself"),
+        ({1: JOY}, r"not a dict by itself: .*Add\(\{layer: vector\}\)"),
+        (residuum.Directions({1: JOY}), "not a Directions by itself"),
+        ([residuum.Directions({1: JOY})], "not a Directions by itself"),
+        ([[residuum.Add(JOY, layer=1)]], r"a list in the list: write \[\*joy\.add"),
+        ("joy", "not 'joy'"),
+        (5, "not 5"),
+    ],
+)
+def test_what_is_no_operation_is_told_how_to_become_one(steer, told):
+    with pytest.raises(TypeError, match=told):
+        plan_spec(None, steer, None, None)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.array([0.5]), np.array(0.5)])
+def test_a_number_is_kept_as_a_float(number):
+    operation = residuum.Replace(JOY, layer=1, value=number)
+    assert operation == residuum.Replace(JOY, layer=1, value=0.5)
+    assert type(operation.value) is float
+    hash(operation)
 
 
 def test_the_zero_vector_may_be_added_at_some_layer():

@@ -257,6 +257,8 @@ def test_captures_as_they_travel():
         ({"layers": -3}, residuum.UnknownLayer),
         ({"layers": ["1"]}, TypeError),
         ({"layers": None}, TypeError),
+        ({"sites": None}, TypeError),
+        ({"before_steering": "yes"}, TypeError),
         ({"sites": "resid"}, residuum.UnknownSite),
         ({"sites": ""}, residuum.UnknownSite),
         ({"sites": "resid_post,"}, residuum.UnknownSite),

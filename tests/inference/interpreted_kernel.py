@@ -50,6 +50,9 @@ def main() -> None:
     for name in dtypes:
         for seed in range(12):
             check_steering(seed, getattr(torch, name))
+        for has_residual in (False, True):
+            case = steering.make_case(3, getattr(torch, name), 24, 70, 1, has_residual=has_residual)
+            steering.check_overflow(case, steered)
     json.dump(differences, sys.stdout)
 
 

@@ -17,6 +17,8 @@ from inference_svc.taps.programs import Program, Step
 from tests.inference.taps_support import CPU, select, steer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from inference_svc.taps.blocks import BlockPool
     from inference_svc.taps.kernel import KernelTables
 
@@ -117,6 +119,31 @@ def idle_operations() -> list[Operation]:
         for row, (kind, scale, low, high) in enumerate(kinds)
         for keeps_norm in (False, True)
     ]
+
+
+def check_overflow(case: Case, steer_rows: Callable[[Case], torch.Tensor]) -> None:
+    """Check that rows come out finite whatever is asked for, and as far out as they may be."""
+    dtype, huge = case.hidden.dtype, 3e38
+    case.vectors[0] *= 1e30 / np.abs(case.vectors[0]).max()
+    case.vectors[1] = np.eye(1, case.vectors.shape[1])  # zeros beside what overflows
+    ways = [(Kind.ADD, huge, 0.0, 0.0), (Kind.ABLATE, -huge, 0.0, 0.0), (Kind.CAP, 1.0, huge, huge)]
+    operations = [
+        Operation(kind, vector, (0,), select(), scale, low, high, keeps_norm)
+        for kind, scale, low, high in ways
+        for vector in (0, 1, 2)
+        for keeps_norm in (False, True)
+    ]
+    case.operations = [[operations[(row + at) % len(operations)] for at in range(1 + row % 4)] for row in range(24)]
+    steered = steer_rows(case)
+    assert steered.isfinite().all()
+    delayed = torch.zeros_like(steered) if case.residual is None else case.residual
+    rows = steered.double() + delayed.double()
+    most = min(1e16, torch.finfo(dtype).max / 2) * (1 + 2.0**-7)
+    assert (rows.abs() <= most).all()
+    far = [[Operation(Kind.ADD, 2, (0,), select(), huge, 0.0, 0.0)]] * 24
+    signs = torch.from_numpy(np.sign(case.vectors[2]))
+    rows = steer_rows(Case(case.hidden, case.residual, far, case.vectors)).double() + delayed.double()
+    assert (rows * signs >= most * (1 - 2.0**-6)).all()
 
 
 def awkward_rows(dtype: torch.dtype, rows: int, hidden: int, seed: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from tests.inference.steering_cases import (
     POINTS,
     Case,
     awkward_rows,
+    check_overflow,
     idle_operations,
     make_case,
     make_tables,
@@ -71,6 +72,12 @@ def test_steering_with_scale_zero_or_by_nothing_leaves_rows_to_the_bit(seed, dty
     assert same_bits(steered(case), case.hidden)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_no_steering_makes_an_infinity_or_nan(dtype, has_residual):
+    check_overflow(make_case(3, dtype, 24, 70, 1, has_residual=has_residual), steered)
+
+
 # ------------------------------------------------------------------------------------------------ the kernel on a GPU
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: there the kernel is compiled")
@@ -107,3 +114,10 @@ def test_steering_on_a_gpu_that_moves_nothing_leaves_rows_to_the_bit(seed, dtype
     case.hidden = awkward_rows(dtype, 24, hidden, seed)
     case.operations = [idle_operations()[row % 6 :] if row % 4 else [] for row in range(24)]
     assert same_bits(steered_on_gpu(case), case.hidden)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_no_steering_on_a_gpu_makes_an_infinity_or_nan(dtype, has_residual):
+    check_overflow(make_case(3, dtype, 24, 70, 1, has_residual=has_residual), steered_on_gpu)

@@ -340,6 +340,18 @@ async def test_no_room_among_the_active_vectors_refuses_a_change_of_steering(sto
         assert len(service.engine.changes) == 1
 
 
+async def test_more_vectors_than_are_kept_are_refused_as_that_and_not_as_missing(store):
+    """Else the client would send those that were dropped, and so have others dropped."""
+    async with running_service(store.endpoint, max_vectors=2) as service:
+        await service.put(JOY, WOE, AWE)
+        request = spec("r", None, [add(JOY), add(WOE), add(AWE)])
+        failure = await failure_of(service.events(ask(request)))
+        assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors"})
+        async with generating(service, spec("other", None, [add(AWE)], updatable=True)):
+            failure = await failure_of(service.update("other", *request.steering.operations))
+            assert failure.metadata == {"limit": "max_vectors"}
+
+
 async def test_a_change_of_steering_waits_for_room_among_the_active_vectors(store):
     async with running_service(store.endpoint, max_active_vectors=1) as service:
         await service.put(JOY, WOE)

@@ -126,6 +126,13 @@ def test_no_room_is_told_and_changes_nothing(cache, users):
     cache.put(kept[0])  # sending one that is here needs no room
 
 
+def test_more_vectors_than_are_kept_are_told(cache):
+    cache.check_number(3)
+    with pytest.raises(Failure, match="uses 4 vectors; at most 3 are kept") as caught:
+        cache.check_number(4)
+    assert (caught.value.reason_name, caught.value.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors"})
+
+
 @pytest.mark.parametrize("size", [-0.0, 1e-31, 1.1e30])
 def test_a_vector_without_a_direction_that_float32_can_tell(cache, size):
     bad = vector(0, 0, size, 0)

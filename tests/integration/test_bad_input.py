@@ -124,6 +124,15 @@ def test_a_direction_that_is_zero(channel: grpc.Channel) -> None:
     assert failure.reason_name == "BAD_VALUES"
 
 
+def test_steering_beyond_every_number(client: residuum.Client) -> None:
+    # Infinity would become NaN in the keys and values of a cache that the next request's share: see `still_serving`.
+    far = residuum.Add(vector(), layer=1, scale=3e38)
+    reply = client.generate("Hello", max_tokens=4, steer=[far, far], capture=residuum.Capture(layers=[1, 29]))
+    acts = client.activations(reply)
+    np.testing.assert_allclose(acts[1], 1e16, rtol=2**-7)
+    assert np.isfinite(acts[29]).all()
+
+
 def test_a_request_without_a_prompt(channel: grpc.Channel) -> None:
     error = refused(channel, inference_pb2.GenerateRequest(spec=inference_pb2.RequestSpec()))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT

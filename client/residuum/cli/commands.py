@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import sys
 import warnings
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import residuum
+from residuum._direction_files import saved_directions
 from residuum.cli.output import Output, size
 from residuum.selections import LayersLike
 from residuum.steering import Operation
@@ -54,13 +56,16 @@ def generate(options: argparse.Namespace, output: Output) -> int:
         for flag in ("positions", "sites", "before_steering"):
             if getattr(options, flag) not in {None, False}:
                 options.usage_error(f"--{flag.replace('_', '-')} says what --capture captures; give both")
+    if not options.steer and (options.steer_positions or options.keep_norm):
+        options.usage_error("--steer-positions and --keep-norm say how it is steered; give --add or another, too")
+    where = {"positions": options.steer_positions, "keep_norm": options.keep_norm}
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     sampling: Any = {name: value for name in (*SAMPLING, "stop") if (value := getattr(options, name)) is not None}
     with open_client(options) as client:
         stream = client.stream(
             [{"role": "user", "content": prompt}] if options.chat else prompt,
             capture=_capture(options),
-            steer=[_OPERATIONS[name](text) for name, text in options.steer],
+            steer=[_OPERATIONS[name](text, where) for name, text in options.steer],
             request_id=options.request_id,
             timeout=options.timeout,
             **sampling,
@@ -190,50 +195,65 @@ def _capture(options: argparse.Namespace) -> residuum.Capture | None:
     )
 
 
-def _addition(text: str) -> residuum.Add:
+def _scaled(kind: type[residuum.Add | residuum.Ablate], text: str, where: dict[str, Any]) -> Operation:
     place, star, scale = text.rpartition("*")
-    vector, layers = _placed(place if star else text)
+    vector = _placed(place if star else text)
     try:
-        return residuum.Add(vector, layers=layers, scale=float(scale) if star else 1.0)
+        return kind(**vector, **where, scale=float(scale) if star else 1.0)
     except ValueError as error:
-        raise residuum.InvalidRequest(f"--add {text}: {error}") from None
+        raise residuum.InvalidRequest(f"--{kind.__name__.lower()} {text}: {error}") from None
 
 
-def _ablation(text: str) -> residuum.Ablate:
-    vector, layers = _placed(text)
-    return residuum.Ablate(vector, layers=layers)
-
-
-def _bounds(text: str) -> residuum.Cap:
-    source, at, rest = text.rpartition("@")
-    layers, *bounds = rest.split(":")
-    if at and len(bounds) != 2:  # noqa: PLR2004 - the lowest and the highest
-        raise residuum.InvalidRequest(
-            f"--cap {text}: write VECTOR@LAYERS:MIN:MAX; one of MIN and MAX may be left empty."
-        )
-    vector, chosen = _placed(f"{source}{at}{layers}")
+def _bounds(text: str, where: dict[str, Any]) -> residuum.Cap:
+    vector, bounds = _with_numbers(text, 2, f"--cap {text}: write VECTOR@LAYERS:MIN:MAX; one may be left empty.")
     try:
         low, high = (float(bound) if bound else None for bound in bounds)
-        return residuum.Cap(vector, layers=chosen, min=low, max=high)
+        return residuum.Cap(**vector, **where, min=low, max=high)
     except ValueError as error:
         raise residuum.InvalidRequest(f"--cap {text}: {error}") from None
 
 
-_OPERATIONS: dict[str, Callable[[str], Operation]] = {"add": _addition, "ablate": _ablation, "cap": _bounds}
-"""How each kind of steering is read from the command line."""
+def _replacement(text: str, where: dict[str, Any]) -> residuum.Replace:
+    vector, (value,) = _with_numbers(text, 1, f"--replace {text}: write VECTOR@LAYERS:VALUE.")
+    try:
+        return residuum.Replace(**vector, **where, value=float(value))
+    except ValueError as error:
+        raise residuum.InvalidRequest(f"--replace {text}: {error}") from None
 
 
-def _placed(text: str) -> tuple[residuum.Vector, LayersLike]:
+_OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
+    "add": functools.partial(_scaled, residuum.Add),
+    "ablate": functools.partial(_scaled, residuum.Ablate),
+    "cap": _bounds,
+    "replace": _replacement,
+}
+"""How each kind of steering is read from the command line, given what is said of all of them."""
+
+
+def _with_numbers(text: str, count: int, advice: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the vector, with its layers, and the numbers behind them, of VECTOR@LAYERS:NUMBER..."""
+    source, at, rest = text.rpartition("@")
+    layers, *numbers = rest.split(":")
+    if at and len(numbers) != count:
+        raise residuum.InvalidRequest(advice)
+    return _placed(f"{source}{at}{layers}"), numbers
+
+
+def _placed(text: str) -> dict[str, Any]:
+    """Return the vector and layers of VECTOR@LAYERS, as the operations take them."""
     source, at, layers = text.rpartition("@")
     if not at:
         raise residuum.InvalidRequest(f"{text!r} does not say where; write VECTOR@LAYERS, such as joy.npy@12.")
     path, colon, name = source.rpartition(":")
+    directions = None if colon else saved_directions(source)
+    if directions is not None:
+        return {"vector": {place: vector for _, place, vector in directions.placed(parse_layers(layers))}}
     vectors = load_vectors(path if colon else source)
     if not colon and len(vectors) == 1:
-        return next(iter(vectors.values())), parse_layers(layers)
+        return {"vector": next(iter(vectors.values())), "layers": parse_layers(layers)}
     if name not in vectors or not colon:
         raise residuum.InvalidRequest(f"{source}: name one of its vectors: {', '.join(vectors)}.")
-    return vectors[name], parse_layers(layers)
+    return {"vector": vectors[name], "layers": parse_layers(layers)}
 
 
 def _load(files: list[str]) -> dict[str, residuum.Vector]:

@@ -26,6 +26,8 @@ INTERRUPTED = 130
 
 Command = Callable[[argparse.Namespace, Output], int]
 
+_POSITIONS = ("all", "prompt", "generated", "last_prompt")
+
 _WORDS = {
     "Give a longer timeout, or none with timeout=None": "Give a longer --timeout, or none",
     "wait=False, allow_partial=True": "--no-wait --allow-partial",
@@ -138,7 +140,7 @@ def _add_generate(groups: _Groups) -> None:
     )
     parser.add_argument(
         "--positions",
-        choices=["all", "prompt", "generated", "last_prompt"],
+        choices=_POSITIONS,
         help="which tokens --capture captures (default: all)",
     )
     parser.add_argument(
@@ -164,11 +166,15 @@ def _add_generate(groups: _Groups) -> None:
 
 def _add_steering(parser: argparse.ArgumentParser) -> None:
     bounds = "either bound may be left empty, as in joy.npy@12::3.5"
-    vector = "VECTOR is a .npy file, or FILE.safetensors:NAME; LAYERS as for --capture"
+    vector = (
+        "VECTOR is a .npy file, FILE.safetensors:NAME, or a file of Directions.save, which has a vector for each layer"
+    )
+    scale = "LAYERS as for --capture; SCALE is 1 if it is left out"
     for name, metavar, help_text in (
-        ("add", "VECTOR@LAYERS*SCALE", f"add a vector; {vector}; SCALE is 1 if it is left out (default: none)"),
-        ("ablate", "VECTOR@LAYERS", "remove a direction (default: none)"),
+        ("add", "VECTOR@LAYERS*SCALE", f"add a vector; {vector}; {scale} (default: none)"),
+        ("ablate", "VECTOR@LAYERS*SCALE", "remove a direction (default: none)"),
         ("cap", "VECTOR@LAYERS:MIN:MAX", f"keep a projection between two bounds; {bounds} (default: none)"),
+        ("replace", "VECTOR@LAYERS:VALUE", "set a projection (default: none)"),
     ):
         parser.add_argument(
             f"--{name}",
@@ -179,6 +185,13 @@ def _add_steering(parser: argparse.ArgumentParser) -> None:
             metavar=metavar,
             help=f"{help_text}; may be repeated, applied in this order",
         )
+
+    parser.add_argument("--steer-positions", choices=_POSITIONS, help="which tokens are steered (default: all)")
+    parser.add_argument(
+        "--keep-norm",
+        action="store_true",
+        help="scale rows, after each of these operations, to the norm that they had before it (default: no)",
+    )
 
 
 def _named(name: str, text: str) -> tuple[str, str]:

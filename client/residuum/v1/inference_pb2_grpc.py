@@ -153,6 +153,8 @@ class InferenceServiceServicer:
         refused as RegisterRequest would.
         * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
         * ALREADY_EXISTS: the id of the inline spec is taken, or the store holds a capture of this id.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
+        the active ones for too long.
         * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for), NOT_SERVING or ENGINE_DEAD.
         * CANCELLED, ABORTED: somebody called Abort.
         """

@@ -55,6 +55,9 @@ Global___SteeringSpec: _TypeAlias = SteeringSpec  # noqa: Y015
 class SteeringOperation(_message.Message):
     """One operation on the residual stream x (the output of a decoder layer, [hidden], computed in float32) with a vector v
     (float32 [hidden]) that is named by its digest. v^ is v / |v|. Where v^ is needed, |v| must be from 1e-30 to 1e30.
+
+    Rows stay finite: after the last operation on a row at a layer, an element that is larger than 1e16 (float16: 32752) is
+    cut off there, or at the size that it had before if that is larger. No operation makes an infinity or NaN.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
