@@ -25,6 +25,7 @@ from store_svc.capture import Wait
 from store_svc.db import DamagedError, Database, Table, Txn
 from store_svc.ending import Ending
 from store_svc.load import load_catalog
+from store_svc.retention import RetentionPolicy
 from store_svc.servicer import SERVICE, StoreServicer
 from store_svc.settings import StoreSettings
 from store_svc.writer import Writer, WriterOptions
@@ -68,7 +69,8 @@ class Store:
         readers = settings.max_streams + 2 * _SHORT_CALLS
         self._db = Database(settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers)
         self._catalog = load_catalog(self._db)
-        options = WriterOptions(synced, settings.sync_interval_seconds, _waits(settings))
+        retention = _retention(settings)
+        options = WriterOptions(synced, settings.sync_interval_seconds, _waits(settings), retention)
         self._writer = Writer(self._db, self._catalog, options, self._on_death)
         self._servicer = StoreServicer(
             self._db,
@@ -76,6 +78,7 @@ class Store:
             self._writer,
             store_id=self._db.write(_store_id),
             version=_version(),
+            retention=retention,
             calls=Calls(settings.max_streams, settings.max_writers),
         )
         self._server = self._make_server()
@@ -154,6 +157,11 @@ def _waits(settings: StoreSettings) -> dict[Wait, float]:
         Wait.ROWS: settings.seal_timeout_seconds,
         Wait.REMNANTS: settings.ending_timeout_seconds,
     }
+
+
+def _retention(settings: StoreSettings) -> RetentionPolicy:
+    hours = settings.retain_hours
+    return RetentionPolicy(None if hours is None else hours * 3600, settings.retain_bytes)
 
 
 def _store_id(txn: Txn) -> bytes:

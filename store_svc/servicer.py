@@ -22,6 +22,7 @@ from store_svc.checks import check_description, invalid
 from store_svc.db import Database, Table
 from store_svc.pages import make_token, read_token
 from store_svc.reader import Reader
+from store_svc.retention import RetentionPolicy
 from store_svc.writer import Writer
 
 _Request = TypeVar("_Request", bound=Message)
@@ -34,7 +35,15 @@ class StoreServicer:
     """The methods of StoreService, over the parts of a store."""
 
     def __init__(
-        self, db: Database, catalog: Catalog, writer: Writer, *, store_id: bytes, version: str, calls: Calls
+        self,
+        db: Database,
+        catalog: Catalog,
+        writer: Writer,
+        *,
+        store_id: bytes,
+        version: str,
+        retention: RetentionPolicy,
+        calls: Calls,
     ) -> None:
         """Make a servicer.
 
@@ -44,6 +53,7 @@ class StoreServicer:
             writer: Where changes go; it must be running.
             store_id: Binds page tokens to this store.
             version: The version of the server.
+            retention: What the writer keeps, to tell it.
             calls: Counts the calls.
         """
         self._db = db
@@ -52,6 +62,7 @@ class StoreServicer:
         self._reader = Reader(db, catalog)
         self._store_id = store_id
         self._version = version
+        self._retention = retention
         self.calls = calls
         """The calls that run."""
         self._lock = threading.Lock()
@@ -162,7 +173,7 @@ class StoreServicer:
         with self._db.read() as txn:
             num_chunks = txn.count(Table.FRAMES)
         counters = self._writer.counters
-        return store_pb2.GetStatsResponse(
+        response = store_pb2.GetStatsResponse(
             captures=[store_pb2.StateCount(state=state, count=count) for state, count in sorted(states.items())],
             num_bytes=sum(summary.num_bytes for summary in summaries),
             num_chunks=num_chunks,
@@ -174,7 +185,24 @@ class StoreServicer:
             commits=counters.commits,
             start_time=self._start_time,
             server_version=self._version,
+            used_bytes=self._db.used_bytes(),
+            free_disk_bytes=self._db.free_disk_bytes(),
+            retention=self._retention_stats(),
         )
+        response.server_time.GetCurrentTime()
+        return response
+
+    def _retention_stats(self) -> store_pb2.RetentionStats:
+        counters = self._writer.counters
+        stats = store_pb2.RetentionStats(
+            max_bytes=self._retention.max_bytes or 0,
+            captures_expired_by_age=counters.expired_by_age,
+            captures_expired_by_size=counters.expired_by_size,
+            bytes_expired=counters.bytes_expired,
+        )
+        if self._retention.max_age is not None:
+            stats.max_age.FromNanoseconds(round(self._retention.max_age * 1e9))
+        return stats
 
     def end_streams(self) -> None:
         """End the streams of writers; the Writer must have stopped, so that everything they sent is acknowledged."""

@@ -217,10 +217,27 @@ class StoreStats:
     """The greatest size it may grow to."""
     server_version: str
     """The version of the store."""
+    used_bytes: int = 0
+    """Bytes of the database that hold something; a little below `max_bytes` the store takes no more. 0: not known."""
+    free_disk_bytes: int = 0
+    """Bytes that are free on its disk."""
+    retain_seconds: float | None = None
+    """How long after its end a capture is kept. None: for ever."""
+    retain_bytes: int | None = None
+    """How many bytes of chunks are kept. None: whatever fits."""
+    expired_by_age: int = 0
+    """Captures that were deleted because of their age, since the store started."""
+    expired_by_size: int = 0
+    """Captures that were deleted because there were too many bytes, since the store started."""
+    bytes_expired: int = 0
+    """Bytes of the chunks of both."""
+    server_time: datetime.datetime | None = None
+    """The store's clock when it answered. None: the store is older than this field."""
 
     @classmethod
     def from_proto(cls, endpoint: str, proto: store_pb2.GetStatsResponse) -> StoreStats:
         """Return the value of a message."""
+        retention = proto.retention
         return cls(
             endpoint=endpoint,
             captures={STATES.get(item.state, "unknown"): item.count for item in proto.captures},
@@ -229,6 +246,14 @@ class StoreStats:
             disk_bytes=proto.disk_bytes,
             max_bytes=proto.max_bytes,
             server_version=proto.server_version,
+            used_bytes=proto.used_bytes,
+            free_disk_bytes=proto.free_disk_bytes,
+            retain_seconds=retention.max_age.ToNanoseconds() / 1e9 if retention.HasField("max_age") else None,
+            retain_bytes=retention.max_bytes or None,
+            expired_by_age=retention.captures_expired_by_age,
+            expired_by_size=retention.captures_expired_by_size,
+            bytes_expired=retention.bytes_expired,
+            server_time=to_datetime(proto.server_time),
         )
 
 
