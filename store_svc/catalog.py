@@ -63,6 +63,7 @@ class Catalog:
         """Whether the store is stopping; waits must end."""
         self.num_bytes = 0
         """Bytes of chunks of all captures."""
+        self._states: Counter[capture_pb2.CaptureState.ValueType] = Counter()
 
     def number_of(self, capture_id: str) -> int | None:
         """Return the internal number of a capture, or None if there is no such capture."""
@@ -124,6 +125,7 @@ class Catalog:
         with self._lock:
             self._insert(capture.description.capture_id, capture.number)
             self._feeds[capture.number] = Feed(capture, keys)
+            self._states[capture.state] += 1
         self.num_bytes += capture.num_bytes
         self._note_progress(capture)
 
@@ -132,13 +134,15 @@ class Catalog:
         with self._lock:
             self._insert(summary.capture_id, number)
             self._ended[number] = summary
+            self._states[summary.state] += 1
         insort(self._by_end, _place(number, summary))
         self.num_bytes += summary.num_bytes
 
     def publish(self, capture: Capture, keys: list[bytes]) -> None:
         """Publish what became of a capture, and the keys of its new frames."""
         feed = self._feeds[capture.number]
-        self.num_bytes += capture.num_bytes - feed.capture.num_bytes
+        before = feed.capture
+        self.num_bytes += capture.num_bytes - before.num_bytes
         feed.publish(capture, keys)
         self._note_progress(capture)
         if capture.ended:
@@ -146,6 +150,8 @@ class Catalog:
             with self._lock:
                 self._ended[capture.number] = summary
                 del self._feeds[capture.number]
+                self._states.subtract([before.state])
+                self._states[capture.state] += 1
             insort(self._by_end, _place(capture.number, summary))
 
     def delete(self, capture_id: str, number: int) -> None:
@@ -156,6 +162,9 @@ class Catalog:
             ended = self._ended.pop(number, None)
             self._expiring.discard(number)
             del self._order[bisect_left(self._order, number)]
+            for known in (feed.capture if feed else None, ended):
+                if known:
+                    self._states.subtract([known.state])
         if ended:
             self.num_bytes -= ended.num_bytes
             del self._by_end[bisect_left(self._by_end, _place(number, ended))]
@@ -171,9 +180,10 @@ class Catalog:
         """
         return (self._feeds[number].capture for number in self._waiting[wait])
 
-    def summaries(self) -> list[store_pb2.CaptureSummary]:
-        """Return all captures in short."""
-        return [summary for _, summary in self.newest()]
+    def states(self) -> dict[capture_pb2.CaptureState.ValueType, int]:
+        """Return how many captures are in each state, of those in which any is."""
+        with self._lock:
+            return {state: count for state, count in sorted(self._states.items()) if count}
 
     def newest(
         self,

@@ -141,7 +141,9 @@ class Database:
         """
         path.mkdir(parents=True, exist_ok=True)
         self.max_bytes = max_bytes
-        self._ordinary_bytes = bytes_for_appends(max_bytes)
+        """The greatest size that it may grow to."""
+        self.ordinary_bytes = bytes_for_appends(max_bytes)
+        """How much of it is for chunks."""
         self._data = path / "data.mdb"
         self._lock = _lock(path / "store.lock")
         try:
@@ -182,7 +184,7 @@ class Database:
             with self._env.begin(write=True, buffers=True) as raw:
                 txn = Txn(raw, self._tables)
                 result = change(txn)
-                if txn.wrote and not reserve and txn.used_pages() * self._page_bytes > self._ordinary_bytes:
+                if txn.wrote and not reserve and txn.used_pages() * self._page_bytes > self.ordinary_bytes:
                     raise StoreFullError(self._limit_text())
                 return result
         except lmdb.MapFullError:
@@ -207,6 +209,11 @@ class Database:
         """Return the bytes that are free on its disk, for programs without privileges."""
         disk = os.statvfs(self._data)
         return disk.f_bavail * disk.f_frsize
+
+    def num_chunks(self) -> int:
+        """Return how many chunks there are, those of deleted captures included that are not freed yet."""
+        with self.read() as txn:
+            return txn.count(Table.FRAMES)
 
     def used_bytes(self) -> int:
         """Return the bytes of the pages that hold something; those of deleted captures are used again."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,13 +12,15 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.logs import bind_request
 from residuum.v1 import store_pb2
 from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
 from store_svc.append import AppendStream
 from store_svc.calls import Calls
 from store_svc.catalog import Catalog, unknown_capture
 from store_svc.checks import check_description, invalid
-from store_svc.db import Database, Table
+from store_svc.db import Database
+from store_svc.metrics import StoreMetrics
 from store_svc.pages import make_token, read_token
 from store_svc.reader import Reader
 from store_svc.retention import RetentionPolicy
@@ -44,6 +45,7 @@ class StoreServicer:
         version: str,
         retention: RetentionPolicy,
         calls: Calls,
+        metrics: StoreMetrics,
     ) -> None:
         """Make a servicer.
 
@@ -55,6 +57,7 @@ class StoreServicer:
             version: The version of the server.
             retention: What the writer keeps, to tell it.
             calls: Counts the calls.
+            metrics: Counts what is acknowledged and read.
         """
         self._db = db
         self._catalog = catalog
@@ -65,6 +68,7 @@ class StoreServicer:
         self._retention = retention
         self.calls = calls
         """The calls that run."""
+        self._metrics = metrics
         self._lock = threading.Lock()
         self._append_streams: set[AppendStream] = set()
         self._stopping = False
@@ -94,7 +98,11 @@ class StoreServicer:
     ) -> Callable[[bytes, grpc.ServicerContext], Message]:
         def call(data: bytes, context: grpc.ServicerContext) -> Message:
             with self.calls.running():
-                return method(_parse(kind, data), context)
+                request = _parse(kind, data)
+                capture_id = _capture_of(request)
+                if capture_id:
+                    bind_request(capture_id)
+                return method(request, context)
 
         return call
 
@@ -113,7 +121,9 @@ class StoreServicer:
         with self.calls.running(), self.calls.writing(), self._writing() as stream:
             if context.add_callback(stream.cancel):
                 threading.Thread(target=stream.pump, args=(messages,), name="append", daemon=True).start()
-                yield from stream.responses()
+                for response in stream.responses():
+                    self._metrics.acks.inc()
+                    yield response
 
     def seal_capture(
         self, request: store_pb2.SealCaptureRequest, _context: grpc.ServicerContext
@@ -150,12 +160,17 @@ class StoreServicer:
     def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See store.proto."""
         request = _parse(store_pb2.ReadChunksRequest, data)
+        bind_request(request.capture_id)
         with self.calls.running(), self.calls.reading():
-            yield from self._reader.read(
+            responses = self._reader.read(
                 request,
                 is_cancelled=lambda: not context.is_active(),
                 feed_seen=lambda feed: context.add_callback(feed.wake),
             )
+            for response in responses:
+                self._metrics.read_chunks.inc()
+                self._metrics.read_bytes.inc(len(response))
+                yield response
 
     def delete_capture(
         self, request: store_pb2.DeleteCaptureRequest, _context: grpc.ServicerContext
@@ -168,15 +183,11 @@ class StoreServicer:
         self, _request: store_pb2.GetStatsRequest, _context: grpc.ServicerContext
     ) -> store_pb2.GetStatsResponse:
         """See store.proto."""
-        summaries = self._catalog.summaries()
-        states = Counter(summary.state for summary in summaries)
-        with self._db.read() as txn:
-            num_chunks = txn.count(Table.FRAMES)
-        counters = self._writer.counters
+        counters, states = self._writer.counters, self._catalog.states()
         response = store_pb2.GetStatsResponse(
-            captures=[store_pb2.StateCount(state=state, count=count) for state, count in sorted(states.items())],
-            num_bytes=sum(summary.num_bytes for summary in summaries),
-            num_chunks=num_chunks,
+            captures=[store_pb2.StateCount(state=state, count=count) for state, count in states.items()],
+            num_bytes=self._catalog.num_bytes,
+            num_chunks=self._db.num_chunks(),
             disk_bytes=self._db.disk_bytes(),
             max_bytes=self._db.max_bytes,
             chunks_written=counters.written,
@@ -187,6 +198,7 @@ class StoreServicer:
             server_version=self._version,
             used_bytes=self._db.used_bytes(),
             free_disk_bytes=self._db.free_disk_bytes(),
+            append_limit_bytes=self._db.ordinary_bytes,
             retention=self._retention_stats(),
         )
         response.server_time.GetCurrentTime()
@@ -247,6 +259,13 @@ def _parse(kind: type[_Request], data: bytes) -> _Request:
         return kind.FromString(data)
     except DecodeError as error:
         raise invalid("message", f"cannot be parsed as {kind.DESCRIPTOR.name}: {error}") from None
+
+
+def _capture_of(request: Message) -> str:
+    """Return the capture that a request is about; empty if it is about none, or all."""
+    if isinstance(request, store_pb2.OpenCaptureRequest):
+        return request.description.capture_id
+    return str(getattr(request, "capture_id", ""))
 
 
 def _seconds(request: store_pb2.GetCaptureRequest) -> float:

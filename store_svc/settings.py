@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, PositiveFloat, ValidationInfo
 
-from residuum.rpc.settings import Endpoint, ServiceSettings
+from residuum.rpc.settings import Endpoint, OptionalEndpoint, ServiceSettings
 from store_svc.db import bytes_for_appends
 
 _SMALLEST_MAP = 16 << 20
@@ -31,6 +31,9 @@ class StoreSettings(ServiceSettings):
 
     listen: Endpoint = "127.0.0.1:50052"
     """Where to listen, as host:port. Port 0 takes a free one; see `port_file`."""
+
+    metrics: OptionalEndpoint = ""
+    """Where to show figures for Prometheus, as host:port: http://host:port/metrics. Default: nowhere."""
 
     path: Path
     """The folder of the database. It is made if it is not there. One store at a time may use it."""

@@ -11,7 +11,7 @@ from itertools import islice, takewhile
 from typing import TypeVar
 
 from residuum.rpc.errors import Failure, Reason
-from residuum.rpc.logs import get_logger
+from residuum.rpc.logs import bind_request, get_logger, request_scope
 from residuum.rpc.serving import internal_failure
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.capture import Capture, Wait
@@ -19,7 +19,7 @@ from store_svc.catalog import Catalog
 from store_svc.changes import Batch, purge_some
 from store_svc.db import DamagedError, Database, StoreFullError, Txn
 from store_svc.retention import Expired, Retention, RetentionPolicy
-from store_svc.work import Acks, Command, Work, WorkQueue
+from store_svc.work import Acks, Append, Command, Work, WorkQueue
 
 _T = TypeVar("_T")
 
@@ -46,6 +46,8 @@ class Counters:
     """Chunks whose rows were there already."""
     rejected: int = 0
     """Messages that can never be written."""
+    bytes_written: int = 0
+    """Bytes of the chunks that were written."""
     commits: int = 0
     """Transactions."""
     expired_by_age: int = 0
@@ -77,7 +79,14 @@ class Writer:
     waits for nothing.
     """
 
-    def __init__(self, db: Database, catalog: Catalog, options: WriterOptions, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        db: Database,
+        catalog: Catalog,
+        options: WriterOptions,
+        on_death: Callable[[], None],
+        on_commit: Callable[[float], None] = lambda _: None,
+    ) -> None:
         """Make a writer; `start` starts it.
 
         Args:
@@ -85,6 +94,7 @@ class Writer:
             catalog: Where changes are published.
             options: How it works.
             on_death: Called in the writer's thread when it cannot go on; the process should end.
+            on_commit: Called with the seconds that each transaction took.
         """
         self.counters = Counters()
         self.queue = WorkQueue()
@@ -92,6 +102,7 @@ class Writer:
         self._catalog = catalog
         self._options = options
         self._on_death = on_death
+        self._on_commit = on_commit
         self._retention = Retention(options.retention, catalog)
         self._unsynced: dict[Acks, int] = {}
         self._sync_at: float | None = None
@@ -151,7 +162,7 @@ class Writer:
         if not work:
             return
         try:
-            batch, outcomes = self._db.write(lambda txn: self._apply(txn, work))
+            batch, outcomes = self._write(work)
         except DamagedError:
             raise
         except StoreFullError as error:
@@ -170,7 +181,7 @@ class Writer:
         if not privileged:
             return
         try:
-            batch, outcomes = self._db.write(lambda txn: self._apply(txn, privileged), reserve=True)
+            batch, outcomes = self._write(privileged, reserve=True)
         except StoreFullError:
             self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
             privileged.fail(why)
@@ -182,11 +193,20 @@ class Writer:
         """After a fault of ours: let only the work that meets it fail."""
         parts = work.parts()
         if len(parts) == 1:
-            failure = internal_failure(_log, "write")
+            with request_scope():
+                bind_request(work.capture_ids[0])
+                failure = internal_failure(_log, "write")
             work.fail(lambda _: failure)
             return
         for part in parts:
             self._commit(part)
+
+    def _write(self, work: Work, *, reserve: bool = False) -> tuple[Batch, list[object]]:
+        start = time.monotonic()
+        batch, outcomes = self._db.write(lambda txn: self._apply(txn, work), reserve=reserve)
+        if batch.wrote:
+            self._on_commit(time.monotonic() - start)
+        return batch, outcomes
 
     def _apply(self, txn: Txn, work: Work) -> tuple[Batch, list[object]]:
         batch = Batch(txn, self._catalog)
@@ -215,7 +235,7 @@ class Writer:
         rejections: dict[Acks, list[store_pb2.ChunkRejection]] = {}
         for item, outcome in zip(work.appends, outcomes[len(work.commands) :], strict=True):
             refused = rejections.setdefault(item.stream, [])
-            self._count(outcome)
+            self._count(item, outcome)
             if isinstance(outcome, Failure):
                 refused.append(store_pb2.ChunkRejection(number=item.number, error=outcome.to_item_error()))
             self._unsynced[item.stream] = item.number
@@ -229,11 +249,12 @@ class Writer:
             stream.synced(number)
             del self._unsynced[stream]
 
-    def _count(self, outcome: object) -> None:
+    def _count(self, item: Append, outcome: object) -> None:
         if isinstance(outcome, Failure):
             self.counters.rejected += 1
         elif outcome is True:
             self.counters.written += 1
+            self.counters.bytes_written += item.num_bytes
         elif outcome is False:
             self.counters.repeated += 1
 

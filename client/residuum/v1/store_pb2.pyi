@@ -622,6 +622,7 @@ class GetStatsResponse(_message.Message):
     FREE_DISK_BYTES_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     SERVER_TIME_FIELD_NUMBER: _builtins.int
+    APPEND_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     """Bytes of chunks in the store."""
     num_chunks: _builtins.int
@@ -641,11 +642,15 @@ class GetStatsResponse(_message.Message):
     server_version: _builtins.str
     """The version of the server."""
     used_bytes: _builtins.int
-    """Bytes of the database that hold something; the pages of deleted captures are used again. A little below `max_bytes`
-    the store takes no more chunks. 0: the server is older than this field.
+    """Bytes of the database that hold something; the pages of deleted captures are used again. 0: the server is older than
+    this field.
     """
     free_disk_bytes: _builtins.int
     """Bytes that are free on the disk of the database."""
+    append_limit_bytes: _builtins.int
+    """When `used_bytes` would be more than this, chunks are refused: the rest of `max_bytes` is for ending and deleting
+    captures. 0: the server is older than this field.
+    """
     @_builtins.property
     def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCount]:
         """Captures by state."""
@@ -680,10 +685,11 @@ class GetStatsResponse(_message.Message):
         free_disk_bytes: _builtins.int = ...,
         retention: Global___RetentionStats | None = ...,
         server_time: _timestamp_pb2.Timestamp | None = ...,
+        append_limit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention", "server_time", b"server_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "free_disk_bytes", b"free_disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "retention", b"retention", "server_time", b"server_time", "server_version", b"server_version", "start_time", b"start_time", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_limit_bytes", b"append_limit_bytes", "captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "free_disk_bytes", b"free_disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "retention", b"retention", "server_time", b"server_time", "server_version", b"server_version", "start_time", b"start_time", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
