@@ -69,10 +69,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
         """See inference.proto."""
-        del request, context
+        del context
         if self._parts is None:
             raise _not_serving()
-        return _model_info(self._parts)
+        info = _model_info(self._parts)
+        if request.check_store and self._parts.keeper is not None:
+            info.store_check.CopyFrom(await _check_store(self._parts.keeper))
+        info.server_time.GetCurrentTime()
+        return info
 
     async def RegisterRequest(
         self, request: inference_pb2.RegisterRequestRequest, context: Context
@@ -168,6 +172,14 @@ def _not_serving() -> Failure:
         Reason.ERROR_REASON_NOT_SERVING,
         "The service is loading the model or stopping; wait until its health says SERVING.",
     )
+
+
+async def _check_store(keeper: CaptureKeeper) -> inference_pb2.StoreCheck:
+    try:
+        stats = await keeper.check_reachable()
+    except Failure as failure:
+        return inference_pb2.StoreCheck(endpoint=keeper.endpoint, error=failure.to_item_error())
+    return inference_pb2.StoreCheck(endpoint=keeper.endpoint, server_version=stats.server_version)
 
 
 def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:

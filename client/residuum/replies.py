@@ -144,6 +144,12 @@ class ModelInfo:
     """The version of vLLM."""
     server_version: str
     """The version of the server."""
+    server_time: datetime.datetime | None = None
+    """The server's clock when it answered. None: the server is older than this field."""
+    store_reachable: bool | None = None
+    """Whether the store answers the inference service; None: it was not asked (`check_store`), or there is none."""
+    store_detail: str = ""
+    """Where the inference service looked for the store, and what it found."""
 
     @classmethod
     def from_proto(cls, proto: inference_pb2.GetModelInfoResponse) -> ModelInfo:
@@ -163,7 +169,16 @@ class ModelInfo:
             eager=proto.eager,
             vllm_version=proto.vllm_version,
             server_version=proto.server_version,
+            server_time=to_datetime(proto.server_time),
+            store_reachable=not proto.store_check.HasField("error") if proto.HasField("store_check") else None,
+            store_detail=_store_detail(proto.store_check),
         )
+
+
+def _store_detail(check: inference_pb2.StoreCheck) -> str:
+    if check.HasField("error"):
+        return check.error.message
+    return f"the store at {check.endpoint}, version {check.server_version}, answers it" if check.endpoint else ""
 
 
 @dataclass(frozen=True)
@@ -218,7 +233,9 @@ class StoreStats:
     server_version: str
     """The version of the store."""
     used_bytes: int = 0
-    """Bytes of the database that hold something; a little below `max_bytes` the store takes no more. 0: not known."""
+    """Bytes of the database that hold something. 0: not known, the store is older than this field."""
+    append_limit_bytes: int = 0
+    """What `used_bytes` may come to before the store is full. 0: not known."""
     free_disk_bytes: int = 0
     """Bytes that are free on its disk."""
     retain_seconds: float | None = None
@@ -247,6 +264,7 @@ class StoreStats:
             max_bytes=proto.max_bytes,
             server_version=proto.server_version,
             used_bytes=proto.used_bytes,
+            append_limit_bytes=proto.append_limit_bytes,
             free_disk_bytes=proto.free_disk_bytes,
             retain_seconds=retention.max_age.ToNanoseconds() / 1e9 if retention.HasField("max_age") else None,
             retain_bytes=retention.max_bytes or None,
