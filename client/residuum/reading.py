@@ -69,7 +69,7 @@ class CaptureClient:
             IncompleteCapture: Rows are missing for good; the manifest in the exception says which and why.
             AbortedCapture: The request was stopped.
             OpenCapture: `wait` is false and the capture is still being written.
-            UnknownCapture: There is no such capture: the request captured nothing, or it was deleted.
+            UnknownCapture: There is no such capture: the request captured nothing, or it was deleted, or has expired.
             InvalidRequest: A layer or site was not captured.
             DeadlineExceeded: The time is over.
 
