@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import grpc.aio
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from residuum.v1 import capture_pb2
+
+_T = TypeVar("_T")
 
 _log = get_logger(__name__)
 
@@ -44,15 +46,26 @@ class CaptureKeeper:
         self._channel = self._connect()
         self._store = store_pb2_grpc.StoreServiceStub(self._channel)
         self._seals: set[asyncio.Task[None]] = set()
+        self._open: set[str] = set()
 
-    async def check_reachable(self) -> None:
-        """Make sure that the store answers.
+    @property
+    def num_open(self) -> int:
+        """Captures that were opened, and whose end the store has not heard."""
+        return len(self._open)
+
+    @property
+    def num_seals(self) -> int:
+        """Ends that the store is being told."""
+        return len(self._seals)
+
+    async def check_reachable(self) -> store_pb2.GetStatsResponse:
+        """Make sure that the store answers; return what it says.
 
         Raises:
             Failure: It does not.
         """
         request = store_pb2.GetStatsRequest()
-        await self._ask(
+        return await self._ask(
             lambda channel: store_pb2_grpc.StoreServiceStub(channel).GetStats(request, timeout=_OPEN_SECONDS)
         )
 
@@ -63,15 +76,22 @@ class CaptureKeeper:
             Failure: The store does not answer, or refuses.
         """
         request = store_pb2.OpenCaptureRequest(description=description)
-        await self._ask(
-            lambda channel: store_pb2_grpc.StoreServiceStub(channel).OpenCapture(request, timeout=_OPEN_SECONDS)
-        )
+        self._open.add(description.capture_id)
+        try:
+            await self._ask(
+                lambda channel: store_pb2_grpc.StoreServiceStub(channel).OpenCapture(request, timeout=_OPEN_SECONDS)
+            )
+        except Failure as failure:
+            if not isinstance(failure, NoAnswerError):  # after which it may be open, and the caller seals it
+                self._open.discard(description.capture_id)
+            raise
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
         """Say how a request ended. Returns at once; it is tried until the store has heard it."""
         task = asyncio.create_task(self._seal(request), name=request.capture_id)
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
+        task.add_done_callback(lambda _: self._open.discard(request.capture_id))
 
     async def close(self, grace_seconds: float) -> None:
         """Wait for seals that are under way, and disconnect."""
@@ -88,7 +108,7 @@ class CaptureKeeper:
         # A store that does not answer is told at once: whoever asked may try again, and seals are tried again below.
         return open_aio_channel(self.endpoint, options=[("grpc.enable_retries", 0)])
 
-    async def _ask(self, call: Callable[[grpc.aio.Channel], Awaitable[object]]) -> None:
+    async def _ask(self, call: Callable[[grpc.aio.Channel], Awaitable[_T]]) -> _T:
         """Make an idempotent call.
 
         Raises:
@@ -96,13 +116,13 @@ class CaptureKeeper:
         """
         try:
             try:
-                await call(self._channel)
+                return await call(self._channel)
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNAVAILABLE:
                     raise
                 # The channel may be waiting to connect again. A new one does so now, and finds a store that is back.
                 async with self._connect() as fresh:
-                    await call(fresh)
+                    return await call(fresh)
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from error
 
@@ -113,7 +133,7 @@ class CaptureKeeper:
                 await self._store.SealCapture(request, timeout=_SEAL_SECONDS)
             except grpc.aio.AioRpcError as error:
                 if _is_final(error):
-                    _log.warning("capture not sealed", capture_id=request.capture_id, cause=error.details())
+                    _log.warning("capture not sealed", request_id=request.capture_id, cause=error.details())
                     return
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, no secret
                 backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)

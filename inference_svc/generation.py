@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
+from inference_svc.metrics import InferenceMetrics
 from inference_svc.plans import engine_id, make_operations, make_plan
 from inference_svc.specs import (
     check_capture_size,
@@ -25,6 +26,7 @@ from inference_svc.specs import (
 from inference_svc.taps.demand import MAX_ENTRIES
 from inference_svc.vectors import VectorHold, missing_vectors
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.logs import bind_request
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2, store_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 
@@ -83,6 +85,7 @@ class Generator:
         cache: VectorCache,
         activator: VectorActivator,
         keeper: CaptureKeeper | None,
+        metrics: InferenceMetrics | None = None,
     ) -> None:
         """Put the parts together; `keeper` is None if there is no store."""
         self._engine = engine
@@ -90,6 +93,7 @@ class Generator:
         self._cache = cache
         self._activator = activator
         self._keeper = keeper
+        self._metrics = metrics or InferenceMetrics()
         self._runs: dict[str, _Run] = {}
 
     async def run(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
@@ -98,14 +102,18 @@ class Generator:
         Raises:
             Failure: It cannot be run, or was aborted.
         """
-        check_sampling(request.sampling)
-        # Before the registration is used up: a bad prompt leaves it as it is.
-        token_ids = self._engine.tokenize(request)
-        check_prompt(token_ids, request.sampling, self._engine.facts)
-        running = self._start(request)
-        async with self._begun(running, token_ids, request.sampling) as run, aclosing(run.events()) as events:
-            async for event in events:
-                yield event
+        with self._metrics.request() as watch:
+            check_sampling(request.sampling)
+            # Before the registration is used up: a bad prompt leaves it as it is.
+            token_ids = self._engine.tokenize(request)
+            check_prompt(token_ids, request.sampling, self._engine.facts)
+            running = self._start(request)
+            bind_request(running.request_id)
+            async with self._begun(running, token_ids, request.sampling) as run, aclosing(run.events()) as events:
+                watch.begin(len(token_ids))
+                async for event in events:
+                    watch.add_tokens(len(event.delta.token_ids))
+                    yield event
 
     async def update_steering(self, request_id: str, spec: steering_pb2.SteeringSpec) -> list[int]:
         """Change the steering of a running request; see InferenceService.UpdateSteering.

@@ -67,6 +67,16 @@ class RequestRegistry:
         """The requests that are generating."""
         return tuple(self._running.values())
 
+    @property
+    def num_running(self) -> int:
+        """How many requests are generating."""
+        return len(self._running)
+
+    @property
+    def num_registered(self) -> int:
+        """How many registrations wait, those included that have lapsed since the last call."""
+        return len(self._registered)
+
     def register(self, spec: ResolvedSpec) -> str:
         """Keep a spec until it is used or lapses, and return its id. The same spec under the same id renews it.
 

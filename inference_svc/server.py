@@ -13,6 +13,7 @@ from grpc_health.v1 import health
 from inference_svc.captures import CaptureKeeper
 from inference_svc.engine import Engine
 from inference_svc.generation import Generator
+from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
 from inference_svc.requests import RequestRegistry
 from inference_svc.selftest import run_self_test
 from inference_svc.servicer import InferenceServicer, Parts
@@ -20,6 +21,7 @@ from inference_svc.shipping.supervisor import ShipperSupervisor
 from inference_svc.vectors import VectorActivator, VectorCache, cache_capacity
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import get_logger
+from residuum.rpc.metrics import MetricsListener
 from residuum.rpc.serving import (
     NOT_SERVING,
     SERVING,
@@ -64,6 +66,8 @@ class InferenceServer:
         self._stopping = asyncio.Event()
         self._parts: Parts | None = None
         self._shippers: ShipperSupervisor | None = None
+        self._metrics = InferenceMetrics()
+        self._listener: MetricsListener | None = None
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT.
@@ -84,11 +88,19 @@ class InferenceServer:
             await self._stop(server)
 
     async def _listen(self) -> grpc.aio.Server:
-        server = grpc.aio.server(interceptors=[AioErrorInterceptor(_log)], options=SERVER_OPTIONS)
+        server = grpc.aio.server(
+            interceptors=[AioErrorInterceptor(_log, self._metrics.calls.note)], options=SERVER_OPTIONS
+        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, server)
         add_health_and_reflection(server, SERVICE, self._health)
         await self._set_health(serving=False)
         host, _, _ = self._settings.listen.rpartition(":")
+        try:
+            if self._settings.metrics:
+                self._listener = MetricsListener(self._settings.metrics, self._metrics.registry)
+                _log.info("metrics", listen=self._settings.metrics, port=self._listener.port)
+        except OSError as error:
+            raise SystemExit(str(error)) from None
         try:
             port = server.add_insecure_port(self._settings.listen)
         except RuntimeError as error:
@@ -112,8 +124,10 @@ class InferenceServer:
         self._parts = self._assemble(engine)
         self._servicer.load(self._parts)
         if settings.store:
-            self._shippers = ShipperSupervisor(engine.facts.control_paths, settings.store, settings.shippers)
+            controls = engine.facts.control_paths
+            self._shippers = ShipperSupervisor(controls, settings.store, settings.shippers, folder=self._folder)
             await self._shippers.start()
+            self._metrics.registry.register(ShippingCollector(controls, self._shippers))
         if self._stopping.is_set():
             return False
         await run_self_test(engine)
@@ -144,7 +158,8 @@ class InferenceServer:
             cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )
         keeper = CaptureKeeper(settings.store, settings.advertise_store or settings.store) if settings.store else None
-        generator = Generator(engine, registry, cache, activator, keeper)
+        generator = Generator(engine, registry, cache, activator, keeper, self._metrics)
+        self._metrics.registry.register(ServiceCollector(registry, cache, activator, keeper))
         return Parts(engine, registry, cache, generator, keeper, settings)
 
     async def _watch_engine(self) -> None:
@@ -167,6 +182,8 @@ class InferenceServer:
         if self._parts is not None:
             await self._hand_over(self._parts)
             self._parts.engine.shutdown()
+        if self._listener:
+            self._listener.close()
         _log.info("stopped")
 
     async def _hand_over(self, parts: Parts) -> None:

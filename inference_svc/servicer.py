@@ -12,6 +12,7 @@ from inference_svc.generation import Generator, require_keeper
 from inference_svc.specs import OPERATIONS, resolve_spec
 from inference_svc.vectors import cache_capacity
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.logs import bind_request
 from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc
 from residuum.wire.limits import (
     DIGEST_BYTES,
@@ -68,10 +69,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
         """See inference.proto."""
-        del request, context
+        del context
         if self._parts is None:
             raise _not_serving()
-        return _model_info(self._parts)
+        info = _model_info(self._parts)
+        if request.check_store and self._parts.keeper is not None:
+            info.store_check.CopyFrom(await _check_store(self._parts.keeper))
+        info.server_time.GetCurrentTime()
+        return info
 
     async def RegisterRequest(
         self, request: inference_pb2.RegisterRequestRequest, context: Context
@@ -79,10 +84,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """See inference.proto."""
         del context
         parts = self._require()
+        if request.spec.request_id:
+            bind_request(request.spec.request_id)
         spec = resolve_spec(request.spec, parts.engine.facts)
         if spec.capture is not None:
             await require_keeper(parts.keeper).check_reachable()
         request_id = parts.registry.register(spec)
+        bind_request(request_id)
         response = inference_pb2.RegisterRequestResponse(
             request_id=request_id, missing_digests=parts.vectors.missing(spec.digests)
         )
@@ -138,6 +146,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         del context
         if self._parts is None:
             raise _not_serving()
+        bind_request(request.request_id)
         firsts = await self._parts.generator.update_steering(
             request.request_id, request.steering
         )  # also while draining
@@ -148,6 +157,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         del context
         if self._parts is None:
             raise _not_serving()
+        bind_request(request.request_id)
         self._parts.registry.abort(request.request_id)  # also while the service drains
         return inference_pb2.AbortResponse()
 
@@ -162,6 +172,14 @@ def _not_serving() -> Failure:
         Reason.ERROR_REASON_NOT_SERVING,
         "The service is loading the model or stopping; wait until its health says SERVING.",
     )
+
+
+async def _check_store(keeper: CaptureKeeper) -> inference_pb2.StoreCheck:
+    try:
+        stats = await keeper.check_reachable()
+    except Failure as failure:
+        return inference_pb2.StoreCheck(endpoint=keeper.endpoint, error=failure.to_item_error())
+    return inference_pb2.StoreCheck(endpoint=keeper.endpoint, server_version=stats.server_version)
 
 
 def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:

@@ -52,6 +52,8 @@ class InferenceSettings(ServiceSettings):
     """host:port of the store that captures go to. Without it, nothing can be captured."""
     listen: Endpoint = "127.0.0.1:50051"
     """host:port to serve on. Port 0 takes any free one; see port-file."""
+    metrics: OptionalEndpoint = ""
+    """host:port to show figures for Prometheus on: http://host:port/metrics. Default: nowhere."""
     served_model_name: str = ""
     """The name that clients see. Default: the model's."""
     advertise_store: OptionalEndpoint = ""

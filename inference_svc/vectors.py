@@ -44,6 +44,11 @@ class VectorCache:
         self._is_leased = is_leased
         self._values: OrderedDict[bytes, bytes] = OrderedDict()
 
+    @property
+    def num_vectors(self) -> int:
+        """How many vectors are kept."""
+        return len(self._values)
+
     def missing(self, digests: Iterable[bytes]) -> list[bytes]:
         """Return those that are not here, each once, in their order. Those that are here count as used now."""
         wanted = list(dict.fromkeys(digests))
@@ -165,6 +170,21 @@ class VectorActivator:
         self._users: dict[bytes, int] = {}
         self._turns: deque[object] = deque()
         self._changed = asyncio.Condition()
+
+    @property
+    def num_rows(self) -> int:
+        """How many vectors may be in use at once."""
+        return self._total
+
+    @property
+    def num_active(self) -> int:
+        """How many vectors are in use."""
+        return len(self._users)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait for their turn."""
+        return len(self._turns)
 
     @asynccontextmanager
     async def active(self, digests: Sequence[bytes], held: int = 0) -> AsyncIterator[dict[bytes, int]]:

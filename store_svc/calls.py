@@ -61,6 +61,16 @@ class Calls:
         """
         return self._taking(self._writers)
 
+    @property
+    def num_reading(self) -> int:
+        """Reads and waits that run."""
+        return self._readers.taken
+
+    @property
+    def num_writing(self) -> int:
+        """Streams of writers that run."""
+        return self._writers.taken
+
     def wait_until_idle(self, timeout: float) -> None:
         """Wait until no call runs, or for `timeout` seconds."""
         with self._condition:

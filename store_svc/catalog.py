@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
@@ -53,9 +55,15 @@ class Catalog:
         self._order: list[int] = []
         self._feeds: dict[int, Feed] = {}
         self._ended: dict[int, store_pb2.CaptureSummary] = {}
+        self._by_end: list[tuple[int, int]] = []  # (end in ns, number) of the ended
+        self._readers: Counter[int] = Counter()
+        self._expiring: set[int] = set()
         self._waiting: dict[Wait, dict[int, float]] = {wait: {} for wait in Wait}
         self.stopping = False
         """Whether the store is stopping; waits must end."""
+        self.num_bytes = 0
+        """Bytes of chunks of all captures."""
+        self._states: Counter[capture_pb2.CaptureState.ValueType] = Counter()
 
     def number_of(self, capture_id: str) -> int | None:
         """Return the internal number of a capture, or None if there is no such capture."""
@@ -72,16 +80,53 @@ class Catalog:
             Failure: UNKNOWN_CAPTURE.
         """
         with self._lock:
-            number = self._numbers.get(capture_id)
-            if number is None:
-                raise unknown_capture(capture_id)
-            return number, self._feeds.get(number)
+            return self._find(capture_id)
+
+    @contextmanager
+    def reading(self, capture_id: str) -> Iterator[tuple[int, Feed | None]]:
+        """Give what `require` returns, and keep the capture from expiring for as long as the context lasts.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE.
+        """
+        with self._lock:
+            number, feed = self._find(capture_id)
+            self._readers[number] += 1
+        try:
+            yield number, feed
+        finally:
+            with self._lock:
+                self._readers[number] -= 1
+                if not self._readers[number]:
+                    del self._readers[number]
+
+    def oldest_ended(self) -> Iterator[tuple[int, store_pb2.CaptureSummary]]:
+        """Yield ended captures with their numbers, the one that ended first before the others.
+
+        For the writer's thread alone, which must change nothing meanwhile.
+        """
+        return ((number, self._ended[number]) for _, number in self._by_end)
+
+    def begin_expiry(self, number: int) -> bool:
+        """Hide an ended capture from readers, because it will be deleted; tells False, and does not, if one has it."""
+        with self._lock:
+            if number in self._readers:
+                return False
+            self._expiring.add(number)
+            return True
+
+    def cancel_expiry(self, number: int) -> None:
+        """Show a capture again that could not be deleted."""
+        with self._lock:
+            self._expiring.discard(number)
 
     def open(self, capture: Capture, keys: list[bytes]) -> None:
         """Publish a capture that is new here, with the keys of its frames."""
         with self._lock:
             self._insert(capture.description.capture_id, capture.number)
             self._feeds[capture.number] = Feed(capture, keys)
+            self._states[capture.state] += 1
+        self.num_bytes += capture.num_bytes
         self._note_progress(capture)
 
     def open_ended(self, number: int, summary: store_pb2.CaptureSummary) -> None:
@@ -89,25 +134,42 @@ class Catalog:
         with self._lock:
             self._insert(summary.capture_id, number)
             self._ended[number] = summary
+            self._states[summary.state] += 1
+        insort(self._by_end, _place(number, summary))
+        self.num_bytes += summary.num_bytes
 
     def publish(self, capture: Capture, keys: list[bytes]) -> None:
         """Publish what became of a capture, and the keys of its new frames."""
         feed = self._feeds[capture.number]
+        before = feed.capture
+        self.num_bytes += capture.num_bytes - before.num_bytes
         feed.publish(capture, keys)
         self._note_progress(capture)
         if capture.ended:
+            summary = capture.summary()
             with self._lock:
-                self._ended[capture.number] = capture.summary()
+                self._ended[capture.number] = summary
                 del self._feeds[capture.number]
+                self._states.subtract([before.state])
+                self._states[capture.state] += 1
+            insort(self._by_end, _place(capture.number, summary))
 
     def delete(self, capture_id: str, number: int) -> None:
         """Forget a capture."""
         with self._lock:
             del self._numbers[capture_id]
             feed = self._feeds.pop(number, None)
-            self._ended.pop(number, None)
+            ended = self._ended.pop(number, None)
+            self._expiring.discard(number)
             del self._order[bisect_left(self._order, number)]
+            for known in (feed.capture if feed else None, ended):
+                if known:
+                    self._states.subtract([known.state])
+        if ended:
+            self.num_bytes -= ended.num_bytes
+            del self._by_end[bisect_left(self._by_end, _place(number, ended))]
         if feed:
+            self.num_bytes -= feed.capture.num_bytes
             feed.delete()
             self._waiting[feed.capture.wait].pop(number)
 
@@ -118,9 +180,10 @@ class Catalog:
         """
         return (self._feeds[number].capture for number in self._waiting[wait])
 
-    def summaries(self) -> list[store_pb2.CaptureSummary]:
-        """Return all captures in short."""
-        return [summary for _, summary in self.newest()]
+    def states(self) -> dict[capture_pb2.CaptureState.ValueType, int]:
+        """Return how many captures are in each state, of those in which any is."""
+        with self._lock:
+            return {state: count for state, count in sorted(self._states.items()) if count}
 
     def newest(
         self,
@@ -161,6 +224,12 @@ class Catalog:
         if not capture.ended:
             self._waiting[capture.wait][capture.number] = capture.progress
 
+    def _find(self, capture_id: str) -> tuple[int, Feed | None]:
+        number = self._numbers.get(capture_id)
+        if number is None or number in self._expiring:
+            raise unknown_capture(capture_id)
+        return number, self._feeds.get(number)
+
     def _insert(self, capture_id: str, number: int) -> None:
         self._numbers[capture_id] = number
         insort(self._order, number)
@@ -171,8 +240,12 @@ class Catalog:
         return feed.capture.summary() if feed else ended
 
 
+def _place(number: int, summary: store_pb2.CaptureSummary) -> tuple[int, int]:
+    return summary.end_time.ToNanoseconds(), number
+
+
 def unknown_capture(capture_id: str) -> Failure:
     """Return the Failure that says that there is no such capture."""
     shown = capture_id[:MAX_ID_LENGTH]  # whatever was asked for, an answer is short
-    message = f"The store holds no capture {shown!r}: it was never opened, or it was deleted."
+    message = f"The store holds no capture {shown!r}: it was never opened, or it was deleted, or has expired."
     return Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, message, capture_id=shown)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 import errno
 import fcntl
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -52,6 +53,11 @@ class Table(enum.Enum):
     """Number of a deleted capture whose frames are not all freed yet -> nothing."""
     META = b"meta"
     """Name -> value: the format, the store's own id, the next capture number."""
+
+
+def bytes_for_appends(max_bytes: int) -> int:
+    """Return how much of a map is for chunks; the rest is kept for ending and deleting captures."""
+    return max_bytes - min(max_bytes // 8, _LARGEST_RESERVE)
 
 
 class StoreFullError(Exception):
@@ -135,7 +141,9 @@ class Database:
         """
         path.mkdir(parents=True, exist_ok=True)
         self.max_bytes = max_bytes
-        self._ordinary_bytes = max_bytes - min(max_bytes // 8, _LARGEST_RESERVE)
+        """The greatest size that it may grow to."""
+        self.ordinary_bytes = bytes_for_appends(max_bytes)
+        """How much of it is for chunks."""
         self._data = path / "data.mdb"
         self._lock = _lock(path / "store.lock")
         try:
@@ -176,7 +184,7 @@ class Database:
             with self._env.begin(write=True, buffers=True) as raw:
                 txn = Txn(raw, self._tables)
                 result = change(txn)
-                if txn.wrote and not reserve and txn.used_pages() * self._page_bytes > self._ordinary_bytes:
+                if txn.wrote and not reserve and txn.used_pages() * self._page_bytes > self.ordinary_bytes:
                     raise StoreFullError(self._limit_text())
                 return result
         except lmdb.MapFullError:
@@ -196,6 +204,21 @@ class Database:
     def disk_bytes(self) -> int:
         """Return the bytes that the database takes on disk."""
         return self._data.stat().st_blocks * 512
+
+    def free_disk_bytes(self) -> int:
+        """Return the bytes that are free on its disk, for programs without privileges."""
+        disk = os.statvfs(self._data)
+        return disk.f_bavail * disk.f_frsize
+
+    def num_chunks(self) -> int:
+        """Return how many chunks there are, those of deleted captures included that are not freed yet."""
+        with self.read() as txn:
+            return txn.count(Table.FRAMES)
+
+    def used_bytes(self) -> int:
+        """Return the bytes of the pages that hold something; those of deleted captures are used again."""
+        with self.read() as txn:
+            return txn.used_pages() * self._page_bytes
 
     def close(self) -> None:
         """Close the database. Nobody may use it any more."""

@@ -45,7 +45,7 @@ class Reader:
         is_cancelled: Callable[[], bool],
         feed_seen: Callable[[Feed], object],
     ) -> Iterator[bytes]:
-        """Yield the ReadChunksResponses, serialised, that answer a request.
+        """Yield the ReadChunksResponses, serialised, that answer a request. The capture does not expire meanwhile.
 
         Args:
             request: What is wanted.
@@ -55,17 +55,20 @@ class Reader:
         Raises:
             Failure: UNKNOWN_CAPTURE, UNKNOWN_LAYER, UNKNOWN_SITE, INVALID_FIELD, CHECKSUM_MISMATCH or NOT_SERVING.
         """
-        number, feed = self._catalog.require(request.capture_id)
-        if feed is None:
-            manifest = self._ended_manifest(number, request.capture_id)
-            query = Query(request, manifest.description, manifest.sequences)
-            yield _framed(manifest)
-            for key in self._scan(number, query):
-                yield from self._rows(key, query)
-            yield _framed(self._ended_manifest(number, request.capture_id))
-            return
-        feed_seen(feed)
-        yield from self._read_live(feed, request, is_cancelled)
+        with self._catalog.reading(request.capture_id) as (number, feed):
+            if feed is None:
+                yield from self._read_ended(number, request)
+            else:
+                feed_seen(feed)
+                yield from self._read_live(feed, request, is_cancelled)
+
+    def _read_ended(self, number: int, request: store_pb2.ReadChunksRequest) -> Iterator[bytes]:
+        manifest = self._ended_manifest(number, request.capture_id)
+        query = Query(request, manifest.description, manifest.sequences)
+        yield _framed(manifest)
+        for key in self._scan(number, query):
+            yield from self._rows(key, query)
+        yield _framed(self._ended_manifest(number, request.capture_id))  # unless somebody has deleted it
 
     def _read_live(
         self, feed: Feed, request: store_pb2.ReadChunksRequest, is_cancelled: Callable[[], bool]

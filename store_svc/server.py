@@ -12,6 +12,7 @@ from grpc_health.v1 import health
 
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import configure_logs, get_logger
+from residuum.rpc.metrics import MetricsListener
 from residuum.rpc.serving import (
     NOT_SERVING,
     SERVING,
@@ -25,6 +26,8 @@ from store_svc.capture import Wait
 from store_svc.db import DamagedError, Database, Table, Txn
 from store_svc.ending import Ending
 from store_svc.load import load_catalog
+from store_svc.metrics import StoreCollector, StoreMetrics
+from store_svc.retention import RetentionPolicy
 from store_svc.servicer import SERVICE, StoreServicer
 from store_svc.settings import StoreSettings
 from store_svc.writer import Writer, WriterOptions
@@ -68,18 +71,27 @@ class Store:
         readers = settings.max_streams + 2 * _SHORT_CALLS
         self._db = Database(settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers)
         self._catalog = load_catalog(self._db)
-        options = WriterOptions(synced, settings.sync_interval_seconds, _waits(settings))
-        self._writer = Writer(self._db, self._catalog, options, self._on_death)
+        retention = _retention(settings)
+        options = WriterOptions(synced, settings.sync_interval_seconds, _waits(settings), retention)
+        self._metrics = StoreMetrics()
+        self._writer = Writer(
+            self._db, self._catalog, options, self._on_death, on_commit=self._metrics.commit_seconds.observe
+        )
+        calls = Calls(settings.max_streams, settings.max_writers)
+        self._metrics.registry.register(StoreCollector(self._db, self._catalog, self._writer, calls, retention))
         self._servicer = StoreServicer(
             self._db,
             self._catalog,
             self._writer,
             store_id=self._db.write(_store_id),
             version=_version(),
-            calls=Calls(settings.max_streams, settings.max_writers),
+            retention=retention,
+            calls=calls,
+            metrics=self._metrics,
         )
         self._server = self._make_server()
         self.port = self._listen()
+        self._listener = self._show_metrics()
         self._writer.start()
         self._server.start()
         self._set_health(SERVING)
@@ -92,6 +104,8 @@ class Store:
         self._stopped = True
         _log.info("stopping")
         self._health.enter_graceful_shutdown()
+        if self._listener:
+            self._listener.close()
         self._catalog.stop()
         self._writer.stop()
         self._servicer.end_streams()
@@ -105,7 +119,7 @@ class Store:
         calls = self._settings.max_streams + self._settings.max_writers + _SHORT_CALLS
         server = grpc.server(
             ThreadPoolExecutor(calls, thread_name_prefix="call"),
-            interceptors=[ErrorInterceptor(_log)],
+            interceptors=[ErrorInterceptor(_log, self._metrics.calls.note)],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=calls,
         )
@@ -119,6 +133,17 @@ class Store:
         except RuntimeError as error:
             self._db.close()
             raise OSError(f"listen: cannot listen on {self._settings.listen}: {error}") from error
+
+    def _show_metrics(self) -> MetricsListener | None:
+        if not self._settings.metrics:
+            return None
+        try:
+            listener = MetricsListener(self._settings.metrics, self._metrics.registry)
+        except OSError:
+            self._db.close()
+            raise
+        _log.info("metrics", listen=self._settings.metrics, port=listener.port)
+        return listener
 
     def _set_health(self, status: int) -> None:
         for name in ("", SERVICE):
@@ -154,6 +179,11 @@ def _waits(settings: StoreSettings) -> dict[Wait, float]:
         Wait.ROWS: settings.seal_timeout_seconds,
         Wait.REMNANTS: settings.ending_timeout_seconds,
     }
+
+
+def _retention(settings: StoreSettings) -> RetentionPolicy:
+    hours = settings.retain_hours
+    return RetentionPolicy(None if hours is None else hours * 3600, settings.retain_bytes)
 
 
 def _store_id(txn: Txn) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,15 +12,18 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.logs import bind_request
 from residuum.v1 import store_pb2
 from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
 from store_svc.append import AppendStream
 from store_svc.calls import Calls
 from store_svc.catalog import Catalog, unknown_capture
 from store_svc.checks import check_description, invalid
-from store_svc.db import Database, Table
+from store_svc.db import Database
+from store_svc.metrics import StoreMetrics
 from store_svc.pages import make_token, read_token
 from store_svc.reader import Reader
+from store_svc.retention import RetentionPolicy
 from store_svc.writer import Writer
 
 _Request = TypeVar("_Request", bound=Message)
@@ -34,7 +36,16 @@ class StoreServicer:
     """The methods of StoreService, over the parts of a store."""
 
     def __init__(
-        self, db: Database, catalog: Catalog, writer: Writer, *, store_id: bytes, version: str, calls: Calls
+        self,
+        db: Database,
+        catalog: Catalog,
+        writer: Writer,
+        *,
+        store_id: bytes,
+        version: str,
+        retention: RetentionPolicy,
+        calls: Calls,
+        metrics: StoreMetrics,
     ) -> None:
         """Make a servicer.
 
@@ -44,7 +55,9 @@ class StoreServicer:
             writer: Where changes go; it must be running.
             store_id: Binds page tokens to this store.
             version: The version of the server.
+            retention: What the writer keeps, to tell it.
             calls: Counts the calls.
+            metrics: Counts what is acknowledged and read.
         """
         self._db = db
         self._catalog = catalog
@@ -52,8 +65,10 @@ class StoreServicer:
         self._reader = Reader(db, catalog)
         self._store_id = store_id
         self._version = version
+        self._retention = retention
         self.calls = calls
         """The calls that run."""
+        self._metrics = metrics
         self._lock = threading.Lock()
         self._append_streams: set[AppendStream] = set()
         self._stopping = False
@@ -83,7 +98,11 @@ class StoreServicer:
     ) -> Callable[[bytes, grpc.ServicerContext], Message]:
         def call(data: bytes, context: grpc.ServicerContext) -> Message:
             with self.calls.running():
-                return method(_parse(kind, data), context)
+                request = _parse(kind, data)
+                capture_id = _capture_of(request)
+                if capture_id:
+                    bind_request(capture_id)
+                return method(request, context)
 
         return call
 
@@ -102,7 +121,9 @@ class StoreServicer:
         with self.calls.running(), self.calls.writing(), self._writing() as stream:
             if context.add_callback(stream.cancel):
                 threading.Thread(target=stream.pump, args=(messages,), name="append", daemon=True).start()
-                yield from stream.responses()
+                for response in stream.responses():
+                    self._metrics.acks.inc()
+                    yield response
 
     def seal_capture(
         self, request: store_pb2.SealCaptureRequest, _context: grpc.ServicerContext
@@ -139,12 +160,17 @@ class StoreServicer:
     def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See store.proto."""
         request = _parse(store_pb2.ReadChunksRequest, data)
+        bind_request(request.capture_id)
         with self.calls.running(), self.calls.reading():
-            yield from self._reader.read(
+            responses = self._reader.read(
                 request,
                 is_cancelled=lambda: not context.is_active(),
                 feed_seen=lambda feed: context.add_callback(feed.wake),
             )
+            for response in responses:
+                self._metrics.read_chunks.inc()
+                self._metrics.read_bytes.inc(len(response))
+                yield response
 
     def delete_capture(
         self, request: store_pb2.DeleteCaptureRequest, _context: grpc.ServicerContext
@@ -157,15 +183,11 @@ class StoreServicer:
         self, _request: store_pb2.GetStatsRequest, _context: grpc.ServicerContext
     ) -> store_pb2.GetStatsResponse:
         """See store.proto."""
-        summaries = self._catalog.summaries()
-        states = Counter(summary.state for summary in summaries)
-        with self._db.read() as txn:
-            num_chunks = txn.count(Table.FRAMES)
-        counters = self._writer.counters
-        return store_pb2.GetStatsResponse(
-            captures=[store_pb2.StateCount(state=state, count=count) for state, count in sorted(states.items())],
-            num_bytes=sum(summary.num_bytes for summary in summaries),
-            num_chunks=num_chunks,
+        counters, states = self._writer.counters, self._catalog.states()
+        response = store_pb2.GetStatsResponse(
+            captures=[store_pb2.StateCount(state=state, count=count) for state, count in states.items()],
+            num_bytes=self._catalog.num_bytes,
+            num_chunks=self._db.num_chunks(),
             disk_bytes=self._db.disk_bytes(),
             max_bytes=self._db.max_bytes,
             chunks_written=counters.written,
@@ -174,7 +196,25 @@ class StoreServicer:
             commits=counters.commits,
             start_time=self._start_time,
             server_version=self._version,
+            used_bytes=self._db.used_bytes(),
+            free_disk_bytes=self._db.free_disk_bytes(),
+            append_limit_bytes=self._db.ordinary_bytes,
+            retention=self._retention_stats(),
         )
+        response.server_time.GetCurrentTime()
+        return response
+
+    def _retention_stats(self) -> store_pb2.RetentionStats:
+        counters = self._writer.counters
+        stats = store_pb2.RetentionStats(
+            max_bytes=self._retention.max_bytes or 0,
+            captures_expired_by_age=counters.expired_by_age,
+            captures_expired_by_size=counters.expired_by_size,
+            bytes_expired=counters.bytes_expired,
+        )
+        if self._retention.max_age is not None:
+            stats.max_age.FromNanoseconds(round(self._retention.max_age * 1e9))
+        return stats
 
     def end_streams(self) -> None:
         """End the streams of writers; the Writer must have stopped, so that everything they sent is acknowledged."""
@@ -219,6 +259,13 @@ def _parse(kind: type[_Request], data: bytes) -> _Request:
         return kind.FromString(data)
     except DecodeError as error:
         raise invalid("message", f"cannot be parsed as {kind.DESCRIPTOR.name}: {error}") from None
+
+
+def _capture_of(request: Message) -> str:
+    """Return the capture that a request is about; empty if it is about none, or all."""
+    if isinstance(request, store_pb2.OpenCaptureRequest):
+        return request.description.capture_id
+    return str(getattr(request, "capture_id", ""))
 
 
 def _seconds(request: store_pb2.GetCaptureRequest) -> float:

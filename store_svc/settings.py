@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, PositiveFloat, ValidationInfo
 
-from residuum.rpc.settings import Endpoint, ServiceSettings
+from residuum.rpc.settings import Endpoint, OptionalEndpoint, ServiceSettings
+from store_svc.db import bytes_for_appends
 
 _SMALLEST_MAP = 16 << 20
 
@@ -18,11 +19,21 @@ def _map_limit(size: ByteSize) -> ByteSize:
     return size
 
 
+def _within_map(size: ByteSize | None, info: ValidationInfo) -> ByteSize | None:
+    limit = info.data.get("max_bytes")
+    if size is not None and limit is not None and not 0 < size <= bytes_for_appends(limit):
+        raise ValueError(f"from 1 to {bytes_for_appends(limit)}: max-bytes, less what is kept for ending captures")
+    return size
+
+
 class StoreSettings(ServiceSettings):
     """Settings of the store service."""
 
     listen: Endpoint = "127.0.0.1:50052"
     """Where to listen, as host:port. Port 0 takes a free one; see `port_file`."""
+
+    metrics: OptionalEndpoint = ""
+    """Where to show figures for Prometheus, as host:port: http://host:port/metrics. Default: nowhere."""
 
     path: Path
     """The folder of the database. It is made if it is not there. One store at a time may use it."""
@@ -32,6 +43,14 @@ class StoreSettings(ServiceSettings):
 
     max_bytes: Annotated[ByteSize, AfterValidator(_map_limit)] = Field(default="64GiB", validate_default=True)
     """The greatest size that the database may grow to, such as 64GiB."""
+
+    retain_hours: PositiveFloat | None = None
+    """A capture is deleted when this many hours have passed since it ended. Default: captures are kept."""
+
+    retain_bytes: Annotated[ByteSize | None, AfterValidator(_within_map)] = None
+    """Captures are deleted, the one that ended first before the others, when the chunks of all together take more bytes
+    than this, such as 48GiB. Those that have not ended, or are being read, stay. Leave some room below max-bytes: a
+    chunk takes whole pages of 4 KiB. Default: nothing is deleted, and a full store refuses more."""
 
     sync_interval_seconds: PositiveFloat = 1.0
     """After how long without writes what is committed is also synced."""

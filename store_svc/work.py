@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
@@ -55,6 +55,11 @@ class Append:
     size: int
     """What it takes of the queue's room, in bytes."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the chunk, as it came."""
+        return len(self.content[0]) if isinstance(self.content, tuple) else 0
+
     def apply(self, batch: Batch) -> bool | None:
         """Do what the message asks for; tell, for a chunk, whether anything was stored.
 
@@ -98,6 +103,11 @@ class Work:
     def __bool__(self) -> bool:
         return bool(self.commands or self.appends)
 
+    @property
+    def capture_ids(self) -> list[str]:
+        """The captures that it is about, once for each piece of it."""
+        return [*(item.capture_id for item in self.commands), *(item.capture_id for item in self.appends)]
+
     def parts(self) -> list[Work]:
         """Return the same work as one piece for each command and message."""
         return [*(Work(commands=[item]) for item in self.commands), *(Work(appends=[item]) for item in self.appends)]
@@ -111,6 +121,15 @@ class Work:
             item.stream.fail(why(item.capture_id))
         for stream in self.endings:
             stream.fail(why(""))
+
+
+class Waiting(NamedTuple):
+    """What waits in a queue."""
+
+    messages: int
+    """Messages of streams."""
+    num_bytes: int
+    """What they take of the queue's room."""
 
 
 class WorkQueue:
@@ -157,6 +176,11 @@ class WorkQueue:
             self._check_open()
             self._messages.append(stream)
             self._condition.notify_all()
+
+    def waiting(self) -> Waiting:
+        """Return what waits."""
+        with self._condition:
+            return Waiting(len(self._messages), self._bytes)
 
     def close(self) -> None:
         """Take no more; what is queued can still be taken."""

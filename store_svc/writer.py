@@ -5,25 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 from typing import TypeVar
 
 from residuum.rpc.errors import Failure, Reason
-from residuum.rpc.logs import get_logger
+from residuum.rpc.logs import bind_request, get_logger, request_scope
 from residuum.rpc.serving import internal_failure
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.capture import Capture, Wait
 from store_svc.catalog import Catalog
 from store_svc.changes import Batch, purge_some
 from store_svc.db import DamagedError, Database, StoreFullError, Txn
-from store_svc.work import Acks, Command, Work, WorkQueue
+from store_svc.retention import Expired, Retention, RetentionPolicy
+from store_svc.work import Acks, Append, Command, Work, WorkQueue
 
 _T = TypeVar("_T")
 
 _PURGE_FRAMES = 1024
-"""Frames of deleted captures that are freed in one transaction."""
+"""Frames of deleted captures that are freed in one transaction; more if more were written in the one before, so that
+freeing keeps up with writing."""
 
 _MOST_LATE = 1024
 """Captures of a kind that are ended in one transaction, when many have waited in vain."""
@@ -44,8 +46,16 @@ class Counters:
     """Chunks whose rows were there already."""
     rejected: int = 0
     """Messages that can never be written."""
+    bytes_written: int = 0
+    """Bytes of the chunks that were written."""
     commits: int = 0
     """Transactions."""
+    expired_by_age: int = 0
+    """Captures that were deleted because they had been kept for long enough."""
+    expired_by_size: int = 0
+    """Captures that were deleted because all together took too many bytes."""
+    bytes_expired: int = 0
+    """Bytes of the chunks of both."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,8 @@ class WriterOptions:
     """Seconds after which what is committed is synced, if nothing else is written."""
     waits: Mapping[Wait, float]
     """Seconds without progress after which a capture is ended, by what it waits for."""
+    retention: RetentionPolicy = field(default_factory=RetentionPolicy)
+    """What is kept of the captures that have ended."""
 
 
 class Writer:
@@ -67,7 +79,14 @@ class Writer:
     waits for nothing.
     """
 
-    def __init__(self, db: Database, catalog: Catalog, options: WriterOptions, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        db: Database,
+        catalog: Catalog,
+        options: WriterOptions,
+        on_death: Callable[[], None],
+        on_commit: Callable[[float], None] = lambda _: None,
+    ) -> None:
         """Make a writer; `start` starts it.
 
         Args:
@@ -75,6 +94,7 @@ class Writer:
             catalog: Where changes are published.
             options: How it works.
             on_death: Called in the writer's thread when it cannot go on; the process should end.
+            on_commit: Called with the seconds that each transaction took.
         """
         self.counters = Counters()
         self.queue = WorkQueue()
@@ -82,10 +102,13 @@ class Writer:
         self._catalog = catalog
         self._options = options
         self._on_death = on_death
+        self._on_commit = on_commit
+        self._retention = Retention(options.retention, catalog)
         self._unsynced: dict[Acks, int] = {}
         self._sync_at: float | None = None
         self._purging = True  # what was deleted before the last stop may not be freed yet
         self._full = False
+        self._above_limit = False
         self._housekeeping_at = 0.0
         self._thread = threading.Thread(target=self._run, name="writer")
 
@@ -119,7 +142,7 @@ class Writer:
         try:
             while (work := self.queue.take(self._seconds_to_next())) is not None:
                 self._commit(work)
-                self._keep_house()
+                self._keep_house(len(work.appends))
                 self._sync_if_due(work.endings)
             self._sync()
         except Exception:  # noqa: BLE001 - whatever it is, nobody may wait for this thread any more
@@ -139,7 +162,7 @@ class Writer:
         if not work:
             return
         try:
-            batch, outcomes = self._db.write(lambda txn: self._apply(txn, work))
+            batch, outcomes = self._write(work)
         except DamagedError:
             raise
         except StoreFullError as error:
@@ -158,7 +181,7 @@ class Writer:
         if not privileged:
             return
         try:
-            batch, outcomes = self._db.write(lambda txn: self._apply(txn, privileged), reserve=True)
+            batch, outcomes = self._write(privileged, reserve=True)
         except StoreFullError:
             self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
             privileged.fail(why)
@@ -170,11 +193,20 @@ class Writer:
         """After a fault of ours: let only the work that meets it fail."""
         parts = work.parts()
         if len(parts) == 1:
-            failure = internal_failure(_log, "write")
+            with request_scope():
+                bind_request(work.capture_ids[0])
+                failure = internal_failure(_log, "write")
             work.fail(lambda _: failure)
             return
         for part in parts:
             self._commit(part)
+
+    def _write(self, work: Work, *, reserve: bool = False) -> tuple[Batch, list[object]]:
+        start = time.monotonic()
+        batch, outcomes = self._db.write(lambda txn: self._apply(txn, work), reserve=reserve)
+        if batch.wrote:
+            self._on_commit(time.monotonic() - start)
+        return batch, outcomes
 
     def _apply(self, txn: Txn, work: Work) -> tuple[Batch, list[object]]:
         batch = Batch(txn, self._catalog)
@@ -203,7 +235,7 @@ class Writer:
         rejections: dict[Acks, list[store_pb2.ChunkRejection]] = {}
         for item, outcome in zip(work.appends, outcomes[len(work.commands) :], strict=True):
             refused = rejections.setdefault(item.stream, [])
-            self._count(outcome)
+            self._count(item, outcome)
             if isinstance(outcome, Failure):
                 refused.append(store_pb2.ChunkRejection(number=item.number, error=outcome.to_item_error()))
             self._unsynced[item.stream] = item.number
@@ -217,11 +249,12 @@ class Writer:
             stream.synced(number)
             del self._unsynced[stream]
 
-    def _count(self, outcome: object) -> None:
+    def _count(self, item: Append, outcome: object) -> None:
         if isinstance(outcome, Failure):
             self.counters.rejected += 1
         elif outcome is True:
             self.counters.written += 1
+            self.counters.bytes_written += item.num_bytes
         elif outcome is False:
             self.counters.repeated += 1
 
@@ -243,19 +276,59 @@ class Writer:
             stream.synced(number)
         self._unsynced.clear()
 
-    def _keep_house(self) -> None:
-        """End captures that wait in vain, and free some frames of deleted ones; the rest follows the next work."""
+    def _keep_house(self, just_written: int) -> None:
+        """End captures that wait in vain, delete those that were kept for long enough, and free frames of deleted ones.
+
+        Of each only so much as fits a transaction: what has come meanwhile is written before the rest.
+        """
         if time.monotonic() < self._housekeeping_at:
             return
         late = [capture for wait in Wait for capture in self._late(wait)]
         if late:
             self._commit(Work([self._time_out(capture) for capture in late]))
+        self._expire()
         if self._purging:
+            limit = max(_PURGE_FRAMES, just_written)
             try:
-                self._purging = self._db.write(partial(purge_some, limit=_PURGE_FRAMES), reserve=True)
+                self._purging = self._db.write(partial(purge_some, limit=limit), reserve=True)
             except StoreFullError as error:
                 self._note_full(error)
                 self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
+
+    def _expire(self) -> None:
+        expired = self._retention.take()
+        if expired:
+            commands = [self._expiry(item) for item in expired]
+            self._commit(Work(commands))
+            failed = {command.capture_id for command in commands if command.future.exception()}
+            self._note_expired([item for item in expired if item.capture_id not in failed])
+            if failed:
+                self._retention.give_back(item for item in expired if item.capture_id in failed)
+        self._note_excess(self._retention.excess)
+
+    def _expiry(self, expired: Expired) -> Command:
+        return Command(partial(Batch.delete, capture_id=expired.capture_id), expired.capture_id, reserve=True)
+
+    def _note_expired(self, expired: list[Expired]) -> None:
+        for item in expired:
+            if item.cause == "age":
+                self.counters.expired_by_age += 1
+            else:
+                self.counters.expired_by_size += 1
+            self.counters.bytes_expired += item.num_bytes
+            _log.info(
+                "capture expired",
+                request_id=item.capture_id,
+                cause=item.cause,
+                age_seconds=round(item.age, 1),
+                bytes=item.num_bytes,
+            )
+
+    def _note_excess(self, excess: int) -> None:
+        """Say when nothing more can be deleted and there is still too much; once, until that is over."""
+        if excess and not self._above_limit:
+            _log.warning("more is kept than retain-bytes: the rest is open, or being read", excess_bytes=excess)
+        self._above_limit = excess > 0
 
     def _note_full(self, error: StoreFullError) -> None:
         if not self._full:
@@ -287,6 +360,9 @@ class Writer:
             due.append(self._housekeeping_at)
         if self._sync_at is not None:
             due.append(self._sync_at)
+        retention = self._retention.seconds_to_next()
+        if retention is not None:
+            due.append(max(time.monotonic() + retention, self._housekeeping_at))
         return max(min(due) - time.monotonic(), 0.0) if due else None
 
 
@@ -306,7 +382,7 @@ def _log_ended(capture: Capture) -> None:
     state = capture_pb2.CaptureState.Name(capture.state).removeprefix("CAPTURE_STATE_").lower()
     _log.info(
         "capture ended",
-        capture_id=capture.description.capture_id,
+        request_id=capture.description.capture_id,
         state=state,
         rows=capture.ledger.num_rows,
         missing=capture.ledger.missing,

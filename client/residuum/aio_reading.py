@@ -136,9 +136,9 @@ class AsyncCaptureClient:
         answers = [await self._call(endpoint, self._store(endpoint).GetStats, request) for endpoint in endpoints]
         return [StoreStats.from_proto(endpoint, answer) for endpoint, answer in zip(endpoints, answers, strict=True)]
 
-    async def info(self) -> ModelInfo:
+    async def info(self, *, check_store: bool = False) -> ModelInfo:
         """Return what the server serves, and within which limits; see `Client.info`."""
-        request = inference_pb2.GetModelInfoRequest()
+        request = inference_pb2.GetModelInfoRequest(check_store=check_store)
         return ModelInfo.from_proto(await self._call(self.endpoint, self._inference.GetModelInfo, request))
 
     async def store_endpoints(self) -> tuple[str, ...]:

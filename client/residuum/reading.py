@@ -69,7 +69,7 @@ class CaptureClient:
             IncompleteCapture: Rows are missing for good; the manifest in the exception says which and why.
             AbortedCapture: The request was stopped.
             OpenCapture: `wait` is false and the capture is still being written.
-            UnknownCapture: There is no such capture: the request captured nothing, or it was deleted.
+            UnknownCapture: There is no such capture: the request captured nothing, or it was deleted, or has expired.
             InvalidRequest: A layer or site was not captured.
             DeadlineExceeded: The time is over.
 
@@ -190,8 +190,11 @@ class CaptureClient:
             for endpoint in self.store_endpoints()
         ]
 
-    def info(self) -> ModelInfo:
+    def info(self, *, check_store: bool = False) -> ModelInfo:
         """Return what the server serves, and within which limits.
+
+        Args:
+            check_store: Have it ask its store whether that answers; see `ModelInfo.store_reachable`.
 
         Raises:
             NotServing: The model is still loading.
@@ -201,7 +204,7 @@ class CaptureClient:
             >>> client.info().num_layers
             30
         """
-        request = inference_pb2.GetModelInfoRequest()
+        request = inference_pb2.GetModelInfoRequest(check_store=check_store)
         return ModelInfo.from_proto(self._call(self.endpoint, self._inference.GetModelInfo, request))
 
     def store_endpoints(self) -> tuple[str, ...]:

@@ -144,6 +144,12 @@ class ModelInfo:
     """The version of vLLM."""
     server_version: str
     """The version of the server."""
+    server_time: datetime.datetime | None = None
+    """The server's clock when it answered. None: the server is older than this field."""
+    store_reachable: bool | None = None
+    """Whether the store answers the inference service; None: it was not asked (`check_store`), or there is none."""
+    store_detail: str = ""
+    """Where the inference service looked for the store, and what it found."""
 
     @classmethod
     def from_proto(cls, proto: inference_pb2.GetModelInfoResponse) -> ModelInfo:
@@ -163,7 +169,16 @@ class ModelInfo:
             eager=proto.eager,
             vllm_version=proto.vllm_version,
             server_version=proto.server_version,
+            server_time=to_datetime(proto.server_time),
+            store_reachable=not proto.store_check.HasField("error") if proto.HasField("store_check") else None,
+            store_detail=_store_detail(proto.store_check),
         )
+
+
+def _store_detail(check: inference_pb2.StoreCheck) -> str:
+    if check.HasField("error"):
+        return check.error.message
+    return f"the store at {check.endpoint}, version {check.server_version}, answers it" if check.endpoint else ""
 
 
 @dataclass(frozen=True)
@@ -217,10 +232,29 @@ class StoreStats:
     """The greatest size it may grow to."""
     server_version: str
     """The version of the store."""
+    used_bytes: int = 0
+    """Bytes of the database that hold something. 0: not known, the store is older than this field."""
+    append_limit_bytes: int = 0
+    """What `used_bytes` may come to before the store is full. 0: not known."""
+    free_disk_bytes: int = 0
+    """Bytes that are free on its disk."""
+    retain_seconds: float | None = None
+    """How long after its end a capture is kept. None: for ever."""
+    retain_bytes: int | None = None
+    """How many bytes of chunks are kept. None: whatever fits."""
+    expired_by_age: int = 0
+    """Captures that were deleted because of their age, since the store started."""
+    expired_by_size: int = 0
+    """Captures that were deleted because there were too many bytes, since the store started."""
+    bytes_expired: int = 0
+    """Bytes of the chunks of both."""
+    server_time: datetime.datetime | None = None
+    """The store's clock when it answered. None: the store is older than this field."""
 
     @classmethod
     def from_proto(cls, endpoint: str, proto: store_pb2.GetStatsResponse) -> StoreStats:
         """Return the value of a message."""
+        retention = proto.retention
         return cls(
             endpoint=endpoint,
             captures={STATES.get(item.state, "unknown"): item.count for item in proto.captures},
@@ -229,6 +263,15 @@ class StoreStats:
             disk_bytes=proto.disk_bytes,
             max_bytes=proto.max_bytes,
             server_version=proto.server_version,
+            used_bytes=proto.used_bytes,
+            append_limit_bytes=proto.append_limit_bytes,
+            free_disk_bytes=proto.free_disk_bytes,
+            retain_seconds=retention.max_age.ToNanoseconds() / 1e9 if retention.HasField("max_age") else None,
+            retain_bytes=retention.max_bytes or None,
+            expired_by_age=retention.captures_expired_by_age,
+            expired_by_size=retention.captures_expired_by_size,
+            bytes_expired=retention.bytes_expired,
+            server_time=to_datetime(proto.server_time),
         )
 
 

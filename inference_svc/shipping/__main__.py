@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ack_timeout_seconds=options.ack_timeout,
         grace_seconds=options.grace,
         parent_pid=options.parent_pid,
+        figures_path=options.figures,
     )
     return Shipper(settings).run()
 
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         help="after SIGTERM, go on delivering for this long at most",
     )
     parser.add_argument("--parent-pid", metavar="PID", type=int, help="stop when this is no longer the parent process")
+    parser.add_argument("--figures", metavar="FILE", type=Path, help="keep figures of this process in a file, as JSON")
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),

@@ -28,6 +28,7 @@ Item = ExtentReady | LossReport
 """What is handed to a shipper, until its Done."""
 
 _RECEIVE_BYTES = 1 << 16
+_TICK_SECONDS = 1.0
 _CREDENTIALS = struct.Struct("3i")
 
 _log = get_logger(__name__)
@@ -47,7 +48,7 @@ class _Link:
 
 
 class Dispatcher:
-    """Serves the control socket from one thread, which sleeps unless there is something to do.
+    """Serves the control socket from one thread, which sleeps unless there is something to do, or a second has passed.
 
     What is submitted belongs to exactly one of: the inbox (no shipper has it yet), or a link (that shipper has it). A
     link that ends gives all it has back to the inbox. So everything submitted is handed over at least once, until some
@@ -65,6 +66,7 @@ class Dispatcher:
         *,
         on_done: Callable[[Item], None],
         on_failed: Callable[[BaseException], None],
+        on_round: Callable[[], None] = lambda: None,
     ) -> None:
         """Bind the control socket; shippers may connect from now on, and are served from `start` on.
 
@@ -74,6 +76,7 @@ class Dispatcher:
             ring_descriptor: The ring; stays the caller's.
             on_done: Called, on the thread, with everything that a shipper is done with.
             on_failed: Called, on the thread, if it ends by an error of its own.
+            on_round: Called, on the thread, whenever it has done what there was, once a second at the least.
 
         Raises:
             OSError: The path cannot be listened on; it is too long, for example.
@@ -82,6 +85,7 @@ class Dispatcher:
         self._ring_descriptor = ring_descriptor
         self._on_done = on_done
         self._on_failed = on_failed
+        self._on_round = on_round
         self._inbox: deque[Item] = deque()
         self._links: list[_Link] = []
         self._next_serial = 0
@@ -121,9 +125,10 @@ class Dispatcher:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for key, events in self._selector.select():
+                for key, events in self._selector.select(_TICK_SECONDS):
                     key.data(events)
                 self._hand_out()
+                self._on_round()
         except Exception as error:  # noqa: BLE001 - whoever waits for room must learn of it
             _log.exception("dispatcher failed")
             self._on_failed(error)

@@ -118,6 +118,11 @@ class Outbox:
             self._unacked_bytes -= parcel.num_bytes
             return parcel
 
+    @property
+    def unacked_bytes(self) -> int:
+        """Bytes of the rows that are under way."""
+        return self._unacked_bytes
+
     def seconds_without_ack(self) -> float:
         """Return for how long the store has owed an ack; 0 if it owes none."""
         with self._changed:

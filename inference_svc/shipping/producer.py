@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from inference_svc.shipping.allotment import Allotment
 from inference_svc.shipping.dispatcher import Dispatcher, Item
+from inference_svc.shipping.figures import FigureFile, beside
 from inference_svc.shipping.framing import payload_bytes
 from inference_svc.shipping.protocol import MAX_BODY_BYTES, ExtentReady, Hello, LossReport
 from inference_svc.shipping.ring import Extent, SharedRing
@@ -93,6 +94,7 @@ class RingProducer:
         self._outstanding = 0
         self._published = self._freed = self._losses = self._waits = 0
         self._seconds_waited = 0.0
+        self._file = FigureFile(beside(control_path), self._figures)
         try:
             self._dispatcher = Dispatcher(
                 Path(control_path),
@@ -100,6 +102,7 @@ class RingProducer:
                 self._ring_descriptor,
                 on_done=self._take_back,
                 on_failed=self._fail,
+                on_round=self._file.refresh,
             )
         except BaseException:
             os.close(self._ring_descriptor)
@@ -236,7 +239,12 @@ class RingProducer:
             self._closed = True
             self._changed.notify_all()
         self._dispatcher.stop()
+        self._file.remove()
         os.close(descriptor)
+
+    def _figures(self) -> dict[str, float]:
+        stats = self.stats()
+        return {**asdict(stats), "under_way": stats.published - stats.freed}
 
     def _wait_for_extent(self, nbytes: int) -> Extent | None:
         """Wait for a run that is long enough: the whole ring is one, once all that was published has come back."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference_svc.shipping.control import ControlClient
+from inference_svc.shipping.figures import FigureFile
 from inference_svc.shipping.outbox import Outbox
 from inference_svc.shipping.uploader import Uploader
 from residuum.rpc.logs import get_logger
@@ -37,6 +38,8 @@ class ShipperSettings:
     """After SIGTERM, or when the parent is gone: how long to go on delivering what was handed over."""
     parent_pid: int | None = None
     """The process that started this one: without it, the shipper ends. None: it may live alone."""
+    figures_path: Path | None = None
+    """Where to keep figures of this process. None: nowhere."""
 
 
 class Shipper:
@@ -51,6 +54,8 @@ class Shipper:
         self._settings = settings
         self._outbox = Outbox(settings.max_unacked_bytes)
         self._uploader = Uploader(settings.store_endpoint, self._outbox)
+        path = settings.figures_path
+        self._file = FigureFile(path, self.figures) if path else None
         self._clients = [ControlClient(path, self._outbox) for path in settings.control_paths]
 
     def run(self) -> int:
@@ -65,6 +70,17 @@ class Shipper:
             client.start()
         _log.info("shipper started", store=self._settings.store_endpoint, workers=len(self._clients))
         return self._stop(self._watch(signals))
+
+    def figures(self) -> dict[str, float]:
+        """Return what this process has done and is at, for whoever watches over it."""
+        return {
+            "settled": self._uploader.num_settled,
+            "rejected": self._uploader.num_rejected,
+            "acked_bytes": self._uploader.acked_bytes,
+            "streams": self._uploader.num_streams,
+            "unacked_bytes": self._outbox.unacked_bytes,
+            "ack_lag_seconds": round(self._outbox.seconds_without_ack(), 3),
+        }
 
     def _watch(self, signals: socket.socket) -> str:
         """Wait for a reason to stop, and keep an eye on the stream; return the reason."""
@@ -81,6 +97,8 @@ class Shipper:
         limit = self._settings.ack_timeout_seconds
         if self._outbox.seconds_without_ack() > limit:
             self._uploader.restart_stream(f"no acknowledgement for {limit:g} s")
+        if self._file:
+            self._file.refresh()
 
     def _stop(self, why: str) -> int:
         _log.info("shipper stopping", why=why)

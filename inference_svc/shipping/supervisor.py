@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference_svc.shipping.backoff import Backoff
+from inference_svc.shipping.figures import Figures, read_figures
 from residuum.rpc.logs import get_logger
 
 _FIRST_DELAY_SECONDS = 0.2
@@ -32,6 +33,8 @@ class ShipperStatus:
     """How often it was restarted."""
     last_exit: int | None
     """The exit status of the process before; negative: the signal that ended it. None: there was none."""
+    figures: Figures
+    """What it told of itself a second ago; see `Shipper.figures`. Empty: it has told nothing, or nobody asked it to."""
 
 
 class ShipperSupervisor:
@@ -54,6 +57,7 @@ class ShipperSupervisor:
         store_endpoint: str,
         count: int,
         *,
+        folder: str | os.PathLike[str] | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
         """Prepare; nothing is started before `start`.
@@ -62,11 +66,13 @@ class ShipperSupervisor:
             control_paths: The control sockets of the workers, which may come up later.
             store_endpoint: The store, host:port.
             count: How many shippers.
+            folder: Where they leave figures of themselves. None: they do not.
             arguments: More arguments for each; see `python -m inference_svc.shipping --help`.
         """
         controls = [word for path in control_paths for word in ("--control", os.fspath(Path(path)))]
         self._arguments = [*controls, "--store", store_endpoint, *arguments]
-        self._keepers = [_Keeper(name, self._arguments) for name in range(count)]
+        places = [Path(folder, f"shipper{name}.figures") if folder else None for name in range(count)]
+        self._keepers = [_Keeper(name, self._arguments, place) for name, place in enumerate(places)]
 
     async def start(self) -> None:
         """Start the shippers; returns when their processes exist.
@@ -89,9 +95,10 @@ class ShipperSupervisor:
 class _Keeper:
     """Keeps one shipper running."""
 
-    def __init__(self, name: int, arguments: Sequence[str]) -> None:
+    def __init__(self, name: int, arguments: Sequence[str], figures: Path | None) -> None:
         self._name = name
-        self._arguments = arguments
+        self._arguments = [*arguments, *(["--figures", str(figures)] if figures else [])]
+        self._figures = figures
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._restarts = 0
@@ -100,7 +107,8 @@ class _Keeper:
 
     def status(self) -> ShipperStatus:
         pid = self._process.pid if self._process and self._process.returncode is None else None
-        return ShipperStatus(pid, self._restarts, self._last_exit)
+        figures = read_figures(self._figures) if self._figures else {}
+        return ShipperStatus(pid, self._restarts, self._last_exit, figures)
 
     async def start(self) -> None:
         process = await self._spawn()

@@ -48,6 +48,10 @@ class Uploader:
         """Parcels that the store has settled."""
         self.num_rejected = 0
         """Those among them that it rejected."""
+        self.acked_bytes = 0
+        """Bytes of the rows that it has acknowledged."""
+        self.num_streams = 0
+        """Streams that were opened."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -89,6 +93,7 @@ class Uploader:
     def _run_stream(self) -> None:
         """Run one stream to its end."""
         name = self._outbox.start_stream()
+        self.num_streams += 1
         with open_channel(self._endpoint) as channel:
             # No serializer: the frames are the bytes already.
             append: grpc.StreamStreamMultiCallable[bytes, store_pb2.AppendChunksResponse] = channel.stream_stream(
@@ -120,6 +125,7 @@ class Uploader:
         for settled in all_settled:
             self.num_settled += 1
             if settled.error is None:
+                self.acked_bytes += settled.parcel.num_bytes
                 settled.parcel.settle()
             else:
                 self._settle_rejected(settled.parcel, settled.error)
@@ -142,7 +148,7 @@ class Uploader:
         parcel = self._outbox.suspect()
         if parcel is not None:
             self.num_rejected += 1
-            _log.error("store cannot read a message", capture_id=parcel.capture_id, error=error.details())
+            _log.error("store cannot read a message", request_id=parcel.capture_id, error=error.details())
             self._give_up(parcel, f"the store cannot read the chunk: {error.details()}")
 
     def _give_up(self, parcel: Parcel, detail: str) -> None:
@@ -160,7 +166,7 @@ class Uploader:
             self._reported.clear()
         self._reported.add(capture_id)
         reason = errors_pb2.ErrorReason.Name(error.reason)
-        _log.warning("store rejected rows", capture_id=capture_id, reason=reason, error=error.message)
+        _log.warning("store rejected rows", request_id=capture_id, reason=reason, error=error.message)
 
     def _wait_after(self, code: str, error: str | None) -> None:
         delay = self._backoff.next_delay()

@@ -7,6 +7,7 @@ that a test can tell each row by its values. Captures go to a real store.
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -67,6 +68,9 @@ class Script:
     bad_order: bool = False  # a delta before `started`
     extra_rows: int = 0  # rows past the last token, as async scheduling makes them
     delay_seal: threading.Event | None = None  # the capture is sealed only then
+    store_error: str = ""  # why this service does not reach its store
+    clock_skew: float = 0.0  # seconds by which this service's clock is ahead
+    is_old: bool = False  # it knows nothing of its clock, nor of checking the store
 
 
 class Peer(inference_pb2_grpc.InferenceServiceServicer):
@@ -103,7 +107,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         stores = self.script.store_endpoints
         if stores is None:
             stores = [self.store_endpoint] if self.store_endpoint else []
-        return inference_pb2.GetModelInfoResponse(
+        response = inference_pb2.GetModelInfoResponse(
             model="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
             sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
             steering_operations=["add", "ablate", "cap", "replace"], encodings=[capture_pb2.ENCODING_RAW],
@@ -114,6 +118,20 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             vllm_version="0.0.peer", server_version="0.1.0", store_endpoints=stores,
             layout=capture_pb2.ParallelLayout(tensor_parallel_size=1, pipeline_parallel_size=1),
         )  # fmt: skip
+        if not self.script.is_old:
+            response.server_time.FromNanoseconds(int((time.time() + self.script.clock_skew) * 1e9))
+            if request.check_store and self.store_endpoint:
+                response.store_check.CopyFrom(self._check_store())
+        return response
+
+    def _check_store(self):
+        check = inference_pb2.StoreCheck(endpoint=self.store_endpoint)
+        if self.script.store_error:
+            check.error.reason = Reason.ERROR_REASON_STORE_UNREACHABLE
+            check.error.message = self.script.store_error
+        else:
+            check.server_version = self.store.GetStats(store_pb2.GetStatsRequest(), timeout=10).server_version
+        return check
 
     def FindMissingVectors(self, request, context):
         self._begin("FindMissingVectors", request)

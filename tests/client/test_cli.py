@@ -33,6 +33,21 @@ def test_info_tells_the_memory_on_the_device(cli, monkeypatch):
     assert "capture_pool_bytes 3.0 GiB, ring_bytes 256.0 MiB, table_bytes 5.0 MiB" in cli("info")[1]
 
 
+def test_stats(cli, captured, store, monkeypatch):
+    code, out, _ = cli("stats")
+    assert code == 0
+    facts = dict(line.split("\t") for line in out.splitlines())
+    assert (facts["endpoint"], facts["max_bytes"], facts["retain_bytes"]) == (store.endpoint, str(64 << 20), "")
+    assert "complete " in facts["captures"]
+    found = json.loads(cli("stats", "--json")[1])
+    assert found["captures"]["complete"] >= 1
+    assert (found["retain_seconds"], found["expired_by_age"], found["expired_by_size"]) == (None, 0, 0)
+    assert 0 < found["used_bytes"] <= found["disk_bytes"] < found["free_disk_bytes"]
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "64.0 MiB" in cli("stats")[1]
+
+
 def test_list(cli, captured):
     code, out, _ = cli("ls", "--prefix", captured, "--state", "complete")
     assert code == 0

@@ -6,10 +6,17 @@ import json
 import socket
 import subprocess
 import threading
+import time
+from dataclasses import replace
 
+import pytest
 from shell import command, environment
 
+import residuum
+from residuum.cli.doctor import _examine_stats
+from residuum.replies import StoreStats
 from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import store_pb2
 
 
 def findings(out):
@@ -24,11 +31,21 @@ def test_doctor_finds_all_well(cli, store):
         "inference service: health": True,
         "model": True,
         "versions": True,
+        "inference service: clock": True,
+        "inference service: store": True,
         "store: connection": True,
         f"store {store.endpoint}: health": True,
         "store answers": True,
+        f"store {store.endpoint}: versions": True,
+        f"store {store.endpoint}: clock": True,
+        f"store {store.endpoint}: room": True,
+        f"store {store.endpoint}: disk": True,
     }
-    assert cli("doctor")[1].count("ok  ") == 7
+    assert not [line for line in map(json.loads, out.splitlines()) if line["warning"]]
+    out = cli("doctor")[1]
+    assert out.count("ok  ") == 13
+    assert "it keeps captures until they are deleted" in out
+    assert f"the store at {store.endpoint}, version " in out
 
 
 def test_doctor_names_what_is_away(cli, peer):
@@ -73,6 +90,75 @@ def test_doctor_sees_that_something_else_listens():
         )  # fmt: skip
     assert result.returncode == 1
     assert findings(result.stdout)["inference service: health"] is False
+
+
+def test_doctor_sees_that_the_inference_service_does_not_reach_the_store(cli, peer, store):
+    """Which the client does: the way between them is another one."""
+    peer.script.store_error = "The store at store:50052 does not answer (no such name)."
+    code, out, _ = cli("doctor", "--json")
+    assert code == 1
+    found = findings(out)
+    assert (found["inference service: store"], found["store answers"]) == (False, True)
+    assert "FAIL  inference service: store: The store at store:50052 does not answer" in cli("doctor")[1]
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(-90, "90 s behind"), (90, "90 s ahead of")])
+def test_doctor_compares_clocks(cli, peer, seconds, words):
+    peer.script.clock_skew = seconds
+    code, out, _ = cli("doctor")
+    assert code == 0
+    assert f"warn  inference service: clock: is {words} the one here" in out
+
+
+def test_doctor_gets_along_with_older_services(cli, peer, store):
+    peer.script.is_old = True
+    code, out, _ = cli("doctor", "--json")
+    assert code == 0
+    found = findings(out)
+    assert "inference service: clock" not in found
+    assert "inference service: store" not in found
+    old = StoreStats.from_proto("x:1", store_pb2.GetStatsResponse(server_version=residuum.__version__))
+    assert [finding.check for finding in _examine_stats(old, time.time())] == ["store x:1: versions"]
+
+
+def stats(**fields):
+    return replace(
+        StoreStats.from_proto("x:1", store_pb2.GetStatsResponse()),
+        max_bytes=100 << 20, append_limit_bytes=80 << 20, used_bytes=1 << 20, disk_bytes=2 << 20,
+        free_disk_bytes=1 << 40, server_version=residuum.__version__, **fields,
+    )  # fmt: skip
+
+
+def look(check, **fields):
+    (finding,) = [item for item in _examine_stats(replace(stats(), **fields), time.time()) if item.check == check]
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("used", "ok", "warning"), [(60, True, False), (69, True, True), (79, False, False), (100, False, False)]
+)
+def test_doctor_warns_of_a_store_that_fills_up(used, ok, warning):
+    finding = look("store x:1: room", used_bytes=used << 20)
+    assert (finding.ok, finding.warning) == (ok, warning)
+    assert ("--retain-bytes" in finding.detail) == (warning or not ok)
+
+
+def test_doctor_tells_what_is_kept():
+    finding = look("store x:1: room", retain_seconds=5400.0, retain_bytes=3 << 30)
+    assert finding.detail.endswith("it keeps captures for 1.5 h and up to 3.0 GiB in all")
+
+
+@pytest.mark.parametrize(
+    ("free", "disk", "warning"), [(50, 2, True), (99, 2, False), (1, 100, False), (2 << 10, 2, False)]
+)
+def test_doctor_warns_of_a_disk_that_is_full_before_the_store(free, disk, warning):
+    finding = look("store x:1: disk", free_disk_bytes=free << 20, disk_bytes=disk << 20)
+    assert (finding.ok, finding.warning) == (True, warning)
+
+
+def test_doctor_compares_versions_of_the_store():
+    assert look("store x:1: versions", server_version="9.9.0").ok is False
+    assert look("store x:1: versions", server_version="unknown").ok
 
 
 def test_doctor_suspects_an_address_of_the_other_machines_own():

@@ -15,6 +15,7 @@ import pytest
 from inference_svc.captures import CaptureKeeper
 from inference_svc.engine import Delta, ModelFacts
 from inference_svc.generation import Generator
+from inference_svc.metrics import InferenceMetrics, ServiceCollector
 from inference_svc.requests import RequestRegistry
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.settings import InferenceSettings
@@ -166,7 +167,10 @@ def stuck_after(*deltas):
 
 
 class FakeStore(store_pb2_grpc.StoreServiceServicer):
-    """Remembers what it is told. `refuse` is a reason to answer OpenCapture with; while `gate` is not set, it hangs."""
+    """Remembers what it is told.
+
+    `refuse` is a reason to answer OpenCapture with, and `refuse_seal` SealCapture; while `gate` is not set, it hangs.
+    """
 
     def __init__(self):
         self.opened = []
@@ -176,6 +180,7 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
         self.gate.set()
         self.refuse = None
         self.failing_seals = 0
+        self.refuse_seal = None
         self.away = False
         self.checks = 0
 
@@ -193,6 +198,8 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
             self.failing_seals -= 1
             full = Failure(Reason.ERROR_REASON_STORE_FULL, "scripted").to_status()
             await context.abort(full.code, full.details, full.trailing_metadata)
+        if self.refuse_seal:
+            raise Failure(self.refuse_seal, "scripted")
         async with self.changed:
             self.seals.append(request)
             self.changed.notify_all()
@@ -216,9 +223,9 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
 
 
 @asynccontextmanager
-async def listening(add, servicer, port=0):
+async def listening(add, servicer, port=0, on_end=None):
     """Serve on a port of loopback, by default a free one, and yield the endpoint."""
-    server = grpc.aio.server(interceptors=[AioErrorInterceptor(get_logger("test"))], options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[AioErrorInterceptor(get_logger("test"), on_end)], options=SERVER_OPTIONS)
     add(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
@@ -238,7 +245,9 @@ class Service:
         activator = VectorActivator(
             self.cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )
-        generator = Generator(engine, self.registry, self.cache, activator, keeper)
+        self.metrics = InferenceMetrics()
+        self.metrics.registry.register(ServiceCollector(self.registry, self.cache, activator, keeper))
+        generator = Generator(engine, self.registry, self.cache, activator, keeper, self.metrics)
         self.parts = Parts(engine, self.registry, self.cache, generator, keeper, settings)
         self.servicer = InferenceServicer()
         self.endpoint = self.channel = self.stub = None
@@ -277,7 +286,7 @@ async def running_service(store_endpoint=None, **settings):
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     once = [("grpc.enable_retries", 0)]
     async with (
-        listening(add, service.servicer) as service.endpoint,
+        listening(add, service.servicer, on_end=service.metrics.calls.note) as service.endpoint,
         open_aio_channel(service.endpoint, options=once) as channel,
     ):
         service.stub, service.channel = inference_pb2_grpc.InferenceServiceStub(channel), channel

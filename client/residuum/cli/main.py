@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_pull(groups)
     removing = _add(groups, "rm", commands.remove, "delete captures")
     removing.add_argument("ids", nargs="+", metavar="ID", help="a capture's id")
+    _add(groups, "stats", commands.stats, "show what the store holds, how full it is, and what it keeps for how long")
     _add_vectors(groups)
     _add(groups, "doctor", doctor.run, "check every step of the way to both services, and say what to do")
     _add_health(groups)

@@ -1,11 +1,19 @@
-"""Structured logs: for a person on a terminal, one JSON object a line anywhere else. Nothing is logged per token."""
+"""Structured logs: for a person on a terminal, one JSON object a line anywhere else. Nothing is logged per token.
+
+A line that concerns a request has its id as `request_id`, in every process of both services. A capture's id is that of
+its request, so `request_id` names the capture, too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 
 import structlog
+
+from residuum.wire.limits import MAX_ID_LENGTH
 
 _SHARED: tuple[structlog.typing.Processor, ...] = (
     structlog.contextvars.merge_contextvars,
@@ -48,3 +56,23 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """Return the logger of a module."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
+
+
+def bind_request(request_id: str) -> None:
+    """Put a request's id into whatever is logged from here on, until the end of the `request_scope` around it."""
+    structlog.contextvars.bind_contextvars(request_id=request_id[:MAX_ID_LENGTH])  # whatever somebody sent as an id
+
+
+@contextlib.contextmanager
+def request_scope() -> Iterator[None]:
+    """Forget at the end what was bound within.
+
+    Not by the tokens of context variables, which only the context that made them takes back: a generator that is a call
+    may be closed in another one.
+    """
+    before = structlog.contextvars.get_contextvars()
+    try:
+        yield
+    finally:
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(**before)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import grpc
@@ -13,9 +15,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.logs import request_scope
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
     from pathlib import Path
     from typing import Any, NoReturn
 
@@ -25,6 +28,18 @@ if TYPE_CHECKING:
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+_OURS = "/residuum."
+
+OK = "OK"
+"""The outcome of a call that did not fail."""
+
+CANCELLED = "CANCELLED"
+"""The outcome of a call whose caller had gone before its end."""
+
+CallEnded = Callable[[str, str, float], None]
+"""Is told of each call of ours that has ended: its method, such as "GetStats"; its outcome, OK, CANCELLED or the reason
+of its Failure, such as "UNKNOWN_CAPTURE"; and how long it took, in seconds."""
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
@@ -68,11 +83,47 @@ def internal_failure(log: structlog.stdlib.BoundLogger, method: str) -> Failure:
     )
 
 
-class ErrorInterceptor(grpc.ServerInterceptor):
-    """Turns what handlers of a sync server raise into a status; see `residuum.rpc.errors`."""
+class _Call:
+    """A call that runs."""
 
-    def __init__(self, log: structlog.stdlib.BoundLogger) -> None:
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.outcome = CANCELLED  # unless it comes to an end of its own
+
+
+class _Watch:
+    """What both interceptors do around each call."""
+
+    def __init__(self, log: structlog.stdlib.BoundLogger, on_end: CallEnded | None = None) -> None:
+        """Make an interceptor.
+
+        Args:
+            log: Where the faults of handlers go.
+            on_end: Is told of each call.
+        """
         self._log = log
+        self._on_end = on_end
+
+    @contextlib.contextmanager
+    def _watching(self, method: str) -> Iterator[_Call]:
+        """Tell how a call ended, and forget what it bound to its log lines."""
+        call = _Call(method)
+        start = time.monotonic()
+        with request_scope():
+            try:
+                yield call
+            finally:
+                if self._on_end is not None and method.startswith(_OURS):
+                    self._on_end(method.rpartition("/")[2], call.outcome, time.monotonic() - start)
+
+    def _failure(self, error: Exception, call: _Call) -> Failure:
+        failure = error if isinstance(error, Failure) else internal_failure(self._log, call.method)
+        call.outcome = failure.reason_name
+        return failure
+
+
+class ErrorInterceptor(_Watch, grpc.ServerInterceptor):
+    """Turns what handlers of a sync server raise into a status; see `residuum.rpc.errors`."""
 
     def intercept_service(
         self,
@@ -90,35 +141,36 @@ class ErrorInterceptor(grpc.ServerInterceptor):
 
     def _unary(self, call: Callable[..., Any], method: str) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Any:
-            try:
-                return call(request, context)
-            except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
-                self._abort(error, context, method)
+            with self._watching(method) as watched:
+                try:
+                    response = call(request, context)
+                except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
+                    self._abort(error, context, watched)
+                watched.outcome = OK
+                return response
 
         return guarded
 
     def _streaming(self, call: Callable[..., Any], method: str) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            try:
-                yield from call(request, context)
-            except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
-                self._abort(error, context, method)
+            with self._watching(method) as watched:
+                try:
+                    yield from call(request, context)
+                except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
+                    self._abort(error, context, watched)
+                watched.outcome = OK
 
         return guarded
 
-    def _abort(self, error: Exception, context: grpc.ServicerContext, method: str) -> NoReturn:
+    def _abort(self, error: Exception, context: grpc.ServicerContext, call: _Call) -> NoReturn:
         if _is_abort(error):
             raise error
-        failure = error if isinstance(error, Failure) else internal_failure(self._log, method)
-        context.abort_with_status(failure.to_status())
+        context.abort_with_status(self._failure(error, call).to_status())
         raise AssertionError("abort_with_status always raises")
 
 
-class AioErrorInterceptor(grpc.aio.ServerInterceptor):
+class AioErrorInterceptor(_Watch, grpc.aio.ServerInterceptor):
     """Turns what handlers of an asyncio server raise into a status; see `residuum.rpc.errors`."""
-
-    def __init__(self, log: structlog.stdlib.BoundLogger) -> None:
-        self._log = log
 
     async def intercept_service(
         self,
@@ -127,7 +179,7 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> _Handler | None:
         """Wrap the handler of a call. Handlers must be coroutines or async generators."""
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith("/residuum."):
+        if handler is None or not handler_call_details.method.startswith(_OURS):
             return handler
         method = handler_call_details.method
         if handler.response_streaming:
@@ -136,29 +188,33 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _unary(self, call: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Any]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            try:
-                return await call(request, context)
-            except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
-                await self._abort(error, context, method)
+            with self._watching(method) as watched:
+                try:
+                    response = await call(request, context)
+                except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
+                    await self._abort(error, context, watched)
+                watched.outcome = OK
+                return response
 
         return guarded
 
     def _streaming(self, call: Callable[..., AsyncGenerator[Any, None]], method: str) -> Callable[..., Any]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            try:
-                async with contextlib.aclosing(call(request, context)) as responses:
-                    async for response in responses:
-                        yield response
-            except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
-                await self._abort(error, context, method)
+            with self._watching(method) as watched:
+                try:
+                    async with contextlib.aclosing(call(request, context)) as responses:
+                        async for response in responses:
+                            yield response
+                except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
+                    await self._abort(error, context, watched)
+                watched.outcome = OK
 
         return guarded
 
-    async def _abort(self, error: Exception, context: grpc.aio.ServicerContext[Any, Any], method: str) -> NoReturn:
+    async def _abort(self, error: Exception, context: grpc.aio.ServicerContext[Any, Any], call: _Call) -> NoReturn:
         if isinstance(error, grpc.aio.AbortError):
             raise error
-        failure = error if isinstance(error, Failure) else internal_failure(self._log, method)
-        status = failure.to_status()
+        status = self._failure(error, call).to_status()
         await context.abort(status.code, status.details, status.trailing_metadata)
         raise AssertionError("abort always raises")
 

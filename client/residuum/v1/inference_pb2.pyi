@@ -30,12 +30,17 @@ class GetModelInfoRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CHECK_STORE_FIELD_NUMBER: _builtins.int
+    check_store: _builtins.bool
+    """Ask the store, too, whether it answers; `store_check` says what came of it. Takes up to 5 s if it does not."""
     def __init__(
         self,
+        *,
+        check_store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_store", b"check_store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -60,6 +65,8 @@ class GetModelInfoResponse(_message.Message):
     STORE_ENDPOINTS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     EAGER_FIELD_NUMBER: _builtins.int
+    SERVER_TIME_FIELD_NUMBER: _builtins.int
+    STORE_CHECK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name that clients may check with `model` in a spec."""
     num_layers: _builtins.int
@@ -98,6 +105,14 @@ class GetModelInfoResponse(_message.Message):
     def layout(self) -> _capture_pb2.ParallelLayout:
         """How the model is spread over devices."""
 
+    @_builtins.property
+    def server_time(self) -> _timestamp_pb2.Timestamp:
+        """The server's clock. Unset: the server is older than this field."""
+
+    @_builtins.property
+    def store_check(self) -> Global___StoreCheck:
+        """The way from here to the store. Unset: nobody asked, the server captures nothing, or is older than this field."""
+
     def __init__(
         self,
         *,
@@ -114,14 +129,48 @@ class GetModelInfoResponse(_message.Message):
         store_endpoints: _abc.Iterable[_builtins.str] | None = ...,
         layout: _capture_pb2.ParallelLayout | None = ...,
         eager: _builtins.bool = ...,
+        server_time: _timestamp_pb2.Timestamp | None = ...,
+        store_check: Global___StoreCheck | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "server_version", b"server_version", "sites", b"sites", "steering_operations", b"steering_operations", "store_endpoints", b"store_endpoints", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "server_time", b"server_time", "server_version", b"server_version", "sites", b"sites", "steering_operations", b"steering_operations", "store_check", b"store_check", "store_endpoints", b"store_endpoints", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class StoreCheck(_message.Message):
+    """Whether a store answers its inference service."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """The store, as the inference service knows it: not always the address that clients are told."""
+    server_version: _builtins.str
+    """The version of the store, if it answered."""
+    @_builtins.property
+    def error(self) -> _errors_pb2.ItemError:
+        """Why it could not be asked. Unset: it answered."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.str = ...,
+        error: _errors_pb2.ItemError | None = ...,
+        server_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "error", b"error", "server_version", b"server_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreCheck: _TypeAlias = StoreCheck  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):

@@ -618,6 +618,11 @@ class GetStatsResponse(_message.Message):
     COMMITS_FIELD_NUMBER: _builtins.int
     START_TIME_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_DISK_BYTES_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    SERVER_TIME_FIELD_NUMBER: _builtins.int
+    APPEND_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     """Bytes of chunks in the store."""
     num_chunks: _builtins.int
@@ -636,6 +641,16 @@ class GetStatsResponse(_message.Message):
     """Transactions committed since the store started."""
     server_version: _builtins.str
     """The version of the server."""
+    used_bytes: _builtins.int
+    """Bytes of the database that hold something; the pages of deleted captures are used again. 0: the server is older than
+    this field.
+    """
+    free_disk_bytes: _builtins.int
+    """Bytes that are free on the disk of the database."""
+    append_limit_bytes: _builtins.int
+    """When `used_bytes` would be more than this, chunks are refused: the rest of `max_bytes` is for ending and deleting
+    captures. 0: the server is older than this field.
+    """
     @_builtins.property
     def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCount]:
         """Captures by state."""
@@ -643,6 +658,14 @@ class GetStatsResponse(_message.Message):
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When the store started."""
+
+    @_builtins.property
+    def retention(self) -> Global___RetentionStats:
+        """What is kept, and what had to go. Unset: the server is older than this field."""
+
+    @_builtins.property
+    def server_time(self) -> _timestamp_pb2.Timestamp:
+        """The server's clock. Unset: the server is older than this field."""
 
     def __init__(
         self,
@@ -658,14 +681,62 @@ class GetStatsResponse(_message.Message):
         commits: _builtins.int = ...,
         start_time: _timestamp_pb2.Timestamp | None = ...,
         server_version: _builtins.str = ...,
+        used_bytes: _builtins.int = ...,
+        free_disk_bytes: _builtins.int = ...,
+        retention: Global___RetentionStats | None = ...,
+        server_time: _timestamp_pb2.Timestamp | None = ...,
+        append_limit_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention", "server_time", b"server_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "server_version", b"server_version", "start_time", b"start_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_limit_bytes", b"append_limit_bytes", "captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "free_disk_bytes", b"free_disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "retention", b"retention", "server_time", b"server_time", "server_version", b"server_version", "start_time", b"start_time", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class RetentionStats(_message.Message):
+    """What is kept of captures that have ended, and what had to go since the store started.
+
+    Captures that have not ended never expire, nor do those that are being read: followers are served to the end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_AGE_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    CAPTURES_EXPIRED_BY_AGE_FIELD_NUMBER: _builtins.int
+    CAPTURES_EXPIRED_BY_SIZE_FIELD_NUMBER: _builtins.int
+    BYTES_EXPIRED_FIELD_NUMBER: _builtins.int
+    max_bytes: _builtins.int
+    """How many bytes of chunks are kept in all; of those beyond it, the captures that ended first go first. 0: any number."""
+    captures_expired_by_age: _builtins.int
+    """Captures that were deleted because of their age."""
+    captures_expired_by_size: _builtins.int
+    """Captures that were deleted because there were too many bytes."""
+    bytes_expired: _builtins.int
+    """Bytes of the chunks of both."""
+    @_builtins.property
+    def max_age(self) -> _duration_pb2.Duration:
+        """How long after its end a capture is kept. Unset: for ever."""
+
+    def __init__(
+        self,
+        *,
+        max_age: _duration_pb2.Duration | None = ...,
+        max_bytes: _builtins.int = ...,
+        captures_expired_by_age: _builtins.int = ...,
+        captures_expired_by_size: _builtins.int = ...,
+        bytes_expired: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_age", b"max_age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_expired", b"bytes_expired", "captures_expired_by_age", b"captures_expired_by_age", "captures_expired_by_size", b"captures_expired_by_size", "max_age", b"max_age", "max_bytes", b"max_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetentionStats: _TypeAlias = RetentionStats  # noqa: Y015
 
 @_typing.final
 class StateCount(_message.Message):

@@ -32,7 +32,8 @@ class StoreServiceStub:
     has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
     last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
     service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
-    changes.
+    changes, until it is deleted: by a caller, or because it has *expired*, if the store is told to keep captures only for
+    so long, or only so many bytes of them (see RetentionStats).
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
@@ -95,7 +96,8 @@ class StoreServiceServicer:
     has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
     last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
     service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
-    changes.
+    changes, until it is deleted: by a caller, or because it has *expired*, if the store is told to keep captures only for
+    so long, or only so many bytes of them (see RetentionStats).
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
@@ -197,7 +199,8 @@ class StoreServiceServicer:
         manifest tells which rows count.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture, or it was deleted while it was read.
+        * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture, or a caller deleted it while it was read. It does not expire
+        meanwhile.
         * INVALID_ARGUMENT: a layer or a site is not one of the capture's.
         * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
@@ -284,7 +287,8 @@ class StoreService:
     has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
     last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
     service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
-    changes.
+    changes, until it is deleted: by a caller, or because it has *expired*, if the store is told to keep captures only for
+    so long, or only so many bytes of them (see RetentionStats).
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.

@@ -33,7 +33,8 @@ class StoreServiceStub:
     has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
     last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
     service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
-    changes.
+    changes, until it is deleted: by a caller, or because it has *expired*, if the store is told to keep captures only for
+    so long, or only so many bytes of them (see RetentionStats).
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
@@ -119,7 +120,8 @@ class StoreServiceStub:
     manifest tells which rows count.
 
     Errors:
-    * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture, or it was deleted while it was read.
+    * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture, or a caller deleted it while it was read. It does not expire
+      meanwhile.
     * INVALID_ARGUMENT: a layer or a site is not one of the capture's.
     * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
@@ -145,7 +147,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
     last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
     service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
-    changes.
+    changes, until it is deleted: by a caller, or because it has *expired*, if the store is told to keep captures only for
+    so long, or only so many bytes of them (see RetentionStats).
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
@@ -228,7 +231,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     manifest tells which rows count.
 
     Errors:
-    * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture, or it was deleted while it was read.
+    * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture, or a caller deleted it while it was read. It does not expire
+      meanwhile.
     * INVALID_ARGUMENT: a layer or a site is not one of the capture's.
     * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
@@ -253,7 +257,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
     last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
     service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
-    changes.
+    changes, until it is deleted: by a caller, or because it has *expired*, if the store is told to keep captures only for
+    so long, or only so many bytes of them (see RetentionStats).
 
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
@@ -370,7 +375,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         manifest tells which rows count.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture, or it was deleted while it was read.
+        * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture, or a caller deleted it while it was read. It does not expire
+          meanwhile.
         * INVALID_ARGUMENT: a layer or a site is not one of the capture's.
         * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.

@@ -1,0 +1,235 @@
+"""What the inference service shows to Prometheus, and the line that it logs of each request.
+
+Counters are touched on the event loop; what can be read when somebody asks is read then, from the listener's thread:
+lengths and numbers alone, which are safe to read while they change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from inference_svc.shipping.figures import beside, read_figures
+from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.logs import get_logger
+from residuum.rpc.metrics import SECONDS, CallMetrics, make_registry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+    from prometheus_client import Metric
+    from typing_extensions import Self
+
+    from inference_svc.captures import CaptureKeeper
+    from inference_svc.requests import RequestRegistry
+    from inference_svc.shipping.figures import Figures
+    from inference_svc.shipping.supervisor import ShipperSupervisor
+    from inference_svc.vectors import VectorActivator, VectorCache
+
+_log = get_logger(__name__)
+
+_OUTCOMES = ("finished", "aborted", "cancelled", "failed", "refused")
+
+
+class InferenceMetrics:
+    """What is counted as it happens. It is counted whether or not anybody listens."""
+
+    def __init__(self) -> None:
+        """Make the figures, all at zero."""
+        self.registry = make_registry()
+        self.calls = CallMetrics(self.registry)
+        self.requests = Counter(
+            "residuum_inference_requests",
+            "Requests that have ended: finished, aborted, cancelled (the client has gone), failed or refused.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        for outcome in _OUTCOMES:
+            self.requests.labels(outcome)
+        self.prompt_tokens = Counter(
+            "residuum_inference_prompt_tokens", "Tokens of the prompts of requests that began.", registry=self.registry
+        )
+        self.generated_tokens = Counter(
+            "residuum_inference_generated_tokens", "Tokens generated and handed to clients.", registry=self.registry
+        )
+        self.first_token_seconds = Histogram(
+            "residuum_inference_first_token_seconds",
+            "From the call of Generate until the first token, waiting for room included.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.request_seconds = Histogram(
+            "residuum_inference_request_seconds",
+            "From the call of Generate until the last token, of requests that finished.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def request(self) -> RequestWatch:
+        """Return what follows one request."""
+        return RequestWatch(self)
+
+
+class RequestWatch:
+    """Follows one request, from the call until its end, however it ends."""
+
+    def __init__(self, metrics: InferenceMetrics) -> None:
+        """Start the clock."""
+        self._metrics = metrics
+        self._start = time.monotonic()
+        self._first: float | None = None
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._began = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def begin(self, prompt_tokens: int) -> None:
+        """Note that the request begins."""
+        self._began = True
+        self._prompt_tokens = prompt_tokens
+        self._metrics.prompt_tokens.inc(prompt_tokens)
+
+    def add_tokens(self, count: int) -> None:
+        """Count tokens that the client gets."""
+        if count and self._first is None:
+            self._first = self._elapsed()
+            self._metrics.first_token_seconds.observe(self._first)
+        self._generated_tokens += count
+        self._metrics.generated_tokens.inc(count)
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        outcome, reason = _outcome(error)
+        if outcome == "failed" and not self._began:
+            outcome = "refused"
+        seconds = self._elapsed()
+        self._metrics.requests.labels(outcome).inc()
+        if outcome == "finished":
+            self._metrics.request_seconds.observe(seconds)
+        if self._began:
+            _log.info(
+                "request ended",
+                outcome=outcome,
+                **({"reason": reason} if reason else {}),
+                prompt_tokens=self._prompt_tokens,
+                generated_tokens=self._generated_tokens,
+                seconds=round(seconds, 3),
+                first_token_seconds=None if self._first is None else round(self._first, 3),
+            )
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+
+def _outcome(error: BaseException | None) -> tuple[str, str]:
+    """Return how a request ended, and the reason of its failure."""
+    if error is None:
+        return "finished", ""
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        return "cancelled", ""
+    if isinstance(error, Failure):
+        aborted = error.reason == Reason.ERROR_REASON_ABORTED
+        return ("aborted", "") if aborted else ("failed", error.reason_name)
+    return "failed", "INTERNAL"
+
+
+class ServiceCollector(Collector):
+    """What is looked up of the service's own parts when somebody asks."""
+
+    def __init__(
+        self,
+        registry: RequestRegistry,
+        cache: VectorCache,
+        activator: VectorActivator,
+        keeper: CaptureKeeper | None,
+    ) -> None:
+        """Look at these parts; `keeper` is None if there is no store."""
+        self._registry = registry
+        self._cache = cache
+        self._activator = activator
+        self._keeper = keeper
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures as they are now."""
+        keeper = self._keeper
+        for name, text, value in (
+            ("running_requests", "Requests that generate, or wait for their turn to.", self._registry.num_running),
+            ("registrations", "Registrations that wait for their Generate.", self._registry.num_registered),
+            ("kept_vectors", "Steering vectors on the host.", self._cache.num_vectors),
+            ("active_vectors", "Steering vectors that running requests use.", self._activator.num_active),
+            ("active_vectors_limit", "How many may be used at once.", self._activator.num_rows),
+            ("waiting_for_vectors", "Requests that wait for room among them.", self._activator.num_waiting),
+            ("open_captures", "Captures whose end the store has not heard.", keeper.num_open if keeper else 0),
+            ("unheard_seals", "Ends that the store is being told.", keeper.num_seals if keeper else 0),
+        ):
+            yield GaugeMetricFamily(f"residuum_inference_{name}", text, value)
+
+
+_RINGS: tuple[tuple[str, str, str, bool], ...] = (
+    ("ring_bytes", "ring_bytes", "Bytes of the ring between a worker and the shippers.", False),
+    ("bytes_used", "ring_used_bytes", "Bytes of it that are filled, or being filled.", False),
+    ("under_way", "ring_extents", "Extents that shippers have, or that wait for one.", False),
+    ("connected_shippers", "ring_shippers", "Shippers that take extents.", False),
+    ("published", "ring_extents_published", "Extents handed over.", True),
+    ("losses", "ring_losses", "Losses reported: rows that a full ring shed, or that failed.", True),
+    ("waits", "ring_waits", "Times that the model waited for room.", True),
+    ("seconds_waited", "ring_wait_seconds", "How long it waited, together.", True),
+)
+"""A worker's figure, its name for Prometheus, what it is, and whether it only grows."""
+
+_SHIPPERS: tuple[tuple[str, str, str, bool], ...] = (
+    ("unacked_bytes", "shipper_unacked_bytes", "Bytes under way to the store without an acknowledgement.", False),
+    ("ack_lag_seconds", "shipper_ack_lag_seconds", "How long the store has owed an acknowledgement.", False),
+    ("acked_bytes", "shipper_acked_bytes", "Bytes that the store has acknowledged.", True),
+    ("settled", "shipper_messages", "Messages that the store has acknowledged or rejected.", True),
+    ("rejected", "shipper_rejected_messages", "Messages that it rejected.", True),
+    ("streams", "shipper_streams", "Streams to the store that were opened.", True),
+)
+
+
+class ShippingCollector(Collector):
+    """What workers and shippers left of themselves, looked up when somebody asks; see `shipping.figures`."""
+
+    def __init__(self, control_paths: Sequence[str], shippers: ShipperSupervisor) -> None:
+        """Look at the workers of these control sockets, and at these shippers."""
+        self._control_paths = tuple(control_paths)
+        self._shippers = shippers
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures of a second ago or less, but of a process that hangs."""
+        workers = [(str(at), read_figures(beside(path))) for at, path in enumerate(self._control_paths)]
+        yield from _families("worker", workers, _RINGS)
+        statuses = self._shippers.status()
+        yield from _families("shipper", [(str(at), status.figures) for at, status in enumerate(statuses)], _SHIPPERS)
+        running = GaugeMetricFamily(
+            "residuum_inference_shipper_up", "1: it runs; 0: it is being restarted.", labels=["shipper"]
+        )
+        restarts = CounterMetricFamily(
+            "residuum_inference_shipper_restarts", "How often it was restarted.", labels=["shipper"]
+        )
+        for at, status in enumerate(statuses):
+            running.add_metric([str(at)], status.pid is not None)
+            restarts.add_metric([str(at)], status.restarts)
+        yield running
+        yield restarts
+
+
+def _families(
+    label: str, processes: Sequence[tuple[str, Figures]], table: Sequence[tuple[str, str, str, bool]]
+) -> Iterator[Metric]:
+    for key, name, text, grows in table:
+        kind = CounterMetricFamily if grows else GaugeMetricFamily
+        family = kind(f"residuum_inference_{name}", text, labels=[label])
+        for process, figures in processes:
+            if key in figures:
+                family.add_metric([process], figures[key])
+        yield family

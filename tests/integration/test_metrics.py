@@ -1,0 +1,86 @@
+"""What both services show to Prometheus, and log, while a real engine, a real shipper and a real store work."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import residuum
+from residuum.cli import main
+
+if TYPE_CHECKING:
+    from examples.services import Service
+
+pytestmark = pytest.mark.engine
+
+DEADLINE = 30.0
+
+
+def lines(service: Service) -> list[dict[str, object]]:
+    return [json.loads(line) for line in service.log.read_text().splitlines() if line.startswith("{")]
+
+
+def scrape(service: Service) -> dict[tuple[str, ...], float]:
+    (port,) = (line["port"] for line in lines(service) if line["event"] == "metrics")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_figures_follow_a_captured_request(services: tuple[Service, Service], client: residuum.Client) -> None:
+    store, inference = services
+    before = scrape(inference), scrape(store)
+    reply = client.generate("The capital of France is", max_tokens=8, capture=residuum.Capture(), request_id="watched")
+    acts = client.activations(reply.request_id)
+    rows = acts.manifest.num_rows * acts.hidden_size * 2
+    acked = "residuum_inference_shipper_acked_bytes_total", "0"
+    deadline = time.monotonic() + DEADLINE
+    while True:  # workers and shippers tell of themselves once a second
+        now = scrape(inference), scrape(store)
+        settled = now[0].get(acked, 0.0) - before[0].get(acked, 0.0) >= rows
+        if settled and now[0].get(("residuum_inference_ring_used_bytes", "0")) == 0:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+    def grown(at: int, *name: str) -> float:
+        return now[at][name] - before[at].get(name, 0.0)
+
+    assert grown(0, "residuum_inference_requests_total", "finished") == 1
+    assert grown(0, "residuum_inference_generated_tokens_total") == len(reply.token_ids)
+    assert grown(0, "residuum_inference_prompt_tokens_total") == len(reply.prompt_token_ids)
+    assert grown(0, "residuum_inference_first_token_seconds_count") == 1
+    assert now[0]["residuum_inference_open_captures",] == 0
+    assert now[0]["residuum_inference_ring_extents", "0"] == 0
+    assert now[0]["residuum_inference_ring_bytes", "0"] >= 256 << 20
+    assert now[0]["residuum_inference_shipper_up", "0"] == 1
+    assert grown(1, "residuum_store_captures", "complete") == 1
+    assert grown(1, "residuum_store_written_bytes_total") >= rows
+    assert grown(1, "residuum_store_read_bytes_total") >= rows
+    assert not grown(1, "residuum_store_appended_chunks_total", "rejected")
+
+
+def test_one_id_leads_through_both_logs(services: tuple[Service, Service], client: residuum.Client) -> None:
+    client.generate("The capital of Italy is", max_tokens=2, capture=residuum.Capture(layers=[3]), request_id="traced")
+    client.activations("traced")
+    told = [[line["event"] for line in lines(item) if line.get("request_id") == "traced"] for item in services]
+    assert told == [["capture ended"], ["request ended"]]
+
+
+def test_the_doctor_goes_the_whole_way(
+    services: tuple[Service, Service], capsys: pytest.CaptureFixture[str], client: residuum.Client
+) -> None:
+    assert client.info(check_store=True).store_reachable is True
+    assert main(["doctor", "--json", "--endpoint", services[1].endpoint]) == 0
+    found = {line["check"]: line["ok"] for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found["inference service: store"]
+    assert found[f"store {services[0].endpoint}: room"]

@@ -1,0 +1,115 @@
+"""Figures that workers and shippers leave of themselves, as another process reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from inference_svc.shipping import figures
+from inference_svc.shipping.figures import FigureFile, beside, read_figures
+from inference_svc.shipping.supervisor import ShipperSupervisor
+from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
+
+
+def test_a_file_is_written_when_something_changed_and_not_too_often(tmp_path, monkeypatch):
+    now, seen = [100.0], {"a": 1.0}
+    looks = []
+
+    def look():
+        looks.append(now[0])
+        return dict(seen)
+
+    monkeypatch.setattr(figures.time, "monotonic", lambda: now[0])
+    path = tmp_path / "x.figures"
+    assert read_figures(path) == {}
+    file = FigureFile(path, look)
+    file.refresh()
+    assert read_figures(path) == {"a": 1.0}
+    written = path.stat().st_ino
+    seen["a"] = 2.0
+    now[0] += 0.9
+    file.refresh()
+    assert looks == [100.0]
+    now[0] += 0.2
+    file.refresh()
+    assert read_figures(path) == {"a": 2.0}
+    written = path.stat().st_ino
+    now[0] += 5
+    file.refresh()
+    assert path.stat().st_ino == written, "nothing changed: nothing is written"
+    file.remove()
+    assert read_figures(path) == {}
+    file.remove()
+    seen["a"] = 3.0
+    now[0] += 5
+    tmp_path.rmdir()
+    file.refresh()  # as on a full disk: somebody else's trouble
+
+
+def test_half_a_file_is_none(tmp_path):
+    path = tmp_path / "x"
+    path.write_text('{"a": ')
+    assert read_figures(path) == {}
+
+
+async def test_a_worker_and_a_shipper_tell_what_they_did(
+    start_producer, start_store, control_path, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    work, store = Work(start_producer()), start_store()
+    supervisor = ShipperSupervisor([control_path], store.endpoint, 1, folder=tmp_path)
+    await supervisor.start()
+    try:
+        for number in range(4):
+            work.publish(f"capture-{number}", range(32))
+        assert await asyncio.to_thread(work.producer.drain, DEADLINE)
+        ring = await asyncio.to_thread(wait_until, lambda: _settled(beside(control_path)))
+        assert (ring["published"], ring["freed"], ring["under_way"], ring["bytes_used"]) == (4, 4, 0, 0)
+        assert (ring["ring_bytes"], ring["connected_shippers"]) == (work.producer.ring_bytes, 1)
+        await asyncio.to_thread(wait_until, lambda: supervisor.status()[0].figures.get("settled") == store.messages)
+        (status,) = supervisor.status()
+        assert status.figures["acked_bytes"] == sum(map(len, work.expected.values()))
+        assert (status.figures["rejected"], status.figures["unacked_bytes"], status.figures["streams"]) == (0, 0, 1)
+        assert status.figures["ack_lag_seconds"] == 0
+    finally:
+        await supervisor.stop(DEADLINE)
+
+
+async def test_a_store_that_owes_an_acknowledgement_shows(
+    start_producer, start_store, control_path, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    answers = threading.Event()
+    work = Work(start_producer())
+    store = start_store(lambda *_: answers.wait(DEADLINE) and None)
+    supervisor = ShipperSupervisor([control_path], store.endpoint, 1, folder=tmp_path)
+    await supervisor.start()
+    try:
+        work.publish("capture", range(32))
+
+        def lags():
+            figures = supervisor.status()[0].figures
+            return figures.get("ack_lag_seconds", 0) > 0.5 and figures
+
+        shipper = await asyncio.to_thread(wait_until, lags)
+        assert (shipper["settled"], shipper["unacked_bytes"]) == (0, sum(map(len, work.expected.values())))
+        ring = await asyncio.to_thread(wait_until, lambda: read_figures(beside(control_path)))
+        assert (ring["under_way"], ring["freed"]) == (1, 0)
+        assert ring["bytes_used"] > 0
+        answers.set()
+        assert await asyncio.to_thread(work.producer.drain, DEADLINE)
+    finally:
+        answers.set()
+        await supervisor.stop(DEADLINE)
+
+
+def test_nothing_is_left_behind(start_producer, control_path):
+    producer = start_producer()
+    wait_until(lambda: beside(control_path).exists())
+    producer.close()
+    assert not beside(control_path).exists()
+
+
+def _settled(path):
+    figures = read_figures(path)
+    return figures.get("freed") == 4 and figures

@@ -1,0 +1,370 @@
+"""What is kept of captures that have ended: by age, by size, and never at the cost of who reads or writes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import store_pb2
+from store_svc.capture import Capture
+from store_svc.catalog import Catalog
+from store_svc.ledger import Cells
+from store_svc.positions import Positions
+from store_svc.retention import Retention, RetentionPolicy
+from store_svc.settings import StoreSettings
+from tests.store.support import (
+    ABORTED,
+    COMPLETE,
+    OPEN,
+    POST,
+    Client,
+    Process,
+    describe,
+    failing_with,
+    grid,
+    make_chunk,
+    serving,
+)
+
+LAYERS = [0, 1, 2]
+WIDE = 1 << 12
+"""Elements of a wide row: 48 KiB in three layers."""
+DEADLINE = 20.0
+Start = Callable[..., Process]
+
+
+def summary(name: str, num_bytes: int, ended: float) -> store_pb2.CaptureSummary:
+    result = store_pb2.CaptureSummary(capture_id=name, state=COMPLETE, num_bytes=num_bytes)
+    result.end_time.FromNanoseconds(int(ended * 1e9))
+    return result
+
+
+def catalog_of(*sizes: int) -> Catalog:
+    """Captures "1", "2", ... of these sizes, ended at 1, 2, ... seconds."""
+    catalog = Catalog()
+    for number, size in enumerate(sizes, start=1):
+        catalog.open_ended(number, summary(str(number), size, number))
+    return catalog
+
+
+def names(retention: Retention) -> list[str]:
+    return [item.capture_id for item in retention.take()]
+
+
+def test_the_oldest_go_until_the_rest_fits() -> None:
+    catalog = catalog_of(10, 10, 10, 10)
+    retention = Retention(RetentionPolicy(max_bytes=25), catalog, lambda: 100.0)
+    assert retention.excess == 15
+    taken = retention.take()
+    assert [(item.capture_id, item.cause, item.age) for item in taken] == [("1", "size", 99.0), ("2", "size", 98.0)]
+    assert retention.seconds_to_next() is None, "nothing more is to do before something is written"
+
+
+def test_the_order_is_that_of_ends_not_of_beginnings() -> None:
+    catalog = Catalog()
+    for number, ended in ((1, 30.0), (2, 10.0), (3, 20.0)):
+        catalog.open_ended(number, summary(str(number), 10, ended))
+    assert names(Retention(RetentionPolicy(max_bytes=15), catalog, lambda: 100.0)) == ["2", "3"]
+
+
+def test_the_old_go_and_the_next_is_known() -> None:
+    now = [12.0]
+    retention = Retention(RetentionPolicy(max_age=10), catalog_of(1, 1, 5), lambda: now[0])
+    assert retention.seconds_to_next() == 0
+    assert names(retention) == ["1", "2"]
+    assert retention.seconds_to_next() == 1.0
+    now[0] = 13.0
+    assert names(Retention(RetentionPolicy(max_age=10), catalog_of(1, 1, 5), lambda: 13.0)) == ["1", "2", "3"]
+
+
+def test_a_clock_that_is_set_is_noticed_within_a_minute() -> None:
+    retention = Retention(RetentionPolicy(max_age=1e6), catalog_of(1), lambda: 2.0)
+    assert names(retention) == []
+    assert retention.seconds_to_next() == 60.0
+
+
+def test_what_is_read_is_passed_over() -> None:
+    catalog = catalog_of(10, 10, 10)
+    retention = Retention(RetentionPolicy(max_bytes=15), catalog, lambda: 100.0)
+    with catalog.reading("1"), catalog.reading("1"):
+        assert names(retention) == ["2", "3"]
+        assert retention.seconds_to_next() == 1.0, "its reader may go"
+    with pytest.raises(Failure) as caught:  # which the writer has not deleted yet
+        catalog.require("2")
+    assert caught.value.reason == Reason.ERROR_REASON_UNKNOWN_CAPTURE
+    with pytest.raises(Failure), catalog.reading("2"):
+        pass
+    catalog.cancel_expiry(2)
+    assert catalog.require("2") == (2, None)
+
+
+def test_many_go_in_several_passes() -> None:
+    catalog = catalog_of(*[1] * 1500)
+    retention = Retention(RetentionPolicy(max_bytes=0), catalog, lambda: 2000.0)
+    taken = retention.take()
+    assert len(taken) == 1024
+    assert retention.seconds_to_next() == 0
+    for item in taken:
+        catalog.delete(item.capture_id, item.number)
+    assert (len(retention.take()), catalog.num_bytes) == (476, 476)
+
+
+class Captures:
+    """A catalog that is driven at random, beside a plain account of what must be in it."""
+
+    def __init__(self, limit: int) -> None:
+        self.catalog = Catalog()
+        self.retention = Retention(RetentionPolicy(max_bytes=limit), self.catalog, lambda: 1e6)
+        self.limit = limit
+        self.open: dict[int, int] = {}
+        self.ended: list[tuple[int, int]] = []  # in the order of their ends
+        self.readers: dict[int, ExitStack] = {}
+        self.next = 1
+        self.now = 1
+
+    def _capture(self, number: int, size: int, *, ended: bool = False) -> Capture:
+        capture = Capture(number, describe(str(number)), Timestamp(seconds=1), 0.0)
+        capture.add(Cells(0, POST, LAYERS, Positions.of([0])), size, 0.0)
+        if ended:
+            self.now += 1
+            capture.time_out(Timestamp(seconds=self.now), 1.0)
+        return capture
+
+    def begin(self, size: int) -> None:
+        self.catalog.open(self._capture(self.next, size), [])
+        self.open[self.next] = size
+        self.next += 1
+
+    def end(self, size: int) -> None:
+        if self.open:
+            number, before = self.open.popitem()
+            self.catalog.publish(self._capture(number, before + size, ended=True), [])
+            self.ended.append((number, before + size))
+
+    def read(self, size: int) -> None:
+        known = [*self.open, *(number for number, _ in self.ended)]
+        number = known[size % len(known)] if known else 0
+        if number in self.readers:
+            self.readers.pop(number).close()
+        elif known:
+            self.readers[number] = ExitStack()
+            self.readers[number].enter_context(self.catalog.reading(str(number)))
+
+    def expire(self, _size: int) -> None:
+        taken = [(item.number, item.num_bytes) for item in self.retention.take()]
+        free = [item for item in self.ended if item[0] not in self.readers]
+        assert taken == free[: len(taken)], "in the order of their ends, but for those that are read"
+        for number, _ in taken:
+            self.catalog.delete(str(number), number)
+        kept = [item for item in self.ended if item not in taken]
+        total = sum(self.open.values()) + sum(size for _, size in kept)
+        assert self.catalog.num_bytes == total
+        assert total <= self.limit or taken == free, "above the limit only if nothing more may go"
+        if taken:
+            assert total + taken[-1][1] > self.limit, "the newest of those that went had to"
+        self.ended = kept
+
+
+@given(
+    limit=st.integers(0, 60),
+    steps=st.lists(st.tuples(st.sampled_from(["begin", "end", "read", "expire"]), st.integers(1, 20)), max_size=60),
+)
+def test_after_a_pass_there_is_never_too_much_while_something_may_go(limit: int, steps: list[tuple[str, int]]) -> None:
+    captures = Captures(limit)
+    for step, size in [*steps, ("expire", 1)]:
+        getattr(captures, step)(size)
+    for reader in captures.readers.values():
+        reader.close()
+
+
+# ------------------------------------------------------------------------------------------------- in a real store
+
+
+def make(client: Client, name: str, *, sealed: bool = True, positions: int = 1) -> int:
+    """A capture of so many wide positions; return its bytes."""
+    client.open(describe(name, prompt=positions, width=WIDE))
+    client.append([make_chunk(LAYERS, [at], width=WIDE) for at in range(positions)], name)
+    if sealed:
+        return client.seal(name, generated=[1]).num_bytes
+    return client.get(name).num_bytes
+
+
+def listed(client: Client) -> list[str]:
+    """All captures, the oldest first."""
+    answer = client.stub.ListCaptures(store_pb2.ListCapturesRequest(page_size=1000))
+    return [item.capture_id for item in reversed(answer.captures)]
+
+
+def stats_of(client: Client) -> store_pb2.GetStatsResponse:
+    return client.stub.GetStats(store_pb2.GetStatsRequest())
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_by_size_the_newest_and_the_open_stay(start: Start) -> None:
+    process = start("--retain-bytes", "200KiB")
+    client = process.client
+    make(client, "open", sealed=False)
+    sizes = {name: make(client, name) for name in "abcdef"}
+    until(lambda: stats_of(client).num_bytes <= 200 << 10)
+    assert listed(client) == ["open", "d", "e", "f"], "three of 48 KiB beside the open one"
+    stats = stats_of(client)
+    assert stats.num_chunks >= 4
+    retention = stats.retention
+    assert (retention.max_bytes, retention.HasField("max_age")) == (200 << 10, False)
+    assert (retention.captures_expired_by_size, retention.captures_expired_by_age) == (3, 0)
+    assert retention.bytes_expired == sum(sizes[name] for name in "abc")
+    with failing_with(Reason.ERROR_REASON_UNKNOWN_CAPTURE) as caught:
+        client.get("a")
+    assert "has expired" in caught[0].message
+    assert client.read("f")[0] == grid(LAYERS, [0])
+    assert process.end() == 0
+    lines = [json.loads(line) for line in process.log_path.read_text().splitlines()]
+    gone = [line for line in lines if line["event"] == "capture expired"]
+    assert [(line["request_id"], line["cause"], line["bytes"]) for line in gone] == [
+        (name, "size", sizes[name]) for name in "abc"
+    ]
+
+
+def test_by_age_all_that_ended_go_and_the_open_stay(start: Start) -> None:
+    process = start("--retain-hours", "0.0008")  # some three seconds
+    client = process.client
+    make(client, "open", sealed=False)
+    for name in "abc":
+        make(client, name)
+    assert listed(client) == ["open", "a", "b", "c"]
+    until(lambda: listed(client) == ["open"])
+    retention = stats_of(client).retention
+    assert (retention.captures_expired_by_age, retention.captures_expired_by_size) == (3, 0)
+    assert retention.max_age.ToMilliseconds() == 2880
+    client.seal("open", generated=[1])
+    until(lambda: not listed(client))
+    until(lambda: not stats_of(client).num_chunks)
+
+
+def test_ages_go_on_while_the_store_is_away(start: Start) -> None:
+    process = start()
+    for name in "ba":
+        make(process.client, name)
+    process.end()  # and another one takes longer to start than captures are kept
+    client = start("--retain-hours", str(0.01 / 3600)).client
+    until(lambda: not listed(client))
+
+
+def test_the_order_outlives_a_restart(start: Start) -> None:
+    process = start()
+    make(process.client, "last", sealed=False)
+    for name in "cab":
+        make(process.client, name)
+    process.client.seal("last", generated=[1])
+    process.end()
+    client = start("--retain-bytes", "100KiB").client
+    until(lambda: len(listed(client)) == 2)
+    assert set(listed(client)) == {"b", "last"}
+
+
+def test_a_capture_larger_than_the_limit_goes_when_it_has_ended(start: Start) -> None:
+    process = start("--retain-bytes", "100KiB")
+    client = process.client
+    make(client, "large", sealed=False, positions=5)
+    make(client, "next")
+    until(lambda: listed(client) == ["large"])
+    assert client.get("large").state == OPEN
+    assert client.seal("large", generated=[1]).state == COMPLETE
+    until(lambda: not listed(client))
+    process.end()
+    warnings = [line for line in process.log_path.read_text().splitlines() if "more is kept than retain-bytes" in line]
+    assert len(warnings) == 1
+
+
+def test_freed_pages_are_used_again(start: Start) -> None:
+    """Ten times the map goes through it, and nothing is ever refused."""
+    client = start("--retain-bytes", "6MiB", "--max-bytes", "16MiB").client
+    above = 0
+    for number in range(110):
+        make(client, f"c{number}", positions=32)  # 1.5 MiB
+        above += stats_of(client).num_bytes > 6 << 20
+    assert above <= 5, "above the limit only until the pass after the commit"
+    until(lambda: stats_of(client).num_bytes <= 6 << 20)
+    stats = stats_of(client)
+    assert listed(client)[-1] == "c109"
+    assert stats.disk_bytes <= 16 << 20
+    assert 0 < stats.used_bytes <= stats.disk_bytes
+    assert stats.free_disk_bytes > 0
+    assert abs(stats.server_time.ToSeconds() - time.time()) < 5
+
+
+def test_a_reader_keeps_what_it_reads(tmp_path: Path) -> None:
+    """It took the first message and dawdles; what it reads is more than gRPC takes ahead of it."""
+    with serving(tmp_path / "store", retain_bytes=20 << 20) as (_, client):
+        make(client, "slow", positions=400)
+        answers = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="slow"), timeout=60)
+        next(answers)
+        for number in range(10):
+            make(client, f"c{number}", positions=10)
+        until(lambda: stats_of(client).num_bytes <= 20 << 20)
+        assert listed(client)[0] == "slow"
+        assert "c0" not in listed(client), "what is read counts, too"
+        assert sum(len(answer.chunk.header.positions) for answer in answers) == 400
+        make(client, "after")
+        make(client, "more", positions=10)
+        until(lambda: "slow" not in listed(client))
+        assert "after" in listed(client)
+
+
+def test_a_follower_has_every_row_of_what_expires_at_its_end(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", retain_bytes=1) as (_, client):
+        client.open(describe("a", prompt=50, width=WIDE))
+        found: list[object] = []
+        follower = threading.Thread(target=lambda: found.append(client.read("a", follow=True)))
+        follower.start()
+        client.append([make_chunk(LAYERS, [0], width=WIDE)])
+        until(lambda: client.get().num_rows)
+        client.append([make_chunk(LAYERS, [at], width=WIDE) for at in range(1, 50)])
+        client.seal(generated=[1])
+        follower.join(DEADLINE)
+        ((cells, manifest),) = found
+        assert cells == grid(LAYERS, range(50))
+        assert manifest.state == COMPLETE
+        until(lambda: not listed(client))
+
+
+def test_a_caller_may_delete_what_is_read_and_the_reader_hears_of_it(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", retain_hours=1) as (_, client):
+        make(client, "a", positions=400)  # more than gRPC takes ahead of its reader
+        answers = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a"), timeout=60)
+        next(answers)
+        client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+        with failing_with(Reason.ERROR_REASON_UNKNOWN_CAPTURE):
+            list(answers)
+
+
+def test_an_id_is_free_again_when_its_capture_has_expired(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", retain_bytes=1) as (_, client):
+        for _ in range(2):
+            make(client, "a")
+            until(lambda: not listed(client))
+        client.open(describe("a"))
+        client.seal("a", generated=[1], outcome=ABORTED)
+
+
+@pytest.mark.parametrize("size", ["0", "15MiB", "-1"])
+def test_a_limit_that_cannot_hold_is_refused(tmp_path: Path, size: str) -> None:
+    with pytest.raises(ValueError, match="retain_bytes"):
+        StoreSettings(path=tmp_path, max_bytes="16MiB", retain_bytes=size)
+    assert StoreSettings(path=tmp_path, max_bytes="16MiB", retain_bytes="14MiB").retain_bytes == 14 << 20
