@@ -29,8 +29,6 @@ BENCHMARK = "bench.store"
 PARTS = ("compare", "latency", "scale")
 _LARGE_MACHINE = 8
 """Cores from which on many shippers and stores are measured without being asked for."""
-_REQUEST_POSITIONS = 639
-"""Rows of a request of 512 + 128 tokens."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -97,8 +95,8 @@ _MEASURES: dict[str, Callable[[argparse.Namespace, Path], tuple[dict[str, Any], 
 
 def compare_job(options: argparse.Namespace) -> CompareJob:
     """Return what is compared."""
-    default = CompareJob(_shape(options, 128))
-    captures, rounds = (8, 5) if options.quick else (default.captures, default.rounds)
+    default = CompareJob(_shape(options))
+    captures, rounds = (3, 7) if options.quick else (default.captures, default.rounds)
     return CompareJob(
         default.shape,
         captures=options.captures or captures,
@@ -111,13 +109,13 @@ def latency_job(options: argparse.Namespace) -> LatencyJob:
     """Return what is asked for one by one."""
     store_gib = options.store_gib or (1.0 if options.quick else 20.0)
     reads, follows = (200, 20) if options.quick else (500, 50)
-    return LatencyJob(_shape(options, _REQUEST_POSITIONS), store_gib, reads, follows)
+    return LatencyJob(_shape(options), store_gib, reads, follows)
 
 
 def scale_job(options: argparse.Namespace) -> ScaleJob:
     """Return what is measured with many processes."""
-    default = ScaleJob(_shape(options, 128), options.shippers, options.stores)
-    captures, rounds = (16, 3) if options.quick else (default.captures, default.rounds)
+    default = ScaleJob(_shape(options), options.shippers, options.stores)
+    captures, rounds = (8, 3) if options.quick else (default.captures, default.rounds)
     return ScaleJob(
         default.shape,
         options.shippers,
@@ -127,8 +125,8 @@ def scale_job(options: argparse.Namespace) -> ScaleJob:
     )
 
 
-def _shape(options: argparse.Namespace, positions: int) -> Shape:
-    return Shape(options.layers, options.hidden, positions)
+def _shape(options: argparse.Namespace) -> Shape:
+    return Shape(options.layers, options.hidden)
 
 
 def parse(arguments: Sequence[str] | None, *, cores: int) -> argparse.Namespace:
@@ -149,7 +147,7 @@ def parse(arguments: Sequence[str] | None, *, cores: int) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--layers", type=_positive, default=shape.layers, help="layers of the model (Qwen2.5-3B's)")
     parser.add_argument("--hidden", type=_positive, default=shape.hidden, help="its hidden size")
-    parser.add_argument("--captures", type=_positive, help="compare, scale: captures of a round, of 128 positions each")
+    parser.add_argument("--captures", type=_positive, help="compare, scale: captures of a round, of 639 positions each")
     parser.add_argument("--rounds", type=_positive, help="compare, scale: rounds after the first, which does not count")
     parser.add_argument(
         "--compare-shippers", type=_positive, default=1, metavar="N", help="compare: shippers (default: 1)"

@@ -27,7 +27,8 @@ class Shape:
 
     layers: int = 36
     hidden: int = 2048
-    positions: int = 128
+    positions: int = 639
+    """By default those of a request of 512 + 128 tokens, the last of which is never computed."""
 
     @property
     def num_bytes(self) -> int:

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench.machine import filesystem
 from bench.parts import Bar, table
 from bench.store.captures import Shape, random_bytes
-from bench.store.lane import filesystem, running_lane, running_peer
+from bench.store.lane import running_lane, running_peer
 from bench.store.ways import Flight, Plain, Shipped, Tcp, Way
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class CompareJob:
     """What is moved in each round, and how often."""
 
     shape: Shape
-    captures: int = 32
+    captures: int = 6
     rounds: int = 8
     shippers: int = 1
     ring_mib: int = 256

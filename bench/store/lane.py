@@ -209,17 +209,6 @@ def running_peer(kind: str, folder: Path) -> Iterator[int]:
         talker.stop()
 
 
-def filesystem(path: Path) -> str:
-    """Return the kind of file system that a folder lies on, such as ext4 or tmpfs."""
-    best, kind = "", "unknown"
-    with open("/proc/mounts") as mounts:  # noqa: PTH123 - a file of the kernel's
-        for line in mounts:
-            _, mount, found, *_ = line.split()
-            if path.resolve().is_relative_to(mount) and len(mount) >= len(best):
-                best, kind = mount, found
-    return kind
-
-
 def _reap(process: subprocess.Popen[Any]) -> None:
     try:
         process.wait(_STOP_SECONDS)

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.children import RunFailedError
+from bench.machine import filesystem
 from bench.parts import table
 from bench.store.captures import Shape
-from bench.store.lane import filesystem, running_lane
+from bench.store.lane import running_lane
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench.machine import filesystem
 from bench.parts import Bar, table
 from bench.store.captures import Shape
-from bench.store.lane import filesystem, running_lane
+from bench.store.lane import running_lane
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ class ScaleJob:
     shippers: tuple[int, ...] = (1, 2, 4, 8)
     """Shippers of all stores together."""
     stores: tuple[int, ...] = (1, 2, 4)
-    captures: int = 64
+    captures: int = 32
     """Captures of a round, over all stores."""
     rounds: int = 5
     ring_mib: int = 512

@@ -77,7 +77,7 @@ class Shipped(_Stored):
         """See `Way`: `client.activations`, one capture after the other."""
         started = time.perf_counter()
         for capture_id in self._captures:
-            acts = self._lane.client.activations(capture_id)
+            self._lane.client.activations(capture_id)
         seconds = time.perf_counter() - started
         acts = self._lane.client.activations(self._captures[0])
         (block,) = acts.blocks().values()

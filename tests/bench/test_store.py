@@ -101,7 +101,7 @@ def test_the_parts_follow_the_machine():
 
 def test_quick_is_less_of_the_same():
     quick, full = (parse(arguments, cores=2) for arguments in (["--quick"], []))
-    assert compare_job(quick).shape == compare_job(full).shape == Shape(36, 2048, 128)
+    assert compare_job(quick).shape == compare_job(full).shape == Shape(36, 2048, 639)
     assert (latency_job(quick).store_gib, latency_job(full).store_gib) == (1.0, 20.0)
     assert compare_job(quick).captures < compare_job(full).captures
     assert scale_job(parse(["--shippers", "4,2"], cores=2)).shippers == (2, 4)
