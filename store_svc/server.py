@@ -12,6 +12,7 @@ from grpc_health.v1 import health
 
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import configure_logs, get_logger
+from residuum.rpc.memory import keep_memory
 from residuum.rpc.metrics import MetricsListener
 from residuum.rpc.serving import (
     NOT_SERVING,
@@ -160,6 +161,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the store service until SIGTERM or SIGINT; return the exit status."""
     settings = load_settings(StoreSettings, "python -m store_svc", arguments)
     configure_logs(settings.log_level)
+    keep_memory()
     ending = Ending()
     try:
         store = Store(settings, ending.request)

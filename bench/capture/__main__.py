@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 workload,
                 schedule(options.modes, options.rounds, options.runners, shared=options.share_engine),
                 options.rounds,
+                options.store_folder,
             )
     except KeyboardInterrupt:
         sys.exit(130)
@@ -60,13 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.output.write_text(json.dumps(result(context, workload, runs, summaries), indent=1) + "\n")
 
 
-def run_all(console: Console, workload: Workload, turns: Sequence[Turn], rounds: int) -> list[Run]:
+def run_all(
+    console: Console, workload: Workload, turns: Sequence[Turn], rounds: int, store_folder: Path | None = None
+) -> list[Run]:
     """Run the processes one after another."""
     runs = []
     for turn in turns:
         names = " ".join(mode.value for mode in turn.modes)
         with console.status(f"round {turn.round + 1}/{rounds}  {names} ..."):  # silent in a pipe
-            measured = run_turn(turn, workload)
+            measured = run_turn(turn, workload, store_folder)
         for run in measured:
             show_run(console, run, rounds)
         runs += measured
@@ -90,10 +93,10 @@ def result(
     }
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture") -> argparse.Namespace:
     """Read the command line."""
     defaults = Workload(model="")
-    parser = argparse.ArgumentParser(prog="python -m bench.capture", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="the model's folder, or its name on the Hugging Face hub (default: SmolLM2)")
     which.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape with random weights, no tokenizer")
@@ -130,6 +133,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--kv-cache-gib", type=float, default=defaults.kv_cache_gib, help="memory of the KV cache")
     parser.add_argument("--ring-mib", type=_positive, default=defaults.ring_mib, help="shared memory of the ring")
+    parser.add_argument(
+        "--store-folder", type=Path, help="where the store's data lie (default: where temporary files do)"
+    )
     parser.add_argument("--shippers", type=_positive, default=defaults.shippers, help="processes that feed the store")
     parser.add_argument(
         "--capture-sites", type=_sites, default=defaults.capture_sites, metavar="SITE,...",

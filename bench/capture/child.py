@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
@@ -26,7 +27,7 @@ from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
 from residuum.v1 import selection_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
 
     from inference_svc.engine import ModelFacts
 
@@ -135,10 +136,15 @@ class _Driver:
         if sink:
             await sink.begin(prompts)
         batch = await generate_batch(self._subject, prompts, plans, self._workload.decode)
+        settled = completed = batch.ended
         if sink and self._tapped:
-            await self._tapped.settle()
-        settled = time.perf_counter() if sink else batch.ended
-        return await self._check(sink, prompts, batch, settled - batch.started)
+            replies = dict(zip(prompts, batch.replies, strict=True))
+            settled, completed = await asyncio.gather(
+                _time_after(self._tapped.settle()), _time_after(sink.complete(replies))
+            )
+            if not sink.knows_complete:
+                completed = settled
+        return await self._check(sink, prompts, batch, settled - batch.started, completed - batch.started)
 
     async def _check(
         self,
@@ -146,6 +152,7 @@ class _Driver:
         prompts: Mapping[str, Sequence[int]],
         batch: Batch,
         settled: float,
+        completed: float,
     ) -> Iteration:
         workload = self._workload
         rows = num_bytes = 0
@@ -164,6 +171,7 @@ class _Driver:
             rows=rows,
             num_bytes=num_bytes,
             replies=tuple(map(digest, batch.replies)),
+            completed_seconds=completed,
         )
 
     def _plan(self, mode: Mode, name: str, index: int) -> RequestPlan | None:
@@ -175,6 +183,11 @@ class _Driver:
             capture=everything(name, num_layers, self._workload.capture_sites) if mode.captures else None,
             operations=operations(self._workload.vectors, index, num_layers) if mode.steers else (),
         )
+
+
+async def _time_after(awaitable: Awaitable[None]) -> float:
+    await awaitable
+    return time.perf_counter()
 
 
 def request_id(mode: Mode, number: int, index: int) -> str:

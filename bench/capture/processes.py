@@ -26,8 +26,13 @@ _STORE_SECONDS = 60.0
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
-def run_turn(turn: Turn, workload: Workload) -> list[Run]:
+def run_turn(turn: Turn, workload: Workload, store_folder: Path | None = None) -> list[Run]:
     """Run a process; return what it measured, mode by mode.
+
+    Args:
+        turn: Which.
+        workload: What it does.
+        store_folder: Where the store's data lie, in a folder of their own; None: where temporary files do.
 
     Raises:
         RunFailedError: It failed, or took too long.
@@ -38,7 +43,10 @@ def run_turn(turn: Turn, workload: Workload) -> list[Run]:
         job = Job(turn.modes, turn.round, workload, scratch, turn.runner)
         if not job.needs_store:
             return _run(job, folder)
-        with _running_store(folder) as store:
+        with (
+            tempfile.TemporaryDirectory(prefix="residuum-", dir=store_folder) as data,
+            _running_store(Path(data)) as store,
+        ):
             runs = _run(dataclasses.replace(job, store=store.endpoint), folder)
             peak = peak_of(store.process.pid)
             return [_with_peak(run, "store", peak) for run in runs]

@@ -28,6 +28,8 @@ class Iteration:
     """Their size."""
     replies: tuple[str, ...]
     """A digest of each reply's token ids, in the order of the prompts."""
+    completed_seconds: float
+    """From the submission until every capture was COMPLETE in the store; without one, the same as `settled_seconds`."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class ModeSummary:
     model_runner: str
     generation_seconds: Times
     settled_seconds: Times
+    completed_seconds: Times
     tokens_per_second: float
     """Generated tokens, over the median generation."""
     rows_per_iteration: int
@@ -138,6 +141,7 @@ def _summarise_mode(runs: Sequence[Run], stock: Sequence[Run]) -> ModeSummary:
         model_runner=runs[0].model_runner,
         generation_seconds=generation,
         settled_seconds=_times(runs, stock, "settled_seconds"),
+        completed_seconds=_times(runs, stock, "completed_seconds"),
         tokens_per_second=first.generated_tokens / generation.median,
         rows_per_iteration=first.rows,
         bytes_per_iteration=first.num_bytes,

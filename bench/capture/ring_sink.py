@@ -22,6 +22,8 @@ _LINE_BYTES = 1 << 20
 class RingSink:
     """The consumer of the rings, a process of its own; see `ring_consumer`."""
 
+    knows_complete = False
+
     def __init__(self, facts: ModelFacts, rows_per_request: int) -> None:
         sites = ",".join(str(int(site)) for site in facts.sites)
         self._arguments = [sites, str(facts.num_layers), str(rows_per_request), *facts.control_paths]
@@ -41,6 +43,9 @@ class RingSink:
     async def begin(self, prompts: Mapping[str, Sequence[int]]) -> None:
         """See `CaptureSink`."""
         await self._ask({"begin": list(prompts)})
+
+    async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
+        """See `CaptureSink`: there is nothing to wait for."""
 
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
         """See `CaptureSink`. The engine has been drained: every extent was counted before its Done."""

@@ -1,7 +1,8 @@
-"""Where captured rows go, and the proof that all of them arrived. What is here runs outside the measured time."""
+"""Where captured rows go, and the proof that all of them arrived. All but `complete` runs outside the measured time."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,11 +36,21 @@ class Arrived:
 class CaptureSink(Protocol):
     """Takes the captured rows of a tapped engine."""
 
+    knows_complete: bool
+    """Whether `complete` waits for anything: what ends at the ring is never COMPLETE."""
+
     async def start(self) -> None:
         """Begin to take rows."""
 
     async def begin(self, prompts: Mapping[str, Sequence[int]]) -> None:
         """Expect captures, given by id with their prompts."""
+
+    async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
+        """End captures whose replies are these, and wait until each is COMPLETE. This is measured.
+
+        Raises:
+            RowsMissingError: Rows are missing.
+        """
 
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
         """Count what arrived of captures whose replies are these.
@@ -54,6 +65,8 @@ class CaptureSink(Protocol):
 
 class StoreSink:
     """Shippers, and behind them a store, all in processes of their own."""
+
+    knows_complete = True
 
     def __init__(self, facts: ModelFacts, endpoint: str, shippers: int) -> None:
         self._facts = facts
@@ -71,8 +84,12 @@ class StoreSink:
             description = self._describe(capture_id, prompt)
             await self._store.OpenCapture(store_pb2.OpenCaptureRequest(description=description))
 
+    async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
+        """See `CaptureSink`. All are sealed at once, as the service does with requests that end at once."""
+        await asyncio.gather(*(self._seal(capture_id, reply) for capture_id, reply in replies.items()))
+
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
-        """Seal the captures, and hold the store to their being COMPLETE; then they are deleted, to make room."""
+        """Hold the store to the captures' being COMPLETE, sealed once more; then they are deleted, to make room."""
         manifests = [await self._seal(capture_id, reply) for capture_id, reply in replies.items()]
         for capture_id in replies:
             await self._store.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=capture_id))

@@ -16,14 +16,15 @@ from bench.capture.shapes import SHAPES
 from bench.capture.workload import Runner
 from bench.children import RunFailedError, run_child
 from bench.machine import Machine, Revision, versions
+from bench.parts import OtherRunError, read_earlier, write
 from bench.steering import engine, rpc
 from bench.steering.engine import Case, EngineJob
-from bench.steering.results import OtherRunError, read_earlier, write
 from bench.steering.rpc import RpcJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+BENCHMARK = "bench.steering"
 PARTS = ("kernel", "rpc", "engine")
 _CONFIGURATIONS = (0, 1, 8, 32, 64, 128, 256)
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments, has_gpu=bool(machine.gpu))
     context = {"machine": asdict(machine), "versions": versions(), "revision": asdict(Revision.describe())}
     try:
-        parts = read_earlier(options.output, context) if options.output else {}
+        parts = read_earlier(options.output, BENCHMARK, context) if options.output else {}
     except OtherRunError as error:
         sys.exit(str(error))
     failures = []
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 seconds = time.perf_counter() - started
                 parts[name] = {**part, "load_before": round(load, 2), "seconds": round(seconds, 1)}
                 if options.output:  # what is measured stays, whatever comes after it
-                    write(options.output, context, parts)
+                    write(options.output, BENCHMARK, context, parts)
     except KeyboardInterrupt:
         sys.exit(130)
     if failures:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from bench.parts import Bar, table
 from bench.steering import timing, ways
 from bench.steering.floor import move
-from bench.steering.results import Bar, table
 from bench.steering.tables import ArmedTap
 from bench.steering.ways import Batch, Expected
 from inference_svc.taps.plan import Kind

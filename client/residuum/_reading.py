@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from residuum.wire.selection import expected_rows
 
 _Key = tuple[int, str]
 """A sequence and a site."""
+
+_RAISING_BYTES = 31 << 20
+"""Just below the largest block whose release glibc takes as a sign."""
 
 
 class Piece(NamedTuple):
@@ -89,6 +93,7 @@ class Reading:
             plan: What was asked for.
             keep_values: Keep the rows for `activations`; without, `add` only hands them on as pieces.
         """
+        _let_buffers_be_used_again()
         self._plan = plan
         self._keep_values = keep_values
         self._grids: dict[_Key, RowGrid] = {}
@@ -234,6 +239,16 @@ class Reading:
             return block
         present = _present(key, grid, manifest) if manifest.is_final else grid.have
         return partial_block(grid, present & grid.have)
+
+
+@functools.cache
+def _let_buffers_be_used_again() -> None:
+    """Free one large block, once in a process, as any program with arrays does sooner or later.
+
+    From then on glibc keeps what is freed in smaller ones. Until then the buffer of nearly each message is given back
+    to the kernel, and the next one is mapped, zeroed and touched page by page: a third of what a read costs here.
+    """
+    np.empty(_RAISING_BYTES, dtype=np.uint8)
 
 
 def _warn_if_empty(manifest: Manifest, blocks: Mapping[_Key, Block]) -> None:

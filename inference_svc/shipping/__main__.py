@@ -11,12 +11,14 @@ from pathlib import Path
 from inference_svc.logs import LEVEL_VARIABLE
 from inference_svc.shipping.shipper import Shipper, ShipperSettings
 from residuum.rpc.logs import configure_logs
+from residuum.rpc.memory import keep_memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a shipper until it is told to stop; return its exit status."""
     options = _parser().parse_args(arguments)
     configure_logs(options.log_level)
+    keep_memory()
     settings = ShipperSettings(
         control_paths=tuple(options.control),
         store_endpoint=options.store,

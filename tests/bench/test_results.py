@@ -14,7 +14,10 @@ from bench.capture.workload import Mode, Runner, Sink, Vectors, Workload
 
 def make_run(mode, number, times, replies=("a", "b"), settled=0.0, runner=Runner.V1):
     iterations = tuple(
-        Iteration(seconds, seconds + settled, 128, 64, 40 if settled else 0, 400 if settled else 0, replies)
+        Iteration(
+            *(seconds, seconds + settled, 128, 64, 40 if settled else 0, 400 if settled else 0, replies),
+            completed_seconds=seconds + settled,
+        )
         for seconds in times
     )
     memory = Memory({"engine": 100 + number}, blocks_mib=5 - number)

@@ -88,12 +88,12 @@ def test_every_chunk_keeps_to_the_limits(header):
 
 
 def test_pieces_lie_in_the_ring_itself():
-    header = header_of(range(30), range(32), 576, BF16)
+    header = header_of(range(60), range(32), 576, BF16)
     payload = np.zeros(payload_bytes(header), np.uint8)
     pieces = list(cut(header, payload.data))
     payload[:] = 9
     assert [bytes(piece.payload[:1]) for piece in pieces] == [b"\x09", b"\x09"]
-    assert [len(piece.header.layers) for piece in pieces] == [15, 15]
+    assert [len(piece.header.layers) for piece in pieces] == [30, 30]
 
 
 def test_worst_header_fits_beside_the_largest_layer():

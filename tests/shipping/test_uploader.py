@@ -69,7 +69,7 @@ def test_large_extents_travel_in_several_frames(start_producer, start_store, sta
     publish_some(work, count=3, layers=36, width=1024)
     assert work.producer.drain(DEADLINE)
     assert store.rows == work.expected
-    assert store.messages == 15
+    assert store.messages == 9
 
 
 def test_losses_arrive(work, start_store, start_uploader):

@@ -1,4 +1,4 @@
-"""What all parts write in the same words, and one file for parts that were run one by one."""
+"""Benchmarks of several parts: what they write in the same words, and one file for parts that were run one by one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-BENCHMARK = "bench.steering"
 
 _KIND_OF_MACHINE = ("cpu", "cores", "gpu", "gpu_count", "gpu_driver")
 """What of a machine must agree for figures to lie in one file: not how busy it was."""
@@ -49,11 +47,12 @@ class Bar:
         return f"{'pass' if self.passed else 'MISSED'}\t{self.name}\t{self.value:.4g} {sign} {self.limit:g}"
 
 
-def read_earlier(file: Path, context: Mapping[str, Any]) -> dict[str, Any]:
+def read_earlier(file: Path, benchmark: str, context: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts that a file holds already; none if there is no such file.
 
     Args:
         file: Where the result goes.
+        benchmark: Whose result.
         context: "machine", "versions" and "revision" of this run.
 
     Raises:
@@ -65,8 +64,8 @@ def read_earlier(file: Path, context: Mapping[str, Any]) -> dict[str, Any]:
         earlier = json.loads(file.read_text())
     except ValueError:
         earlier = None
-    if not isinstance(earlier, dict) or earlier.get("benchmark") != BENCHMARK:
-        raise OtherRunError(f"{file} is no result of {BENCHMARK}; write to another file.")
+    if not isinstance(earlier, dict) or earlier.get("benchmark") != benchmark:
+        raise OtherRunError(f"{file} is no result of {benchmark}; write to another file.")
     differences = [name for name, old, new in _compared(earlier, context) if old != new]
     if differences:
         raise OtherRunError(
@@ -82,11 +81,11 @@ def _compared(earlier: Mapping[str, Any], context: Mapping[str, Any]) -> list[tu
     return [("machine", old, new), *((name, earlier[name], plain[name]) for name in ("versions", "revision"))]
 
 
-def write(file: Path, context: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+def write(file: Path, benchmark: str, context: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Write all parts there are; whoever reads the file meanwhile finds it whole."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(file.name + ".new")
-    temporary.write_text(compact({"benchmark": BENCHMARK, **context, "parts": dict(parts)}) + "\n")
+    temporary.write_text(compact({"benchmark": benchmark, **context, "parts": dict(parts)}) + "\n")
     temporary.replace(file)
 
 

@@ -1,0 +1,116 @@
+"""Rows in and rows out, beside the ways in which others move bytes; all by turns in each round."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.machine import filesystem
+from bench.parts import Bar, table
+from bench.store.captures import Shape, random_bytes
+from bench.store.lane import running_lane, running_peer
+from bench.store.ways import Flight, Plain, Shipped, Tcp, Way
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+DIRECTIONS = ("ingest", "read")
+
+_LIMITS = (
+    ("ingest", Flight.name, 0.4, ""),
+    ("ingest", Flight.name, 0.6, " (stretch)"),
+    ("read", Flight.name, 0.6, ""),
+    ("ingest", Plain.name, 1.5, ""),
+    ("read", Plain.name, 1.5, ""),
+)
+"""How much of another way's rate is enough."""
+
+
+@dataclass(frozen=True)
+class CompareJob:
+    """What is moved in each round, and how often."""
+
+    shape: Shape
+    captures: int = 6
+    rounds: int = 8
+    shippers: int = 1
+    ring_mib: int = 256
+    max_gib: int = 16
+
+
+def measure(job: CompareJob, folder: Path) -> dict[str, Any]:
+    """Measure, the store's data lying in a folder; return the part of the result.
+
+    Raises:
+        RunFailedError: Something did not come up, or rows were lost or changed.
+    """
+    size = job.captures * job.shape.num_bytes
+    with ExitStack() as stack:
+        lane = stack.enter_context(
+            running_lane(folder / "lane", shippers=job.shippers, ring_mib=job.ring_mib, max_gib=job.max_gib)
+        )
+        source = random_bytes(job.ring_mib << 20)
+        ways: list[Way] = [
+            Shipped(lane, job.shape, job.captures, source),
+            Plain(lane, job.shape, job.captures, source),
+            Tcp(stack.enter_context(running_peer("tcp", folder)), size, source),
+        ]
+        if importlib.util.find_spec("pyarrow"):
+            ways.insert(1, Flight(stack.enter_context(running_peer("flight", folder)), size, source))
+        for way in ways:
+            _run(way, -1)  # the files grow, buffers are allotted, connections are made
+        rates: dict[str, dict[str, list[float]]] = {name: {way.name: [] for way in ways} for name in DIRECTIONS}
+        for number in range(job.rounds):
+            for way in ways if number % 2 == 0 else reversed(ways):
+                for direction, seconds in zip(DIRECTIONS, _run(way, number), strict=True):
+                    rates[direction][way.name].append(round(size / seconds / 1e9, 4))
+    return {
+        "parameters": {**asdict(job), "bytes_per_round": size, "filesystem": filesystem(folder)},
+        "gb_per_second": rates,
+        "ratios": {direction: ratios(rates[direction]) for direction in DIRECTIONS},
+    }
+
+
+def _run(way: Way, number: int) -> tuple[float, float]:
+    seconds = way.put(number), way.get()
+    way.clear()
+    return seconds
+
+
+def ratios(rates: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return how our rate compares with each other way's: the median of what it is within each round."""
+    ours = rates[Shipped.name]
+    return {
+        name: round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
+        for name, theirs in rates.items()
+        if name != Shipped.name
+    }
+
+
+def bars(part: Mapping[str, Any]) -> list[Bar]:
+    """Return the bars; those of Flight only where it is installed."""
+    return [
+        Bar(f"{direction} over {name}{stretch}", part["ratios"][direction][name], limit, at_most=False)
+        for direction, name, limit, stretch in _LIMITS
+        if name in part["ratios"][direction]
+    ]
+
+
+def show(part: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table."""
+    names = list(part["gb_per_second"]["ingest"])
+    rates = part["gb_per_second"]
+    rows = []
+    for name in names:
+        ranges = [f"{min(rates[way][name]):.2f}-{max(rates[way][name]):.2f}" for way in DIRECTIONS]
+        medians = [f"{statistics.median(rates[way][name]):.2f}" for way in DIRECTIONS]
+        ours = [f"{part['ratios'][way][name]:.2f}" if name in part["ratios"][way] else "" for way in DIRECTIONS]
+        rows.append([name, *(cell for triple in zip(medians, ranges, ours, strict=True) for cell in triple)])
+    head = ["way", *(word for way in DIRECTIONS for word in (f"{way}, GB/s", "range", "we over it"))]
+    yield table(head, rows)
+    if Flight.name not in names:
+        yield "Arrow Flight is not installed (the extra `bench`), so nothing is compared with it."

@@ -1,0 +1,84 @@
+"""What stands for vLLM's worker: `python -m bench.store.feeder CONTROL RING_MIB`, started by bench.store.
+
+It has the worker's end of shipping, `RingProducer`, and hands over rows that lie in the ring already: on a GPU they
+come there without the CPU. One request a line on its standard input, one answer a line, both JSON. It ends with its
+input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from bench.store.captures import Shape, random_bytes
+from inference_svc.shipping.framing import payload_bytes
+from inference_svc.shipping.producer import RingProducer
+from residuum.rpc.logs import configure_logs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_DRAIN_SECONDS = 600.0
+_WAIT_SECONDS = 60.0
+_POLL_SECONDS = 0.01
+
+
+class Feeder:
+    """Feeds shippers."""
+
+    def __init__(self, control: str, ring_mib: int) -> None:
+        self._producer = RingProducer(control, ring_bytes=ring_mib << 20)
+        self._producer.memory[:] = random_bytes(self._producer.ring_bytes)
+        self._producer.start()
+
+    def wait(self, shippers: int) -> dict[str, Any]:
+        """Wait until so many shippers are connected."""
+        end = time.monotonic() + _WAIT_SECONDS
+        while self._producer.stats().connected_shippers < shippers:
+            if time.monotonic() > end:
+                return {"error": f"{shippers} shippers did not connect in {_WAIT_SECONDS:.0f} s"}
+            time.sleep(_POLL_SECONDS)
+        return {}
+
+    def feed(self, captures: Sequence[str], shape: Shape) -> dict[str, Any]:
+        """Hand over all rows of some captures, block by block as if they were generated side by side.
+
+        Returns:
+            When the first block was handed over, and when the last row was acknowledged, by the monotonic clock, which
+            all processes share; and where in the ring the blocks of the first capture lay.
+        """
+        producer = self._producer
+        offsets = []
+        started = time.monotonic()
+        for header in shape.headers():
+            size = payload_bytes(header)
+            for capture_id in captures:
+                extent = producer.acquire(size, block=True)
+                assert extent is not None  # noqa: S101 - it has waited for it
+                if capture_id == captures[0]:
+                    offsets.append(extent.offset)
+                producer.publish(extent, capture_id, [header])
+        if not producer.drain(_DRAIN_SECONDS):
+            return {"error": f"rows were not acknowledged in {_DRAIN_SECONDS:.0f} s"}
+        return {"started": started, "ended": time.monotonic(), "offsets": offsets}
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    control, ring_mib = sys.argv[1:]
+    configure_logs("info")  # away from standard output, which has the answers
+    feeder = Feeder(control, int(ring_mib))
+    print("{}", flush=True)  # shippers may connect
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "shippers" in request:
+            answer = feeder.wait(request["shippers"])
+        else:
+            answer = feeder.feed(request["captures"], Shape(**request["shape"]))
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Everything from a ring to a store, each part a process of its own; nothing outlives its context."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+import residuum
+from bench.children import RunFailedError
+from bench.machine import ROOT
+from examples.services import Service, ServiceFailedError, start_store
+from residuum.rpc.channels import open_channel
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from bench.store.captures import Shape
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 20.0
+_PURGE_SECONDS = 120.0
+_POLL_SECONDS = 0.02
+_LOG_LINES = 30
+
+
+class Talker:
+    """A process that answers lines on its standard input, and ends with that."""
+
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
+        """Start `python -m ARGUMENTS`, and wait for its first line."""
+        self._name = name
+        self._log = folder / f"{name}.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self.first = self.read()
+
+    def ask(self, request: dict[str, Any]) -> None:
+        """Send a line."""
+        pipe = self._pipe(self._process.stdin)
+        try:
+            pipe.write(json.dumps(request) + "\n")
+            pipe.flush()
+        except OSError as error:
+            raise RunFailedError(f"{self._name} has ended\n{_end_of(self._log)}") from error
+
+    def read(self) -> Any:
+        """Return the next answer.
+
+        Raises:
+            RunFailedError: There is none, or it is an error.
+        """
+        line = self._pipe(self._process.stdout).readline()
+        if not line:
+            raise RunFailedError(f"{self._name} has ended\n{_end_of(self._log)}")
+        answer = json.loads(line)
+        if isinstance(answer, dict) and "error" in answer:
+            raise RunFailedError(f"{self._name}: {answer['error']}\n{_end_of(self._log)}")
+        return answer
+
+    def stop(self) -> None:
+        """End it."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                self._pipe(pipe).close()
+        _reap(self._process)
+
+    def _pipe(self, pipe: IO[str] | None) -> IO[str]:
+        assert pipe is not None  # noqa: S101 - both are pipes
+        return pipe
+
+
+@dataclass(frozen=True)
+class Fed:
+    """When rows were on their way, by the monotonic clock."""
+
+    started: float
+    ended: float
+    offsets: tuple[int, ...]
+    """Where in the ring the blocks of the first capture lay."""
+
+
+class Lane:
+    """A store, a ring that is fed, and the shippers between them."""
+
+    def __init__(self, store: Service, feeder: Talker) -> None:
+        self.endpoint = store.endpoint
+        self.pid = store.process.pid
+        self._feeder = feeder
+        self._channel = open_channel(self.endpoint)
+        self.stub = store_pb2_grpc.StoreServiceStub(self._channel)
+        self.client = residuum.Client(self.endpoint, store=self.endpoint)
+
+    def open(self, captures: Sequence[str], shape: Shape) -> None:
+        """Open captures."""
+        for capture_id in captures:
+            self.stub.OpenCapture(store_pb2.OpenCaptureRequest(description=shape.description(capture_id)))
+
+    def start_feeding(self, captures: Sequence[str], shape: Shape) -> None:
+        """Let the rows of captures come."""
+        self._feeder.ask({"captures": list(captures), "shape": shape.to_json()})
+
+    def fed(self) -> Fed:
+        """Wait until all of them are acknowledged."""
+        answer = self._feeder.read()
+        return Fed(answer["started"], answer["ended"], tuple(answer["offsets"]))
+
+    def feed(self, captures: Sequence[str], shape: Shape) -> Fed:
+        """Let the rows of captures come, and wait until all of them are acknowledged."""
+        self.start_feeding(captures, shape)
+        return self.fed()
+
+    def seal(self, captures: Sequence[str], shape: Shape) -> None:
+        """Seal captures, whose rows are all there.
+
+        Raises:
+            RunFailedError: They are not.
+        """
+        for capture_id in captures:
+            manifest = self.stub.SealCapture(shape.seal(capture_id)).manifest
+            if manifest.state != capture_pb2.CAPTURE_STATE_COMPLETE or manifest.num_rows != shape.num_rows:
+                state = capture_pb2.CaptureState.Name(manifest.state)
+                raise RunFailedError(f"{capture_id} is {state} with {manifest.num_rows} of {shape.num_rows} rows")
+
+    def delete(self, captures: Sequence[str]) -> None:
+        """Delete captures, and wait until their room is free."""
+        for capture_id in captures:
+            self.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=capture_id))
+        end = time.monotonic() + _PURGE_SECONDS
+        while self.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks:
+            if time.monotonic() > end:
+                raise RunFailedError("the store did not free the room of what was deleted")
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.client.close()
+        self._channel.close()
+
+
+@contextmanager
+def running_lane(folder: Path, *, shippers: int, ring_mib: int, max_gib: int) -> Iterator[Lane]:
+    """Run a store in an empty folder, a ring and its shippers.
+
+    Raises:
+        RunFailedError: One of them did not come up.
+    """
+    folder.mkdir(parents=True)
+    control = folder / "worker"
+    with ExitStack() as stack:
+        store = start_store(folder, ["--max-bytes", f"{max_gib}GiB"])
+        stack.callback(store.stop)
+        feeder = Talker("feeder", ["bench.store.feeder", str(control), str(ring_mib)], folder)
+        stack.callback(feeder.stop)
+        for number in range(shippers):
+            stack.enter_context(_running_shipper(folder, number, str(control), store))
+        feeder.ask({"shippers": shippers})
+        feeder.read()
+        lane = Lane(store, feeder)
+        stack.callback(lane.close)
+        yield lane
+
+
+@contextmanager
+def _running_shipper(folder: Path, number: int, control: str, store: Service) -> Iterator[None]:
+    try:
+        store.wait_until_serving(_START_SECONDS)
+    except ServiceFailedError as error:
+        raise RunFailedError(str(error)) from error
+    with (folder / f"shipper-{number}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "inference_svc.shipping", "--control", control, "--store", store.endpoint),
+                *("--parent-pid", str(os.getpid())),
+            ],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield
+    finally:
+        process.terminate()
+        _reap(process)
+
+
+@contextmanager
+def running_peer(kind: str, folder: Path) -> Iterator[int]:
+    """Run a peer of `bench.store.peers`; yield its port."""
+    talker = Talker(kind, ["bench.store.peers", kind], folder)
+    try:
+        yield int(talker.first)
+    finally:
+        talker.stop()
+
+
+def _reap(process: subprocess.Popen[Any]) -> None:
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])

@@ -1,0 +1,151 @@
+"""How long one layer of one request takes out of a store that holds many, and how soon a follower has its first row."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.children import RunFailedError
+from bench.machine import filesystem
+from bench.parts import table
+from bench.store.captures import Shape
+from bench.store.lane import running_lane
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from bench.store.lane import Lane
+
+_GIB = 1 << 30
+_CAPTURES_AT_ONCE = 32
+_FOLLOW_SECONDS = 30.0
+_SETTLE_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class LatencyJob:
+    """What is stored, and how often it is asked for."""
+
+    shape: Shape
+    """What one request captured."""
+    store_gib: float
+    """Rows in the store, at least."""
+    reads: int = 500
+    follows: int = 50
+    shippers: int = 1
+    ring_mib: int = 256
+
+    @property
+    def captures(self) -> int:
+        """How many captures are in the store."""
+        return -(-int(self.store_gib * _GIB) // self.shape.num_bytes)
+
+
+def measure(job: LatencyJob, folder: Path) -> dict[str, Any]:
+    """Measure, the store's data lying in a folder; return the part of the result.
+
+    Raises:
+        RunFailedError: Something did not come up, or rows did not come.
+    """
+    max_gib = int(job.store_gib * 1.25) + 2
+    with running_lane(folder / "lane", shippers=job.shippers, ring_mib=job.ring_mib, max_gib=max_gib) as lane:
+        captures = [f"stored-{number}" for number in range(job.captures)]
+        started = time.perf_counter()
+        for at in range(0, len(captures), _CAPTURES_AT_ONCE):
+            some = captures[at : at + _CAPTURES_AT_ONCE]
+            lane.open(some, job.shape)
+            lane.feed(some, job.shape)
+            lane.seal(some, job.shape)
+        fill_seconds = time.perf_counter() - started
+        reads = list(_reads(lane, job, captures))
+        follows = list(_follows(lane, job))
+    return {
+        "parameters": {
+            **asdict(job),
+            "captures": job.captures,
+            "stored_bytes": job.captures * job.shape.num_bytes,
+            "bytes_per_read": job.shape.num_bytes // job.shape.layers,
+            "filesystem": filesystem(folder),
+        },
+        "fill_seconds": round(fill_seconds, 2),
+        "read_ms": summary(reads),
+        "first_row_ms": summary(follows),
+    }
+
+
+def _reads(lane: Lane, job: LatencyJob, captures: Sequence[str]) -> Iterator[float]:
+    """Yield what it takes to read one layer of one request, each time another, by chance."""
+    source = random.Random(0)  # noqa: S311 - repeatable, not secret
+    lane.client.activations(captures[0], layers=[0])  # connects
+    for _ in range(job.reads):
+        capture_id, layer = source.choice(captures), source.randrange(job.shape.layers)
+        started = time.perf_counter()
+        rows = lane.client.activations(capture_id, layers=[layer]).raw(layer)
+        yield time.perf_counter() - started
+        if rows.shape != (job.shape.positions, job.shape.hidden):
+            raise RunFailedError(f"{capture_id}: layer {layer} came as {rows.shape}")
+
+
+def _follows(lane: Lane, job: LatencyJob) -> Iterator[float]:
+    """Yield what passes from a block's being handed over to a follower's having its first row of it."""
+    shape = Shape(job.shape.layers, job.shape.hidden, 32)
+    for number in range(job.follows):
+        capture_id = f"followed-{number}"
+        lane.open([capture_id], shape)
+        follower = _Follower(lane, capture_id, shape.layers // 2)
+        time.sleep(_SETTLE_SECONDS)  # until it waits in the store
+        fed = lane.feed([capture_id], shape)
+        lane.seal([capture_id], shape)
+        yield follower.first_row_at() - fed.started
+
+
+class _Follower(threading.Thread):
+    """Follows one layer of a capture."""
+
+    def __init__(self, lane: Lane, capture_id: str, layer: int) -> None:
+        super().__init__(daemon=True)
+        self._pieces = lane.client.follow(capture_id, layers=[layer])
+        self._first: float | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Take all rows, and remember when the first came."""
+        for _ in self._pieces:
+            self._first = self._first or time.monotonic()
+
+    def first_row_at(self) -> float:
+        """Return when the first row came, by the monotonic clock, once the capture has ended."""
+        self.join(_FOLLOW_SECONDS)
+        if self.is_alive() or self._first is None:
+            raise RunFailedError("a follower did not get its rows")
+        return self._first
+
+
+def summary(seconds: Sequence[float]) -> dict[str, Any]:
+    """Return what of some times matters, in milliseconds."""
+    times = sorted(seconds)
+    return {"count": len(times), **{name: round(1e3 * quantile(times, at), 3) for name, at in _QUANTILES.items()}}
+
+
+_QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+
+
+def quantile(ordered: Sequence[float], at: float) -> float:
+    """Return the least value that so many of all, as a share, do not exceed."""
+    return ordered[max(0, math.ceil(at * len(ordered)) - 1)]
+
+
+def show(part: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table."""
+    size = part["parameters"]["stored_bytes"] / _GIB
+    yield f"{part['parameters']['captures']} captures, {size:.1f} GiB in the store"
+    rows = [
+        [name, *(f"{part[key][quantile]:.1f}" for quantile in _QUANTILES)]
+        for key, name in (("read_ms", "one layer of one request"), ("first_row_ms", "first row while following"))
+    ]
+    yield table(["ms", *_QUANTILES], rows)

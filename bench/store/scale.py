@@ -1,0 +1,116 @@
+"""Many shippers and several stores on one machine: what they take in together."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.machine import filesystem
+from bench.parts import Bar, table
+from bench.store.captures import Shape
+from bench.store.lane import running_lane
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from bench.store.lane import Lane
+
+_LEAST_GB_PER_SECOND = 5.0
+
+
+@dataclass(frozen=True)
+class ScaleJob:
+    """What is measured."""
+
+    shape: Shape
+    shippers: tuple[int, ...] = (1, 2, 4, 8)
+    """Shippers of all stores together."""
+    stores: tuple[int, ...] = (1, 2, 4)
+    captures: int = 32
+    """Captures of a round, over all stores."""
+    rounds: int = 5
+    ring_mib: int = 512
+    """The ring of each store."""
+    max_gib: int = 24
+    """The most that each store may hold."""
+
+    def cases(self) -> list[tuple[int, int]]:
+        """Return (stores, shippers) of what is measured: only what gives each store as many shippers."""
+        pairs = itertools.product(sorted(self.stores), sorted(self.shippers))
+        return [(stores, shippers) for stores, shippers in pairs if shippers % stores == 0]
+
+
+def measure(job: ScaleJob, folder: Path) -> dict[str, Any]:
+    """Measure, the stores' data lying in a folder; return the part of the result.
+
+    Raises:
+        RunFailedError: Something did not come up, or rows were lost.
+    """
+    cases = []
+    for stores, shippers in job.cases():
+        rates = _measure_case(job, stores, shippers, folder / f"{stores}-{shippers}")
+        cases.append({"stores": stores, "shippers": shippers, "gb_per_second": rates, "median": _median(rates)})
+        print(_line(cases[-1]), flush=True)
+    return {"parameters": {**asdict(job), "filesystem": filesystem(folder)}, "cases": cases}
+
+
+def _measure_case(job: ScaleJob, stores: int, shippers: int, folder: Path) -> list[float]:
+    with ExitStack() as stack:
+        lanes = [
+            stack.enter_context(
+                running_lane(
+                    folder / str(number), shippers=shippers // stores, ring_mib=job.ring_mib, max_gib=job.max_gib
+                )
+            )
+            for number in range(stores)
+        ]
+        rates = [_round(job, lanes, number) for number in range(job.rounds + 1)]
+        return rates[1:]  # in the first the files grow
+
+
+def _round(job: ScaleJob, lanes: Sequence[Lane], number: int) -> float:
+    shares = spread([f"{number}-{index}" for index in range(job.captures)], len(lanes))
+    for lane, share in zip(lanes, shares, strict=True):
+        lane.open(share, job.shape)
+    for lane, share in zip(lanes, shares, strict=True):
+        lane.start_feeding(share, job.shape)
+    fed = [lane.fed() for lane in lanes]
+    seconds = max(item.ended for item in fed) - min(item.started for item in fed)
+    for lane, share in zip(lanes, shares, strict=True):
+        lane.seal(share, job.shape)
+        lane.delete(share)
+    return round(job.captures * job.shape.num_bytes / seconds / 1e9, 4)
+
+
+def spread(captures: Sequence[str], stores: int) -> list[list[str]]:
+    """Return which captures each store gets: as many as the others, or one less."""
+    return [list(captures[number::stores]) for number in range(stores)]
+
+
+def _median(rates: Sequence[float]) -> float:
+    return sorted(rates)[len(rates) // 2]
+
+
+def bars(part: Mapping[str, Any]) -> list[Bar]:
+    """Return the bar."""
+    best = max(case["median"] for case in part["cases"])
+    return [Bar("best, GB/s committed", best, _LEAST_GB_PER_SECOND, at_most=False)]
+
+
+def _line(case: Mapping[str, Any]) -> str:
+    rates = " ".join(f"{rate:.2f}" for rate in case["gb_per_second"])
+    return f"{case['stores']} stores, {case['shippers']} shippers: {rates} GB/s"
+
+
+def show(part: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table: a line for each number of stores, a column for each number of shippers."""
+    found = {(case["stores"], case["shippers"]): case["median"] for case in part["cases"]}
+    stores, shippers = (sorted({key[at] for key in found}) for at in (0, 1))
+    rows = [
+        [str(count), *(f"{found[count, column]:.2f}" if (count, column) in found else "" for column in shippers)]
+        for count in stores
+    ]
+    yield table(["stores, GB/s", *(f"{count} shippers" for count in shippers)], rows)

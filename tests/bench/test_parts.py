@@ -1,0 +1,72 @@
+import json
+
+import pytest
+
+from bench.parts import Bar, OtherRunError, compact, read_earlier, table, write
+
+CONTEXT = {
+    "machine": {"cpu": "x", "cores": 2, "gpu": "", "gpu_count": 0, "gpu_driver": "", "load_before": 0.1},
+    "versions": {"python": "3"},
+    "revision": {"commit": "abc", "changed": ("bench/x.py",)},
+}
+
+
+def other(**changes):
+    return {**CONTEXT, **{name: {**CONTEXT[name], **change} for name, change in changes.items()}}
+
+
+def test_a_bar_is_a_limit_from_one_side():
+    assert Bar("a", 13.0, 13.0).passed
+    assert not Bar("a", 13.1, 13.0).passed
+    assert Bar("a", 0.9, 0.85, at_most=False).passed
+    assert not Bar("a", 0.8, 0.85, at_most=False).passed
+    assert Bar("a", 0.8, 0.85, at_most=False).line() == "MISSED\ta\t0.8 >= 0.85"
+    assert Bar("a", 1.0, 2.0).to_json()["passed"] is True
+    assert json.dumps(Bar("a", float("inf"), 2.0).to_json()) == (
+        '{"name": "a", "value": null, "limit": 2.0, "at_most": true, "passed": false}'
+    )
+
+
+def test_parts_are_added_to_a_file(tmp_path):
+    file = tmp_path / "results" / "x.json"
+    assert read_earlier(file, "bench.x", CONTEXT) == {}
+    write(file, "bench.x", CONTEXT, {"rpc": {"a": 1}})
+    parts = read_earlier(file, "bench.x", other(machine={"load_before": 5.0}))
+    assert parts == {"rpc": {"a": 1}}
+    write(file, "bench.x", CONTEXT, {**parts, "kernel": {"b": [1.5, 2]}})
+    assert json.loads(file.read_text())["parts"] == {"rpc": {"a": 1}, "kernel": {"b": [1.5, 2]}}
+    assert [path.name for path in file.parent.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"revision": {"commit": "def"}}, "another revision"),
+        ({"revision": {"changed": ()}}, "another revision"),
+        ({"machine": {"gpu": "H200"}}, "another machine"),
+        ({"machine": {"cores": 3}, "versions": {"torch": "2"}}, "another machine, another versions"),
+    ],
+)
+def test_what_was_measured_elsewhere_is_not_mixed(tmp_path, changes, named):
+    write(tmp_path / "x.json", "bench.x", CONTEXT, {"rpc": {}})
+    with pytest.raises(OtherRunError, match=named):
+        read_earlier(tmp_path / "x.json", "bench.x", other(**changes))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"benchmark": "bench.host"}'])
+def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(OtherRunError, match=r"no result of bench\.x"):
+        read_earlier(tmp_path / "x.json", "bench.x", CONTEXT)
+
+
+def test_numbers_stand_on_one_line():
+    data = {"a": [1, 2.5, -3e-07], "b": ["x", 1], "c": [[1, 2], [3]], "d": []}
+    written = compact(data)
+    assert json.loads(written) == data
+    assert '"a": [1, 2.5, -3e-07]' in written
+    assert "[1, 2]" in written
+
+
+def test_columns_are_as_wide_as_they_need_to_be():
+    assert table(["a", "long"], [["1.25", "2"]]).splitlines() == ["   a  long", "1.25     2"]

@@ -1,0 +1,149 @@
+"""The benchmark of shipping and the store: its pure parts, and small runs of the real thing."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bench.store import compare, latency, scale
+from bench.store.__main__ import compare_job, latency_job, main, parse, scale_job
+from bench.store.captures import Shape, differs, random_bytes
+from bench.store.compare import CompareJob
+from bench.store.latency import LatencyJob, quantile, summary
+from bench.store.scale import ScaleJob, spread
+from bench.store.ways import pieces
+from inference_svc.shipping.framing import payload_bytes
+from residuum.wire.selection import expected_rows
+
+TINY = Shape(layers=3, hidden=16, positions=70)
+
+
+def test_a_capture_is_cut_as_a_worker_cuts_it():
+    headers = list(TINY.headers())
+    assert [len(header.positions) for header in headers] == [32, 32, 6]
+    assert [position for header in headers for position in header.positions] == list(range(70))
+    assert sum(map(payload_bytes, headers)) == TINY.num_bytes == 3 * 70 * 16 * 2
+    assert TINY.block_bytes == 3 * 32 * 16 * 2
+    assert TINY.num_rows == 3 * 70
+
+
+def test_a_sealed_capture_expects_the_rows_that_come():
+    prompt = len(TINY.description("a").prompt_token_ids)
+    (sequence,) = TINY.seal("a").sequences
+    assert expected_rows(prompt, len(sequence.generated_token_ids)) == TINY.positions
+
+
+def test_rows_are_compared_with_what_lay_in_the_ring():
+    ring = random_bytes(1 << 16)
+    offsets = [0, 4096, 20480]
+    values = np.empty((3, 70, 16), dtype=np.uint16)
+    for offset, header in zip(offsets, TINY.headers(), strict=True):
+        block = ring[offset : offset + payload_bytes(header)].view(np.uint16)
+        values[:, list(header.positions)] = block.reshape(3, -1, 16)
+    assert not differs(values, ring, offsets)
+    values[2, 69, 15] ^= 1
+    assert differs(values, ring, offsets)
+    assert not np.array_equal(ring[:4096], ring[4096:8192])
+
+
+def test_pieces_begin_again_where_the_source_ends():
+    source = np.arange(10, dtype=np.uint8)
+    found = list(pieces(source, 25, 4))
+    assert np.concatenate(found).tolist() == [*range(10), *range(10), *range(5)]
+    assert max(map(len, found)) == 4
+
+
+def test_quantiles_are_times_that_were_measured():
+    times = [float(number) for number in range(1, 101)]
+    assert [quantile(times, at) for at in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
+    assert summary([0.002, 0.001, 0.004]) == {
+        "count": 3, "min": 1.0, "p50": 2.0, "p90": 4.0, "p99": 4.0, "max": 4.0
+    }  # fmt: skip
+
+
+def test_ratios_are_taken_within_a_round():
+    rates = {"residuum": [1.0, 4.0, 2.0], "Flight": [2.0, 4.0, 8.0], "stubs": [1.0, 1.0, 1.0]}
+    assert compare.ratios(rates) == {"Flight": 0.5, "stubs": 2.0}
+
+
+def test_without_flight_there_are_no_bars_of_it():
+    ratios = {"ingest": {"stubs": 1.6, "TCP": 0.3}, "read": {"stubs": 1.4, "TCP": 0.3}}
+    assert [(bar.name, bar.passed) for bar in compare.bars({"ratios": ratios})] == [
+        ("ingest over stubs", True),
+        ("read over stubs", False),
+    ]
+    ratios["ingest"]["Flight"] = 0.5
+    assert [bar.passed for bar in compare.bars({"ratios": ratios})] == [True, False, True, False]
+
+
+def test_stores_have_as_many_shippers_each():
+    job = ScaleJob(TINY, shippers=(8, 1, 2), stores=(1, 2, 4))
+    assert job.cases() == [(1, 1), (1, 2), (1, 8), (2, 2), (2, 8), (4, 8)]
+    assert spread(["a", "b", "c"], 2) == [["a", "c"], ["b"]]
+
+
+def test_the_best_case_counts():
+    cases = [
+        {"stores": 1, "shippers": 1, "median": 2.0, "gb_per_second": [2.0]},
+        {"stores": 2, "shippers": 2, "median": 5.5, "gb_per_second": [5.5]},
+    ]
+    (bar,) = scale.bars({"cases": cases})
+    assert bar.passed
+    (printed,) = scale.show({"cases": cases})
+    assert [line.split() for line in printed.splitlines()[1:]] == [["1", "2.00"], ["2", "5.50"]]
+
+
+def test_the_parts_follow_the_machine():
+    assert parse([], cores=2).parts == ["compare", "latency"]
+    assert parse([], cores=16).parts == ["compare", "latency", "scale"]
+    assert parse(["--parts", "scale"], cores=2).parts == ["scale"]
+
+
+def test_quick_is_less_of_the_same():
+    quick, full = (parse(arguments, cores=2) for arguments in (["--quick"], []))
+    assert compare_job(quick).shape == compare_job(full).shape == Shape(36, 2048, 639)
+    assert (latency_job(quick).store_gib, latency_job(full).store_gib) == (1.0, 20.0)
+    assert compare_job(quick).captures < compare_job(full).captures
+    assert scale_job(parse(["--shippers", "4,2"], cores=2)).shippers == (2, 4)
+    assert latency_job(parse(["--store-gib", "3"], cores=2)).captures == 35
+
+
+@pytest.mark.parametrize("arguments", [["--parts", "x"], ["--rounds", "0"], ["--stores", "0"], ["--shippers", "a"]])
+def test_bad_flags_end_the_program(arguments, capsys):
+    with pytest.raises(SystemExit):
+        parse(arguments, cores=2)
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_all_ways_move_the_same(tmp_path, capsys):
+    part = compare.measure(CompareJob(TINY, captures=3, rounds=2, ring_mib=1, max_gib=1), tmp_path)
+    for direction in compare.DIRECTIONS:
+        rates = part["gb_per_second"][direction]
+        assert {"residuum", "stubs", "TCP"} <= set(rates)
+        assert all(len(found) == 2 for found in rates.values())
+    assert len(compare.bars(part)) >= 2
+    assert "residuum" in "\n".join(compare.show(part))
+
+
+def test_latency_is_of_what_is_stored(tmp_path):
+    job = LatencyJob(TINY, 3 * TINY.num_bytes / (1 << 30), reads=5, follows=2, ring_mib=1)
+    part = latency.measure(job, tmp_path)
+    assert part["parameters"]["captures"] == 3
+    assert (part["read_ms"]["count"], part["first_row_ms"]["count"]) == (5, 2)
+    assert all(part[name]["min"] > 0 for name in ("read_ms", "first_row_ms"))
+    assert "3 captures" in "\n".join(latency.show(part))
+
+
+def test_scale_is_written_with_its_bars(tmp_path):
+    file = tmp_path / "x.json"
+    main(
+        [
+            *("--parts", "scale", "--layers", "3", "--hidden", "16", "--captures", "4", "--rounds", "1"),
+            *("--shippers", "2", "--stores", "2", "--folder", str(tmp_path), "--output", str(file)),
+        ]
+    )
+    result = json.loads(file.read_text())
+    assert result["benchmark"] == "bench.store"
+    (case,) = result["parts"]["scale"]["cases"]
+    assert (case["stores"], case["shippers"], len(case["gb_per_second"])) == (2, 2, 1)
+    assert [bar["name"] for bar in result["parts"]["scale"]["bars"]] == ["best, GB/s committed"]

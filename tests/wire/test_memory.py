@@ -1,0 +1,40 @@
+"""Buffers of chunks are used again, in a process of their own: what is set holds for the whole of it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(100):
+        [bytearray(3 << 19) for _ in range(4)]  # chunks' buffers, zeroed, so touched
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+{}
+print(faults())
+"""
+
+PAGES = (3 << 19) // os.sysconf("SC_PAGE_SIZE")
+
+
+def faults(setup):
+    done = subprocess.run([sys.executable, "-c", FAULTS.format(setup)], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "from residuum.rpc.memory import keep_memory; assert keep_memory()",
+        "from residuum._reading import Reading, ReadPlan; Reading(ReadPlan(None, False))",
+    ],
+    ids=["a service", "a client that reads"],
+)
+def test_a_chunks_buffer_is_not_new_memory_each_time(setup):
+    assert faults(setup) < 8 * PAGES
