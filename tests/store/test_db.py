@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -82,6 +85,28 @@ def test_a_folder_belongs_to_one_store(tmp_path: Path) -> None:
         Database(tmp_path / "db", 16 * MIB, sync_roots=False)
     db.close()
     Database(tmp_path / "db", 16 * MIB, sync_roots=False).close()
+
+
+def test_folders_that_are_made_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose name is lost with the power is as good as not synced."""
+    synced = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        raise OSError(errno.EINVAL, "not for folders")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Database(tmp_path / "new" / "db", 16 * MIB, sync_roots=False).close()
+    assert set(synced) == {str(tmp_path / "new" / "db"), str(tmp_path / "new"), str(tmp_path)}
+    synced.clear()
+    Database(tmp_path / "new" / "db", 16 * MIB, sync_roots=False).close()
+    assert synced == [str(tmp_path / "new" / "db")]
+
+
+def test_a_folder_that_cannot_be_synced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "bad disk")))
+    with pytest.raises(DamagedError, match="cannot sync"):
+        Database(tmp_path / "db", 16 * MIB, sync_roots=False)
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
