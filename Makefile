@@ -4,9 +4,10 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 BIN := .venv/bin
 ARGS ?=
+SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve bench test lint format types imports protos check-protos lock ci clean
+.PHONY: help setup model demo serve bench test soak lint format types imports protos check-protos lock ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +29,9 @@ bench: setup model ## What capture and steering cost beside stock vLLM, on this 
 
 test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: setup ## Kill stores and shippers at random under load, and count every row: SECONDS=600, ARGS=--help
+	@$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) $(ARGS)
 
 lint: setup ## Style: ruff check and ruff format --check
 	$(BIN)/ruff check

@@ -7,6 +7,10 @@ loss of power never leaves a damaged tree, as far as the disk keeps what fdatasy
 * without, it stays in the kernel's page cache: a commit survives the end of the process, however sudden, when `write`
   returns, and the loss of power after the next `write` (whose sync covers it) or after `sync`.
 
+What is there when the database is opened is synced first: a process before, perhaps with another setting, may have been
+killed between a commit and its sync, and whoever sends a row again is told that it is there. So are the folders that
+were made, without which a file has no name.
+
 `sync=False` would let the kernel write the root before the pages it points to, and LMDB writes over pages that were
 freed since: a loss of power could then damage what was synced long ago. It is not offered. `writemap` is not used
 either: a file with holes and a full disk would end the process by SIGBUS instead of raising.
@@ -34,6 +38,9 @@ _LARGEST_RESERVE = 64 << 20
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 """What LMDB raises when the disk is full: a write that was cut short is EIO, like one that met a bad disk."""
+
+_NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP}
+"""What a file system says that needs, or knows, no sync of folders."""
 
 
 class Table(enum.Enum):
@@ -137,8 +144,9 @@ class Database:
             max_readers: Threads that may read at once.
 
         Raises:
-            DamagedError: The folder is in use by another store, or holds something else.
+            DamagedError: The folder is in use by another store, or holds something else; or it cannot be synced.
         """
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         self.max_bytes = max_bytes
         """The greatest size that it may grow to."""
@@ -161,6 +169,9 @@ class Database:
         except lmdb.Error as error:
             raise DamagedError(f"cannot open the database in {path}: {error}") from error
         self._check_format(path)
+        self.sync()
+        for folder in (path, *(folder.parent for folder in made)):
+            _sync_folder(folder)
 
     def read(self) -> _Reading:
         """Return a context manager that yields a short read transaction. Copy out what is wanted and end it."""
@@ -263,3 +274,14 @@ def _lock(path: Path) -> IO[bytes]:
         handle.close()
         raise DamagedError(f"{path.parent} is in use by another store") from None
     return handle
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_FOR_FOLDERS:
+            raise DamagedError(f"cannot sync {path}: {error}") from error
+    finally:
+        os.close(descriptor)

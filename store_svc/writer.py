@@ -174,10 +174,26 @@ class Writer:
             self._deliver(work, outcomes)
 
     def _commit_when_full(self, work: Work, error: StoreFullError) -> None:
+        """Write what there is room for: commands before messages, and of these half as many, and again half of those.
+
+        Whoever tries again would else meet the same refusal for ever, because LMDB uses the pages of what was deleted
+        only two transactions later, and the work that waits may be more than the room that is left besides.
+        """
         self._note_full(error)
+        if work.commands and work.appends:
+            self._commit(Work(commands=work.commands))
+            self._commit(Work(appends=work.appends))
+        elif work.commands:
+            self._commit_privileged(work.commands, error)
+        else:
+            half = len(work.appends) // 2
+            self._commit(Work(appends=work.appends[:half]))
+            Work(appends=work.appends[half:]).fail(partial(_store_full, error))
+
+    def _commit_privileged(self, commands: list[Command], error: StoreFullError) -> None:
         why = partial(_store_full, error)
-        privileged = Work(commands=[command for command in work.commands if command.reserve])
-        Work([command for command in work.commands if not command.reserve], work.appends).fail(why)
+        Work([command for command in commands if not command.reserve]).fail(why)
+        privileged = Work([command for command in commands if command.reserve])
         if not privileged:
             return
         try:

@@ -139,6 +139,28 @@ def test_sigterm_lets_requests_end_and_leaves_nothing_behind(
     assert store.process.wait(30) == 0
 
 
+def test_requests_that_outlast_the_grace_are_aborted_and_their_captures_sealed(
+    tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
+) -> None:
+    """Also those that were waiting for their turn; of one that had a token, every row that was computed is there."""
+    store = run(start_store(tmp_path))
+    store.wait_until_serving(30)
+    inference = run(start_inference(tmp_path, str(tiny_llama), store.endpoint, [*EAGER, "--grace-seconds", "0.2"]))
+    inference.wait_until_serving(START_SECONDS)
+    with residuum.Client(inference.endpoint, store=store.endpoint) as client:
+        streams = [client.stream([5, 6, 7], max_tokens=500, ignore_eos=True, capture=ALL) for _ in range(24)]
+        names = [stream.started.request_id for stream in streams]
+        next(iter(streams[0]))
+        inference.process.send_signal(signal.SIGTERM)
+        assert inference.process.wait(60) == 0
+        manifests = [client.manifest(name, wait=60) for name in names]
+    assert {manifest.state for manifest in manifests} <= {"complete", "aborted"}
+    assert "aborted" in {manifest.state for manifest in manifests}
+    begun = [manifest for manifest in manifests if manifest.sequences[0].generated_token_ids]
+    assert begun
+    assert not any(manifest.missing for manifest in begun)
+
+
 def test_a_dead_engine_ends_the_service_and_its_captures(
     tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -18,6 +21,8 @@ from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import checksum, chunk_prefix
 from store_svc.changes import Batch
 from store_svc.db import DamagedError, Database, StoreFullError, Table, Txn
+from store_svc.server import Store
+from store_svc.work import Command
 from tests.store.support import (
     ABORTED,
     INCOMPLETE,
@@ -80,6 +85,28 @@ def test_a_folder_belongs_to_one_store(tmp_path: Path) -> None:
         Database(tmp_path / "db", 16 * MIB, sync_roots=False)
     db.close()
     Database(tmp_path / "db", 16 * MIB, sync_roots=False).close()
+
+
+def test_folders_that_are_made_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose name is lost with the power is as good as not synced."""
+    synced = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        raise OSError(errno.EINVAL, "not for folders")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Database(tmp_path / "new" / "db", 16 * MIB, sync_roots=False).close()
+    assert set(synced) == {str(tmp_path / "new" / "db"), str(tmp_path / "new"), str(tmp_path)}
+    synced.clear()
+    Database(tmp_path / "new" / "db", 16 * MIB, sync_roots=False).close()
+    assert synced == [str(tmp_path / "new" / "db")]
+
+
+def test_a_folder_that_cannot_be_synced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "bad disk")))
+    with pytest.raises(DamagedError, match="cannot sync"):
+        Database(tmp_path / "db", 16 * MIB, sync_roots=False)
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
@@ -168,6 +195,55 @@ def test_a_stream_that_meets_a_full_store_says_how_far_it_came(tmp_path: Path) -
                 acked = answer.committed_through
         assert caught[0].metadata == {"capture_id": "a"}
         assert positions_of(client, "a") == list(range(acked))
+
+
+def append_as_one_group(store: Store, client: Client, name: str, count: int) -> int:
+    """Append rows that wait together for the writer; return how many were acknowledged."""
+    waiting, gate = threading.Event(), threading.Event()
+
+    def hold_up(_: Batch) -> None:
+        waiting.set()
+        assert gate.wait(20)
+
+    store._writer.queue.call(Command(hold_up, "", reserve=False))
+    assert waiting.wait(20)
+    stream, acked = OpenStream(client), 0
+    for position in range(count):
+        stream.send(wide_chunk(position), name)
+    stream.half_close()
+    end = time.monotonic() + 20
+    while len(store._writer.queue._messages) <= count:  # the end of the stream is one, too
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    gate.set()
+    try:
+        for answer in stream.answers:
+            acked = answer.committed_through
+    except grpc.RpcError as error:
+        failure = failure_from_rpc_error(error)
+        assert failure is not None
+        assert failure.reason == Reason.ERROR_REASON_STORE_FULL
+    return acked
+
+
+def test_as_much_of_a_large_group_is_written_as_there_is_room_for(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", max_bytes=32 * MIB) as (store, client):
+        open_wide(client, "a")
+        acked = append_as_one_group(store, client, "a", 40)
+        assert 12 <= acked < 28
+        assert positions_of(client, "a") == list(range(acked))
+
+
+def test_a_large_group_takes_the_room_of_what_was_deleted(tmp_path: Path) -> None:
+    """LMDB uses freed pages again two transactions later; the first of these must fit what else there is."""
+    with serving(tmp_path / "store", max_bytes=32 * MIB) as (store, client):
+        for name in ("a", "b"):
+            open_wide(client, name)
+        append_until_full(client, "a")
+        client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+        acked = [append_as_one_group(store, client, "b", 16) for _ in range(4)]
+        assert acked[-1] == 16, acked
+        assert positions_of(client, "b") == list(range(16))
 
 
 def test_a_full_disk_loses_nothing_and_recovers(start: Callable[..., Process]) -> None:

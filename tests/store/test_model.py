@@ -1,4 +1,4 @@
-"""The store against a dict, by random steps: append, seal, read, delete, restart."""
+"""The store against a dict, by random steps: append, lose, seal, read, delete, stop or die, and start again."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from residuum.rpc.errors import Reason
-from residuum.v1 import store_pb2
+from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.selection import expected_rows
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
 from tests.store.support import (
     ABORTED,
     COMPLETE,
+    INCOMPLETE,
     OPEN,
+    POST,
     Cell,
     Client,
     cells_of,
     describe,
     grid,
+    loss_message,
     make_chunk,
     rejections,
 )
 
 LAYERS = [0, 1]
 PROMPT = 3
+OVERFLOW = capture_pb2.INCOMPLETE_REASON_OVERFLOW
 names = st.sampled_from(["a", "b", "c"])
 some_layers = st.sampled_from([[0], [1], [0, 1]])
 some_positions = st.sets(st.integers(0, 7), min_size=1).map(sorted)
@@ -38,14 +42,36 @@ some_positions = st.sets(st.integers(0, 7), min_size=1).map(sorted)
 class Model:
     def __init__(self) -> None:
         self.stored: set[Cell] = set()
+        self.lost: set[Cell] = set()
         self.expected: set[Cell] | None = None
         self.aborted = False
+        self.state = OPEN
+
+    def append(self, cells: set[Cell]) -> bool:
+        """Store cells; tell whether that is not too late."""
+        if self.state != OPEN:
+            return not cells & self.missing
+        self.stored |= cells
+        self.advance()
+        return True
+
+    def lose(self, cells: set[Cell]) -> None:
+        if self.state == OPEN:
+            self.lost |= cells
+            self.advance()
+
+    def seal(self, expected: set[Cell], *, aborted: bool) -> None:
+        self.expected, self.aborted = expected, aborted
+        self.advance()
+
+    def advance(self) -> None:
+        """End it if it is sealed and nothing is outstanding; from then on it does not change."""
+        if self.expected is not None and self.missing <= self.lost:
+            self.state = ABORTED if self.aborted else INCOMPLETE if self.missing else COMPLETE
 
     @property
-    def state(self) -> int:
-        if self.expected is None or not self.expected <= self.stored:
-            return OPEN
-        return ABORTED if self.aborted else COMPLETE
+    def missing(self) -> set[Cell]:
+        return self.expected - self.stored if self.expected is not None else set()
 
     @property
     def present(self) -> set[Cell]:
@@ -85,17 +111,23 @@ class StoreAgainstDict(RuleBasedStateMachine):
         if model is None:
             assert rejections(answers) == dict.fromkeys(range(1, len(chunks) + 1), Reason.ERROR_REASON_UNKNOWN_CAPTURE)
             return
-        assert rejections(answers) == {}, "only rows that are expected and missing can come too late"
-        for layers, positions in chunks:
-            model.stored |= grid(layers, positions)
+        late = {number for number, chunk in enumerate(chunks, start=1) if not model.append(grid(*chunk))}
+        assert rejections(answers) == dict.fromkeys(late, Reason.ERROR_REASON_CAPTURE_ENDED)
+
+    @rule(name=names, layers=some_layers, positions=some_positions)
+    def lose(self, name: str, layers: list[int], positions: list[int]) -> None:
+        loss = store_pb2.RowLoss(sites=[POST], layers=layers, positions=positions, reason=OVERFLOW)
+        answers = self.client.send([loss_message(1, name, loss)])
+        if name in self.captures:
+            self.captures[name].lose(grid(layers, positions))
+        assert bool(rejections(answers)) == (name not in self.captures)
 
     @rule(name=names, generated=st.integers(0, 4), aborted=st.booleans())
     def seal(self, name: str, generated: int, aborted: bool) -> None:
         model = self.captures.get(name)
         if model is None or model.expected is not None:
             return
-        model.expected = grid(LAYERS, range(expected_rows(PROMPT, generated)))
-        model.aborted = aborted
+        model.seal(grid(LAYERS, range(expected_rows(PROMPT, generated))), aborted=aborted)
         self.client.seal(name, generated=[generated], outcome=ABORTED if aborted else COMPLETE)
 
     @rule(name=names, layers=st.sets(st.sampled_from(LAYERS)))
@@ -116,14 +148,27 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.store.stop()
         self.start()
 
+    @precondition(lambda self: self.captures)
+    @rule()
+    def die(self) -> None:
+        """Start again from what is committed at this moment, and never from what a stop would write."""
+        before, self.folder = self.folder, Path(tempfile.mkdtemp(prefix="store-model-"))
+        (self.folder / "db").mkdir()
+        self.store._db._env.copy(str(self.folder / "db"))
+        self.client.close()
+        self.store.stop()
+        shutil.rmtree(before)
+        self.start()
+
     @invariant()
     def manifests_agree(self) -> None:
         for name, model in self.captures.items():
             manifest = self.client.get(name)
             assert manifest.state == model.state
             assert cells_of(manifest.present) == model.present
-            missing = model.expected - model.stored if model.expected is not None else set()
-            assert cells_of(manifest.missing) == missing
+            assert cells_of(manifest.missing) == model.missing
+            if model.state == INCOMPLETE:
+                assert manifest.incomplete_reason == OVERFLOW
             assert manifest.num_rows == len(model.present)
 
     @invariant()

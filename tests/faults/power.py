@@ -1,0 +1,162 @@
+"""What a loss of power leaves of a database: every write of a store is watched, and any of them can be taken back.
+
+`strace` notes what a store writes to its data file, and when it syncs. A disk keeps for certain what was written before
+the last sync that had ended, and what was written with O_DSYNC; of what was written since, it keeps what it likes. So
+`Recording.cut` rebuilds the file as it may be found after a cut at any moment. That the recording is whole is checked:
+all writes together must give the file byte by byte.
+
+It assumes what LMDB assumes of a disk: fdatasync keeps its promise, and a root page's few bytes are not torn.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_CALLS = "openat,lseek,write,writev,pwrite64,pwritev,pwritev2,fdatasync,fsync,msync,ftruncate,mmap"
+_LONGEST = 4 << 20
+
+_LINE = re.compile(r"(?P<pid>\d+) +(?P<time>\d+\.\d+) (?P<text>.*)")
+_RESUMED = re.compile(r"<\.\.\. \w+ resumed>(?P<rest>.*)")
+_OPEN = re.compile(r'openat\(.*", (?P<flags>[A-Z_|]+).*\) = (?P<descriptor>\d+)')
+_SEEK = re.compile(r"lseek\((?P<descriptor>\d+)<[^>]*>, (?P<at>\d+), SEEK_SET\) += (?P=at)")
+_WRITE_AT = re.compile(r'pwrite64\((?P<descriptor>\d+)<[^>]*>, "(?P<data>[^"]*)", \d+, (?P<at>\d+)\) += (?P<done>\d+)')
+_WRITE_ON = re.compile(r"writev\((?P<descriptor>\d+)<[^>]*>, \[(?P<parts>.*)\], \d+\) += (?P<done>\d+)")
+_PART = re.compile(r'iov_base="([^"]*)"')
+_SYNC = re.compile(r"f(?:data)?sync\(\d+<[^>]*>\) += 0")
+_HARMLESS = re.compile(r"openat\(.* = -1 |mmap\(.*PROT_READ, MAP_SHARED|\+\+\+|---")
+
+
+def unavailable(folder: Path) -> str | None:
+    """Return why a process cannot be watched here; None if it can. The folder takes a log."""
+    if shutil.which("strace") is None:
+        return "strace is not installed"
+    log = folder / "strace.log"
+    process = subprocess.Popen([*watched(folder / "nothing", log), "true"], stderr=subprocess.PIPE, text=True)
+    _, error = process.communicate()
+    return None if process.returncode == 0 and has_ended(log, process.pid) else f"strace is not permitted: {error}"
+
+
+def has_ended(log: Path, pid: int, deadline: float = 20.0) -> bool:
+    """Wait until a log is whole: strace has noted that the process has ended. It writes a little later than that."""
+    end = time.monotonic() + deadline
+    last_words = re.compile(rf"^{pid} .*\+\+\+ (exited|killed)", re.MULTILINE)
+    while not (log.exists() and last_words.search(log.read_text())):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def watched(data: Path, log: Path) -> list[str]:
+    """Return the words before a command whose writes to a file are to be noted; the process is the command itself."""
+    file = [*("-P", str(data)), *("-o", str(log))]
+    return ["strace", "-D", "-f", "-q", "-ttt", "-y", "-xx", "-s", str(_LONGEST), "-e", f"trace={_CALLS}", *file]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Bytes that were written."""
+
+    time: float
+    at: int
+    data: bytes
+    durable: bool
+    """It had reached the disk when the call returned."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """From here on, everything before is on the disk."""
+
+    time: float
+
+
+class Recording:
+    """What was done to a data file, in order, by one process after the other."""
+
+    def __init__(self, logs: Sequence[Path]) -> None:
+        self.events: list[Write | Sync] = []
+        for log in logs:
+            self.events += _parse(log)
+
+    def moments(self, since: float) -> Iterator[int]:
+        """Yield every moment at which power may be cut: before each event, and after the last one."""
+        yield from (at for at, event in enumerate(self.events) if event.time >= since)
+        yield len(self.events)
+
+    def time(self, moment: int) -> float:
+        """Return when that is: what was acknowledged before must be there. After the last event: always."""
+        return self.events[moment].time if moment < len(self.events) else float("inf")
+
+    def cut(self, moment: int, keep: random.Random | None) -> bytes:
+        """Return the file after a cut: of what was not synced, nothing is kept, or each write at random."""
+        image = bytearray()
+        safe = max((at for at, event in enumerate(self.events[:moment]) if isinstance(event, Sync)), default=0)
+        for at, event in enumerate(self.events[:moment]):
+            if isinstance(event, Write) and (at < safe or event.durable or (keep and keep.random() < 0.5)):
+                _apply(image, event)
+        return bytes(image)
+
+    def everything(self) -> bytes:
+        """Return the file with all writes, as the kernel shows it."""
+        image = bytearray()
+        for event in self.events:
+            if isinstance(event, Write):
+                _apply(image, event)
+        return bytes(image)
+
+
+def _apply(image: bytearray, write: Write) -> None:
+    end = write.at + len(write.data)
+    if len(image) < end:
+        image.extend(bytes(end - len(image)))
+    image[write.at : end] = write.data
+
+
+def _parse(log: Path) -> Iterator[Write | Sync]:
+    durable: dict[str, bool] = {}
+    position: dict[str, int] = {}
+    for began, text in _calls(log):
+        if call := _OPEN.match(text):
+            durable[call["descriptor"]] = "SYNC" in call["flags"]
+        elif call := _SEEK.match(text):
+            position[call["descriptor"]] = int(call["at"])
+        elif call := _WRITE_AT.match(text):
+            yield _write(began, call, int(call["at"]), [call["data"]], durable)
+        elif call := _WRITE_ON.match(text):
+            write = _write(began, call, position[call["descriptor"]], _PART.findall(call["parts"]), durable)
+            position[call["descriptor"]] += len(write.data)
+            yield write
+        elif _SYNC.match(text):
+            yield Sync(began)
+        else:
+            assert _HARMLESS.match(text), f"a call that this simulation does not know: {text[:200]}"
+
+
+def _write(began: float, call: re.Match[str], at: int, parts: Sequence[str], durable: dict[str, bool]) -> Write:
+    data = bytes.fromhex("".join(parts).replace("\\x", ""))
+    assert len(data) == int(call["done"]), "a write was cut short"
+    return Write(began, at, data, durable[call["descriptor"]])
+
+
+def _calls(log: Path) -> Iterator[tuple[float, str]]:
+    """Yield the calls, whole, in the order in which they ended; the time is that of their beginning."""
+    begun: dict[str, tuple[float, str]] = {}
+    for line in log.read_text().splitlines():
+        parts = _LINE.match(line)
+        assert parts, line[:200]
+        pid, began, text = parts["pid"], float(parts["time"]), parts["text"]
+        if text.endswith("<unfinished ...>"):
+            begun[pid] = began, text.removesuffix("<unfinished ...>")
+        elif resumed := _RESUMED.match(text):
+            began, start = begun.pop(pid)
+            yield began, start.rstrip() + resumed["rest"]
+        else:
+            yield began, text

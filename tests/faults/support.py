@@ -1,0 +1,357 @@
+"""What fails here: a store, shippers and a worker's ring as in earnest, and rows that are known to the byte."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from inference_svc.shipping.producer import RingProducer
+from inference_svc.shipping.protocol import ExtentReady
+from inference_svc.shipping.supervisor import ShipperSupervisor
+from residuum.rpc.channels import open_channel
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
+
+_T = TypeVar("_T")
+
+DEADLINE = 60.0
+"""For anything that must come to pass: far more than it takes, so that a verdict does not hang on a busy machine."""
+
+LAYERS = (0, 1, 2, 3)
+BLOCK = 32
+"""Positions that are published together, as by the worker."""
+
+POST = capture_pb2.SITE_RESID_POST
+COMPLETE, INCOMPLETE = capture_pb2.CAPTURE_STATE_COMPLETE, capture_pb2.CAPTURE_STATE_INCOMPLETE
+
+_ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'client'}"}
+
+Row = tuple[int, int]
+"""Layer and position."""
+
+
+def wait_until(holds: Callable[[], _T], what: str, deadline: float = DEADLINE) -> _T:
+    """Poll until something holds, for what has no event to wait on; return it."""
+    end = time.monotonic() + deadline
+    while not (result := holds()):
+        assert time.monotonic() < end, f"{what}: not within {deadline:g} s"
+        time.sleep(0.01)
+    return result
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A capture of a prompt. The bytes of each row follow from its name and place, and no two are alike."""
+
+    name: str
+    length: int
+    """Positions that are expected."""
+    width: int = 64
+    """float32 elements of a row."""
+
+    def values(self, layers: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """Return rows, [layers, positions, width]: four bytes for each element."""
+        layer, position, element = np.ix_(layers, positions, range(self.width))
+        mixed = (layer * 1_000_003 + position * 7919 + element) * 2_654_435_761 + zlib.crc32(self.name.encode())
+        return mixed.astype(np.uint32)
+
+    def header(self, positions: Sequence[int], layers: Sequence[int] = LAYERS) -> capture_pb2.ChunkHeader:
+        """Describe rows of it."""
+        return capture_pb2.ChunkHeader(
+            site=POST,
+            layers=layers,
+            positions=positions,
+            dtype=tensor_pb2.DATA_TYPE_FLOAT32,
+            width=self.width,
+            encoding=capture_pb2.ENCODING_RAW,
+        )
+
+    def blocks(self) -> Iterator[range]:
+        """Yield its positions, a block at a time."""
+        for start in range(0, self.length, BLOCK):
+            yield range(start, min(start + BLOCK, self.length))
+
+    def rows(self) -> set[Row]:
+        """Return all its rows."""
+        return {(layer, position) for layer in LAYERS for position in range(self.length)}
+
+
+@dataclass
+class Found:
+    """What a store has of a capture."""
+
+    manifest: capture_pb2.CaptureManifest
+    times: Counter[Row] = field(default_factory=Counter)
+    """How often each row came."""
+    wrong: int = 0
+    """Rows of other bytes than were published."""
+
+    @property
+    def doubled(self) -> int:
+        """Rows that came more than once."""
+        return sum(times > 1 for times in self.times.values())
+
+
+class Store:
+    """A store service in a process of its own; it can be killed, and started again at the same port."""
+
+    def __init__(self, folder: Path, *flags: str, before: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self.flags = flags
+        self.port = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._port_file, self.log = folder / "store.port", folder / "store.log"
+        self.channel: grpc.Channel | None = None
+        self.start(before=before)
+        self.channel = open_channel(self.endpoint)
+        self.stub = store_pb2_grpc.StoreServiceStub(self.channel)
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self, *, wait: bool = True, before: Sequence[str] = ()) -> None:
+        """Start the process, at the port it had; `before` are words before its command."""
+        self._port_file.unlink(missing_ok=True)
+        command = [*before, sys.executable, "-m", "store_svc", "--listen", self.endpoint]
+        command += ["--path", str(self.folder / "data"), "--port-file", str(self._port_file), *self.flags]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stderr=log, env=ENVIRONMENT, start_new_session=True)
+        if wait:
+            self.wait_until_serving()
+
+    def wait_until_serving(self) -> None:
+        """The port is written when the store serves."""
+        process = self.process
+        assert process is not None
+        end = time.monotonic() + DEADLINE
+        while not self._port_file.exists():
+            assert time.monotonic() < end, "the store did not start in time"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
+            assert process.returncode is None, f"the store ended with {process.returncode}\n{self.log.read_text()}"
+        self.port = int(self._port_file.read_text())
+
+    def kill(self) -> None:
+        """End it at once; SIGKILL gives it no time for anything."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Let it do nothing at all for a while, as a machine does that swaps: no connection ends."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> int:
+        """End it politely; return its exit status."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(DEADLINE)
+
+    def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+        self.kill()
+
+    def call(self, method: str, request: object) -> Any:
+        """Ask until there is an answer, however often the store goes away in between."""
+        end = time.monotonic() + DEADLINE
+        while True:
+            try:
+                return getattr(self.stub, method)(request, timeout=DEADLINE, wait_for_ready=True)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
+                    raise
+
+    def open(self, capture: Capture) -> None:
+        description = capture_pb2.CaptureDescription(
+            capture_id=capture.name,
+            model="tiny",
+            hidden_size=capture.width,
+            num_layers=len(LAYERS),
+            dtype=tensor_pb2.DATA_TYPE_FLOAT32,
+            spec=capture_pb2.CaptureSpec(sites=[POST], encoding=capture_pb2.ENCODING_RAW),
+            prompt_token_ids=range(capture.length),
+            num_sequences=1,
+        )
+        description.spec.layers.list.layers.extend(LAYERS)
+        self.call("OpenCapture", store_pb2.OpenCaptureRequest(description=description))
+
+    def seal(self, capture: Capture) -> None:
+        """Seal as COMPLETE with one generated token, so that the prompt's rows are the expected ones."""
+        outcome = capture_pb2.SequenceOutcome(generated_token_ids=[1], finish_reason="length")
+        request = store_pb2.SealCaptureRequest(capture_id=capture.name, sequences=[outcome], outcome=COMPLETE)
+        self.call("SealCapture", request)
+
+    def manifest(self, capture: Capture, *, wait: bool = False) -> capture_pb2.CaptureManifest:
+        request = store_pb2.GetCaptureRequest(capture_id=capture.name)
+        if wait:
+            request.wait.FromSeconds(int(DEADLINE))
+        return self.call("GetCapture", request).manifest
+
+    def delete(self, capture: Capture) -> None:
+        """Delete it; whoever did not hear the answer and asks again hears that there is none."""
+        try:
+            self.call("DeleteCapture", store_pb2.DeleteCaptureRequest(capture_id=capture.name))
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+
+    def read(self, capture: Capture) -> Found:
+        """Read everything, from the start again when the store goes away in the middle."""
+        end = time.monotonic() + DEADLINE
+        request = store_pb2.ReadChunksRequest(capture_id=capture.name)
+        while True:
+            try:
+                return collect(capture, self.stub.ReadChunks(request, timeout=DEADLINE, wait_for_ready=True))
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
+                    raise
+
+    def seal_and_check(self, capture: Capture) -> None:
+        """Seal; it must end COMPLETE, and have every row exactly once, as it was published."""
+        self.seal(capture)
+        manifest = self.manifest(capture, wait=True)
+        assert manifest.state == COMPLETE, manifest
+        found = self.read(capture)
+        assert (found.doubled, found.wrong) == (0, 0)
+        assert set(found.times) == capture.rows()
+        assert manifest.num_rows == len(capture.rows())
+
+
+def collect(capture: Capture, answers: Iterator[store_pb2.ReadChunksResponse]) -> Found:
+    """Compare what a read brings with what was published."""
+    found = Found(capture_pb2.CaptureManifest())
+    for answer in answers:
+        if answer.HasField("manifest"):
+            found.manifest = answer.manifest
+            continue
+        header = answer.chunk.header
+        values = np.frombuffer(answer.chunk.payload, "<u4").reshape(len(header.layers), len(header.positions), -1)
+        same = (values == capture.values(header.layers, header.positions)).all(axis=2)
+        found.wrong += int((~same).sum())
+        found.times.update((layer, position) for layer in header.layers for position in header.positions)
+    return found
+
+
+def present_rows(manifest: capture_pb2.CaptureManifest) -> set[Row]:
+    """Return the rows that a manifest says are there."""
+    return named_rows(manifest.present)
+
+
+def named_rows(row_sets: Sequence[capture_pb2.RowSet]) -> set[Row]:
+    return {
+        (layer, position)
+        for item in row_sets
+        for layer in item.layers
+        for run in item.positions
+        for position in range(run.first, run.last + 1)
+    }
+
+
+class Ring(RingProducer):
+    """A worker's ring that remembers what came back: those rows the store has acknowledged."""
+
+    def __init__(self, control_path: Path, *, ring_bytes: int) -> None:
+        super().__init__(control_path, ring_bytes=ring_bytes)
+        self._acked: dict[str, set[Row]] = {}
+        self._acks = threading.Condition()
+        self.num_acked = 0
+        """Extents that came back."""
+
+    def publish_rows(self, capture: Capture, positions: Sequence[int]) -> None:
+        """Publish a block; waits for room, as the policy WAIT does."""
+        header = capture.header(positions)
+        payload = capture.values(LAYERS, positions).tobytes()
+        extent = self.acquire(len(payload), block=True)
+        assert extent is not None
+        self.view(extent)[:] = np.frombuffer(payload, np.uint8)
+        self.publish(extent, capture.name, [header])
+
+    def acked(self, capture: Capture) -> set[Row]:
+        """Return the rows of a capture that are acknowledged."""
+        with self._acks:
+            return set(self._acked.get(capture.name, ()))
+
+    def forget(self, capture: Capture) -> None:
+        """Let go of what was remembered of a capture."""
+        with self._acks:
+            self._acked.pop(capture.name, None)
+
+    def wait_for_acks(self, more: int) -> bool:
+        """Wait until that many more extents have come back; tell whether they did in time."""
+        with self._acks:
+            enough = self.num_acked + more
+            return self._acks.wait_for(lambda: self.num_acked >= enough, DEADLINE)
+
+    def _take_back(self, item: Any) -> None:
+        if isinstance(item, ExtentReady):
+            with self._acks:
+                rows = self._acked.setdefault(item.capture_id, set())
+                for header in item.headers:
+                    rows.update((layer, position) for layer in header.layers for position in header.positions)
+                self.num_acked += 1
+                self._acks.notify_all()
+        super()._take_back(item)
+
+
+class Shippers:
+    """Shippers under the supervisor that the inference service has, on a thread with an event loop of its own.
+
+    They inherit this process's environment, in which PYTHONPATH should be ENVIRONMENT's.
+    """
+
+    def __init__(self, control_path: Path, endpoint: str, count: int = 1, *arguments: str) -> None:
+        self._supervisor = ShipperSupervisor([control_path], endpoint, count, arguments=arguments)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="supervisor")
+        self._thread.start()
+        self._run(self._supervisor.start())
+
+    def pids(self) -> list[int]:
+        """Return those that run now."""
+        return [status.pid for status in self._supervisor.status() if status.pid is not None]
+
+    @property
+    def restarts(self) -> int:
+        return sum(status.restarts for status in self._supervisor.status())
+
+    def kill(self, pid: int) -> bool:
+        """Kill one; False if it had just ended."""
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def stop(self, grace_seconds: float = DEADLINE) -> None:
+        if self._thread.is_alive():
+            self._run(self._supervisor.stop(grace_seconds))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _run(self, work: Any) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * DEADLINE)

@@ -1,0 +1,218 @@
+"""What an acknowledgement promises against the loss of power: at every moment of a recorded run, any writes undone.
+
+*Committed* survives the end of the process; that is tested by killing (test_kills.py). *Synced* survives the loss of
+power as well. `--ack` says which of the two an acknowledgement waits for.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.frames import parse_read
+from store_svc.db import Database
+from store_svc.load import load_catalog
+from store_svc.reader import Reader
+from tests.faults import power
+from tests.faults.power import Recording
+from tests.faults.support import Store
+from tests.store.support import Cell, Client, OpenStream, Rows, describe, grid, make_chunk, seal_request
+
+LAYERS = [0, 1, 2]
+WIDTH = 1024
+"""A chunk of one position is 12 KiB: more than a page."""
+NEVER = ("--sync-interval-seconds", "3600")
+"""Nothing is synced for the time alone: what is synced is so for a reason."""
+MAP_BYTES = 16 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _strace(tmp_path_factory: pytest.TempPathFactory) -> None:
+    why = power.unavailable(tmp_path_factory.mktemp("strace"))
+    if why is not None:
+        pytest.skip(why)
+
+
+@dataclass
+class Answers:
+    """What the store has told, and when."""
+
+    committed: list[tuple[float, set[Cell]]] = field(default_factory=list)
+    """Rows by the time of the acknowledgement that said so first."""
+    synced: list[tuple[float, set[Cell]]] = field(default_factory=list)
+    ended: float = float("inf")
+    """When the capture was told to be COMPLETE."""
+
+    def before(self, kind: str, moment: float) -> set[Cell]:
+        return {cell for told, cells in getattr(self, kind) if told < moment for cell in cells}
+
+
+class Watched:
+    """A store whose every write is recorded, from the first one on; it can be killed and started anew."""
+
+    def __init__(self, folder: Path) -> None:
+        self.answers = Answers()
+        self._folder = folder
+        self._data = folder / "data" / "data.mdb"
+        self._logs: list[Path] = []
+        self._store: Store | None = None
+
+    def start(self, *flags: str) -> Client:
+        self._logs.append(self._folder / f"{len(self._logs)}.log")
+        flags = (*NEVER, "--max-bytes", str(MAP_BYTES), "--ending-timeout-seconds", "600", *flags)
+        before = power.watched(self._data, self._logs[-1])
+        self._store = Store(self._folder, *flags, before=before)
+        return Client(self._store.port)
+
+    def append(self, client: Client, positions: range) -> None:
+        """Append position by position, each when the one before is acknowledged; note every answer."""
+        stream = OpenStream(client)
+        committed = synced = 0
+        sent = [grid(LAYERS, [position]) for position in positions]
+
+        def note(answer: store_pb2.AppendChunksResponse) -> None:
+            nonlocal committed, synced
+            now = time.time()  # strace's clock
+            self.answers.committed += [(now, cells) for cells in sent[committed : answer.committed_through]]
+            self.answers.synced += [(now, cells) for cells in sent[synced : answer.synced_through]]
+            committed, synced = answer.committed_through, answer.synced_through
+
+        for position in positions:
+            number = stream.send(make_chunk(LAYERS, [position], width=WIDTH))
+            while committed < number:
+                note(next(stream.answers))
+        stream.half_close()
+        for answer in stream.answers:
+            note(answer)
+
+    def kill(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            assert power.has_ended(self._logs[-1], self._store.process.pid)
+
+    def recording(self) -> Recording:
+        recording = Recording(self._logs)
+        assert recording.everything() == self._data.read_bytes(), "the recording is not whole"
+        return recording
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    watched = Watched(tmp_path)
+    yield watched
+    watched.kill()
+
+
+@contextmanager
+def reopened(folder: Path, image: bytes) -> Iterator[tuple[set[Cell], capture_pb2.CaptureManifest | None]]:
+    """Open what a cut has left, as a store does; yields the rows of capture `a`, each checked, and its manifest."""
+    (folder / "data.mdb").write_bytes(image)
+    db = Database(folder, MAP_BYTES, sync_roots=False)
+    try:
+        catalog = load_catalog(db)
+        if catalog.number_of("a") is None:
+            yield set(), None
+            return
+        rows, manifest = Rows(), None
+        request = store_pb2.ReadChunksRequest(capture_id="a")
+        for data in Reader(db, catalog).read(request, lambda: False, lambda _: None):
+            content = parse_read(data)
+            if isinstance(content, capture_pb2.CaptureManifest):
+                manifest = content
+            else:
+                chunk = capture_pb2.Chunk(header=content.header, crc32c=content.crc32c, payload=bytes(content.payload))
+                rows.take(chunk)
+        yield rows.cells, manifest
+    finally:
+        db.close()
+
+
+def cut_everywhere(
+    watched: Watched, check: Callable[[float, set[Cell], capture_pb2.CaptureManifest | None], None]
+) -> None:
+    """Cut the power at every moment since the first answer, once with nothing unsynced kept and once at random."""
+    recording = watched.recording()
+    since = watched.answers.committed[0][0]
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        for moment in recording.moments(since):
+            for keep in (None, random.Random(moment)):
+                with reopened(Path(folder), recording.cut(moment, keep)) as (cells, manifest):
+                    check(recording.time(moment), cells, manifest)
+
+
+def run(watched: Watched, ack: str) -> None:
+    """Write a capture whose pages take the place of another's, which is deleted meanwhile; seal it; kill the store."""
+    client = watched.start("--ack", ack)
+    for name in ("a", "b"):
+        client.open(describe(name, layers=LAYERS, prompt=30, width=WIDTH))
+    client.append([make_chunk(LAYERS, [position], width=WIDTH) for position in range(10)], "b")
+    watched.append(client, range(10))
+    client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="b"))
+    watched.append(client, range(10, 30))
+    client.stub.SealCapture(seal_request("a", generated=[1]))
+    watched.answers.ended = time.time()  # strace's clock
+    client.close()
+    watched.kill()
+
+
+def test_what_is_acknowledged_as_synced_outlives_the_loss_of_power(watched: Watched) -> None:
+    run(watched, "synced")
+    answers = watched.answers
+
+    def check(moment: float, cells: set[Cell], manifest: capture_pb2.CaptureManifest | None) -> None:
+        assert cells >= answers.before("committed", moment), "with `synced`, no other acknowledgement is given"
+        assert manifest
+        if answers.ended < moment:
+            assert manifest.state == capture_pb2.CAPTURE_STATE_COMPLETE
+
+    assert answers.synced
+    cut_everywhere(watched, check)
+
+
+def test_what_is_only_committed_may_be_undone_by_the_loss_of_power_but_nothing_is_damaged(
+    watched: Watched,
+) -> None:
+    """Not more than the last commit; a capture that had ended may be open again, and is never COMPLETE with less."""
+    run(watched, "committed")
+    answers = watched.answers
+    undone: set[Cell] = set()
+
+    def check(moment: float, cells: set[Cell], manifest: capture_pb2.CaptureManifest | None) -> None:
+        assert cells >= answers.before("synced", moment)
+        missing = answers.before("committed", moment) - cells
+        assert len(missing) <= len(LAYERS), "more than the last commit"
+        undone.update(missing)
+        if manifest and manifest.state == capture_pb2.CAPTURE_STATE_COMPLETE:
+            assert cells == grid(LAYERS, range(30))
+
+    cut_everywhere(watched, check)
+    assert undone, "the simulation undoes nothing, or `committed` means more than it says"
+
+
+def test_what_was_only_committed_before_a_crash_is_synced_before_it_is_acknowledged_as_synced(
+    watched: Watched,
+) -> None:
+    """The store before was killed, and its last root page is still in the kernel's memory: a repeat writes nothing."""
+    client = watched.start("--ack", "committed")
+    client.open(describe("a", layers=LAYERS, prompt=30, width=WIDTH))
+    stream = OpenStream(client)
+    assert stream.until_acked(stream.send(make_chunk(LAYERS, [0], width=WIDTH))).synced_through == 0
+    watched.kill()
+    client = watched.start("--ack", "synced")
+    watched.append(client, range(1))
+    watched.kill()
+    assert watched.answers.synced[0][1] == grid(LAYERS, [0])
+
+    def check(moment: float, cells: set[Cell], _: capture_pb2.CaptureManifest | None) -> None:
+        assert cells >= watched.answers.before("synced", moment)
+
+    cut_everywhere(watched, check)
