@@ -253,6 +253,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         done: list[list[int]] = [[] for _ in range(sequences)]
         self.done[name] = done
         started = inference_pb2.GenerationStarted(request_id=name, prompt_token_ids=prompt, capture=handle)
+        self.running[name] = threading.Event()  # before the client knows its name, and may abort it
         if not script.bad_order:
             yield inference_pb2.GenerateResponse(started=started)
         self.generating.set()
@@ -267,7 +268,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _deltas(self, name, prompt, count, done, context):
         """Make tokens until there are enough or somebody stops it; `done` is filled."""
-        stop = self.running[name] = threading.Event()
+        stop = self.running[name]
         ended = threading.Event()
         hold = self.script.hold
 
