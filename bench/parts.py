@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from dataclasses import dataclass
+import sys
+import time
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench.capture.processes import terminated_as_interrupted
+from bench.children import RunFailedError
+from bench.machine import Revision, versions
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    from bench.machine import Machine
 
 _KIND_OF_MACHINE = ("cpu", "cores", "gpu", "gpu_count", "gpu_driver")
 """What of a machine must agree for figures to lie in one file: not how busy it was."""
@@ -45,6 +54,48 @@ class Bar:
         """Return it as it is printed."""
         sign = "<=" if self.at_most else ">="
         return f"{'pass' if self.passed else 'MISSED'}\t{self.name}\t{self.value:.4g} {sign} {self.limit:g}"
+
+
+def run_parts(
+    benchmark: str,
+    machine: Machine,
+    names: Sequence[str],
+    output: Path | None,
+    measure: Callable[[str], tuple[dict[str, Any], list[str]]],
+) -> None:
+    """Measure parts one after the other, and write each as soon as it is there. Ends the process if anything failed.
+
+    Args:
+        benchmark: The benchmark's name.
+        machine: Where it runs.
+        names: The parts.
+        output: Where the result goes; what it holds of other parts stays, if it is of the same revision and machine.
+        measure: Returns a part as plain data, and what failed in it. Raises RunFailedError if nothing came of it.
+    """
+    context = {"machine": asdict(machine), "versions": versions(), "revision": asdict(Revision.describe())}
+    try:
+        parts = read_earlier(output, benchmark, context) if output else {}
+    except OtherRunError as error:
+        sys.exit(str(error))
+    failures = []
+    try:
+        with terminated_as_interrupted():
+            for name in names:
+                load, started = os.getloadavg()[0], time.perf_counter()
+                try:
+                    part, failed = measure(name)
+                except RunFailedError as error:
+                    failures.append(str(error))  # the other parts can do without this one
+                    continue
+                failures += failed
+                seconds = time.perf_counter() - started
+                parts[name] = {**part, "load_before": round(load, 2), "seconds": round(seconds, 1)}
+                if output:  # what is measured stays, whatever comes after it
+                    write(output, benchmark, context, parts)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if failures:
+        sys.exit("\n".join(f"BENCH FAILED: {failure}" for failure in failures))
 
 
 def read_earlier(file: Path, benchmark: str, context: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.capture.processes import terminated_as_interrupted
 from bench.capture.shapes import SHAPES
 from bench.capture.workload import Runner
-from bench.children import RunFailedError, run_child
-from bench.machine import Machine, Revision, versions
-from bench.parts import OtherRunError, read_earlier, write
+from bench.children import run_child
+from bench.machine import Machine
+from bench.parts import run_parts
 from bench.steering import engine, rpc
 from bench.steering.engine import Case, EngineJob
 from bench.steering.rpc import RpcJob
@@ -33,30 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the result."""
     machine = Machine.describe()
     options = parse(arguments, has_gpu=bool(machine.gpu))
-    context = {"machine": asdict(machine), "versions": versions(), "revision": asdict(Revision.describe())}
-    try:
-        parts = read_earlier(options.output, BENCHMARK, context) if options.output else {}
-    except OtherRunError as error:
-        sys.exit(str(error))
-    failures = []
-    try:
-        with terminated_as_interrupted():
-            for name in options.parts:
-                load, started = os.getloadavg()[0], time.perf_counter()
-                try:
-                    part, failed = _MEASURES[name](options)
-                except RunFailedError as error:
-                    failures.append(str(error))  # the other parts can do without this one
-                    continue
-                failures += failed
-                seconds = time.perf_counter() - started
-                parts[name] = {**part, "load_before": round(load, 2), "seconds": round(seconds, 1)}
-                if options.output:  # what is measured stays, whatever comes after it
-                    write(options.output, BENCHMARK, context, parts)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    if failures:
-        sys.exit("\n".join(f"BENCH FAILED: {failure}" for failure in failures))
+    run_parts(BENCHMARK, machine, options.parts, options.output, lambda name: _MEASURES[name](options))
 
 
 def _measure_kernel(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

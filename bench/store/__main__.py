@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import tempfile
-import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.capture.processes import terminated_as_interrupted
 from bench.children import RunFailedError
-from bench.machine import Machine, Revision, versions
-from bench.parts import OtherRunError, read_earlier, write
+from bench.machine import Machine
+from bench.parts import run_parts
 from bench.store import compare, latency, scale
 from bench.store.captures import Shape
 from bench.store.compare import CompareJob
@@ -35,29 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the result."""
     machine = Machine.describe()
     options = parse(arguments, cores=machine.cores)
-    context = {"machine": asdict(machine), "versions": versions(), "revision": asdict(Revision.describe())}
+    run_parts(BENCHMARK, machine, options.parts, options.output, lambda name: _measured(name, options))
+
+
+def _measured(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     try:
-        parts = read_earlier(options.output, BENCHMARK, context) if options.output else {}
-    except OtherRunError as error:
-        sys.exit(str(error))
-    failures = []
-    try:
-        with terminated_as_interrupted():
-            for name in options.parts:
-                load, started = os.getloadavg()[0], time.perf_counter()
-                try:
-                    part = _measure(name, options)
-                except (RunFailedError, ServiceFailedError) as error:
-                    failures.append(f"{name}: {error}")  # the other parts can do without this one
-                    continue
-                seconds = time.perf_counter() - started
-                parts[name] = {**part, "load_before": round(load, 2), "seconds": round(seconds, 1)}
-                if options.output:  # what is measured stays, whatever comes after it
-                    write(options.output, BENCHMARK, context, parts)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    if failures:
-        sys.exit("\n".join(f"BENCH FAILED: {failure}" for failure in failures))
+        return _measure(name, options), []
+    except (RunFailedError, ServiceFailedError) as error:
+        raise RunFailedError(f"{name}: {error}") from error
 
 
 def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
