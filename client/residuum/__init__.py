@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         ResiduumError,
         ResourceExhausted,
         ServerFault,
+        SilentStoreWarning,
         StoreFull,
         StoreUnreachable,
         Unavailable,
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     )
     from residuum.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.replies import (
+        CapturePage,
         CaptureSummary,
         Health,
         ModelInfo,
@@ -104,6 +106,7 @@ _HOMES = {
     "SequenceOutcome": "residuum.manifest",
     "SteeringChange": "residuum.manifest",
     "SteeringRecord": "residuum.manifest",
+    "CapturePage": "residuum.replies",
     "CaptureSummary": "residuum.replies",
     "Health": "residuum.replies",
     "ModelInfo": "residuum.replies",
@@ -141,6 +144,7 @@ __all__ = [
     "CaptureEnded",
     "CaptureExists",
     "CaptureNotComplete",
+    "CapturePage",
     "CaptureSummary",
     "Client",
     "ClientClosed",
@@ -178,6 +182,7 @@ __all__ = [
     "Sequence",
     "SequenceOutcome",
     "ServerFault",
+    "SilentStoreWarning",
     "SteeringChange",
     "SteeringRecord",
     "StoreFull",

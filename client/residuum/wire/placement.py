@@ -63,7 +63,7 @@ def _parse(text: str) -> StoreAddress:
         return StoreAddress(text, text)
     if not is_valid_id(name):
         raise ValueError(
-            f"{name!r} is no name for a store: write 1 to 128 of a-z A-Z 0-9 . _ - that do not start with . or -, as in "
-            "a=host:port"
+            f"{name!r} is no name for a store: write 1 to 128 of a-z A-Z 0-9 . _ - that do not start with . or -, "
+            "as in a=host:port"
         )
     return StoreAddress(name, endpoint)
