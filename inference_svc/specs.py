@@ -255,6 +255,10 @@ def _resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> captur
         raise _invalid("capture.sites", "Name each site once.")
     if spec.encoding not in (capture_pb2.ENCODING_UNSPECIFIED, capture_pb2.ENCODING_RAW):
         raise _invalid("capture.encoding", "This server encodes rows as ENCODING_RAW alone.")
+    if spec.encoding_options != capture_pb2.EncodingOptions():
+        raise _invalid("capture.encoding_options", "ENCODING_RAW has no options.")
+    if spec.reduction not in (capture_pb2.REDUCTION_UNSPECIFIED, capture_pb2.REDUCTION_NONE):
+        raise _invalid("capture.reduction", "This server captures every row, REDUCTION_NONE, alone.")
     if spec.overflow not in capture_pb2.OverflowPolicy.values():
         raise _invalid("capture.overflow", "The overflow policy is WAIT or SHED.")
     _check_positions("capture.positions", spec.positions)

@@ -162,6 +162,14 @@ def pull(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def manifest(options: argparse.Namespace, output: Output) -> int:
+    """Print what is known of a capture, as one JSON document."""
+    with open_client(options) as client:
+        found = client.manifest(options.id, wait=(options.timeout or True) if options.wait else False)
+    print(found.to_json(indent=None if output.as_json else 2))
+    return 0
+
+
 def remove(options: argparse.Namespace, output: Output) -> int:
     """Delete captures; go on after one that is not there, and fail at the end."""
     failed = 0

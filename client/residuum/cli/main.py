@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(groups)
     _add_list(groups)
     _add_pull(groups)
+    _add_manifest(groups)
     removing = _add(groups, "rm", commands.remove, "delete captures")
     removing.add_argument("ids", nargs="+", metavar="ID", help="a capture's id")
     _add(groups, "stats", commands.stats, "show what the store holds, how full it is, and what it keeps for how long")
@@ -255,6 +256,15 @@ def _add_pull(groups: _Groups) -> None:
     )
     parser.add_argument(
         "--no-wait", action="store_true", help="fail if the capture is still being written (default: wait for its end)"
+    )
+
+
+def _add_manifest(groups: _Groups) -> None:
+    text = "print what is known of a capture, as one JSON document"
+    parser = _add(groups, "manifest", commands.manifest, text, timeout=None)
+    parser.add_argument("id", metavar="ID", help="the capture's id")
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for the capture's end, or for the --timeout (default: as it is now)"
     )
 
 
