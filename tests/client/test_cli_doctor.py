@@ -44,7 +44,7 @@ def test_doctor_finds_all_well(cli, store):
     }
     assert not [line for line in map(json.loads, out.splitlines()) if line["warning"]]
     out = cli("doctor")[1]
-    assert out.count("ok  ") == 13
+    assert out.count("ok  ") == 14
     assert "it keeps captures until they are deleted" in out
     assert f"the store at {store.endpoint}, version " in out
 
