@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from residuum.exceptions import (
         AbortedCapture,
         AlreadyExists,
+        BadCredentials,
         BadVector,
         BatchFailed,
         CaptureEnded,
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
         TokenDelta,
         Usage,
     )
+    from residuum.rpc.credentials import TLS
     from residuum.selections import Positions
     from residuum.steering import Ablate, Add, Cap, Replace
     from residuum.streams import AsyncStream, Stream
@@ -117,6 +119,7 @@ _HOMES = {
     "StoreStats": "residuum.replies",
     "TokenDelta": "residuum.replies",
     "Usage": "residuum.replies",
+    "TLS": "residuum.rpc.credentials",
     "Positions": "residuum.selections",
     "Ablate": "residuum.steering",
     "Add": "residuum.steering",
@@ -130,6 +133,7 @@ _HOMES = {
 """The module of each public name, apart from the exceptions."""
 
 __all__ = [
+    "TLS",
     "Ablate",
     "AbortedCapture",
     "Activations",
@@ -137,6 +141,7 @@ __all__ = [
     "AlreadyExists",
     "AsyncClient",
     "AsyncStream",
+    "BadCredentials",
     "BadVector",
     "BatchFailed",
     "Cap",
