@@ -13,6 +13,7 @@ from residuum.rpc.credentials import TLS, Credentials, CredentialsError
 from residuum.rpc.security import SecureSettings
 from residuum.rpc.settings import Endpoint, OptionalEndpoint
 from residuum.v1 import capture_pb2
+from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK
 
 _TAPS_OWN = {"model", "worker_cls", "additional_config", "speculative_config"}
 """Engine arguments that the taps depend on."""
@@ -109,6 +110,15 @@ class InferenceSettings(SecureSettings):
     captures them."""
     fold_norms: bool | None = None
     """Fold taps into the norms that follow them, so that idle ones cost next to nothing. Default: on a GPU."""
+
+    capture_encoding: Literal["raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk"] = "raw"
+    """How captured rows are encoded if a request does not say so; docs/encodings.md tells what each keeps."""
+    capture_rp_k: int = Field(default=DEFAULT_PROJECTION, ge=1)
+    """Dimensions of random projections (rp, rp8) if a request does not say how many; the width of rows, if that is
+    less."""
+    capture_topk_k: int = Field(default=DEFAULT_TOPK, ge=1)
+    """Elements of the largest magnitude that topk and topk8 keep if a request does not say how many; the width of rows,
+    if that is less."""
 
     ring_mib: int = Field(default=256, ge=1)
     """Shared memory between each capturing worker and the shippers, in MiB."""
