@@ -159,6 +159,8 @@ def test_bare_codes(code):
         "RESOURCE_EXHAUSTED": residuum.ResourceExhausted,
         "DATA_LOSS": residuum.DamagedCapture,
         "CANCELLED": residuum.RequestAborted,
+        "UNAUTHENTICATED": residuum.Unauthenticated,
+        "PERMISSION_DENIED": residuum.PermissionDenied,
     }
     assert type(error) is expected.get(code.name, residuum.ServerFault)
     assert "host:1" in str(error)
