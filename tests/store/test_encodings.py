@@ -86,7 +86,7 @@ def test_a_chunk_of_another_encoding_is_rejected(client: Client) -> None:
     for other in (FORMATS["raw"], FORMATS["full8"], RowFormat(RP8, form.width, form.dtype, dimensions=9)):
         answers = client.append([frame(other, [0], [0])])
         (rejection,) = (item for answer in answers for item in answer.rejections)
-        assert rejection.error.metadata["field"] == "chunk.header.encoding"
+        assert rejection.error.reason == Reason.ERROR_REASON_INVALID_FIELD
         assert "the capture's rows are rp8 of 10 dimensions" in rejection.error.message
 
 
