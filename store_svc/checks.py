@@ -61,6 +61,8 @@ def _check_spec(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:
         raise invalid("description.spec.layers", str(error)) from None
     if not spec.sites or len(set(spec.sites)) != len(spec.sites) or not _SITES.issuperset(spec.sites):
         raise invalid("description.spec.sites", "must name at least one site, each once")
+    if spec.reduction not in capture_pb2.Reduction.values():
+        raise invalid("description.spec.reduction", f"unknown reduction {int(spec.reduction)}")
     try:
         check_positions(spec.positions)
     except ValueError as error:
