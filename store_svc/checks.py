@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
+from residuum.wire.encodings import EncodingError, RowFormat
 from residuum.wire.ids import is_valid_id
 from residuum.wire.limits import (
     MAX_CAPTURE_ROWS_AT_A_POSITION,
@@ -56,6 +57,10 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
         numpy_dtype(description.dtype)
     except ValueError as error:
         raise invalid("description.dtype", str(error)) from None
+    try:
+        RowFormat.of_capture(description)
+    except EncodingError as error:
+        raise invalid("description.spec.encoding", str(error)) from None
     _check_spec(description.spec, description.num_layers)
     rows = description.num_sequences * len(description.spec.sites) * len(description.spec.layers.list.layers)
     if rows > MAX_CAPTURE_ROWS_AT_A_POSITION:
@@ -111,12 +116,13 @@ def check_chunk(header: capture_pb2.ChunkHeader, description: capture_pb2.Captur
     """
     _check_place("chunk.header", description, header.sequence, [header.site], header.layers)
     _check_positions("chunk.header", header.positions)
-    if header.encoding not in (capture_pb2.ENCODING_UNSPECIFIED, capture_pb2.ENCODING_RAW):
-        raise invalid("chunk.header.encoding", f"unknown encoding {int(header.encoding)}")
     if header.width != description.hidden_size:
         raise invalid("chunk.header.width", f"rows have {description.hidden_size} elements, not {header.width}")
     if header.dtype != description.dtype:
         raise invalid("chunk.header.dtype", "is not that of the capture")
+    form, wanted = RowFormat.of(header), RowFormat.of_capture(description)
+    if form != wanted:
+        raise invalid("chunk.header.encoding", f"the capture's rows are {wanted}, not {form}")
 
 
 def check_loss(loss: store_pb2.RowLoss, description: capture_pb2.CaptureDescription) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf import json_format, timestamp_pb2
 
+from residuum._manifest_json import from_document, to_document
 from residuum.capture import SITE_NAMES
 from residuum.exceptions import InvalidRequest
 from residuum.selections import Positions
@@ -199,20 +201,34 @@ class Manifest:
         rest = len(self.missing) - limit
         return named + (f"; and {rest} more" if rest > 0 else "")
 
-    def to_json(self) -> str:
-        """Return the manifest as the JSON form of its message."""
-        return json_format.MessageToJson(self.proto, indent=None)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the manifest as one JSON document, whose schema is `protos/residuum/v1/manifest.schema.json`.
+
+        It holds all that the message says, under the contract's names, and what `vllm_capture`'s manifests have:
+        `request_id`, `tp_rank`, `tp_world_size`, `mode`, `compression`, and by sequence `prompt_len`, `total_len` and
+        each layer's `shape`, [rows, width]. A sequence of `total_len` tokens has a row less: the last token is never
+        fed to the model.
+
+        Example:
+            >>> acts.manifest.to_dict()["sequences"]["0"]["layers"]["12"]["shape"]
+            [68, 576]
+        """
+        return to_document(self.proto)
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Return `to_dict` as a text."""
+        return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest of its JSON form.
+        """Return the manifest of a text that `to_json` made, or of the message's own JSON form.
 
         Raises:
-            InvalidRequest: The text is not such a form.
+            InvalidRequest: The text is neither.
         """
         try:
-            return cls.from_proto(json_format.Parse(text, capture_pb2.CaptureManifest(), ignore_unknown_fields=True))
-        except json_format.ParseError as error:
+            return cls.from_proto(from_document(json.loads(text)))
+        except (ValueError, json_format.ParseError) as error:
             raise InvalidRequest(f"This is not a manifest: {error}", reason="INVALID_FIELD") from None
 
     @classmethod

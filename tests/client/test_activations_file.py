@@ -145,7 +145,7 @@ def test_other_programs_read_the_file(acts, tmp_path):
     assert np.array_equal(arrays["sequence1/resid_pre.1"], rows(1, PRE, 1, range(1, 6)))
     assert arrays["resid_post.positions"].tolist() == [1, 2, 3, 4, 5]
     with safe_open(path, framework="np") as file:
-        assert json.loads(file.metadata()["manifest"])["description"]["captureId"] == acts.manifest.capture_id
+        assert json.loads(file.metadata()["manifest"])["request_id"] == acts.manifest.capture_id
 
 
 def test_torch_reads_the_file(acts, tmp_path):

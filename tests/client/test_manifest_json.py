@@ -1,0 +1,142 @@
+"""Manifests as JSON: by the committed schema, with the fields that `vllm_capture` has, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from google.protobuf import json_format
+from peer import HIDDEN
+
+import residuum
+from residuum._manifest_json import from_document
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "protos/residuum/v1/manifest.schema.json").read_text())
+
+
+def checked(manifest):
+    """The manifest's document, if it is by the schema and comes back as the same manifest."""
+    document = json.loads(json.dumps(manifest.to_dict()))
+    jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.FormatChecker()).validate(document)
+    assert from_document(document) == manifest.proto
+    assert residuum.Manifest.from_json(manifest.to_json()) == manifest
+    return document
+
+
+@pytest.fixture
+def client(endpoint):
+    with residuum.Client(endpoint) as opened:
+        yield opened
+
+
+def test_the_schema_of_manifests_is_a_schema():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_a_manifest_has_the_fields_of_vllm_capture(client):
+    reply = client.generate("a bb ccc", max_tokens=4, capture=residuum.Capture(layers=[1, 4]))
+    manifest = client.manifest(reply.request_id, wait=True)
+    document = checked(manifest)
+    assert (document["request_id"], document["tp_rank"], document["tp_world_size"]) == (reply.request_id, 0, 1)
+    assert (document["mode"], document["compression"]) == ("raw", {})
+    sequence = document["sequences"]["0"]
+    assert (sequence["prompt_len"], sequence["total_len"], sequence["finish_reason"]) == (3, 7, "length")
+    assert {layer: entry["shape"] for layer, entry in sequence["layers"].items()} == {
+        "1": [6, HIDDEN],
+        "4": [6, HIDDEN],
+    }
+    assert np.shape(client.activations(reply)[4]) == tuple(sequence["layers"]["4"]["shape"])
+    assert (document["state"], document["num_rows"]) == ("CAPTURE_STATE_COMPLETE", 12)
+    assert document["present"][0]["positions"] == [{"first": 0, "last": 5}]
+
+
+def test_a_manifest_of_sequences_sites_and_steering(client):
+    vector = residuum.Vector.from_array(np.arange(HIDDEN))
+    reply = client.generate(
+        "a bb ccc", max_tokens=4, n=2, steer=[residuum.Cap(vector, layer=2, max=1.0), residuum.Add(vector, layer=3)],
+        capture=residuum.Capture(layers=[1], sites="resid_post,resid_pre", positions="generated", before_steering=True),
+    )  # fmt: skip
+    document = checked(client.manifest(reply.request_id, wait=True))
+    assert list(document["sequences"]) == ["0", "1"]
+    for sequence in document["sequences"].values():
+        assert sequence["layers"] == {
+            "1": {"shape": [3, HIDDEN], "sites": {"resid_post": [3, HIDDEN], "resid_pre": [3, HIDDEN]}}
+        }
+    assert document["description"]["spec"]["before_steering"] is True
+    assert len(document["description"]["steering"]["operations"]) == 2
+
+
+def test_a_manifest_of_an_incomplete_capture_says_what_is_missing(client, peer):
+    peer.script.lost_layers = (1,)
+    reply = client.generate("a bb ccc", max_tokens=4, capture=residuum.Capture(layers=[1, 4]))
+    document = checked(client.manifest(reply.request_id, wait=True))
+    assert (document["state"], document["incomplete_reason"]) == (
+        "CAPTURE_STATE_INCOMPLETE",
+        "INCOMPLETE_REASON_OVERFLOW",
+    )
+    assert document["missing"][0]["layers"] == [1]
+    shapes = [document["sequences"]["0"]["layers"][layer]["shape"] for layer in ("1", "4")]
+    assert shapes == [[0, HIDDEN], [6, HIDDEN]]
+
+
+def test_a_manifest_of_an_open_capture_has_no_length_yet(client, peer):
+    peer.script.delay_seal = threading.Event()
+    reply = client.generate("a bb ccc", max_tokens=4, capture=residuum.Capture(layers=[1]))
+    document = checked(client.manifest(reply.request_id))
+    peer.script.delay_seal.set()
+    assert document["state"] == "CAPTURE_STATE_OPEN"
+    assert document["sequences"]["0"]["prompt_len"] == 3
+    assert not {"total_len", "finish_reason"} & document["sequences"]["0"].keys()
+
+
+def test_a_manifest_of_an_aborted_capture(client, peer):
+    peer.script.hold = threading.Event()
+    stream = client.stream("a bb ccc", max_tokens=9, capture=residuum.Capture(layers=[1]))
+    next(stream)
+    stream.close()
+    document = checked(client.manifest(stream.request_id, wait=True))
+    assert document["state"] == "CAPTURE_STATE_ABORTED"
+
+
+def test_the_messages_own_json_is_read_as_a_manifest_too(client):
+    """Files of an earlier version have it in their metadata."""
+    reply = client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[1]))
+    manifest = client.manifest(reply.request_id, wait=True)
+    assert residuum.Manifest.from_json(json_format.MessageToJson(manifest.proto)) == manifest
+
+
+@pytest.mark.parametrize("text", ["hello", "[]", "{}", '{"description": 3}', '{"description": {}, "sequences": 7}'])
+def test_what_is_no_manifest(text):
+    with pytest.raises(residuum.InvalidRequest, match="not a manifest"):
+        residuum.Manifest.from_json(text)
+
+
+def test_the_manifest_command(cli, captured):
+    code, out, err = cli("manifest", captured)
+    assert (code, err) == (0, "")
+    assert out.count("\n") > 10
+    document = json.loads(out)
+    jsonschema.validate(document, SCHEMA)
+    assert document["request_id"] == captured
+    assert json.loads(cli("manifest", captured, "--json")[1]) == document
+    assert cli("manifest", captured, "--json")[1].count("\n") == 1
+
+
+def test_the_manifest_command_waits_if_it_is_told_to(cli, endpoint, peer):
+    peer.script.delay_seal = threading.Event()
+    with residuum.Client(endpoint) as client:
+        name = client.generate("a bb", max_tokens=3, capture=residuum.Capture(layers=[0])).request_id
+    assert json.loads(cli("manifest", name)[1])["state"] == "CAPTURE_STATE_OPEN"
+    assert json.loads(cli("manifest", name, "--wait", "--timeout", "0.2")[1])["state"] == "CAPTURE_STATE_OPEN"
+    peer.script.delay_seal.set()
+    assert json.loads(cli("manifest", name, "--wait")[1])["state"] == "CAPTURE_STATE_COMPLETE"
+
+
+def test_the_manifest_command_of_nothing(cli):
+    code, out, err = cli("manifest", "never-was")
+    assert (code, out) == (1, "")
+    assert "never-was" in err
