@@ -15,6 +15,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request
 from residuum.v1 import store_pb2
 from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
+from store_svc.ahead import ahead
 from store_svc.append import AppendStream
 from store_svc.calls import Calls
 from store_svc.catalog import Catalog, unknown_capture
@@ -165,7 +166,7 @@ class StoreServicer:
                 is_cancelled=lambda: not context.is_active(),
                 feed_seen=lambda feed: context.add_callback(feed.wake),
             )
-            for response in responses:
+            for response in ahead(responses):
                 self._metrics.read_chunks.inc()
                 self._metrics.read_bytes.inc(len(response))
                 yield response
