@@ -149,13 +149,11 @@ class StoreServicer:
         before = read_token(self._store_id, request)
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         response = store_pb2.ListCapturesResponse()
-        last = 0
         for number, summary in self._catalog.newest(before, request.prefix, request.states):
             if len(response.captures) == size:
-                response.next_page_token = make_token(self._store_id, request, last)
+                response.next_page_token = response.captures[-1].page_token
                 break
-            response.captures.append(summary)
-            last = number
+            response.captures.add(page_token=make_token(self._store_id, request, number)).MergeFrom(summary)
         return response
 
     def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:

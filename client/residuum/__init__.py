@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         ResiduumError,
         ResourceExhausted,
         ServerFault,
+        SilentStoreWarning,
         StoreFull,
         StoreUnreachable,
         Unauthenticated,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     )
     from residuum.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.replies import (
+        CapturePage,
         CaptureSummary,
         Health,
         ModelInfo,
@@ -109,6 +111,7 @@ _HOMES = {
     "SequenceOutcome": "residuum.manifest",
     "SteeringChange": "residuum.manifest",
     "SteeringRecord": "residuum.manifest",
+    "CapturePage": "residuum.replies",
     "CaptureSummary": "residuum.replies",
     "Health": "residuum.replies",
     "ModelInfo": "residuum.replies",
@@ -149,6 +152,7 @@ __all__ = [
     "CaptureEnded",
     "CaptureExists",
     "CaptureNotComplete",
+    "CapturePage",
     "CaptureSummary",
     "Client",
     "ClientClosed",
@@ -188,6 +192,7 @@ __all__ = [
     "Sequence",
     "SequenceOutcome",
     "ServerFault",
+    "SilentStoreWarning",
     "SteeringChange",
     "SteeringRecord",
     "StoreFull",

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_manifest(groups)
     removing = _add(groups, "rm", commands.remove, "delete captures")
     removing.add_argument("ids", nargs="+", metavar="ID", help="a capture's id")
-    _add(groups, "stats", commands.stats, "show what the store holds, how full it is, and what it keeps for how long")
+    _add(groups, "stats", commands.stats, "show what the stores hold, keep, and for how long")
     _add_vectors(groups)
     _add(groups, "doctor", doctor.run, "check every step of the way to both services, and say what to do")
     _add_health(groups)
@@ -102,8 +102,10 @@ def _add(
     parser = _add_bare(groups, name, run, help_text, endpoint_text="the inference service", timeout=timeout)
     parser.add_argument(
         "--store",
-        metavar="HOST:PORT",
-        help="the store, if its own word does not work from here (default: what the inference service says)",
+        action="append",
+        metavar="[NAME=]HOST:PORT",
+        help="the store, if its own word does not work from here; several by repeating it, or between commas, with the "
+        "names that the inference service calls them by (default: what the inference service says)",
     )
     return parser
 
