@@ -68,8 +68,9 @@ class StoreSink:
 
     knows_complete = True
 
-    def __init__(self, facts: ModelFacts, endpoint: str, shippers: int) -> None:
+    def __init__(self, facts: ModelFacts, endpoint: str, shippers: int, layers: Sequence[int]) -> None:
         self._facts = facts
+        self._layers = layers
         self._supervisor = ShipperSupervisor(facts.control_paths, endpoint, shippers)
         self._channel = open_aio_channel(endpoint)
         self._store = store_pb2_grpc.StoreServiceStub(self._channel)
@@ -124,7 +125,7 @@ class StoreSink:
             encoding=capture_pb2.ENCODING_RAW,
             overflow=capture_pb2.OVERFLOW_POLICY_WAIT,
         )
-        spec.layers.list.layers.extend(range(facts.num_layers))
+        spec.layers.list.layers.extend(self._layers)
         description = capture_pb2.CaptureDescription(
             capture_id=capture_id,
             model=facts.name,
