@@ -197,6 +197,8 @@ def _image(name: str, plots: Sequence[str]) -> str:
 
 def main() -> None:
     """Write the reports of the folders that are named."""
+    if not sys.argv[1:]:
+        sys.exit("Name the folders whose suite.json is to be reported, such as bench/results/cpu.")
     for folder in sys.argv[1:]:
         print(write_report(Path(folder) / "suite.json"))
 
