@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from residuum.v1 import selection_pb2
+from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.limits import MAX_RANGES
 
 if TYPE_CHECKING:
@@ -82,6 +82,33 @@ def wanted_positions(
     if selection.every > 1:
         wanted &= positions % selection.every == 0
     return wanted
+
+
+def is_reduced(spec: capture_pb2.CaptureSpec) -> bool:
+    """Tell whether a capture has one row in the place of many."""
+    return spec.reduction not in (capture_pb2.REDUCTION_UNSPECIFIED, capture_pb2.REDUCTION_NONE)
+
+
+def captured_positions(spec: capture_pb2.CaptureSpec, prompt_tokens: int, length: int) -> npt.NDArray[np.bool_]:
+    """Tell at which positions a capture has rows: the wanted ones, or the last of each phase if it is reduced.
+
+    Args:
+        spec: What was asked for.
+        prompt_tokens: Tokens of the prompt.
+        length: Rows of the sequence, wanted or not; see `expected_rows`.
+
+    Returns:
+        One bool for each position below `length`.
+    """
+    wanted = wanted_positions(spec.positions, prompt_tokens, 0, length)
+    if not is_reduced(spec):
+        return wanted
+    captured = np.zeros_like(wanted)
+    for start, end in ((0, prompt_tokens), (prompt_tokens, length)):
+        inside = np.flatnonzero(wanted[start:end])
+        if len(inside):
+            captured[start + inside[-1]] = True
+    return captured
 
 
 def _bounds(item: selection_pb2.PositionRange, prompt_tokens: int) -> tuple[float, float]:
