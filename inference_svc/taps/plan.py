@@ -130,6 +130,11 @@ class Capture:
         """Whether one row is sent in the place of many."""
         return self.reduction != capture_pb2.REDUCTION_NONE
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether the sink keeps something for it from its request's begin to its end."""
+        return self.is_reduced or bool(self.encoding.rows)
+
     def to_data(self) -> dict[str, Any]:
         """Return the capture as plain data."""
         return {

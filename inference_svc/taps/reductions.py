@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.plan import Capture, RequestPlan
 
+REDUCTIONS = (
+    capture_pb2.REDUCTION_NONE,
+    capture_pb2.REDUCTION_LAST,
+    capture_pb2.REDUCTION_MEAN,
+    capture_pb2.REDUCTION_MAX,
+    capture_pb2.REDUCTION_SUM,
+)
+"""What the taps can do."""
+
 
 class Batch(NamedTuple):
     """Rows of a capture that are ready to be encoded and sent."""

@@ -166,7 +166,7 @@ class TapRuntime:
 
     def _admit(self, request_id: str, plan: RequestPlan) -> RequestState:
         state = RequestState(plan, first_generated=self._next_size())
-        if plan.capture and self._sink:
+        if plan.capture and plan.capture.is_followed and self._sink:
             self._sink.begin(plan)
         if plan.name:
             self._names[plan.name] = request_id
@@ -189,9 +189,9 @@ class TapRuntime:
         state = self._requests.pop(request_id, None)
         if state is None:
             return
-        if state.plan.capture and self._sink:
-            if state.block:
-                self._sink.send([state.block])
+        if state.block and self._sink:
+            self._sink.send([state.block])
+        if state.plan.capture and state.plan.capture.is_followed and self._sink:
             self._sink.end(state.plan.capture)
         if self._names.pop(state.plan.name, None):
             self._ended[state.plan.name] = None

@@ -83,9 +83,9 @@ class BlockSink:
         check_encodings(memory.shape[1], memory.dtype, memory.device, self._signs, self._encoded)
 
     def begin(self, plan: RequestPlan) -> None:
-        """Prepare for the blocks of a request that captures, which come until `end`."""
+        """Prepare for the blocks of a request whose capture is followed; they come until `end`."""
         capture = plan.capture
-        assert capture is not None  # noqa: S101 - called only for what captures
+        assert capture is not None  # noqa: S101 - it is followed
         if capture.encoding.rows:
             assert self._bank is not None  # noqa: S101 - a worker has one
             # A copy: the last blocks leave when the request has ended, and the bank's rows may be others' by then.
@@ -108,12 +108,11 @@ class BlockSink:
             self._pool.give_back(block)
 
     def end(self, capture: Capture) -> None:
-        """Send what is still to come of a capture whose last block was sent, and forget it."""
-        if self._keeps(capture):
-            last = self._last_batch(capture)
-            if last is not None:
-                self._ship(last)
-            self._forget(capture)
+        """Send what is still to come of a capture that is followed, and whose last block was sent; forget it."""
+        last = self._last_batch(capture)
+        if last is not None:
+            self._ship(last)
+        self._forget(capture)
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until every block that was sent has left the pool; tell whether it has. Here they leave at once."""
@@ -177,11 +176,6 @@ class BlockSink:
         detail = "Rows that this one stands for were lost."
         self._report_loss(batch.capture, batch.positions, capture_pb2.INCOMPLETE_REASON_WRITE_FAILED, detail)
         return None
-
-    @staticmethod
-    def _keeps(capture: Capture) -> bool:
-        """Tell whether something is kept of a capture until it ends."""
-        return capture.is_reduced or bool(capture.encoding.rows)
 
     def _forget(self, capture: Capture) -> None:
         self._vectors.pop(_key(capture), None)

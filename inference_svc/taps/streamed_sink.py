@@ -110,8 +110,7 @@ class StreamedSink(BlockSink):
 
     def end(self, capture: Capture) -> None:
         """Have what is still to come of a capture sent, and forget it."""
-        if self._keeps(capture):
-            self._hand_over((), capture)
+        self._hand_over((), capture)
 
     def _hand_over(self, blocks: Sequence[Block], ended: Capture | None = None) -> None:
         written = torch.cuda.Event()

@@ -35,7 +35,7 @@ from inference_svc.taps.structure import CannotTapError, Structure, observe, sum
 from inference_svc.taps.watchdog import end_with
 from residuum.rpc.logs import get_logger
 from residuum.v1 import capture_pb2
-from residuum.wire.limits import BLOCK_TOKENS
+from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,10 +66,6 @@ _BLOCKS_IN_RING = 8
 
 _LARGEST_BLOCK_BYTES = 128 << 20
 """What one block takes at most, if more than 32 positions are in it: larger ones would only come later."""
-
-
-_MOST_VECTORS = 256
-"""Vectors that rows are projected to at most; see `EncodingOptions`."""
 
 
 class TappedWorker:
@@ -230,7 +226,7 @@ class _Taps:
         least = BLOCK_TOKENS * units * row_bytes
         # Twice what a block takes that holds as few positions as can be: encoded, its rows may be that much longer.
         # Those of narrow models, projected to vectors, more.
-        ring_bytes = max(settings["ring_bytes"], 2 * least, BLOCK_TOKENS * units * 4 * _MOST_VECTORS)
+        ring_bytes = max(settings["ring_bytes"], 2 * least, BLOCK_TOKENS * units * 4 * MAX_PROJECTION_VECTORS)
         leaving = _STEPS_LEAVING if device.type == "cuda" else 0
         rows = BlockPool.rows_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, units, leaving)
         self.pool = BlockPool(

@@ -40,16 +40,14 @@ class Case(NamedTuple):
     vectors: np.ndarray
     """What PROJECT projects to."""
 
-    def basis(self, device: torch.device = torch.device("cpu")) -> torch.Tensor | None:
+    def basis(self, device: str = "cpu") -> torch.Tensor | None:
         """What the encoder is given, of the reference's own matrix."""
         if self.form.encoding == PROJECT:
             return torch.from_numpy(self.vectors).to(device)
         if self.form.encoding not in RANDOM_PROJECTIONS:
             return None
-        matrix = basis_of(self.form, capture_pb2.EncodingOptions(seed=SEED))
-        return (
-            torch.from_numpy(np.sign(matrix)).to(device).to(self.rows.dtype if device.type == "cuda" else torch.float32)
-        )
+        signs = np.sign(basis_of(self.form, capture_pb2.EncodingOptions(seed=SEED)))
+        return torch.from_numpy(signs).to(device).to(self.rows.dtype if device == "cuda" else torch.float32)
 
     def check(self, payload: np.ndarray, *, exact_bfloat16: bool = True) -> None:
         """Compare an encoder's payload with the reference's: to the bit, but for sums, whose order is free."""

@@ -25,6 +25,7 @@ from residuum.wire.encodings import (
     RowFormat,
     basis_of,
 )
+from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     """Encodes rows [units, positions, width] with a basis."""
 
 _UNITS, _POSITIONS, _VECTORS = 2, (3, 16), 5
-_DIMENSIONS = {**dict.fromkeys(RANDOM_PROJECTIONS, 512), **dict.fromkeys(LARGEST, 128)}
+_DIMENSIONS = {**dict.fromkeys(RANDOM_PROJECTIONS, DEFAULT_PROJECTION), **dict.fromkeys(LARGEST, DEFAULT_TOPK)}
 _NO_AXIS = capture_pb2.QUANTIZATION_AXIS_UNSPECIFIED
 _SUMS_MATCH = 1e-6
 """How far sums in another order, in float32, are apart at most: as a part of the greatest, times the root of the width.

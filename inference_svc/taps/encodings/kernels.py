@@ -53,14 +53,14 @@ def _quantized(x, scale, zero, is_finite):  # type: ignore[no-untyped-def]
     return rounded.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["positions", "unit_stride"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["positions", "capacity"])  # type: ignore[untyped-decorator, unused-ignore]
 def _quantize_rows_kernel(  # type: ignore[no-untyped-def]
-    source, target, positions, unit_stride, width, factor, BLOCK: tl.constexpr
+    source, target, positions, capacity, width, factor, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < width
-    at = source + (row // positions) * unit_stride + (row % positions) * width
+    at = source + ((row // positions) * capacity + row % positions) * width
     x = tl.load(at + columns, mask=mask, other=0.0).to(tl.float32) * factor
     low = tl.min(tl.where(mask, x, _LARGEST_FLOAT), axis=0)
     high = tl.max(tl.where(mask, x, -_LARGEST_FLOAT), axis=0)
@@ -72,14 +72,14 @@ def _quantize_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(encoded + 8 + columns, _quantized(x, scale, zero, is_finite).to(tl.uint8), mask=mask)
 
 
-@triton.jit(do_not_specialize=["positions", "unit_stride", "unit_bytes"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["positions", "capacity", "unit_bytes"])  # type: ignore[untyped-decorator, unused-ignore]
 def _quantize_columns_kernel(  # type: ignore[no-untyped-def]
-    source, target, positions, unit_stride, unit_bytes, width, COLUMNS: tl.constexpr
+    source, target, positions, capacity, unit_bytes, width, COLUMNS: tl.constexpr
 ):
     unit = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = columns < width
-    first = source + unit * unit_stride + columns
+    first = source + unit * capacity * width + columns
     x = tl.load(first, mask=mask, other=0.0).to(tl.float32)
     low, high, is_finite = x, x, tl.abs(x) <= _LARGEST_FLOAT
     for position in range(1, positions):
@@ -96,21 +96,21 @@ def _quantize_columns_kernel(  # type: ignore[no-untyped-def]
         tl.store(encoded + (8 + position) * width + columns, q, mask=mask)
 
 
-@triton.jit(do_not_specialize=["positions", "unit_stride", "count"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["positions", "capacity", "count"])  # type: ignore[untyped-decorator, unused-ignore]
 def _keep_largest_kernel(  # type: ignore[no-untyped-def]
-    source, bits, target, positions, unit_stride, width, count, BITS: tl.constexpr, QUANTIZE: tl.constexpr,
+    source, bits, target, positions, capacity, width, count, BITS: tl.constexpr, QUANTIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < width
-    at = (row // positions) * unit_stride + (row % positions) * width + columns
+    at = ((row // positions) * capacity + row % positions) * width + columns
     x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
     own = tl.load(bits + at, mask=mask, other=0).to(tl.int32)
     magnitude = tl.where(mask, own & ((1 << (BITS - 1)) - 1), -1)
     # The magnitude of the last one that is kept, bit by bit: the greatest that so many reach.
     least = tl.zeros((), dtype=tl.int32)
-    for index in tl.static_range(BITS - 1):
+    for index in range(BITS - 1):
         candidate = least | (1 << (BITS - 2 - index))
         reached = tl.sum((magnitude >= candidate).to(tl.int32), axis=0)
         least = tl.where(reached >= count, candidate, least)
@@ -138,14 +138,14 @@ def _keep_largest_kernel(  # type: ignore[no-untyped-def]
         _write(encoded + 2 * count + (BITS // 8) * place, own, kept, BITS // 8)
 
 
-@triton.jit(do_not_specialize=["rows", "positions", "unit_stride", "count"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["rows", "positions", "capacity", "count"])  # type: ignore[untyped-decorator, unused-ignore]
 def _inner_products_kernel(  # type: ignore[no-untyped-def]
-    source, vectors, target, rows, positions, unit_stride, width, count, ROWS: tl.constexpr, VECTORS: tl.constexpr,
+    source, vectors, target, rows, positions, capacity, width, count, ROWS: tl.constexpr, VECTORS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     vector = tl.program_id(1) * VECTORS + tl.arange(0, VECTORS)
-    at = source + (row // positions) * unit_stride + (row % positions) * width
+    at = source + ((row // positions) * capacity + row % positions) * width
     total = tl.zeros((ROWS, VECTORS), dtype=tl.float32)
     for first in range(0, width, WIDTH):
         column = first + tl.arange(0, WIDTH)
@@ -163,7 +163,7 @@ def quantize_rows(rows: Tensor, out: Tensor, factor: float = 1.0) -> None:
     units, positions, width = rows.shape
     block = triton.next_power_of_2(width)
     _quantize_rows_kernel[(units * positions,)](
-        rows, out, positions, rows.stride(0), width, factor, BLOCK=block, num_warps=_warps(block)
+        rows, out, positions, _capacity(rows), width, factor, BLOCK=block, num_warps=_warps(block)
     )
 
 
@@ -173,7 +173,7 @@ def quantize_columns(rows: Tensor, out: Tensor) -> None:
     grid = (units, triton.cdiv(width, _COLUMNS))
     unit_bytes = (8 + positions) * width
     _quantize_columns_kernel[grid](
-        rows, out, positions, rows.stride(0), unit_bytes, width, COLUMNS=_COLUMNS, num_warps=4
+        rows, out, positions, _capacity(rows), unit_bytes, width, COLUMNS=_COLUMNS, num_warps=4
     )
 
 
@@ -183,7 +183,7 @@ def keep_largest(rows: Tensor, out: Tensor, count: int, *, quantize: bool) -> No
     block = triton.next_power_of_2(width)
     integers = rows.view(torch.int16 if rows.dtype.itemsize == 2 else torch.int32)  # noqa: PLR2004 - bytes
     _keep_largest_kernel[(units * positions,)](
-        rows, integers, out, positions, rows.stride(0), width, count, BITS=8 * rows.dtype.itemsize, QUANTIZE=quantize,
+        rows, integers, out, positions, _capacity(rows), width, count, BITS=8 * rows.dtype.itemsize, QUANTIZE=quantize,
         BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
 
@@ -193,9 +193,14 @@ def inner_products(rows: Tensor, vectors: Tensor, out: Tensor) -> None:
     units, positions, width = rows.shape
     grid = (triton.cdiv(units * positions, _TILE_ROWS), triton.cdiv(len(vectors), _TILE_VECTORS))
     _inner_products_kernel[grid](
-        rows, vectors, out, units * positions, positions, rows.stride(0), width, len(vectors), ROWS=_TILE_ROWS,
+        rows, vectors, out, units * positions, positions, _capacity(rows), width, len(vectors), ROWS=_TILE_ROWS,
         VECTORS=_TILE_VECTORS, WIDTH=_TILE_WIDTH,
     )  # fmt: skip
+
+
+def _capacity(rows: Tensor) -> int:
+    """Return how many rows it is from one unit to the next. Not how many elements: so their alignment is known."""
+    return rows.stride(0) // rows.shape[2]
 
 
 def _warps(block: int) -> int:
