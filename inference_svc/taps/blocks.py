@@ -66,6 +66,7 @@ class BlockPool:
         """
         self.memory: Tensor = torch.zeros(rows, hidden, dtype=dtype, device=device)
         self._runs = FreeRuns(rows)
+        self._wire_type = WIRE_TYPES[dtype]
         self._largest_block = largest_block
         self._changed = threading.Condition()
         self._leaving = 0
@@ -90,7 +91,7 @@ class BlockPool:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return int(self.memory[0].nbytes)
+        return int(self.memory.shape[1] * self.memory.itemsize)
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +135,7 @@ class BlockPool:
 
     def _most_positions(self, capture: Capture) -> int:
         """Return how many positions a block holds at most, so that it fits the ring well once it is encoded."""
-        form = capture.encoding.format_of(self.memory.shape[1], WIRE_TYPES[self.memory.dtype])
+        form = capture.encoding.format_of(self.memory.shape[1], self._wire_type)
         largest = self._largest_block * self.row_bytes // max(form.row_bytes, self.row_bytes)
         most = min(MAX_CHUNK_POSITIONS, largest // capture.units)
         if form.prefix_bytes:  # a layer's rows that are encoded together fit a chunk

@@ -200,7 +200,7 @@ def inner_products(rows: Tensor, vectors: Tensor, out: Tensor) -> None:
 
 def _capacity(rows: Tensor) -> int:
     """Return how many rows it is from one unit to the next. Not how many elements: so their alignment is known."""
-    return rows.stride(0) // rows.shape[2]
+    return int(rows.stride(0) // rows.shape[2])
 
 
 def _warps(block: int) -> int:
