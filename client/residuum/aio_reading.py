@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import grpc.aio
 
 from residuum import exceptions as exc
 from residuum._connect import READ_CHUNKS, Backoff, Channels, StoreDirectory, check_endpoint
+from residuum._exports.job import Export, ExportJob
 from residuum._failures import from_rpc_error
 from residuum._progress import progress_bar
 from residuum._reading import Piece, Reading, plan_read
@@ -65,6 +67,43 @@ class AsyncCaptureClient:
                 reading.add(data)
                 advance(len(data))
         return reading.activations()
+
+    async def export(
+        self,
+        request_id: RequestLike,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,  # noqa: A002 - what it is
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        overwrite: bool = False,
+        progress: bool = False,
+    ) -> Export:
+        """Write the captured rows of a request to a file; see `Client.export`. Files are written by a thread.
+
+        Example:
+            >>> (await client.export(reply.request_id, "joy.zarr")).num_rows
+            2070
+        """
+        job = ExportJob(path, format, overwrite=overwrite, progress=progress)
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
+            follow=wait, allow_partial=allow_partial,
+        )  # fmt: skip
+        with job.begin() as (place, scratch):
+            reading = Reading(plan, allocate=scratch.allocate)
+            with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
+                async for data in self._read(reading, timeout):
+                    reading.add(data)
+                    advance(len(data))
+                    scratch.touch(len(data))
+            acts = reading.activations()
+            return await asyncio.to_thread(job.write, acts, place, scratch.touch)
 
     async def follow(
         self,

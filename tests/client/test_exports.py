@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = """
     Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadVector BatchFailed Cap Capture
     CaptureEnded CaptureExists CaptureNotComplete CaptureSummary Client ClientClosed DamagedCapture DeadlineExceeded
-    Directions EmptyCaptureWarning EmptyPrompt EngineDead Health IncompleteCapture InvalidRequest LimitReached
+    Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health IncompleteCapture InvalidRequest LimitReached
     Manifest MissingVectors ModelInfo NoStore NotFound NotServing NotUpdatable OpenCapture Piece Positions
     PromptTooLong PutResult Registration Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted
     RowSet Sampling Sequence SequenceOutcome ServerFault SteeringChange SteeringRecord StoreFull StoreStats
