@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from residuum.rpc.channels import open_aio_channel
+from residuum.rpc.credentials import Credentials, CredentialsError
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.rpc.logs import get_logger
 from residuum.v1 import store_pb2, store_pb2_grpc
@@ -39,8 +40,9 @@ class NoAnswerError(Failure):
 class CaptureKeeper:
     """Speaks to the store for the inference service. Rows do not pass here: shippers send them."""
 
-    def __init__(self, endpoint: str, advertised: str) -> None:
+    def __init__(self, endpoint: str, advertised: str, credentials: Credentials | None = None) -> None:
         """Connect lazily to the store at `endpoint`, which clients reach as `advertised`."""
+        self._credentials = credentials
         self.endpoint = endpoint
         self.advertised = advertised
         self._channel = self._connect()
@@ -106,7 +108,7 @@ class CaptureKeeper:
 
     def _connect(self) -> grpc.aio.Channel:
         # A store that does not answer is told at once: whoever asked may try again, and seals are tried again below.
-        return open_aio_channel(self.endpoint, options=[("grpc.enable_retries", 0)])
+        return open_aio_channel(self.endpoint, credentials=self._credentials, options=[("grpc.enable_retries", 0)])
 
     async def _ask(self, call: Callable[[grpc.aio.Channel], Awaitable[_T]]) -> _T:
         """Make an idempotent call.
@@ -125,6 +127,8 @@ class CaptureKeeper:
                     return await call(fresh)
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from error
+        except CredentialsError as error:
+            raise self._unreachable(str(error)) from error
 
     async def _seal(self, request: store_pb2.SealCaptureRequest) -> None:
         backoff = 0.1
@@ -145,9 +149,12 @@ class CaptureKeeper:
         if failure is not None and failure.code not in _UNREACHABLE:
             return failure
         kind = NoAnswerError if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED else Failure
+        return self._unreachable(error.details(), kind)
+
+    def _unreachable(self, cause: str | None, kind: type[Failure] = Failure) -> Failure:
         return kind(
             Reason.ERROR_REASON_STORE_UNREACHABLE,
-            f"The store at {self.endpoint} does not answer ({error.details()}). Nothing can be captured until it does; "
+            f"The store at {self.endpoint} does not answer ({cause}). Nothing can be captured until it does; "
             "requests without a capture are served.",
             endpoint=self.endpoint,
         )

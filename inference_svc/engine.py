@@ -8,7 +8,7 @@ import json
 import os
 import signal
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,17 +20,20 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from inference_svc.capture_specs import CaptureDefaults
 from inference_svc.settings import SITES
 from inference_svc.specs import max_new_tokens
 from inference_svc.taps.worker import REFUSAL_FILE, SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2
+from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.plan import Operation, RequestPlan
-    from residuum.v1 import capture_pb2, inference_pb2, tensor_pb2
+    from residuum.v1 import inference_pb2, tensor_pb2
 
 _TAPS_VERSION = 2
 """Raised whenever the ops in the graph change."""
@@ -82,6 +85,12 @@ class ModelFacts:
     """Which of vLLM's model runners runs: "v1" or "v2"."""
     folded_norms: int = 0
     """Layers whose tap is folded into the norm that follows."""
+    encodings: tuple[capture_pb2.Encoding.ValueType, ...] = (capture_pb2.ENCODING_RAW,)
+    """The encodings that a capture may ask for."""
+    reductions: tuple[capture_pb2.Reduction.ValueType, ...] = (capture_pb2.REDUCTION_NONE,)
+    """The reductions that a capture may ask for."""
+    capture_defaults: CaptureDefaults = field(default_factory=CaptureDefaults)
+    """How rows are encoded if a request does not say so."""
 
 
 class EngineRefusedError(RuntimeError):
@@ -445,6 +454,9 @@ def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str,
         control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
         model_runner=model_runner(config),
         folded_norms=sum(rank["folded_norms"] for rank in ranks if rank["captures"]),
+        capture_defaults=CaptureDefaults(
+            ENCODINGS[settings.capture_encoding], settings.capture_rp_k, settings.capture_topk_k
+        ),
     )
 
 

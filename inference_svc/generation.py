@@ -133,7 +133,7 @@ class Generator:
             )
         steering = resolve_steering(spec, self._engine.facts)
         steering.ClearField("updatable")  # it is so, whatever is said now
-        self._check_vectors(steering)
+        self._check_vectors(digests_of(steering), steering)
         run = self._runs.get(request_id)
         if run is None:
             raise _ended_failure(running)
@@ -151,7 +151,7 @@ class Generator:
         began = False
         try:
             check_capture_size(running.spec.capture, len(token_ids), sampling)
-            self._check_vectors(running.spec.steering)
+            self._check_vectors(running.spec.digests, running.spec.steering)
             async with VectorHold(self._activator) as hold:
                 await _unless(running.aborted, _aborted_failure(running), hold.add(running.spec.digests))
                 handle = await self._open_capture(running, token_ids, sampling)
@@ -164,15 +164,12 @@ class Generator:
             self._runs.pop(running.request_id, None)
             (self._registry.end if began else self._registry.release)(running)
 
-    def _check_vectors(self, steering: steering_pb2.SteeringSpec | None) -> None:
-        if steering is None:
-            return
-        digests = digests_of(steering)
+    def _check_vectors(self, digests: Sequence[bytes], steering: steering_pb2.SteeringSpec | None) -> None:
         self._cache.check_number(len(digests))
         missing = self._cache.missing(digests)
         if missing:
             raise missing_vectors(missing)
-        for digest in directions_of(steering):
+        for digest in directions_of(steering) if steering else ():
             self._cache.check_direction(digest)
 
     async def _open_capture(

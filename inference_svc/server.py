@@ -22,6 +22,7 @@ from inference_svc.vectors import VectorActivator, VectorCache, cache_capacity
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import get_logger
 from residuum.rpc.metrics import MetricsListener
+from residuum.rpc.security import add_port
 from residuum.rpc.serving import (
     NOT_SERVING,
     SERVING,
@@ -102,9 +103,9 @@ class InferenceServer:
         except OSError as error:
             raise SystemExit(str(error)) from None
         try:
-            port = server.add_insecure_port(self._settings.listen)
-        except RuntimeError as error:
-            raise SystemExit(f"listen: cannot listen on {self._settings.listen}: {error}") from None
+            port = add_port(server, self._settings)
+        except OSError as error:
+            raise SystemExit(str(error)) from None
         await server.start()
         if self._settings.port_file:
             write_port_file(Path(self._settings.port_file), port)
@@ -125,7 +126,13 @@ class InferenceServer:
         self._servicer.load(self._parts)
         if settings.store:
             controls = engine.facts.control_paths
-            self._shippers = ShipperSupervisor(controls, settings.store, settings.shippers, folder=self._folder)
+            self._shippers = ShipperSupervisor(
+                controls,
+                settings.store,
+                settings.shippers,
+                credentials=settings.store_credentials,
+                folder=self._folder,
+            )
             await self._shippers.start()
             self._metrics.registry.register(ShippingCollector(controls, self._shippers))
         if self._stopping.is_set():
@@ -157,7 +164,10 @@ class InferenceServer:
         activator = VectorActivator(
             cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )
-        keeper = CaptureKeeper(settings.store, settings.advertise_store or settings.store) if settings.store else None
+        keeper = None
+        if settings.store:
+            advertised = settings.advertise_store or settings.store
+            keeper = CaptureKeeper(settings.store, advertised, settings.store_credentials)
         generator = Generator(engine, registry, cache, activator, keeper, self._metrics)
         self._metrics.registry.register(ServiceCollector(registry, cache, activator, keeper))
         return Parts(engine, registry, cache, generator, keeper, settings)

@@ -191,7 +191,9 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
         dtype=facts.dtype,
         sites=facts.sites,
         steering_operations=OPERATIONS,
-        encodings=[capture_pb2.ENCODING_RAW],
+        encodings=facts.encodings,
+        reductions=facts.reductions,
+        default_encoding=facts.capture_defaults.encoding,
         limits=inference_pb2.Limits(
             max_model_len=facts.max_model_len,
             max_message_bytes=MAX_MESSAGE_BYTES,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
+from typing_extensions import Self
 
-from residuum.rpc.settings import Endpoint, OptionalEndpoint, ServiceSettings
+from residuum.rpc.credentials import TLS, Credentials, CredentialsError
+from residuum.rpc.security import SecureSettings
+from residuum.rpc.settings import Endpoint, OptionalEndpoint
 from residuum.v1 import capture_pb2
+from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK
 
 _TAPS_OWN = {"model", "worker_cls", "additional_config", "speculative_config"}
 """Engine arguments that the taps depend on."""
@@ -43,7 +48,7 @@ def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-class InferenceSettings(ServiceSettings):
+class InferenceSettings(SecureSettings):
     """Serve a language model with vLLM; capture its activations and steer it, over gRPC."""
 
     model: str = Field(min_length=1)
@@ -54,6 +59,19 @@ class InferenceSettings(ServiceSettings):
     """host:port to serve on. Port 0 takes any free one; see port-file."""
     metrics: OptionalEndpoint = ""
     """host:port to show figures for Prometheus on: http://host:port/metrics. Default: nowhere."""
+    store_token_file: Path | None = None
+    """The file that holds the service's own token for the store, which has the right `write`; read again when it
+    changes."""
+    store_tls: bool = False
+    """Connect to the store with TLS, trusting public CAs."""
+    store_tls_ca: Path | None = None
+    """Connect to the store with TLS, trusting the CAs in this PEM file."""
+    store_tls_cert: Path | None = None
+    """A certificate to show to the store (mutual TLS): a PEM file."""
+    store_tls_key: Path | None = None
+    """The private key of store-tls-cert: a PEM file."""
+    store_tls_server_name: str = ""
+    """The name that the store's certificate must have, if it is not the host in `store`."""
     served_model_name: str = ""
     """The name that clients see. Default: the model's."""
     advertise_store: OptionalEndpoint = ""
@@ -93,6 +111,15 @@ class InferenceSettings(ServiceSettings):
     fold_norms: bool | None = None
     """Fold taps into the norms that follow them, so that idle ones cost next to nothing. Default: on a GPU."""
 
+    capture_encoding: Literal["raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk"] = "raw"
+    """How captured rows are encoded if a request does not say so; docs/encodings.md tells what each keeps."""
+    capture_rp_k: int = Field(default=DEFAULT_PROJECTION, ge=1)
+    """Dimensions of random projections (rp, rp8) if a request does not say how many; the width of rows, if that is
+    less."""
+    capture_topk_k: int = Field(default=DEFAULT_TOPK, ge=1)
+    """Elements of the largest magnitude that topk and topk8 keep if a request does not say how many; the width of rows,
+    if that is less."""
+
     ring_mib: int = Field(default=256, ge=1)
     """Shared memory between each capturing worker and the shippers, in MiB."""
     shippers: int = Field(default=1, ge=1, le=64)
@@ -113,3 +140,26 @@ class InferenceSettings(ServiceSettings):
     """How long running requests may go on after SIGTERM before they are aborted."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What is logged."""
+
+    @property
+    def store_credentials(self) -> Credentials:
+        """What the store is shown.
+
+        Raises:
+            CredentialsError: It does not go together.
+        """
+        files = {"ca": self.store_tls_ca, "cert": self.store_tls_cert, "key": self.store_tls_key}
+        encrypted = self.store_tls or self.store_tls_server_name or any(files.values())
+        tls = TLS(**files, server_name=self.store_tls_server_name or None) if encrypted else None
+        return Credentials(tls=tls, token_file=self.store_token_file, insecure=self.insecure)
+
+    @model_validator(mode="after")
+    def _check_store_credentials(self) -> Self:
+        try:
+            credentials = self.store_credentials
+            credentials.check_files()
+            if self.store:
+                credentials.check_endpoint(self.store)
+        except CredentialsError as error:
+            raise ValueError(f"--store-tls-ca, --store-tls-cert, --store-token-file: {error}") from None
+        return self

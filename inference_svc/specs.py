@@ -8,6 +8,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from inference_svc.capture_specs import resolve_capture
+from inference_svc.checks import check_selection, invalid, layer_list
 from inference_svc.taps.demand import MAX_ENTRIES, MAX_PROGRAMS, demand_of
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
@@ -20,13 +22,13 @@ from residuum.wire.limits import (
     MAX_SEQUENCES,
     MAX_STOP_TEXTS,
 )
-from residuum.wire.selection import check_positions, resolve_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from inference_svc.capture_specs import resolve_capture
     from inference_svc.engine import ModelFacts
-    from inference_svc.taps.demand import Demand
+from inference_svc.taps.demand import Demand
 
 OPERATIONS = tuple(field.name for field in steering_pb2.SteeringOperation.DESCRIPTOR.oneofs_by_name["operation"].fields)
 """The names of the steering operations."""
@@ -41,14 +43,16 @@ class ResolvedSpec:
     request_id: str
     """Empty: one is to be made."""
     capture: capture_pb2.CaptureSpec | None
-    """Layers as a list, sites and encoding named."""
+    """Layers as a list, sites, encoding with its options, and reduction named."""
     steering: steering_pb2.SteeringSpec | None
     """Layers of every operation as a list; None if there are no operations, and none can come."""
 
     @property
     def digests(self) -> list[bytes]:
-        """The digests of the vectors that it needs, each once, in their order."""
-        return digests_of(self.steering) if self.steering else []
+        """The digests of the vectors that it needs, to steer or to project onto, each once, in their order."""
+        steering = digests_of(self.steering) if self.steering else []
+        projection = self.capture.encoding_options.vectors if self.capture else []
+        return list(dict.fromkeys((*steering, *projection)))
 
     def cache_salt(self, prompt_tokens: int) -> str | None:
         """Return what keeps the KV cache of differently steered requests apart; None if the request is not steered.
@@ -78,7 +82,7 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
         Failure: Something in it cannot be; the reason and the metadata say what.
     """
     if spec.request_id and not is_valid_id(spec.request_id):
-        raise _invalid("request_id", "A request id is 1 to 128 of a-z A-Z 0-9 . _ - and starts with none of . and -.")
+        raise invalid("request_id", "A request id is 1 to 128 of a-z A-Z 0-9 . _ - and starts with none of . and -.")
     if spec.model and spec.model != facts.name:
         raise Failure(
             Reason.ERROR_REASON_UNKNOWN_MODEL,
@@ -86,7 +90,7 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
             model=spec.model,
             serving=facts.name,
         )
-    capture = _resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
+    capture = resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
     asked = spec.steering.operations or spec.steering.updatable
     steering = resolve_steering(spec.steering, facts) if asked else None
     check_demand(demand_of_steering(steering, capture))
@@ -131,7 +135,7 @@ def check_sampling(parameters: inference_pb2.SamplingParameters) -> None:
     )
     for field, holds, allowed in rules:
         if not holds:
-            raise _invalid(f"sampling.{field}", f"{field} must be {allowed}.")
+            raise invalid(f"sampling.{field}", f"{field} must be {allowed}.")
 
 
 def check_prompt(token_ids: list[int], parameters: inference_pb2.SamplingParameters, facts: ModelFacts) -> None:
@@ -163,7 +167,7 @@ def check_capture_size(
     """
     tokens = num_sequences(parameters) * (prompt_tokens + max_new_tokens(parameters))
     if capture is not None and tokens > MAX_CAPTURE_TOKENS:
-        raise _invalid(
+        raise invalid(
             "sampling.num_sequences",
             f"A capture has at most {MAX_CAPTURE_TOKENS} tokens in all sequences, and this one could have {tokens}. "
             "Lower max_tokens, or send several requests instead of several sequences.",
@@ -198,15 +202,15 @@ def resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> stee
         Failure: Something in it cannot be; the reason and the metadata say what.
     """
     if len(spec.operations) > MAX_OPERATIONS:
-        raise _invalid("steering.operations", f"At most {MAX_OPERATIONS} operations, not {len(spec.operations)}.")
+        raise invalid("steering.operations", f"At most {MAX_OPERATIONS} operations, not {len(spec.operations)}.")
     resolved = steering_pb2.SteeringSpec(updatable=spec.updatable)
     for index, operation in enumerate(spec.operations):
         field = f"steering.operations[{index}]"
         _check_operation(field, operation)
-        _check_positions(f"{field}.positions", operation.positions)
+        check_selection(f"{field}.positions", operation.positions)
         checked = resolved.operations.add()
         checked.CopyFrom(operation)
-        checked.layers.CopyFrom(_layer_list(f"{field}.layers", operation.layers, facts))
+        checked.layers.CopyFrom(layer_list(f"{field}.layers", operation.layers, facts))
     return resolved
 
 
@@ -227,7 +231,7 @@ def check_demand(demand: Demand) -> None:
         Failure: It does not.
     """
     if demand.programs > MAX_PROGRAMS or demand.entries > MAX_ENTRIES:
-        raise _invalid(
+        raise invalid(
             "steering.operations",
             f"Its positions fall into as many as {demand.programs} classes (at most {MAX_PROGRAMS}) with "
             f"{demand.entries} operations to apply (at most {MAX_ENTRIES}). Use fewer operations, fewer position "
@@ -237,34 +241,6 @@ def check_demand(demand: Demand) -> None:
 
 def _depends_on_prompt(positions: selection_pb2.PositionSelection) -> bool:
     return bool(positions.phases) or any(item.first < 0 or item.last < 0 for item in positions.ranges)
-
-
-def _resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture_pb2.CaptureSpec:
-    sites = list(spec.sites) or [capture_pb2.SITE_RESID_POST]
-    for site in sites:
-        if site not in facts.sites:
-            armed = [_name(capture_pb2.Site, known) for known in facts.sites]
-            raise Failure(
-                Reason.ERROR_REASON_UNKNOWN_SITE,
-                f"The site {_name(capture_pb2.Site, site)} is not armed on this server; armed: {', '.join(armed)}. "
-                "Its operator arms sites with --capture-sites.",
-                site=_name(capture_pb2.Site, site),
-                armed=",".join(armed),
-            )
-    if len(set(sites)) != len(sites):
-        raise _invalid("capture.sites", "Name each site once.")
-    if spec.encoding not in (capture_pb2.ENCODING_UNSPECIFIED, capture_pb2.ENCODING_RAW):
-        raise _invalid("capture.encoding", "This server encodes rows as ENCODING_RAW alone.")
-    if spec.overflow not in capture_pb2.OverflowPolicy.values():
-        raise _invalid("capture.overflow", "The overflow policy is WAIT or SHED.")
-    _check_positions("capture.positions", spec.positions)
-    resolved = capture_pb2.CaptureSpec()
-    resolved.CopyFrom(spec)
-    resolved.layers.CopyFrom(_layer_list("capture.layers", spec.layers, facts))
-    resolved.sites[:] = sites
-    resolved.encoding = capture_pb2.ENCODING_RAW
-    resolved.overflow = spec.overflow or capture_pb2.OVERFLOW_POLICY_WAIT
-    return resolved
 
 
 def _check_operation(field: str, operation: steering_pb2.SteeringOperation) -> None:
@@ -277,9 +253,9 @@ def _check_operation(field: str, operation: steering_pb2.SteeringOperation) -> N
         )
     _check_digests(field, kind, operation)
     if kind in ("add", "ablate") and not math.isfinite(getattr(operation, kind).scale):
-        raise _invalid(f"{field}.{kind}.scale", "The scale must be finite.")
+        raise invalid(f"{field}.{kind}.scale", "The scale must be finite.")
     if kind == "replace" and not math.isfinite(operation.replace.value):
-        raise _invalid(f"{field}.replace.value", "The value must be finite.")
+        raise invalid(f"{field}.replace.value", "The value must be finite.")
     if kind == "cap":
         _check_bounds(field, operation.cap)
 
@@ -288,11 +264,11 @@ def _check_digests(field: str, kind: str, operation: steering_pb2.SteeringOperat
     own = len(operation.layer_digests)
     if any(len(digest) != DIGEST_BYTES for digest in layer_digests(operation)):
         name = "layer_digests" if own else f"{kind}.digest"
-        raise _invalid(f"{field}.{name}", f"A digest is {DIGEST_BYTES} bytes long.")
+        raise invalid(f"{field}.{name}", f"A digest is {DIGEST_BYTES} bytes long.")
     if own and getattr(operation, kind).digest:
-        raise _invalid(f"{field}.layer_digests", f"Set either layer_digests or {kind}.digest, not both.")
+        raise invalid(f"{field}.layer_digests", f"Set either layer_digests or {kind}.digest, not both.")
     if own and own != len(operation.layers.list.layers):
-        raise _invalid(
+        raise invalid(
             f"{field}.layer_digests",
             f"There are {own} layer_digests for {len(operation.layers.list.layers)} listed layers; give one for each.",
         )
@@ -301,39 +277,8 @@ def _check_digests(field: str, kind: str, operation: steering_pb2.SteeringOperat
 def _check_bounds(field: str, cap: steering_pb2.Cap) -> None:
     given = [name for name in ("min", "max") if cap.HasField(name)]
     if not given:
-        raise _invalid(f"{field}.cap", "Set min, max or both; a cap without a bound does nothing.")
+        raise invalid(f"{field}.cap", "Set min, max or both; a cap without a bound does nothing.")
     if not all(math.isfinite(getattr(cap, name)) for name in given):
-        raise _invalid(f"{field}.cap", "A bound must be finite; leave it unset for none.")
+        raise invalid(f"{field}.cap", "A bound must be finite; leave it unset for none.")
     if len(given) == 2 and cap.max < cap.min:  # noqa: PLR2004 - both
-        raise _invalid(f"{field}.cap", f"max ({cap.max}) is below min ({cap.min}).")
-
-
-def _layer_list(field: str, selection: selection_pb2.LayerSelection, facts: ModelFacts) -> selection_pb2.LayerSelection:
-    try:
-        layers = resolve_layers(selection, facts.num_layers)
-    except IndexError as error:
-        layer = error.args[0]
-        raise Failure(
-            Reason.ERROR_REASON_UNKNOWN_LAYER,
-            f"{facts.name} has {facts.num_layers} layers, 0 to {facts.num_layers - 1}; {layer} is not one of them.",
-            layer=layer,
-            layers=facts.num_layers,
-        ) from None
-    except ValueError as error:
-        raise _invalid(field, f"{field}: {error}.") from None
-    return selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=layers))
-
-
-def _check_positions(field: str, selection: selection_pb2.PositionSelection) -> None:
-    try:
-        check_positions(selection)
-    except ValueError as error:
-        raise _invalid(field, f"{field}: {error}.") from None
-
-
-def _name(enum: type[capture_pb2.Site], value: int) -> str:
-    return enum.Name(value) if value in enum.values() else str(value)  # type: ignore[arg-type]
-
-
-def _invalid(field: str, message: str) -> Failure:
-    return Failure(Reason.ERROR_REASON_INVALID_FIELD, message, field=field)
+        raise invalid(f"{field}.cap", f"max ({cap.max}) is below min ({cap.min}).")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
+from residuum.wire.encodings import EncodingError, RowFormat
 from residuum.wire.ids import is_valid_id
 from residuum.wire.limits import MAX_CAPTURE_TOKENS, MAX_ID_LENGTH, MAX_SEQUENCES, MAX_STEERING_CHANGES_BYTES
 from residuum.wire.selection import check_positions, resolve_layers
@@ -42,6 +43,10 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
         numpy_dtype(description.dtype)
     except ValueError as error:
         raise invalid("description.dtype", str(error)) from None
+    try:
+        RowFormat.of_capture(description)
+    except EncodingError as error:
+        raise invalid("description.spec.encoding", str(error)) from None
     _check_spec(description.spec, description.num_layers)
 
 
@@ -56,6 +61,8 @@ def _check_spec(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:
         raise invalid("description.spec.layers", str(error)) from None
     if not spec.sites or len(set(spec.sites)) != len(spec.sites) or not _SITES.issuperset(spec.sites):
         raise invalid("description.spec.sites", "must name at least one site, each once")
+    if spec.reduction not in capture_pb2.Reduction.values():
+        raise invalid("description.spec.reduction", f"unknown reduction {int(spec.reduction)}")
     try:
         check_positions(spec.positions)
     except ValueError as error:
@@ -90,12 +97,13 @@ def check_chunk(header: capture_pb2.ChunkHeader, description: capture_pb2.Captur
         Failure: INVALID_FIELD.
     """
     _check_place("chunk.header", description, header.sequence, [header.site], header.layers)
-    if header.encoding not in (capture_pb2.ENCODING_UNSPECIFIED, capture_pb2.ENCODING_RAW):
-        raise invalid("chunk.header.encoding", f"unknown encoding {int(header.encoding)}")
     if header.width != description.hidden_size:
         raise invalid("chunk.header.width", f"rows have {description.hidden_size} elements, not {header.width}")
     if header.dtype != description.dtype:
         raise invalid("chunk.header.dtype", "is not that of the capture")
+    form, wanted = RowFormat.of(header), RowFormat.of_capture(description)
+    if form != wanted:
+        raise invalid("chunk.header.encoding", f"the capture's rows are {wanted}, not {form}")
 
 
 def check_loss(loss: store_pb2.RowLoss, description: capture_pb2.CaptureDescription) -> None:

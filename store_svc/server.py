@@ -14,6 +14,7 @@ from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import configure_logs, get_logger
 from residuum.rpc.memory import keep_memory
 from residuum.rpc.metrics import MetricsListener
+from residuum.rpc.security import add_port
 from residuum.rpc.serving import (
     NOT_SERVING,
     SERVING,
@@ -60,7 +61,7 @@ class Store:
 
         Raises:
             DamagedError: The database cannot be used.
-            OSError: The address cannot be listened on.
+            OSError: The address cannot be listened on, or a file of certificates cannot be used.
         """
         self._settings = settings
         self.died = False
@@ -130,10 +131,10 @@ class Store:
 
     def _listen(self) -> int:
         try:
-            return self._server.add_insecure_port(self._settings.listen)
-        except RuntimeError as error:
+            return add_port(self._server, self._settings)
+        except OSError:
             self._db.close()
-            raise OSError(f"listen: cannot listen on {self._settings.listen}: {error}") from error
+            raise
 
     def _show_metrics(self) -> MetricsListener | None:
         if not self._settings.metrics:

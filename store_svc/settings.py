@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, PositiveFloat, ValidationInfo
 
-from residuum.rpc.settings import Endpoint, OptionalEndpoint, ServiceSettings
+from residuum.rpc.security import SecureSettings
+from residuum.rpc.settings import Endpoint, OptionalEndpoint
 from store_svc.db import bytes_for_appends
 
 _SMALLEST_MAP = 16 << 20
@@ -26,7 +27,7 @@ def _within_map(size: ByteSize | None, info: ValidationInfo) -> ByteSize | None:
     return size
 
 
-class StoreSettings(ServiceSettings):
+class StoreSettings(SecureSettings):
     """Settings of the store service."""
 
     listen: Endpoint = "127.0.0.1:50052"

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from residuum.exceptions import (
         AbortedCapture,
         AlreadyExists,
+        BadCredentials,
         BadVector,
         BatchFailed,
         CaptureEnded,
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
         TokenDelta,
         Usage,
     )
+    from residuum.rpc.credentials import TLS
     from residuum.selections import Positions
     from residuum.steering import Ablate, Add, Cap, Replace
     from residuum.streams import AsyncStream, Stream
@@ -116,6 +118,7 @@ _HOMES = {
     "StoreStats": "residuum.replies",
     "TokenDelta": "residuum.replies",
     "Usage": "residuum.replies",
+    "TLS": "residuum.rpc.credentials",
     "Positions": "residuum.selections",
     "Ablate": "residuum.steering",
     "Add": "residuum.steering",
@@ -129,6 +132,7 @@ _HOMES = {
 """The module of each public name, apart from the exceptions."""
 
 __all__ = [
+    "TLS",
     "Ablate",
     "AbortedCapture",
     "Activations",
@@ -136,6 +140,7 @@ __all__ = [
     "AlreadyExists",
     "AsyncClient",
     "AsyncStream",
+    "BadCredentials",
     "BadVector",
     "BatchFailed",
     "Cap",

@@ -52,6 +52,31 @@ _BY_CODE: dict[grpc.StatusCode, type[exc.ResiduumError]] = {
 }
 """The exception of a failure whose reason is unknown or absent. Any other code is a ServerFault."""
 
+_TLS_TROUBLE = {
+    "certificate has expired": "The certificate of {endpoint} has expired; it must be renewed there.",
+    "certificate is not yet valid": "The certificate of {endpoint} is not valid yet. Do both clocks agree?",
+    "Hostname Verification Check failed": (
+        "The certificate of {endpoint} is for another name. Call the service by the name in its certificate, or say "
+        "which one that is: TLS(..., server_name='NAME')."
+    ),
+    "CERTIFICATE_VERIFY_FAILED": (
+        "The certificate of {endpoint} is not signed by a CA that is trusted here ({cause}). Is it the right service? "
+        "Then name its CA: tls=TLS(ca='ca.pem')."
+    ),
+    "WRONG_VERSION_NUMBER": (
+        "{endpoint} does not speak TLS. Connect without (tls=False), or start the service with --tls-cert and "
+        "--tls-key."
+    ),
+    "Getting metadata from plugin failed": "No token for {endpoint}: its file cannot be read any more.",
+}
+"""What stands in gRPC's text when TLS fails, the most telling first, and what it means."""
+
+_CLOSED_WORDS = ("Socket closed", "Connection reset", "Broken pipe")
+_CLOSED = (
+    " It takes connections and closes them: perhaps it wants TLS (tls=TLS(ca='ca.pem')), or a client certificate that "
+    "it trusts (TLS(..., cert='client.pem', key='client.key'))."
+)
+
 _PREFIX = "ERROR_REASON_"
 
 
@@ -93,13 +118,21 @@ def _reason_name(reason: errors_pb2.ErrorReason.ValueType) -> str:
     return errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX)
 
 
+def _why_unreachable(details: str, endpoint: str) -> str:
+    """Return why there is no connection, and what to do. gRPC's own words are all there is to go by."""
+    for words, message in _TLS_TROUBLE.items():
+        if words in details:
+            return message.format(endpoint=endpoint, cause=details.rpartition("CERTIFICATE_VERIFY_FAILED: ")[2])
+    hint = _CLOSED if any(words in details for words in _CLOSED_WORDS) else ""
+    return (
+        f"Nothing answers at {endpoint}, or the connection broke ({details}). Is the service running there, and "
+        f"is the port reachable from here?{hint} `residuum doctor` looks at every step."
+    )
+
+
 def _from_code(code: grpc.StatusCode, details: str, endpoint: str) -> exc.ResiduumError:
     if code is grpc.StatusCode.UNAVAILABLE:
-        return exc.Unreachable(
-            f"Nothing answers at {endpoint}, or the connection broke ({details}). Is the service running there, and "
-            "is the port reachable from here? `residuum doctor` looks at every step.",
-            endpoint=endpoint,
-        )
+        return exc.Unreachable(_why_unreachable(details, endpoint), endpoint=endpoint)
     metadata = {"endpoint": endpoint}
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return exc.DeadlineExceeded(

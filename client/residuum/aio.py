@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     import grpc.aio
     from typing_extensions import Self, Unpack
 
+    from residuum._credentials import Token
     from residuum._requests import Sampling
+    from residuum.rpc.credentials import TLS
     from residuum.streams import AsyncCall
 
 
@@ -50,9 +52,16 @@ class AsyncClient(AsyncCaptureClient):
     """
 
     def __init__(
-        self, endpoint: str, *, store: str | Iterable[str] | None = None, timeout: float | None = 30.0
+        self,
+        endpoint: str,
+        *,
+        store: str | Iterable[str] | None = None,
+        timeout: float | None = 30.0,
+        token: Token = None,
+        tls: TLS | bool | None = None,
+        insecure: bool | None = None,
     ) -> None:
-        super().__init__(endpoint, store=store, timeout=timeout)
+        super().__init__(endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure)
         self._ledger = _vectors.VectorLedger()
 
     async def generate(

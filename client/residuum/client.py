@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     import grpc
     from typing_extensions import Self, Unpack
 
+    from residuum._credentials import Token
     from residuum._requests import Sampling
+    from residuum.rpc.credentials import TLS
 
 
 class Client(CaptureClient):
@@ -48,6 +50,14 @@ class Client(CaptureClient):
             answer does not work from here, as behind a tunnel.
         timeout: Seconds after which a call fails with DeadlineExceeded; None means never. Generations and reads have
             no deadline but their own `timeout=`.
+        token: The bearer token that both services ask for, or a path to the file that holds it, which is read again
+            when it changes; "" sends none. Default: RESIDUUM_TOKEN, or RESIDUUM_TOKEN_FILE.
+        tls: A `residuum.TLS`; True trusts public CAs; False speaks plain text. Default: RESIDUUM_TLS_CA,
+            RESIDUUM_CLIENT_CERT, RESIDUUM_CLIENT_KEY, RESIDUUM_TLS_SERVER_NAME, or RESIDUUM_TLS=1 for public CAs.
+        insecure: Let a token go to another machine in plain text. Default: RESIDUUM_INSECURE, or not.
+
+    Raises:
+        BadCredentials: A file of these cannot be read, or the token would go to another machine in plain text.
 
     Example:
         >>> with residuum.Client("localhost:50051") as client:
@@ -57,9 +67,16 @@ class Client(CaptureClient):
     """
 
     def __init__(
-        self, endpoint: str, *, store: str | Iterable[str] | None = None, timeout: float | None = 30.0
+        self,
+        endpoint: str,
+        *,
+        store: str | Iterable[str] | None = None,
+        timeout: float | None = 30.0,
+        token: Token = None,
+        tls: TLS | bool | None = None,
+        insecure: bool | None = None,
     ) -> None:
-        super().__init__(endpoint, store=store, timeout=timeout)
+        super().__init__(endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure)
         self._ledger = _vectors.VectorLedger()
 
     def generate(

@@ -9,6 +9,7 @@
     │   ├── UnknownModel
     │   ├── EmptyPrompt
     │   ├── PromptTooLong
+    │   ├── BadCredentials              a token or a TLS file cannot be used, or not with this endpoint
     │   └── BadVector                   NaN, wrong length, wrong dtype, wrong digest
     ├── NotFound (LookupError)
     │   ├── UnknownRequest              never registered, used up, or lapsed
@@ -124,6 +125,10 @@ class BadVector(InvalidRequest):
     def digest(self) -> str | None:
         """The digest of the vector, hexadecimal, if the server named it."""
         return self.metadata.get("digest")
+
+
+class BadCredentials(InvalidRequest):
+    """A token or a file of TLS cannot be used, or not with this endpoint. Nothing was sent."""
 
 
 class NotFound(ResiduumError, LookupError):

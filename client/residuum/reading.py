@@ -11,6 +11,7 @@ import grpc
 
 from residuum import exceptions as exc
 from residuum._connect import READ_CHUNKS, Backoff, Channels, StoreDirectory, check_endpoint
+from residuum._credentials import Token, check_channel, opener, resolve_credentials
 from residuum._exports.job import Export, ExportJob
 from residuum._failures import from_rpc_error
 from residuum._progress import progress_bar
@@ -21,6 +22,7 @@ from residuum.activations import Activations
 from residuum.manifest import Manifest
 from residuum.replies import CaptureSummary, ModelInfo, StoreStats
 from residuum.rpc.channels import open_channel
+from residuum.rpc.credentials import TLS
 from residuum.selections import LayersLike, PositionsLike
 from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
 
@@ -31,12 +33,22 @@ class CaptureClient:
     """What both services' addresses are needed for. Use it as part of `residuum.Client`."""
 
     def __init__(
-        self, endpoint: str, *, store: str | Iterable[str] | None = None, timeout: float | None = 30.0
+        self,
+        endpoint: str,
+        *,
+        store: str | Iterable[str] | None = None,
+        timeout: float | None = 30.0,
+        token: Token = None,
+        tls: TLS | bool | None = None,
+        insecure: bool | None = None,
     ) -> None:
         self.endpoint = check_endpoint(endpoint)
         self._timeout = timeout
         self._stores = StoreDirectory(store)
-        self._channels: Channels[grpc.Channel] = Channels(open_channel)
+        self.credentials = resolve_credentials(token=token, tls=tls, insecure=insecure)
+        """What it connects with, to the inference service and to the stores."""
+        check_channel(self.credentials, self.endpoint)
+        self._channels: Channels[grpc.Channel] = Channels(opener(open_channel, self.credentials))
 
     def activations(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from inference_svc.logs import LEVEL_VARIABLE
+from inference_svc.shipping import credentials
 from inference_svc.shipping.shipper import Shipper, ShipperSettings
 from residuum.rpc.logs import configure_logs
 from residuum.rpc.memory import keep_memory
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         grace_seconds=options.grace,
         parent_pid=options.parent_pid,
         figures_path=options.figures,
+        credentials=credentials.from_options(options),
     )
     return Shipper(settings).run()
 
@@ -67,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         default=ShipperSettings.grace_seconds,
         help="after SIGTERM, go on delivering for this long at most",
     )
+    credentials.add_arguments(parser)
     parser.add_argument("--parent-pid", metavar="PID", type=int, help="stop when this is no longer the parent process")
     parser.add_argument("--figures", metavar="FILE", type=Path, help="keep figures of this process in a file, as JSON")
     parser.add_argument(

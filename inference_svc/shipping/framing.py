@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from residuum.v1 import capture_pb2
 from residuum.wire import frames
-from residuum.wire.dtypes import item_bytes
+from residuum.wire.encodings import RowFormat
 from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_POSITIONS, TARGET_CHUNK_BYTES
 
 _HEADER_ROOM = 64 << 10
@@ -21,16 +21,16 @@ class Piece:
     header: capture_pb2.ChunkHeader
     """What the payload holds."""
     payload: memoryview
-    """The rows, where they lie in the ring, contiguous [layers][positions][width]."""
+    """The encoded rows, where they lie in the ring; a copy only if a layer with a prefix had to be cut."""
 
 
 def payload_bytes(header: capture_pb2.ChunkHeader) -> int:
     """Return the bytes that a header describes.
 
     Raises:
-        ValueError: The element type is unknown.
+        ValueError: The header's encoding, width, element type and options do not go together.
     """
-    return len(header.layers) * len(header.positions) * header.width * item_bytes(header.dtype)
+    return RowFormat.of(header).payload_bytes(len(header.layers), len(header.positions))
 
 
 def cut(header: capture_pb2.ChunkHeader, payload: memoryview) -> Iterator[Piece]:
@@ -43,20 +43,20 @@ def cut(header: capture_pb2.ChunkHeader, payload: memoryview) -> Iterator[Piece]
 
     Args:
         header: What the payload holds.
-        payload: Bytes, contiguous [layers][positions][width].
+        payload: The encoded rows.
 
     Raises:
         ValueError: Header and payload do not fit each other, or one row alone exceeds a chunk.
     """
     if not len(payload) or payload_bytes(header) != len(payload):
         raise ValueError(f"the header describes {payload_bytes(header)} bytes, the payload has {len(payload)}")
+    form = RowFormat.of(header)
     layer_bytes = len(payload) // len(header.layers)
-    row_bytes = layer_bytes // len(header.positions)
-    if row_bytes > MAX_CHUNK_BYTES - _HEADER_ROOM:
-        raise ValueError(f"a row of {row_bytes} bytes does not fit a chunk")
+    if form.prefix_bytes + form.row_bytes > MAX_CHUNK_BYTES - _HEADER_ROOM:
+        raise ValueError(f"a row of {form.prefix_bytes + form.row_bytes} bytes does not fit a chunk")
     if layer_bytes <= MAX_CHUNK_BYTES - _HEADER_ROOM and len(header.positions) <= MAX_CHUNK_POSITIONS:
         return _by_layers(header, payload, layer_bytes)
-    return _by_positions(header, payload, row_bytes)
+    return _by_positions(header, payload, form)
 
 
 def append_message(number: int, capture_id: str, piece: Piece) -> bytes:
@@ -74,14 +74,17 @@ def _by_layers(header: capture_pb2.ChunkHeader, payload: memoryview, layer_bytes
         yield Piece(part, payload[start * layer_bytes : end * layer_bytes])
 
 
-def _by_positions(header: capture_pb2.ChunkHeader, payload: memoryview, row_bytes: int) -> Iterator[Piece]:
+def _by_positions(header: capture_pb2.ChunkHeader, payload: memoryview, form: RowFormat) -> Iterator[Piece]:
+    """Cut each layer's rows; what stands before a layer's rows comes before each of the parts."""
     positions = list(header.positions)
-    most = min(max(1, TARGET_CHUNK_BYTES // row_bytes), MAX_CHUNK_POSITIONS)
+    most = min(max(1, (TARGET_CHUNK_BYTES - form.prefix_bytes) // form.row_bytes), MAX_CHUNK_POSITIONS)
     for number, layer in enumerate(header.layers):
-        base = number * len(positions) * row_bytes
+        base = number * form.payload_bytes(1, len(positions)) + form.prefix_bytes
+        prefix = payload[base - form.prefix_bytes : base]
         for start, end in _spans(len(positions), most):
             part = _part(header, [layer], positions[start:end])
-            yield Piece(part, payload[base + start * row_bytes : base + end * row_bytes])
+            rows = payload[base + start * form.row_bytes : base + end * form.row_bytes]
+            yield Piece(part, memoryview(b"".join((prefix, rows))) if prefix else rows)
 
 
 def _spans(total: int, most: int) -> Iterator[tuple[int, int]]:
@@ -100,4 +103,6 @@ def _part(header: capture_pb2.ChunkHeader, layers: list[int], positions: list[in
         dtype=header.dtype,
         width=header.width,
         encoding=header.encoding,
+        dimensions=header.dimensions,
+        axis=header.axis,
     )

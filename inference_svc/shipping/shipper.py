@@ -7,13 +7,14 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from inference_svc.shipping.control import ControlClient
 from inference_svc.shipping.figures import FigureFile
 from inference_svc.shipping.outbox import Outbox
 from inference_svc.shipping.uploader import Uploader
+from residuum.rpc.credentials import Credentials
 from residuum.rpc.logs import get_logger
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -38,6 +39,8 @@ class ShipperSettings:
     """After SIGTERM, or when the parent is gone: how long to go on delivering what was handed over."""
     parent_pid: int | None = None
     """The process that started this one: without it, the shipper ends. None: it may live alone."""
+    credentials: Credentials = field(default_factory=Credentials)
+    """What the store is shown."""
     figures_path: Path | None = None
     """Where to keep figures of this process. None: nowhere."""
 
@@ -53,7 +56,7 @@ class Shipper:
         """Prepare; nothing is connected before `run`."""
         self._settings = settings
         self._outbox = Outbox(settings.max_unacked_bytes)
-        self._uploader = Uploader(settings.store_endpoint, self._outbox)
+        self._uploader = Uploader(settings.store_endpoint, self._outbox, settings.credentials)
         path = settings.figures_path
         self._file = FigureFile(path, self.figures) if path else None
         self._clients = [ControlClient(path, self._outbox) for path in settings.control_paths]

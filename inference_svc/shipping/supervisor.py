@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference_svc.shipping.backoff import Backoff
+from inference_svc.shipping.credentials import to_arguments
 from inference_svc.shipping.figures import Figures, read_figures
+from residuum.rpc.credentials import Credentials
 from residuum.rpc.logs import get_logger
 
 _FIRST_DELAY_SECONDS = 0.2
@@ -57,6 +59,7 @@ class ShipperSupervisor:
         store_endpoint: str,
         count: int,
         *,
+        credentials: Credentials | None = None,
         folder: str | os.PathLike[str] | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
@@ -66,11 +69,18 @@ class ShipperSupervisor:
             control_paths: The control sockets of the workers, which may come up later.
             store_endpoint: The store, host:port.
             count: How many shippers.
+            credentials: What the store is shown.
             folder: Where they leave figures of themselves. None: they do not.
             arguments: More arguments for each; see `python -m inference_svc.shipping --help`.
         """
         controls = [word for path in control_paths for word in ("--control", os.fspath(Path(path)))]
-        self._arguments = [*controls, "--store", store_endpoint, *arguments]
+        self._arguments = [
+            *controls,
+            "--store",
+            store_endpoint,
+            *to_arguments(credentials or Credentials()),
+            *arguments,
+        ]
         places = [Path(folder, f"shipper{name}.figures") if folder else None for name in range(count)]
         self._keepers = [_Keeper(name, self._arguments, place) for name, place in enumerate(places)]
 

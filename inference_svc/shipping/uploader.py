@@ -11,6 +11,7 @@ from inference_svc.shipping.backoff import Backoff
 from inference_svc.shipping.outbox import Outbox, Settled
 from inference_svc.shipping.parcels import Parcel
 from residuum.rpc.channels import open_channel
+from residuum.rpc.credentials import Credentials, CredentialsError
 from residuum.rpc.errors import Reason
 from residuum.rpc.logs import get_logger
 from residuum.v1 import errors_pb2, store_pb2
@@ -34,9 +35,10 @@ class Uploader:
     attempts is only the one here.
     """
 
-    def __init__(self, endpoint: str, outbox: Outbox) -> None:
+    def __init__(self, endpoint: str, outbox: Outbox, credentials: Credentials | None = None) -> None:
         """Send to host:port what the outbox holds, from `start` on."""
         self._endpoint = endpoint
+        self._credentials = credentials
         self._outbox = outbox
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         self._abandoned = threading.Event()
@@ -86,15 +88,17 @@ class Uploader:
                 self._run_stream()
             except grpc.RpcError as error:
                 self._wait_after(error.code().name, error.details())
+            except CredentialsError as error:  # the file is being replaced, perhaps
+                self._wait_after("CREDENTIALS", str(error))
             else:
                 if self._unacked:
                     self._wait_after("OK", "the store ended the stream")
 
     def _run_stream(self) -> None:
         """Run one stream to its end."""
-        name = self._outbox.start_stream()
-        self.num_streams += 1
-        with open_channel(self._endpoint) as channel:
+        with open_channel(self._endpoint, credentials=self._credentials) as channel:
+            name = self._outbox.start_stream()
+            self.num_streams += 1
             # No serializer: the frames are the bytes already.
             append: grpc.StreamStreamMultiCallable[bytes, store_pb2.AppendChunksResponse] = channel.stream_stream(
                 _METHOD, response_deserializer=store_pb2.AppendChunksResponse.FromString

@@ -28,6 +28,7 @@ def test_doctor_finds_all_well(cli, store):
     assert code == 0
     assert findings(out) == {
         "inference service: connection": True,
+        "credentials": True,
         "inference service: health": True,
         "model": True,
         "versions": True,
@@ -43,7 +44,7 @@ def test_doctor_finds_all_well(cli, store):
     }
     assert not [line for line in map(json.loads, out.splitlines()) if line["warning"]]
     out = cli("doctor")[1]
-    assert out.count("ok  ") == 13
+    assert out.count("ok  ") == 14
     assert "it keeps captures until they are deleted" in out
     assert f"the store at {store.endpoint}, version " in out
 
@@ -69,6 +70,7 @@ def test_doctor_sees_a_service_that_loads(cli, peer, running_peer):
     assert code == 1
     assert findings(out) == {
         "inference service: connection": True,
+        "credentials": True,
         "inference service: health": False,
         "model": False,  # and no word about the store, which nobody could name yet
     }

@@ -20,14 +20,14 @@ from residuum.v1 import capture_pb2, errors_pb2
 ROOT = Path(__file__).parents[2]
 
 NAMES = """
-    Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadVector BatchFailed Cap Capture
-    CaptureEnded CaptureExists CaptureNotComplete CaptureSummary Client ClientClosed DamagedCapture DeadlineExceeded
-    Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health IncompleteCapture InvalidRequest LimitReached
-    Manifest MissingVectors ModelInfo NoStore NotFound NotServing NotUpdatable OpenCapture Piece Positions
-    PromptTooLong PutResult Registration Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted
-    RowSet Sampling Sequence SequenceOutcome ServerFault SteeringChange SteeringRecord StoreFull StoreStats
-    StoreUnreachable Stream TokenDelta Unavailable UnknownCapture UnknownLayer UnknownModel UnknownOperation
-    UnknownRequest UnknownSite Unreachable Usage Vector __version__ directions load_vectors
+    Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadCredentials BadVector BatchFailed
+    Cap Capture CaptureEnded CaptureExists CaptureNotComplete CaptureSummary Client ClientClosed DamagedCapture
+    DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health IncompleteCapture
+    InvalidRequest LimitReached Manifest MissingVectors ModelInfo NoStore NotFound NotServing NotUpdatable OpenCapture
+    Piece Positions PromptTooLong PutResult Registration Replace Reply RequestAborted RequestExists ResiduumError
+    ResourceExhausted RowSet Sampling Sequence SequenceOutcome ServerFault SteeringChange SteeringRecord StoreFull
+    StoreStats StoreUnreachable Stream TLS TokenDelta Unavailable UnknownCapture UnknownLayer UnknownModel
+    UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__ directions load_vectors
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 

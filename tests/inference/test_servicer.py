@@ -73,6 +73,8 @@ async def test_model_info_tells_the_facts_and_the_limits(store):
     assert list(info.sites) == [capture_pb2.SITE_RESID_POST]
     assert list(info.steering_operations) == ["add", "ablate", "cap", "replace"]
     assert list(info.encodings) == [capture_pb2.ENCODING_RAW]
+    assert list(info.reductions) == [capture_pb2.REDUCTION_NONE]
+    assert info.default_encoding == capture_pb2.ENCODING_RAW
     assert list(info.store_endpoints) == ["store.example:1"]
     assert (info.vllm_version, info.eager) == ("1.2.3", True)
     assert info.server_version

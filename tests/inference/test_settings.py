@@ -34,6 +34,8 @@ BAD = {
     "--advertise-store": (["--advertise-store", "x:99999"], "is not host:port"),
     "--max-num-seqs": (["--max-num-seqs", "0"], "greater than or equal to 1"),
     "--dtype": (["--dtype", "int4"], "'bfloat16'"),
+    "--capture-encoding": (["--capture-encoding", "project"], "'rp8'"),
+    "--capture-rp-k": (["--capture-rp-k", "0"], "greater than or equal to 1"),
     "--vector-wait-seconds": (["--vector-wait-seconds", "0"], "greater than 0"),
     "--engine-args": (["--engine-args", '{"worker_cls": "mine"}'], "worker_cls cannot be set here"),
     "engine_args": (["--engine-args", "{"], "Parsing error"),
@@ -121,6 +123,13 @@ def test_engine_args_are_a_json_object():
         InferenceSettings, "program", ["--model", "x", "--engine-args", '{"enable_prefix_caching": false}']
     )
     assert settings.engine_args == {"enable_prefix_caching": False}
+
+
+def test_the_default_encoding_stands_in_the_environment(monkeypatch):
+    monkeypatch.setenv("RESIDUUM_CAPTURE_ENCODING", "rp8")
+    monkeypatch.setenv("RESIDUUM_CAPTURE_RP_K", "256")
+    settings = load_settings(InferenceSettings, "program", ["--model", "x", "--capture-topk-k", "32"])
+    assert (settings.capture_encoding, settings.capture_rp_k, settings.capture_topk_k) == ("rp8", 256, 32)
 
 
 def test_no_store_is_the_default():

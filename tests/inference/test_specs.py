@@ -7,14 +7,24 @@ from types import SimpleNamespace
 
 import pytest
 
+from inference_svc.capture_specs import CaptureDefaults
 from inference_svc.specs import check_capture_size, check_prompt, check_sampling, directions_of, resolve_spec
 from residuum.rpc.errors import Failure
-from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
+from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2, tensor_pb2
+from residuum.wire.encodings import ENCODINGS
 from residuum.wire.limits import MAX_OPERATIONS, MAX_RANGES
 from tests.inference.taps_support import GENERATED, PROMPT, select
 
 FACTS = SimpleNamespace(
-    name="tiny", num_layers=4, max_model_len=32, sites=(capture_pb2.SITE_RESID_POST, capture_pb2.SITE_ATTN_OUT)
+    name="tiny",
+    num_layers=4,
+    hidden_size=200,
+    dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+    max_model_len=32,
+    sites=(capture_pb2.SITE_RESID_POST, capture_pb2.SITE_ATTN_OUT),
+    encodings=tuple(ENCODINGS.values()),
+    reductions=tuple(capture_pb2.Reduction.values()[1:]),
+    capture_defaults=CaptureDefaults(),
 )
 """What the checks need of ModelFacts, which cannot be imported without vLLM."""
 A, B = b"a" * 32, b"b" * 32
@@ -83,7 +93,7 @@ BAD_SPECS = {
         "INVALID_FIELD",
         {"field": "capture.sites"},
     ),
-    "encoding": (capturing(encoding=9), "INVALID_FIELD", {"field": "capture.encoding"}),
+    "encoding": (capturing(encoding=99), "INVALID_FIELD", {"field": "capture.encoding"}),
     "overflow": (capturing(overflow=9), "INVALID_FIELD", {"field": "capture.overflow"}),
     "phase": (capturing(positions=select(phases=[0])), "INVALID_FIELD", {"field": "capture.positions"}),
     "empty range": (capturing(positions=select((5, 4))), "INVALID_FIELD", {"field": "capture.positions"}),
@@ -154,6 +164,7 @@ def test_a_captures_defaults_are_filled_in():
         sites=[capture_pb2.SITE_RESID_POST],
         encoding=capture_pb2.ENCODING_RAW,
         overflow=capture_pb2.OVERFLOW_POLICY_WAIT,
+        reduction=capture_pb2.REDUCTION_NONE,
     )
 
 
@@ -165,6 +176,7 @@ def test_what_a_capture_names_stays():
         encoding=capture_pb2.ENCODING_RAW,
         overflow=capture_pb2.OVERFLOW_POLICY_SHED,
         before_steering=True,
+        reduction=capture_pb2.REDUCTION_MEAN,
     )
     assert resolve_spec(inference_pb2.RequestSpec(capture=spec), FACTS).capture == spec
 

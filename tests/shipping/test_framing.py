@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -12,6 +13,8 @@ from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 from residuum.wire import frames
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_POSITIONS, TARGET_CHUNK_BYTES
+from tests.encoding_cases import FORMATS, basis, rows
+from tests.encoding_cases import header_of as encoded_header
 
 BF16 = tensor_pb2.DATA_TYPE_BFLOAT16
 F32 = tensor_pb2.DATA_TYPE_FLOAT32
@@ -85,6 +88,31 @@ def test_every_chunk_keeps_to_the_limits(header):
         sizes = [len(piece.header.layers) for piece in pieces]
         assert len(sizes) == math.ceil(len(header.layers) / per_chunk)
         assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_every_encoding_are_the_same_however_they_are_cut(name):
+    """3 layers, of 900 positions or as many as make a layer too large for a chunk."""
+    small = FORMATS[name]
+    wide = dataclasses.replace(small, width=4096, dimensions=small.dimensions and 2048)
+    positions = max(900, (2 << 20) // wide.row_bytes + 1)
+    values = rows(wide.dtype, (3, positions, 4096))
+    payload = memoryview(wide.encode(values, basis(wide)))
+    header = encoded_header(wide, [2, 3, 5], range(10, 10 + positions))
+    prefixes, encoded = wide.split(payload, 3, positions)
+    pieces = list(cut(header, payload))
+    assert len(pieces) >= 3
+    seen = np.zeros((3, positions), int)
+    for piece in pieces:
+        chunk = frames.parse_append(append_message(1, "capture", piece)).chunk
+        view = frames.parse_chunk(chunk)
+        at = np.ix_([[2, 3, 5].index(n) for n in view.header.layers], [n - 10 for n in view.header.positions])
+        own_prefixes, own = view.split()
+        np.testing.assert_array_equal(own, encoded[at])
+        if prefixes is not None:
+            np.testing.assert_array_equal(own_prefixes, prefixes[at[0][:, 0]])
+        seen[at] += 1
+    assert (seen == 1).all()
 
 
 def test_pieces_lie_in_the_ring_itself():

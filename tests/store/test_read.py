@@ -15,6 +15,7 @@ from residuum.v1 import capture_pb2, selection_pb2, store_pb2
 from residuum.wire.frames import ChunkView, checksum, chunk_prefix, parse_chunk, parse_read
 from residuum.wire.selection import wanted_positions
 from store_svc.slicing import slice_chunk
+from tests.encoding_cases import FORMATS, basis, header_of, rows
 from tests.store.support import (
     COMPLETE,
     OPEN,
@@ -124,6 +125,24 @@ def test_a_slice_equals_numpys(
     assert (cut.header.sequence, cut.header.site, cut.header.dtype) == (3, PRE, number)
     assert (list(cut.header.layers), list(cut.header.positions)) == ([7 + at for at in some], few)
     assert cut.rows().tobytes() == rows[np.ix_(some, few)].tobytes()
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.data(), st.sampled_from(sorted(FORMATS)))
+def test_a_slice_of_every_encoding_keeps_rows_and_prefixes(data: st.DataObject, name: str) -> None:
+    form = FORMATS[name]
+    payload = form.encode(rows(form.dtype, (3, 5, form.width)), basis(form))
+    whole = ChunkView(header_of(form, [1, 2, 4], range(5), sequence=3), 0, memoryview(payload))
+    some = data.draw(st.sets(st.integers(0, 2), min_size=1).map(sorted))
+    few = data.draw(st.sets(st.integers(0, 4), min_size=1).map(sorted))
+    cut = parse_chunk(slice_chunk(whole, some, few))
+    assert cut.verify()
+    assert (cut.format, cut.header.sequence) == (form, 3)
+    (prefixes, encoded), (all_prefixes, all_rows) = cut.split(), whole.split()
+    np.testing.assert_array_equal(encoded, all_rows[np.ix_(some, few)])
+    if all_prefixes is not None:
+        np.testing.assert_array_equal(prefixes, all_prefixes[some])
+    np.testing.assert_array_equal(cut.rows(), whole.rows()[np.ix_(some, few)])
 
 
 def test_layers_are_numbers_not_text(client: Client) -> None:

@@ -37,7 +37,37 @@ CALL_SECONDS = 30.0
 
 def open_client(options: argparse.Namespace) -> residuum.Client:
     """Return a client for the endpoints of a command line."""
-    return residuum.Client(options.endpoint, store=options.store, timeout=options.timeout or CALL_SECONDS)
+    return residuum.Client(
+        options.endpoint, store=options.store, timeout=options.timeout or CALL_SECONDS, **credentials_of(options)
+    )
+
+
+def credentials_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the credentials of a command line as the arguments of a client; what it does not name is None.
+
+    Raises:
+        BadCredentials: They do not go together.
+    """
+    files = {
+        "ca": options.tls_ca,
+        "server_name": options.tls_server_name,
+        "cert": options.client_cert,
+        "key": options.client_key,
+    }
+    token = Path(options.token_file) if options.token_file else None
+    return {"token": token, "tls": _tls_of(files, options.tls), "insecure": options.insecure}
+
+
+def _tls_of(
+    files: dict[str, str | None],
+    flag: bool | None,  # noqa: FBT001 - as argparse has it
+) -> residuum.TLS | bool | None:
+    if not any(files.values()):
+        return flag
+    try:
+        return residuum.TLS(**files)
+    except ValueError as error:
+        raise residuum.BadCredentials(str(error)) from None
 
 
 def info(options: argparse.Namespace, output: Output) -> int:

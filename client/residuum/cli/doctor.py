@@ -13,8 +13,10 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import residuum
+from residuum._credentials import describe
 from residuum.cli.commands import open_client
 from residuum.cli.output import Output, size
+from residuum.rpc.credentials import is_loopback
 
 _CONNECT_SECONDS = 5.0
 _MOST_SKEW_SECONDS = 2.0
@@ -62,6 +64,7 @@ def _examine(client: residuum.Client, *, named_store: bool) -> Iterator[Finding]
     reachable = yield from _endpoint("inference service", client.endpoint)
     if not reachable:
         return
+    yield from _credentials(client)
     yield _health("inference service", client.health().inference)
     info = None
     started = time.time()
@@ -193,6 +196,17 @@ def _hint(store: str, inference: str) -> str:
             "machine; start it with an address that clients can reach, or name the store with --store."
         )
     return ""
+
+
+def _credentials(client: residuum.Client) -> Iterator[Finding]:
+    """Say what the client shows, and warn of a token that others may read."""
+    credentials, host = client.credentials, client.endpoint.rpartition(":")[0]
+    exposed = credentials.tls is None and not is_loopback(host)
+    detail = f"{describe(credentials)}"
+    if exposed:
+        secret = "the token, and all that is sent," if credentials.has_token else "all that is sent"
+        detail += f": whoever is on the way to {client.endpoint} can read {secret}; --tls-ca encrypts it"
+    yield Finding("credentials", ok=True, warning=exposed, detail=detail)
 
 
 def _health(name: str, status: str) -> Finding:

@@ -9,9 +9,12 @@ import grpc
 
 from residuum import _health
 from residuum._connect import check_endpoint
+from residuum._credentials import check_channel, resolve_credentials
 from residuum._failures import from_rpc_error
+from residuum.cli.commands import credentials_of
 from residuum.cli.output import Output
 from residuum.rpc.channels import open_channel
+from residuum.rpc.credentials import Credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +26,7 @@ SECONDS = 5.0
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Print the health of the service at the endpoint; 0 if it serves, else 1."""
-    status = _ask(options.endpoint, options.timeout)
+    status = _ask(options.endpoint, options.timeout, resolve_credentials(**credentials_of(options)))
     if output.as_json:
         output.json({"endpoint": options.endpoint, "status": status})
     else:
@@ -31,10 +34,11 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return 0 if status == "SERVING" else 1
 
 
-def _ask(endpoint: str, timeout: float) -> str:
+def _ask(endpoint: str, timeout: float, credentials: Credentials) -> str:
     # Not through Client: it would ask the inference service for its stores, whose health is not this service's, and
     # whose advertised address need not work from inside its container.
-    with open_channel(check_endpoint(endpoint)) as channel:
+    check_channel(credentials, check_endpoint(endpoint))
+    with open_channel(endpoint, credentials=credentials) as channel:
         check: Callable[..., bytes] = channel.unary_unary(_health.CHECK)
         try:
             return _health.status_of_answer(check(_health.REQUEST, timeout=timeout))

@@ -36,6 +36,11 @@ _WORDS = {
     "overwrite=True": "--force",
     "wait for it, or follow() it": "wait for it",
     "Client(..., store='host:port')": "--store HOST:PORT",
+    "TLS(..., server_name='NAME')": "--tls-server-name NAME",
+    "TLS(..., cert='client.pem', key='client.key')": "--client-cert and --client-key",
+    "tls=TLS(ca='ca.pem')": "--tls-ca FILE",
+    "Connect without (tls=False)": "Leave --tls and --tls-ca, or RESIDUUM_TLS and RESIDUUM_TLS_CA, out",
+    "insecure=True": "--insecure",
     "client.info().num_layers": "num_layers of `residuum info`",
     "sites=client.info().sites names": "`residuum info` names",
 }
@@ -129,7 +134,33 @@ def _add_bare(
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a line, for programs (default: for people)"
     )
+    _add_credentials(parser)
     return parser
+
+
+def _add_credentials(parser: argparse.ArgumentParser) -> None:
+    # No flag takes the token itself: every user of a machine can read the command lines of its processes.
+    group = parser.add_argument_group("credentials", "the token itself may stand in RESIDUUM_TOKEN")
+    for flag, metavar, text in (
+        ("--token-file", "FILE", "the file that holds the token (default: RESIDUUM_TOKEN_FILE)"),
+        ("--tls-ca", "FILE", "connect with TLS, and trust these CAs (default: RESIDUUM_TLS_CA)"),
+        ("--tls-server-name", "NAME", "the name in the certificate (default: RESIDUUM_TLS_SERVER_NAME, or the host)"),
+        ("--client-cert", "FILE", "a certificate of your own, for mutual TLS (default: RESIDUUM_CLIENT_CERT)"),
+        ("--client-key", "FILE", "its private key (default: RESIDUUM_CLIENT_KEY)"),
+    ):
+        group.add_argument(flag, metavar=metavar, help=text)
+    group.add_argument(
+        "--tls",
+        action="store_true",
+        default=None,
+        help="connect with TLS, trusting public CAs (default: RESIDUUM_TLS)",
+    )
+    group.add_argument(
+        "--insecure",
+        action="store_true",
+        default=None,
+        help="send a token to another machine in plain text, too (default: RESIDUUM_INSECURE, or refuse)",
+    )
 
 
 def _add_generate(groups: _Groups) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
+from residuum.rpc import bearer
+from residuum.rpc.credentials import Credentials
 from residuum.wire.limits import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
@@ -75,22 +77,63 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
 """Options of every server."""
 
 
-def open_channel(endpoint: str, *, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
+SERVER_NAME = "grpc.ssl_target_name_override"
+"""The option that says which name the server's certificate must have."""
+
+
+def open_channel(
+    endpoint: str, *, credentials: Credentials | None = None, options: Sequence[tuple[str, Any]] = ()
+) -> grpc.Channel:
     """Open a channel to host:port. It connects when it is first used; open it after any fork.
 
     `options` go before those of every channel.
+
+    Raises:
+        CredentialsError: The credentials cannot be used, or not with this endpoint.
     """
-    return grpc.insecure_channel(endpoint, options=_with_defaults(options))
+    credentials = credentials or Credentials()
+    credentials.check_endpoint(endpoint)
+    merged = _with_defaults(options, credentials)
+    secure = _channel_credentials(credentials)
+    if secure is not None:
+        return grpc.secure_channel(endpoint, secure, options=merged)
+    channel = grpc.insecure_channel(endpoint, options=merged)
+    if not credentials.has_token:
+        return channel
+    return grpc.intercept_channel(channel, bearer.interceptor(credentials.token_source()))
 
 
-def open_aio_channel(endpoint: str, *, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+def open_aio_channel(
+    endpoint: str, *, credentials: Credentials | None = None, options: Sequence[tuple[str, Any]] = ()
+) -> grpc.aio.Channel:
     """Open an asyncio channel to host:port, for use in the running event loop.
 
     `options` go before those of every channel.
+
+    Raises:
+        CredentialsError: The credentials cannot be used, or not with this endpoint.
     """
-    return grpc.aio.insecure_channel(endpoint, options=_with_defaults(options))
+    credentials = credentials or Credentials()
+    credentials.check_endpoint(endpoint)
+    merged = _with_defaults(options, credentials)
+    secure = _channel_credentials(credentials)
+    if secure is not None:
+        return grpc.aio.secure_channel(endpoint, secure, options=merged)
+    interceptors = bearer.aio_interceptors(credentials.token_source()) if credentials.has_token else None
+    return grpc.aio.insecure_channel(endpoint, options=merged, interceptors=interceptors)
 
 
-def _with_defaults(options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials | None:
+    """Return what a TLS channel is opened with; None: it is to be in plain text."""
+    if credentials.tls is None:
+        return None
+    channel = credentials.tls.channel_credentials()
+    if not credentials.has_token:
+        return channel
+    return grpc.composite_channel_credentials(channel, bearer.call_credentials(credentials.token_source()))
+
+
+def _with_defaults(options: Sequence[tuple[str, Any]], credentials: Credentials) -> list[tuple[str, Any]]:
     # Each name once: of two values, gRPC takes the first.
-    return list({**dict(CHANNEL_OPTIONS), **dict(options)}.items())
+    name = credentials.tls.server_name if credentials.tls else None
+    return list({**dict(CHANNEL_OPTIONS), **({SERVER_NAME: name} if name else {}), **dict(options)}.items())

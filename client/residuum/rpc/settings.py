@@ -18,6 +18,7 @@ from residuum.rpc.serving import parse_endpoint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pydantic_core import ErrorDetails
     from pydantic_settings import PydanticBaseSettingsSource
 
 _Settings = TypeVar("_Settings", bound="ServiceSettings")
@@ -110,13 +111,7 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
         values = flags(args=arguments)  # --help and unknown flags end the process here
         settings: _Settings = located(_cli_settings_source=values)
     except ValidationError as error:
-        lines = [
-            f"  {_flag(problem['loc'])} ({_variable(problem['loc'])}): "
-            f"{_unknown(kind, problem['loc']) if problem['type'] == 'extra_forbidden' else problem['msg']} "
-            f"(given: {problem['input']!r})"
-            for problem in error.errors()
-        ]
-        sys.exit(f"{program}: bad settings\n" + "\n".join(lines))
+        sys.exit(f"{program}: bad settings\n" + "\n".join(f"  {_explain(kind, problem)}" for problem in error.errors()))
     except ValueError as error:  # a file that is not TOML, or a value that is not JSON
         sys.exit(f"{program}: bad settings\n  {error}")
     return settings
@@ -129,6 +124,16 @@ def _take_config(arguments: list[str]) -> tuple[list[str], str | None]:
         if argument.startswith("--config="):
             return arguments[:at] + arguments[at + 1 :], argument.removeprefix("--config=")
     return arguments, os.environ.get("RESIDUUM_CONFIG")
+
+
+def _explain(kind: type[ServiceSettings], problem: ErrorDetails) -> str:
+    """Return one line about what is wrong."""
+    location, message = problem["loc"], problem["msg"].removeprefix("Value error, ")
+    if not location:  # settings that do not go together; the message names them
+        return message
+    if problem["type"] == "extra_forbidden":
+        message = _unknown(kind, location)
+    return f"{_flag(location)} ({_variable(location)}): {message} (given: {problem['input']!r})"
 
 
 def _unknown(kind: type[ServiceSettings], location: tuple[int | str, ...]) -> str:

@@ -65,15 +65,182 @@ class _EncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Encoding.Val
     """Not set: the server's default."""
     ENCODING_RAW: _Encoding.ValueType  # 1
     """The elements as the model computed them, in the model's own dtype."""
+    ENCODING_FP32: _Encoding.ValueType  # 2
+    """The elements as IEEE 754 binary32: nothing is lost."""
+    ENCODING_FP16: _Encoding.ValueType  # 3
+    """The elements as IEEE 754 binary16."""
+    ENCODING_BF16: _Encoding.ValueType  # 4
+    """The elements as bfloat16."""
+    ENCODING_FULL8: _Encoding.ValueType  # 5
+    """All elements, eight bits each."""
+    ENCODING_RP8: _Encoding.ValueType  # 6
+    """A random projection to fewer dimensions, eight bits each."""
+    ENCODING_TOPK8: _Encoding.ValueType  # 7
+    """The elements of greatest magnitude, eight bits each, with their indices."""
+    ENCODING_RP: _Encoding.ValueType  # 8
+    """A random projection to fewer dimensions."""
+    ENCODING_TOPK: _Encoding.ValueType  # 9
+    """The elements of greatest magnitude, with their indices."""
+    ENCODING_PROJECT: _Encoding.ValueType  # 10
+    """Inner products with given vectors."""
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
-    """How rows are encoded in a chunk's payload."""
+    """How rows are encoded in a chunk's payload. Everything is little-endian.
+
+    A payload is, for each of the chunk's layers, a *prefix* and then one *row* for each of its positions, densely packed.
+    Only ENCODING_FULL8 along dimensions has a prefix; the rows of a chunk all have the same number of bytes. In the
+    layouts below `x` is the row as the model computed it, `width` elements of its own dtype; `k` is the chunk's
+    `dimensions`; f32 is an IEEE 754 binary32, u8 and u16 are unsigned integers.
+
+      encoding               row                                                          bytes of a row
+      RAW                    x                                                            width * (2 or 4)
+      FP32                   f32 x[width]                                                 4 width
+      FP16, BF16             x[width], rounded to nearest, ties to even                   2 width
+      FULL8, axis ROW        f32 scale, f32 zero, u8 q[width]                             8 + width
+      FULL8, axis DIMENSION  u8 q[width]; prefix: f32 scale[width], f32 zero[width]       width
+      RP                     f32 y[k]                                                     4 k
+      RP8                    f32 scale, f32 zero, u8 q[k] of y                            8 + k
+      TOPK                   u16 index[k], x[index[0]], x[index[1]], ...                  (2 + 2 or 4) k
+      TOPK8                  f32 scale, f32 zero, u16 index[k], u8 q[k] of x[index]       8 + 3 k
+      PROJECT                f32 y[k]                                                     4 k
+
+    *Eight bits.* A list of numbers v is quantised in float32: zero = min v, scale = (max v - min v) / 255, and
+    q = (v - zero) / scale rounded to the nearest integer, ties to even, kept within 0 to 255. A reader computes
+    scale * q + zero, which is v to half a scale. Numbers that are all equal have scale 0 and q 0. The list is the row; the
+    projected row (RP8); the elements that are kept (TOPK8); or, along dimensions, one dimension of the rows that were
+    encoded together: those of the chunk, and perhaps of its neighbours.
+
+    *Random projection.* y[j] = (sum over i of S[i][j] x[i]) / sqrt(k), summed in float32 in any order, where S[i][j] is +1
+    or -1 by the rule below, and 1 / sqrt(k) is the float32 that is nearest to it as a float64.
+
+    *The k largest.* Index is that of the k elements of greatest magnitude, of equal ones those that come first, ascending.
+    Magnitudes are compared as the bits of the elements without the sign, as unsigned integers: NaN is above infinity, and
+    infinity above everything else. A reader takes the other elements for 0. Widths above 65536 are refused.
+
+    *Inner products.* y[j] is the inner product of x with the j-th vector that was asked for, summed in float32.
+
+    *Not finite.* RAW, FP32, BF16, RP, TOPK and PROJECT keep what is not finite, or have what the arithmetic makes of it; in
+    FP16 what is above 65504 becomes infinite. A list that is to be quantised, and of which an element or the difference of
+    two is not finite, has the scale and the zero NaN and the q 0, and TOPK8 the indices 0 to k - 1: the whole row, or
+    dimension, is NaN to a reader.
+
+    *The signs S of a random projection* follow from `seed` alone, by integers modulo 2^64. SplitMix64 of a seed s is the
+    sequence m(s + 1 g), m(s + 2 g), ... with g = 0x9E3779B97F4A7C15 and
+
+      m(z):  z = (z xor (z >> 30)) * 0xBF58476D1CE4E5B9
+             z = (z xor (z >> 27)) * 0x94D049BB133111EB
+             return z xor (z >> 31)
+
+    Columns come in groups of 64. The seed of group c, c = 0, 1, ..., is element c of SplitMix64 of `seed`; element i of
+    SplitMix64 of that, i = 0, 1, ..., holds the signs of row i: bit b (0 is the least significant) is that of column
+    64 c + b, 0 for +1 and 1 for -1. So the signs depend on neither the width nor k: the first columns of a larger
+    projection are the smaller one, but for the factor 1 / sqrt(k). Test vectors: projection_signs.json, beside this file.
+
+    Norms and inner products are kept in the mean, with the variances of Achlioptas (Journal of Computer and System
+    Sciences 66, 2003): that of |y|^2 is at most 2 |x|^4 / k, that of <y, y'> at most (|x|^2 |x'|^2 + <x, x'>^2) / k. With
+    k = 512 a norm is right to 3 %, and a cosine to 0.06 or better, one standard deviation. The probability that |y|^2
+    is off by more than a part e of itself is at most 2 exp(-k (e^2 / 4 - e^3 / 6)).
+    """
 
 ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
 """Not set: the server's default."""
 ENCODING_RAW: Encoding.ValueType  # 1
 """The elements as the model computed them, in the model's own dtype."""
+ENCODING_FP32: Encoding.ValueType  # 2
+"""The elements as IEEE 754 binary32: nothing is lost."""
+ENCODING_FP16: Encoding.ValueType  # 3
+"""The elements as IEEE 754 binary16."""
+ENCODING_BF16: Encoding.ValueType  # 4
+"""The elements as bfloat16."""
+ENCODING_FULL8: Encoding.ValueType  # 5
+"""All elements, eight bits each."""
+ENCODING_RP8: Encoding.ValueType  # 6
+"""A random projection to fewer dimensions, eight bits each."""
+ENCODING_TOPK8: Encoding.ValueType  # 7
+"""The elements of greatest magnitude, eight bits each, with their indices."""
+ENCODING_RP: Encoding.ValueType  # 8
+"""A random projection to fewer dimensions."""
+ENCODING_TOPK: Encoding.ValueType  # 9
+"""The elements of greatest magnitude, with their indices."""
+ENCODING_PROJECT: Encoding.ValueType  # 10
+"""Inner products with given vectors."""
 Global___Encoding: _TypeAlias = Encoding  # noqa: Y015
+
+class _QuantizationAxis:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _QuantizationAxisEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuantizationAxis.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    QUANTIZATION_AXIS_UNSPECIFIED: _QuantizationAxis.ValueType  # 0
+    """Not set: QUANTIZATION_AXIS_ROW."""
+    QUANTIZATION_AXIS_ROW: _QuantizationAxis.ValueType  # 1
+    """The elements of one row."""
+    QUANTIZATION_AXIS_DIMENSION: _QuantizationAxis.ValueType  # 2
+    """One element of all rows that were encoded together. Worth it where few dimensions are far larger than the rest, for
+    rows that come in numbers: a generated token's block has up to 32, and each block brings 8 bytes a dimension and
+    layer. Not with a reduction.
+    """
+
+class QuantizationAxis(_QuantizationAxis, metaclass=_QuantizationAxisEnumTypeWrapper):
+    """Which numbers share a scale and a zero in ENCODING_FULL8."""
+
+QUANTIZATION_AXIS_UNSPECIFIED: QuantizationAxis.ValueType  # 0
+"""Not set: QUANTIZATION_AXIS_ROW."""
+QUANTIZATION_AXIS_ROW: QuantizationAxis.ValueType  # 1
+"""The elements of one row."""
+QUANTIZATION_AXIS_DIMENSION: QuantizationAxis.ValueType  # 2
+"""One element of all rows that were encoded together. Worth it where few dimensions are far larger than the rest, for
+rows that come in numbers: a generated token's block has up to 32, and each block brings 8 bytes a dimension and
+layer. Not with a reduction.
+"""
+Global___QuantizationAxis: _TypeAlias = QuantizationAxis  # noqa: Y015
+
+class _Reduction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReductionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reduction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REDUCTION_UNSPECIFIED: _Reduction.ValueType  # 0
+    """Not set: REDUCTION_NONE."""
+    REDUCTION_NONE: _Reduction.ValueType  # 1
+    """Every wanted row is captured."""
+    REDUCTION_LAST: _Reduction.ValueType  # 2
+    """The last one."""
+    REDUCTION_MEAN: _Reduction.ValueType  # 3
+    """The mean of each element."""
+    REDUCTION_MAX: _Reduction.ValueType  # 4
+    """The greatest of each element; NaN if one is."""
+    REDUCTION_SUM: _Reduction.ValueType  # 5
+    """The sum of each element."""
+
+class Reduction(_Reduction, metaclass=_ReductionEnumTypeWrapper):
+    """Capturing one row in the place of many.
+
+    The rows that the capture's positions want are reduced element by element, in float32, those of the prompt and those
+    of generated tokens by themselves, so that at most two rows are left of each sequence, site and layer. What comes of
+    it is encoded as any row is; RAW rounds it to the model's dtype.
+
+    The row at position p is the reduction of all wanted rows of p's phase up to p, p's own included. It is captured at
+    the last wanted position of each phase, and those two are the rows that the manifest expects. So a row says by its
+    position alone which rows it covers, whenever and however often it was computed. While a capture is open there may be
+    rows at earlier positions of generated tokens; once its length is known they no longer count.
+    """
+
+REDUCTION_UNSPECIFIED: Reduction.ValueType  # 0
+"""Not set: REDUCTION_NONE."""
+REDUCTION_NONE: Reduction.ValueType  # 1
+"""Every wanted row is captured."""
+REDUCTION_LAST: Reduction.ValueType  # 2
+"""The last one."""
+REDUCTION_MEAN: Reduction.ValueType  # 3
+"""The mean of each element."""
+REDUCTION_MAX: Reduction.ValueType  # 4
+"""The greatest of each element; NaN if one is."""
+REDUCTION_SUM: Reduction.ValueType  # 5
+"""The sum of each element."""
+Global___Reduction: _TypeAlias = Reduction  # noqa: Y015
 
 class _OverflowPolicy:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -172,6 +339,46 @@ INCOMPLETE_REASON_REQUEST_FAILED: IncompleteReason.ValueType  # 5
 Global___IncompleteReason: _TypeAlias = IncompleteReason  # noqa: Y015
 
 @_typing.final
+class EncodingOptions(_message.Message):
+    """What an encoding needs to know. Options that the encoding does not have must not be set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    AXIS_FIELD_NUMBER: _builtins.int
+    VECTORS_FIELD_NUMBER: _builtins.int
+    dimensions: _builtins.int
+    """RP and RP8: the dimensions to project to; TOPK and TOPK8: the elements to keep. At most the width. 0: the server's
+    default (512 and 128, unless its operator chose others), or the width if that is less.
+    """
+    seed: _builtins.int
+    """RP and RP8: the seed of the projection. Rows compare only with rows of the same seed and dimensions."""
+    axis: Global___QuantizationAxis.ValueType
+    """FULL8: which numbers share a scale."""
+    @_builtins.property
+    def vectors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """PROJECT: the digests of the vectors, in the order of the numbers in a row. 1 to 256; a server must have them, or is
+        sent them, as those of steering.
+        """
+
+    def __init__(
+        self,
+        *,
+        dimensions: _builtins.int = ...,
+        seed: _builtins.int = ...,
+        axis: Global___QuantizationAxis.ValueType = ...,
+        vectors: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis", b"axis", "dimensions", b"dimensions", "seed", b"seed", "vectors", b"vectors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EncodingOptions: _TypeAlias = EncodingOptions  # noqa: Y015
+
+@_typing.final
 class CaptureSpec(_message.Message):
     """What a request captures."""
 
@@ -183,12 +390,16 @@ class CaptureSpec(_message.Message):
     ENCODING_FIELD_NUMBER: _builtins.int
     OVERFLOW_FIELD_NUMBER: _builtins.int
     BEFORE_STEERING_FIELD_NUMBER: _builtins.int
+    ENCODING_OPTIONS_FIELD_NUMBER: _builtins.int
+    REDUCTION_FIELD_NUMBER: _builtins.int
     encoding: Global___Encoding.ValueType
     """How rows are encoded."""
     overflow: Global___OverflowPolicy.ValueType
     """What to do when the path to the store is full."""
     before_steering: _builtins.bool
     """Capture the rows as they were before steering. By default rows are what the model goes on with, after steering."""
+    reduction: Global___Reduction.ValueType
+    """Whether one row is captured in the place of many."""
     @_builtins.property
     def layers(self) -> _selection_pb2.LayerSelection:
         """The layers to capture. Required."""
@@ -201,6 +412,10 @@ class CaptureSpec(_message.Message):
     def positions(self) -> _selection_pb2.PositionSelection:
         """The positions to capture. Unset: all, prompt and generated."""
 
+    @_builtins.property
+    def encoding_options(self) -> Global___EncodingOptions:
+        """What the encoding needs to know."""
+
     def __init__(
         self,
         *,
@@ -210,10 +425,12 @@ class CaptureSpec(_message.Message):
         encoding: Global___Encoding.ValueType = ...,
         overflow: Global___OverflowPolicy.ValueType = ...,
         before_steering: _builtins.bool = ...,
+        encoding_options: Global___EncodingOptions | None = ...,
+        reduction: Global___Reduction.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "positions", b"positions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["encoding_options", b"encoding_options", "layers", b"layers", "positions", b"positions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_steering", b"before_steering", "encoding", b"encoding", "layers", b"layers", "overflow", b"overflow", "positions", b"positions", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_steering", b"before_steering", "encoding", b"encoding", "encoding_options", b"encoding_options", "layers", b"layers", "overflow", b"overflow", "positions", b"positions", "reduction", b"reduction", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,16 +449,22 @@ class ChunkHeader(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
     ENCODING_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    AXIS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Which of the request's sequences (0 unless n > 1)."""
     site: Global___Site.ValueType
     """Where the rows were taken."""
     dtype: _tensor_pb2.DataType.ValueType
-    """The element type of the payload."""
+    """The element type in which the model computed the rows; with ENCODING_RAW that of the payload."""
     width: _builtins.int
-    """Elements in a row."""
+    """Elements in a row as the model computed it."""
     encoding: Global___Encoding.ValueType
     """How the rows are encoded."""
+    dimensions: _builtins.int
+    """RP, RP8, TOPK, TOPK8 and PROJECT: the numbers in an encoded row, k. 0 with the other encodings."""
+    axis: Global___QuantizationAxis.ValueType
+    """FULL8: which numbers share a scale. Unset with the other encodings."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The layers in the payload, ascending and distinct."""
@@ -260,10 +483,12 @@ class ChunkHeader(_message.Message):
         dtype: _tensor_pb2.DataType.ValueType = ...,
         width: _builtins.int = ...,
         encoding: Global___Encoding.ValueType = ...,
+        dimensions: _builtins.int = ...,
+        axis: Global___QuantizationAxis.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "encoding", b"encoding", "layers", b"layers", "positions", b"positions", "sequence", b"sequence", "site", b"site", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis", b"axis", "dimensions", b"dimensions", "dtype", b"dtype", "encoding", b"encoding", "layers", b"layers", "positions", b"positions", "sequence", b"sequence", "site", b"site", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -286,7 +511,9 @@ class Chunk(_message.Message):
     crc32c: _builtins.int
     """CRC-32C (Castagnoli) of the payload."""
     payload: _builtins.bytes
-    """The rows, C order [layers][positions][width], little-endian."""
+    """The rows as `encoding` says, for each layer a prefix, if there is one, and the positions; RAW is in C order
+    [layers][positions][width]. Little-endian.
+    """
     @_builtins.property
     def header(self) -> Global___ChunkHeader:
         """What the payload holds."""

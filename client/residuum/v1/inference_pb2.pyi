@@ -67,6 +67,8 @@ class GetModelInfoResponse(_message.Message):
     EAGER_FIELD_NUMBER: _builtins.int
     SERVER_TIME_FIELD_NUMBER: _builtins.int
     STORE_CHECK_FIELD_NUMBER: _builtins.int
+    REDUCTIONS_FIELD_NUMBER: _builtins.int
+    DEFAULT_ENCODING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name that clients may check with `model` in a spec."""
     num_layers: _builtins.int
@@ -81,6 +83,8 @@ class GetModelInfoResponse(_message.Message):
     """The version of the server."""
     eager: _builtins.bool
     """Whether the model runs in eager mode, without compiled graphs."""
+    default_encoding: _capture_pb2.Encoding.ValueType
+    """How rows are encoded if a capture does not say so. Unset: the server is older than this field, and encodes them RAW."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Site.ValueType]:
         """The capture sites that the server was started with."""
@@ -113,6 +117,10 @@ class GetModelInfoResponse(_message.Message):
     def store_check(self) -> Global___StoreCheck:
         """The way from here to the store. Unset: nobody asked, the server captures nothing, or is older than this field."""
 
+    @_builtins.property
+    def reductions(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Reduction.ValueType]:
+        """The reductions that a capture may ask for. Empty: the server is older than this field, and reduces nothing."""
+
     def __init__(
         self,
         *,
@@ -131,10 +139,12 @@ class GetModelInfoResponse(_message.Message):
         eager: _builtins.bool = ...,
         server_time: _timestamp_pb2.Timestamp | None = ...,
         store_check: Global___StoreCheck | None = ...,
+        reductions: _abc.Iterable[_capture_pb2.Reduction.ValueType] | None = ...,
+        default_encoding: _capture_pb2.Encoding.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "server_time", b"server_time", "server_version", b"server_version", "sites", b"sites", "steering_operations", b"steering_operations", "store_check", b"store_check", "store_endpoints", b"store_endpoints", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "sites", b"sites", "steering_operations", b"steering_operations", "store_check", b"store_check", "store_endpoints", b"store_endpoints", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, Union
 
 import crc32c as _crc32c
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.dtypes import numpy_dtype
+from residuum.wire.encodings import RowFormat
 from residuum.wire.limits import MAX_CHUNK_POSITIONS
 
 if TYPE_CHECKING:
@@ -51,16 +50,28 @@ class ChunkView:
     crc32c: int
     """The checksum that came with it; see `verify`."""
     payload: memoryview
-    """The rows, [layers][positions][width]; valid as long as the frame's buffer is."""
+    """The encoded rows; valid as long as the frame's buffer is."""
 
     def verify(self) -> bool:
         """Tell whether the payload matches its checksum."""
         return checksum(self.payload) == self.crc32c
 
+    @property
+    def format(self) -> RowFormat:
+        """How the rows are encoded."""
+        return RowFormat.of(self.header)
+
+    def split(self) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any]]:
+        """Return the prefixes [layers], or None, and the encoded rows [layers, positions], of the `format`'s types.
+
+        They are views of the frame's own bytes.
+        """
+        return self.format.split(self.payload, len(self.header.layers), len(self.header.positions))
+
     def rows(self) -> npt.NDArray[Any]:
-        """Return the rows as an array [layers, positions, width] over the frame's own bytes, without a copy."""
-        shape = (len(self.header.layers), len(self.header.positions), self.header.width)
-        return np.frombuffer(self.payload, dtype=numpy_dtype(self.header.dtype)).reshape(shape)
+        """Return the rows [layers, positions, width], decoded; those of RAW lie in the frame."""
+        prefixes, rows = self.split()
+        return self.format.decode(rows, prefixes if prefixes is None else prefixes[:, None])
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,7 @@ def _check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
     if not _ascends(layers) or not _ascends(positions):
         raise FrameError("layers and positions of a chunk must ascend")
     try:
-        expected = len(layers) * len(positions) * header.width * numpy_dtype(header.dtype).itemsize
+        expected = RowFormat.of(header).payload_bytes(len(layers), len(positions))
     except ValueError as error:
         raise FrameError(str(error)) from None
     if expected != payload_bytes:

@@ -42,6 +42,15 @@ MAX_DIGESTS_PER_CALL = 1024
 DIGEST_BYTES = 32
 """Length of a SHA-256."""
 
+MAX_PROJECTION_VECTORS = 256
+"""Vectors onto which the rows of one capture may be projected."""
+
+DEFAULT_PROJECTION = 512
+"""Dimensions of a random projection, if neither the caller nor the operator says how many."""
+
+DEFAULT_TOPK = 128
+"""Elements of greatest magnitude that are kept, if neither the caller nor the operator says how many."""
+
 MAX_STOP_TEXTS = 16
 """Stop texts in one request."""
 

@@ -1,0 +1,106 @@
+"""What a client connects with: its arguments, or else the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar, Union
+
+from residuum.exceptions import BadCredentials
+from residuum.rpc.credentials import TLS, Credentials, CredentialsError
+
+_Channel = TypeVar("_Channel")
+
+Token = Union[str, "os.PathLike[str]", None]
+"""A token, or the file that holds it."""
+
+_SWITCHES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+
+
+def resolve_credentials(*, token: Token, tls: TLS | bool | None, insecure: bool | None) -> Credentials:
+    """Return the credentials of a client; what is None comes from the environment.
+
+    Args:
+        token: A token, or its file; "" sends none. In the environment: RESIDUUM_TOKEN or RESIDUUM_TOKEN_FILE.
+        tls: How to encrypt; True trusts public CAs, False speaks plain text. In the environment: RESIDUUM_TLS_CA, and
+            RESIDUUM_CLIENT_CERT, RESIDUUM_CLIENT_KEY, RESIDUUM_TLS_SERVER_NAME; or RESIDUUM_TLS=1.
+        insecure: Whether a token may go to another machine in plain text. In the environment: RESIDUUM_INSECURE.
+
+    Raises:
+        BadCredentials: They cannot be used, or not together.
+    """
+    allowed = _switch("RESIDUUM_INSECURE") if insecure is None else insecure
+    try:
+        credentials = Credentials(tls=_tls(tls), insecure=allowed, **_token(token))
+        credentials.check_files()
+    except CredentialsError as error:
+        raise BadCredentials(str(error)) from None
+    return credentials
+
+
+def check_channel(credentials: Credentials, endpoint: str) -> None:
+    """Make sure that no token would be sent where others can read it.
+
+    Raises:
+        BadCredentials: It would.
+    """
+    try:
+        credentials.check_endpoint(endpoint)
+    except CredentialsError as error:
+        raise BadCredentials(str(error)) from None
+
+
+def opener(open_channel: Callable[..., _Channel], credentials: Credentials) -> Callable[[str], _Channel]:
+    """Return what opens a channel with these credentials, and raises BadCredentials if that cannot be."""
+
+    def open_one(endpoint: str) -> _Channel:
+        try:
+            return open_channel(endpoint, credentials=credentials)
+        except CredentialsError as error:
+            raise BadCredentials(str(error)) from None
+
+    return open_one
+
+
+def describe(credentials: Credentials) -> str:
+    """Return what a client shows and wants to see, in words; never the token."""
+    tls = credentials.tls
+    if tls is None:
+        way = "plain text"
+    else:
+        way = f"TLS, trusting {tls.ca or 'public CAs'}" + (f", showing {tls.cert}" if tls.cert else "")
+    token = f"a token of {credentials.token_file}" if credentials.token_file else "a token"
+    return f"{way}, with {token if credentials.has_token else 'no token'}"
+
+
+def _token(token: Token) -> dict[str, str]:
+    if token is None:
+        token, file = os.environ.get("RESIDUUM_TOKEN", ""), os.environ.get("RESIDUUM_TOKEN_FILE", "")
+        if token and file:
+            raise CredentialsError("RESIDUUM_TOKEN and RESIDUUM_TOKEN_FILE are both set; unset one.")
+        return {"token": token, "token_file": file}
+    return {"token": token} if isinstance(token, str) else {"token_file": os.fspath(token)}
+
+
+def _tls(tls: TLS | bool | None) -> TLS | None:  # noqa: FBT001 - as the user wrote it
+    if isinstance(tls, TLS):
+        return tls
+    if tls is not None:
+        return TLS() if tls else None
+    environment = {
+        field: os.environ.get(f"RESIDUUM_{name}") or None
+        for field, name in (
+            ("ca", "TLS_CA"),
+            ("cert", "CLIENT_CERT"),
+            ("key", "CLIENT_KEY"),
+            ("server_name", "TLS_SERVER_NAME"),
+        )
+    }
+    return TLS(**environment) if _switch("RESIDUUM_TLS") or any(environment.values()) else None
+
+
+def _switch(name: str) -> bool:
+    text = os.environ.get(name, "").strip().lower()
+    if text not in _SWITCHES:
+        raise BadCredentials(f"{name} is {text!r}; set it to 1 or 0.")
+    return _SWITCHES[text]

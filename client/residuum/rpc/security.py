@@ -1,0 +1,153 @@
+"""Where a service may listen, and with which certificates: the settings that both services have for it.
+
+Nothing is open to other machines by accident: a service that listens beyond loopback has TLS and asks who calls, or was
+told that it need not (`insecure`).
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from pydantic import model_validator
+
+from residuum.rpc.credentials import file_stamp, is_loopback
+from residuum.rpc.logs import get_logger
+from residuum.rpc.serving import parse_endpoint
+from residuum.rpc.settings import Endpoint, ServiceSettings
+
+if TYPE_CHECKING:
+    import grpc.aio
+    from typing_extensions import Self
+
+_log = get_logger(__name__)
+
+
+class SecurityError(OSError):
+    """A file of certificates or tokens cannot be used. The text says which, and why."""
+
+
+class SecureSettings(ServiceSettings):
+    """Settings of whoever listens. Subclasses give `listen` its default."""
+
+    listen: Endpoint
+    tls_cert: Path | None = None
+    """Speak TLS, with this certificate and those between it and its CA: a PEM file, read again when it changes."""
+    tls_key: Path | None = None
+    """The private key of tls-cert: a PEM file, without a passphrase."""
+    tls_client_ca: Path | None = None
+    """Ask callers for a certificate, too, and serve those alone whose CA is in this PEM file."""
+    insecure: bool = False
+    """Listen beyond loopback without TLS, or without asking who calls; send a token in plain text beyond it, too. For
+    private networks, and behind whatever encrypts and asks instead."""
+
+    @model_validator(mode="after")
+    def _check_security(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together: set both, or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca is for TLS: set --tls-cert and --tls-key, too")
+        if not self.insecure and not is_loopback(parse_endpoint(self.listen)[0]):
+            self._check_exposure()
+        return self
+
+    @property
+    def asks_who_calls(self) -> bool:
+        """Whether callers must show something: a token, or a certificate."""
+        return self.tls_client_ca is not None
+
+    def _check_exposure(self) -> None:
+        missing = []
+        if self.tls_cert is None:
+            missing.append("encrypts nothing (--tls-cert and --tls-key do)")
+        if not self.asks_who_calls:
+            missing.append("asks nobody who they are (--tls-client-ca does)")
+        if missing:
+            raise ValueError(
+                f"{self.listen} can be reached from other machines, and the service {' and '.join(missing)}. Set "
+                "these, or listen on 127.0.0.1; where the network itself is private, say --insecure"
+            )
+
+
+def add_port(server: grpc.Server | grpc.aio.Server, settings: SecureSettings) -> int:
+    """Let a server listen as its settings say; return the port.
+
+    Raises:
+        SecurityError: A certificate or key cannot be used.
+        OSError: The address cannot be listened on.
+    """
+    credentials = _Certificates(settings).credentials() if settings.tls_cert else None
+    try:
+        if credentials is None:
+            return server.add_insecure_port(settings.listen)
+        return server.add_secure_port(settings.listen, credentials)
+    except RuntimeError as error:
+        raise OSError(f"listen: cannot listen on {settings.listen}: {error}") from error
+
+
+class _Certificates:
+    """The certificates of a server, read again when their files change: they are renewed while it runs."""
+
+    def __init__(self, settings: SecureSettings) -> None:
+        assert settings.tls_cert is not None  # noqa: S101 - add_port
+        assert settings.tls_key is not None  # noqa: S101 - they go together
+        self._cert, self._key, self._client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+        self._lock = threading.Lock()
+        self._stamp = self._current_stamp()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return what the server listens with; it asks for changes at each handshake."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._load(), self._changed, require_client_authentication=self._client_ca is not None
+        )
+
+    def _changed(self) -> Any:
+        """Return the certificates if they have changed, else None, which the types of gRPC's stubs forget.
+
+        What cannot be used is logged, and the ones before stay.
+        """
+        with self._lock:
+            try:
+                stamp = self._current_stamp()
+                if stamp == self._stamp:
+                    return None
+                self._stamp = stamp
+                configuration = self._load()
+            except SecurityError as error:
+                _log.error("the certificates have changed and cannot be used; those before stay", error=str(error))
+                return None
+            _log.info("the certificates have changed", cert=str(self._cert))
+            return configuration
+
+    def _current_stamp(self) -> tuple[tuple[int, ...], ...]:
+        try:
+            return tuple(file_stamp(path) for path in (self._cert, self._key, self._client_ca) if path)
+        except OSError as error:
+            raise SecurityError(f"tls: {error}") from None
+
+    def _load(self) -> grpc.ServerCertificateConfiguration:
+        """Read the files.
+
+        Raises:
+            SecurityError: They cannot be used. gRPC itself would not say so before the first handshake, nor why.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self._cert, self._key, password=lambda: b"")
+        except (OSError, ssl.SSLError) as error:
+            raise SecurityError(
+                f"tls-cert, tls-key: {self._cert} and {self._key} are not a certificate and its key, both PEM and "
+                f"without a passphrase: {error}"
+            ) from None
+        if self._client_ca is not None:
+            try:
+                context.load_verify_locations(self._client_ca)
+            except (OSError, ssl.SSLError) as error:
+                raise SecurityError(f"tls-client-ca: {self._client_ca} holds no certificates: {error}") from None
+        return grpc.ssl_server_certificate_configuration(
+            [(self._key.read_bytes(), self._cert.read_bytes())],
+            root_certificates=self._client_ca.read_bytes() if self._client_ca else None,
+        )

@@ -1,0 +1,368 @@
+"""Encodings of rows: their bytes, encoding and decoding. The layouts are written in capture.proto.
+
+`RowFormat.encode` is the reference: plain numpy, for tests, tools and whoever writes another encoder. The rows of a
+capture are encoded by the inference service, on its device.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from residuum.v1 import capture_pb2, tensor_pb2
+from residuum.wire.dtypes import dtype_name, numpy_dtype
+from residuum.wire.projection import projection_matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    import numpy.typing as npt
+
+RAW = capture_pb2.ENCODING_RAW
+FP32 = capture_pb2.ENCODING_FP32
+FP16 = capture_pb2.ENCODING_FP16
+BF16 = capture_pb2.ENCODING_BF16
+FULL8 = capture_pb2.ENCODING_FULL8
+RP8 = capture_pb2.ENCODING_RP8
+TOPK8 = capture_pb2.ENCODING_TOPK8
+RP = capture_pb2.ENCODING_RP
+TOPK = capture_pb2.ENCODING_TOPK
+PROJECT = capture_pb2.ENCODING_PROJECT
+
+ENCODINGS: dict[str, capture_pb2.Encoding.ValueType] = {
+    "raw": RAW,
+    "fp32": FP32,
+    "fp16": FP16,
+    "bf16": BF16,
+    "full8": FULL8,
+    "rp8": RP8,
+    "topk8": TOPK8,
+    "rp": RP,
+    "topk": TOPK,
+    "project": PROJECT,
+}
+"""The encodings by the names people use."""
+
+ENCODING_NAMES = {number: name for name, number in ENCODINGS.items()}
+
+RANDOM_PROJECTIONS = frozenset({RP, RP8})
+"""Encodings that project at random: they have dimensions and a seed."""
+
+LARGEST = frozenset({TOPK, TOPK8})
+"""Encodings that keep the elements of greatest magnitude: they have dimensions."""
+
+SIZED = RANDOM_PROJECTIONS | LARGEST
+"""Encodings whose dimensions a request may choose."""
+
+BY_ROW = capture_pb2.QUANTIZATION_AXIS_ROW
+BY_DIMENSION = capture_pb2.QUANTIZATION_AXIS_DIMENSION
+
+MAX_INDEXED_WIDTH = 1 << 16
+"""The widest row whose elements an index of 16 bits can name."""
+
+_CASTS = {FP32: np.dtype("<f4"), FP16: np.dtype("<f2"), BF16: np.dtype(ml_dtypes.bfloat16)}
+_LEVELS = np.float32(255)
+
+
+class EncodingError(ValueError):
+    """An encoding, a width, an element type and options that do not go together."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the rows of a chunk lie in its payload, and what they mean.
+
+    A payload is, for each layer, one *prefix*, if the format has any, and one *row* for each position. Both are numpy
+    structures: the fields are those of the table in capture.proto, "x", "y", "q", "scale", "zero" and "index".
+
+    Example:
+        >>> form = RowFormat(RP8, width=2048, dtype=DATA_TYPE_BFLOAT16, dimensions=512)
+        >>> form.row_bytes
+        520
+        >>> prefixes, rows = form.split(payload, layers=36, positions=32)
+        >>> rows["q"].shape, form.decode(rows, prefixes).shape
+        ((36, 32, 512), (36, 32, 512))
+    """
+
+    encoding: capture_pb2.Encoding.ValueType
+    """The encoding."""
+    width: int
+    """Elements in a row as the model computed it."""
+    dtype: tensor_pb2.DataType.ValueType
+    """Their type."""
+    dimensions: int = 0
+    """Numbers in an encoded row, for the encodings that reduce them; 0 for the others."""
+    axis: capture_pb2.QuantizationAxis.ValueType = capture_pb2.QUANTIZATION_AXIS_UNSPECIFIED
+    """FULL8: which numbers share a scale. Unset means those of a row."""
+
+    def __str__(self) -> str:
+        extra = f" of {self.dimensions} dimensions" if self.dimensions else ""
+        extra += " along dimensions" if self._by_dimension else ""
+        return f"{ENCODING_NAMES[self.encoding]}{extra}, {self.width} elements of {dtype_name(self.dtype)}"
+
+    def __post_init__(self) -> None:
+        if self.encoding == capture_pb2.ENCODING_UNSPECIFIED:
+            object.__setattr__(self, "encoding", RAW)
+        if self.encoding not in ENCODING_NAMES:
+            raise EncodingError(f"unknown encoding {int(self.encoding)}; known: {', '.join(ENCODINGS)}")
+        if self.encoding == FULL8:
+            object.__setattr__(self, "axis", self.axis or BY_ROW)
+        numpy_dtype(self.dtype)
+        self._check(ENCODING_NAMES[self.encoding])
+
+    def _check(self, name: str) -> None:
+        rules = (
+            (self.width >= 1, "a row needs at least one element"),
+            (
+                self.encoding not in SIZED or 1 <= self.dimensions <= self.width,
+                f"{name} has 1 to {self.width} dimensions, not {self.dimensions}: rows have no more",
+            ),
+            (self.encoding != PROJECT or self.dimensions >= 1, "project needs at least one vector"),
+            (self.encoding in SIZED | {PROJECT} or not self.dimensions, f"{name} has no dimensions to choose"),
+            (self.axis in capture_pb2.QuantizationAxis.values(), f"unknown quantization axis {int(self.axis)}"),
+            (self.encoding == FULL8 or not self.axis, f"{name} has no quantization axis; full8 has"),
+            (
+                self.encoding not in LARGEST or self.width <= MAX_INDEXED_WIDTH,
+                f"{name} takes rows of at most {MAX_INDEXED_WIDTH} elements, not {self.width}",
+            ),
+        )
+        for holds, message in rules:
+            if not holds:
+                raise EncodingError(message)
+
+    @classmethod
+    def of(cls, header: capture_pb2.ChunkHeader) -> RowFormat:
+        """Return the format of a chunk.
+
+        Raises:
+            EncodingError: The header's fields do not go together.
+            ValueError: The element type is unknown.
+        """
+        return _of_fields(header.encoding, header.width, header.dtype, header.dimensions, header.axis)
+
+    @classmethod
+    def of_capture(cls, description: capture_pb2.CaptureDescription) -> RowFormat:
+        """Return the format of all chunks of a capture.
+
+        Raises:
+            EncodingError: What was asked for does not go together.
+            ValueError: The element type is unknown.
+        """
+        spec, options = description.spec, description.spec.encoding_options
+        dimensions = options.dimensions or len(options.vectors)
+        return _of_fields(spec.encoding, description.hidden_size, description.dtype, dimensions, options.axis)
+
+    @functools.cached_property
+    def row_dtype(self) -> np.dtype[Any]:
+        """A row, packed."""
+        own, k, width = numpy_dtype(self.dtype), self.dimensions, self.width
+        scaled: list[Any] = [("scale", "<f4"), ("zero", "<f4")]
+        fields: dict[int, list[Any]] = {
+            RAW: [("x", own, (width,))],
+            **{cast: [("x", dtype, (width,))] for cast, dtype in _CASTS.items()},
+            FULL8: [*([] if self._by_dimension else scaled), ("q", "u1", (width,))],
+            RP8: [*scaled, ("q", "u1", (k,))],
+            TOPK8: [*scaled, ("index", "<u2", (k,)), ("q", "u1", (k,))],
+            RP: [("y", "<f4", (k,))],
+            TOPK: [("index", "<u2", (k,)), ("x", own, (k,))],
+            PROJECT: [("y", "<f4", (k,))],
+        }
+        return np.dtype(fields[self.encoding])
+
+    @functools.cached_property
+    def prefix_dtype(self) -> np.dtype[Any] | None:
+        """What stands before the rows of a layer, packed; None: nothing."""
+        if not self._by_dimension:
+            return None
+        return np.dtype([("scale", "<f4", (self.width,)), ("zero", "<f4", (self.width,))])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.row_dtype.itemsize
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes before the rows of a layer."""
+        return self.prefix_dtype.itemsize if self.prefix_dtype is not None else 0
+
+    @property
+    def decoded_width(self) -> int:
+        """Numbers in a decoded row."""
+        return self.dimensions if self.encoding in RANDOM_PROJECTIONS | {PROJECT} else self.width
+
+    @property
+    def decoded_dtype(self) -> np.dtype[Any]:
+        """What `decode` returns: the model's dtype for RAW, the cast's own for casts, otherwise float32."""
+        return numpy_dtype(self.dtype) if self.encoding == RAW else _CASTS.get(self.encoding, np.dtype("<f4"))
+
+    def payload_bytes(self, layers: int, positions: int) -> int:
+        """Return the bytes of a payload."""
+        return layers * (self.prefix_bytes + positions * self.row_bytes)
+
+    def split(
+        self, payload: npt.ArrayLike | bytes | memoryview, layers: int, positions: int
+    ) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any]]:
+        """Return views of a payload's prefixes [layers], or None, and of its rows [layers, positions].
+
+        Raises:
+            EncodingError: The payload has another length.
+        """
+        data = np.frombuffer(payload, dtype=np.uint8)  # type: ignore[arg-type]
+        if len(data) != self.payload_bytes(layers, positions):
+            described = self.payload_bytes(layers, positions)
+            raise EncodingError(f"{layers} layers and {positions} positions are {described} bytes, not {len(data)}")
+        if self.prefix_dtype is None:
+            return None, data.view(self.row_dtype).reshape(layers, positions)
+        by_layer = data.view([("prefix", self.prefix_dtype), ("rows", self.row_dtype, (positions,))])
+        return by_layer["prefix"], by_layer["rows"]
+
+    def decode(self, rows: npt.NDArray[Any], prefixes: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Return the numbers of rows, [..., decoded_width] in `decoded_dtype`.
+
+        Args:
+            rows: Rows of `row_dtype`, of any shape [...].
+            prefixes: With a `prefix_dtype`: the prefixes [...] of the rows, or what broadcasts to that.
+        """
+        if self.encoding in (RAW, *_CASTS):
+            return rows["x"]
+        if self.encoding in (RP, PROJECT):
+            return rows["y"]
+        if self.encoding in LARGEST:
+            return self._decode_largest(rows)
+        if self._by_dimension:
+            assert prefixes is not None, "rows quantised along dimensions need their prefixes"  # noqa: S101
+            return _dequantized(rows["q"], prefixes["scale"], prefixes["zero"])
+        return _dequantized(rows["q"], rows["scale"][..., None], rows["zero"][..., None])
+
+    def encode(self, values: npt.NDArray[Any], basis: npt.NDArray[np.float32] | None = None) -> bytes:
+        """Return the payload that holds rows: the reference for every encoder.
+
+        Args:
+            values: The rows in the model's dtype, [layers, positions, width]; those of a layer are encoded together.
+            basis: What rows are multiplied with, float32 [width, dimensions]; see `basis_of`.
+
+        Raises:
+            EncodingError: The values are not of the format's width and dtype.
+        """
+        own = numpy_dtype(self.dtype)
+        if values.shape[2:] != (self.width,) or values.dtype != own:
+            raise EncodingError(
+                f"rows must be [layers, positions, {self.width}] of {own}, not {values.shape} of {values.dtype}"
+            )
+        with np.errstate(all="ignore"):  # what is not finite is told by what comes out
+            payload = np.zeros(self.payload_bytes(*values.shape[:2]), dtype=np.uint8)
+            prefixes, rows = self.split(payload, *values.shape[:2])
+            self._encode_into(prefixes, rows, values, basis)
+        return payload.tobytes()
+
+    @property
+    def _by_dimension(self) -> bool:
+        return self.encoding == FULL8 and self.axis == BY_DIMENSION
+
+    def _encode_into(
+        self,
+        prefixes: npt.NDArray[Any] | None,
+        rows: npt.NDArray[Any],
+        values: npt.NDArray[Any],
+        basis: npt.NDArray[np.float32] | None,
+    ) -> None:
+        if self.encoding in (RAW, *_CASTS):
+            rows["x"] = values.astype(rows["x"].dtype)
+        elif self.encoding in LARGEST:
+            self._encode_largest(rows, values)
+        elif prefixes is not None:
+            prefixes["scale"], prefixes["zero"], q = _quantized(np.swapaxes(values.astype(np.float32), 1, 2))
+            rows["q"] = np.swapaxes(q, 1, 2)
+        elif self.encoding == FULL8:
+            rows["scale"], rows["zero"], rows["q"] = _quantized(values.astype(np.float32))
+        else:
+            assert basis is not None, "a projection needs its basis"  # noqa: S101
+            projected = values.astype(np.float32) @ basis
+            if self.encoding == RP8:
+                rows["scale"], rows["zero"], rows["q"] = _quantized(projected)
+            else:
+                rows["y"] = projected
+
+    def _encode_largest(self, rows: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        rows["index"] = index = largest(values, self.dimensions)
+        kept = np.take_along_axis(values, index, axis=-1)
+        if self.encoding == TOPK:
+            rows["x"] = kept
+            return
+        rows["scale"], rows["zero"], rows["q"] = _quantized(kept.astype(np.float32))
+        rows["index"][np.isnan(rows["scale"])] = np.arange(self.dimensions)
+
+    def _decode_largest(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        whole = np.zeros((*rows.shape, self.width), dtype=np.float32)
+        if self.encoding == TOPK:
+            kept = rows["x"].astype(np.float32)
+        else:
+            kept = _dequantized(rows["q"], rows["scale"][..., None], rows["zero"][..., None])
+            whole[np.isnan(rows["scale"])] = np.nan
+        np.put_along_axis(whole, rows["index"].astype(np.int64), kept, axis=-1)
+        return whole
+
+
+def basis_of(
+    form: RowFormat, options: capture_pb2.EncodingOptions, vectors: Sequence[npt.NDArray[np.float32]] = ()
+) -> npt.NDArray[np.float32] | None:
+    """Return what rows of a format are multiplied with, float32 [width, dimensions]; None for most formats.
+
+    Args:
+        form: The format.
+        options: The capture's options: the seed of a random projection.
+        vectors: PROJECT: the vectors, each float32 [width].
+    """
+    if form.encoding in RANDOM_PROJECTIONS:
+        return projection_matrix(options.seed, form.width, form.dimensions)
+    return np.stack(vectors, axis=1) if form.encoding == PROJECT else None
+
+
+def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
+    """Return the indices of the elements of greatest magnitude, ascending: int64 [..., count].
+
+    Of equal ones the first are taken. NaN is above infinity, and infinity above everything else.
+    """
+    unsigned = np.dtype(f"u{values.dtype.itemsize}")
+    magnitude = np.ascontiguousarray(values).view(unsigned) & unsigned.type((1 << (8 * unsigned.itemsize - 1)) - 1)
+    order = np.argsort(~magnitude, axis=-1, kind="stable")
+    return np.sort(order[..., :count], axis=-1).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_fields(
+    encoding: capture_pb2.Encoding.ValueType,
+    width: int,
+    dtype: tensor_pb2.DataType.ValueType,
+    dimensions: int,
+    axis: capture_pb2.QuantizationAxis.ValueType,
+) -> RowFormat:
+    return RowFormat(encoding, width, dtype, dimensions, axis)
+
+
+def _quantized(
+    values: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
+    """Return scale [...], zero [...] and q [..., n] of lists of numbers [..., n]."""
+    zero = values.min(axis=-1, keepdims=True)
+    scale = (values.max(axis=-1, keepdims=True) - zero) / _LEVELS
+    steps = np.divide(values - zero, scale, out=np.zeros_like(values), where=(scale > 0) & np.isfinite(scale))
+    q = np.clip(np.rint(steps), 0, 255).astype(np.uint8)
+    finite = np.isfinite(scale)
+    scale, zero = (np.where(finite, numbers, np.float32(np.nan)) for numbers in (scale, zero))
+    return scale[..., 0], zero[..., 0], q
+
+
+def _dequantized(
+    q: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32], zero: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    values = q.astype(np.float32)
+    values *= scale
+    values += zero
+    return values

@@ -1,0 +1,67 @@
+"""One row format of each kind, and rows for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from residuum.v1 import capture_pb2, tensor_pb2
+from residuum.wire.dtypes import numpy_dtype
+from residuum.wire.encodings import (
+    BF16,
+    BY_DIMENSION,
+    FP16,
+    FP32,
+    FULL8,
+    PROJECT,
+    RAW,
+    RP,
+    RP8,
+    TOPK,
+    TOPK8,
+    RowFormat,
+    basis_of,
+)
+
+F32, F16, B16 = tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_FLOAT16, tensor_pb2.DATA_TYPE_BFLOAT16
+WIDTH = 24
+
+FORMATS = {
+    "raw": RowFormat(RAW, WIDTH, B16),
+    "fp32": RowFormat(FP32, WIDTH, B16),
+    "fp16": RowFormat(FP16, WIDTH, B16),
+    "bf16": RowFormat(BF16, WIDTH, F32),
+    "full8": RowFormat(FULL8, WIDTH, B16),
+    "full8 along dimensions": RowFormat(FULL8, WIDTH, B16, axis=BY_DIMENSION),
+    "rp8": RowFormat(RP8, WIDTH, B16, dimensions=10),
+    "rp": RowFormat(RP, WIDTH, F32, dimensions=10),
+    "topk8": RowFormat(TOPK8, WIDTH, B16, dimensions=5),
+    "topk": RowFormat(TOPK, WIDTH, B16, dimensions=5),
+    "project": RowFormat(PROJECT, WIDTH, F16, dimensions=30),
+}
+
+
+def rows(dtype=F32, shape=(2, 3, WIDTH), seed=0, scale=3.0):
+    """Rows [layers, positions, width] of the element type."""
+    values = np.random.default_rng(seed).standard_normal(shape) * scale
+    return values.astype(numpy_dtype(dtype))
+
+
+def basis(form: RowFormat, seed: int = 11) -> np.ndarray | None:
+    """What rows of the format are multiplied with, if anything."""
+    vectors = list(rows(shape=(form.dimensions, form.width), seed=99)) if form.encoding == PROJECT else []
+    return basis_of(form, capture_pb2.EncodingOptions(seed=seed), vectors)
+
+
+def header_of(form: RowFormat, layers, positions, **fields: object) -> capture_pb2.ChunkHeader:
+    """The header of a chunk of such rows."""
+    return capture_pb2.ChunkHeader(
+        site=capture_pb2.SITE_RESID_POST,
+        layers=layers,
+        positions=positions,
+        dtype=form.dtype,
+        width=form.width,
+        encoding=form.encoding,
+        dimensions=form.dimensions,
+        axis=form.axis,
+        **fields,
+    )

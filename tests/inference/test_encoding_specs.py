@@ -1,0 +1,151 @@
+"""Encodings and reductions that requests ask for: what cannot be is refused, and defaults are filled in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from inference_svc.capture_specs import CaptureDefaults, resolve_capture
+from inference_svc.specs import resolve_spec
+from residuum.rpc.errors import Failure
+from residuum.v1 import capture_pb2, inference_pb2, selection_pb2
+from residuum.wire.encodings import (
+    BY_DIMENSION,
+    BY_ROW,
+    ENCODINGS,
+    FP16,
+    FULL8,
+    PROJECT,
+    RAW,
+    RP,
+    RP8,
+    TOPK,
+    TOPK8,
+    RowFormat,
+)
+from tests.inference.test_specs import FACTS, A, B, add, steered
+
+ALL = selection_pb2.LayerSelection(all=True)
+WIDTH = FACTS.hidden_size
+
+
+def facts(**fields):
+    return SimpleNamespace(**{**vars(FACTS), **fields})
+
+
+def capture(encoding=0, *, reduction=0, **options):
+    return capture_pb2.CaptureSpec(
+        layers=ALL,
+        encoding=encoding,
+        reduction=reduction,
+        encoding_options=capture_pb2.EncodingOptions(**options) if options else None,
+    )
+
+
+def resolved(spec, **changes):
+    return resolve_capture(spec, facts(**changes))
+
+
+BAD = {
+    "unknown encoding": (capture(99), "encoding", "not encode rows as 99; it knows raw, fp32"),
+    "more than the width": (
+        capture(RP8, dimensions=WIDTH + 1),
+        "encoding_options",
+        "rp8 has 1 to 200 dimensions, not 201",
+    ),
+    "more to keep than there are": (capture(TOPK, dimensions=WIDTH + 1), "encoding_options", "1 to 200 dimensions"),
+    "dimensions of raw": (capture(RAW, dimensions=5), "encoding_options.dimensions", "raw has none; rp8 and topk8 and"),
+    "dimensions of projections onto vectors": (
+        capture(PROJECT, dimensions=1, vectors=[A]),
+        "encoding_options.dimensions",
+        "project has none",
+    ),
+    "seed of topk": (capture(TOPK, seed=1), "encoding_options.seed", "topk has none; rp8 and rp have"),
+    "axis of rp8": (capture(RP8, axis=BY_ROW), "encoding_options.axis", "rp8 has none; full8 has"),
+    "unknown axis": (capture(FULL8, axis=9), "encoding_options.axis", "ROW or DIMENSION"),
+    "no vectors": (capture(PROJECT), "encoding_options.vectors", "project takes 1 to 256 vectors, not 0"),
+    "too many vectors": (
+        capture(PROJECT, vectors=[bytes([number, 0] * 16) for number in range(256)] + [A]),
+        "encoding_options.vectors",
+        "1 to 256 vectors, not 257",
+    ),
+    "vectors of fp16": (capture(FP16, vectors=[A]), "encoding_options.vectors", "fp16 takes none; project does"),
+    "half a digest": (capture(PROJECT, vectors=[A, b"b"]), "encoding_options.vectors", "a digest is 32 bytes long"),
+    "a vector twice": (capture(PROJECT, vectors=[A, B, A]), "encoding_options.vectors", "name each vector once"),
+    "unknown reduction": (capture(reduction=9), "reduction", "it knows NONE, LAST, MEAN, MAX, SUM"),
+    "reduction along dimensions": (
+        capture(FULL8, axis=BY_DIMENSION, reduction=capture_pb2.REDUCTION_MEAN),
+        "reduction",
+        "quantise it along the row",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spec", "field", "message"), BAD.values(), ids=BAD)
+def test_what_does_not_go_together_is_refused(spec, field, message):
+    with pytest.raises(Failure) as caught:
+        resolved(spec)
+    assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": f"capture.{field}"})
+    assert message in caught.value.message
+
+
+def test_rows_too_wide_for_an_index_are_refused():
+    with pytest.raises(Failure, match="topk8 takes rows of at most 65536 elements, not 65537"):
+        resolved(capture(TOPK8), hidden_size=65537)
+
+
+def test_what_this_server_does_not_do_is_refused():
+    only = {"encodings": (RAW,), "reductions": (capture_pb2.REDUCTION_NONE,)}
+    with pytest.raises(Failure, match="not encode rows as rp8; it knows raw"):
+        resolved(capture(RP8), **only)
+    with pytest.raises(Failure, match="not reduce rows so; it knows NONE"):
+        resolved(capture(reduction=capture_pb2.REDUCTION_LAST), **only)
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        (capture(RP8), {"dimensions": WIDTH}),
+        (capture(TOPK8), {"dimensions": 128}),
+        (capture(RP, seed=7), {"dimensions": WIDTH, "seed": 7}),
+        (capture(RP8, dimensions=3), {"dimensions": 3}),
+        (capture(FULL8), {"axis": BY_ROW}),
+        (capture(FULL8, axis=BY_DIMENSION), {"axis": BY_DIMENSION}),
+        (capture(PROJECT, vectors=[B, A]), {"vectors": [B, A]}),
+    ],
+)
+def test_options_are_filled_in(asked, options):
+    found = resolved(asked)
+    assert found.encoding == asked.encoding
+    assert found.encoding_options == capture_pb2.EncodingOptions(**options)
+    assert found.reduction == capture_pb2.REDUCTION_NONE
+
+
+@pytest.mark.parametrize("encoding", set(ENCODINGS.values()) - {PROJECT})
+def test_what_an_operator_chose_holds_where_a_request_says_nothing(encoding):
+    found = resolved(capture(), capture_defaults=CaptureDefaults(encoding, projection=64, topk=9))
+    assert found.encoding == encoding
+    assert found.encoding_options.dimensions == {RP: 64, RP8: 64, TOPK: 9, TOPK8: 9}.get(encoding, 0)
+    assert resolved(capture(RAW), capture_defaults=CaptureDefaults(RP8)).encoding == RAW
+
+
+def test_the_store_and_the_client_see_the_format_that_was_checked():
+    for asked in (capture(RP8), capture(TOPK, dimensions=4), capture(FULL8), capture(PROJECT, vectors=[A, B])):
+        description = capture_pb2.CaptureDescription(hidden_size=WIDTH, dtype=FACTS.dtype, spec=resolved(asked))
+        form = RowFormat.of_capture(description)
+        assert (form.encoding, form.width) == (asked.encoding, WIDTH)
+        assert form.dimensions == {RP8: WIDTH, TOPK: 4, PROJECT: 2}.get(asked.encoding, 0)
+
+
+def test_vectors_to_project_onto_are_needed_like_those_of_steering():
+    spec = steered(add(B))
+    spec.capture.CopyFrom(capture(PROJECT, vectors=[A, B]))
+    assert resolve_spec(spec, FACTS).digests == [B, A]
+    spec.ClearField("steering")
+    assert resolve_spec(spec, FACTS).digests == [A, B]
+
+
+def test_encodings_do_not_separate_what_shares_a_cache():
+    spec = inference_pb2.RequestSpec(capture=capture(PROJECT, vectors=[A]))
+    assert resolve_spec(spec, FACTS).cache_salt(10) is None

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from store_svc.server import Store
+from store_svc.settings import StoreSettings
+from tests.security.certificates import Authority
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_the_environment(monkeypatch):
+    for name in ("TOKEN", "TOKEN_FILE", "TLS", "TLS_CA", "TLS_SERVER_NAME", "CLIENT_CERT", "CLIENT_KEY", "INSECURE"):
+        monkeypatch.delenv(f"RESIDUUM_{name}", raising=False)
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory):
+    """The CA that services and clients of these tests trust."""
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory):
+    """A CA that nobody trusts."""
+    return Authority(tmp_path_factory.mktemp("stranger"), "stranger")
+
+
+@pytest.fixture(scope="session")
+def server_pair(authority):
+    return authority.issue("server")
+
+
+@pytest.fixture(scope="session")
+def client_pair(authority):
+    return authority.issue("client", names=())
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Runs stores in this process: a context manager that takes settings, and gives the endpoint."""
+
+    @contextmanager
+    def run(**settings):
+        running = Store(
+            StoreSettings(**{"listen": "127.0.0.1:0", "path": tmp_path / "db", "grace_seconds": 1} | settings)
+        )
+        try:
+            yield f"127.0.0.1:{running.port}"
+        finally:
+            running.stop()
+
+    return run

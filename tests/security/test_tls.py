@@ -1,0 +1,226 @@
+"""TLS and mutual TLS: who gets through, and what the others are told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import residuum
+from residuum.cli import main
+from residuum.rpc.security import SecurityError
+from tests.security.certificates import Authority
+
+ROOT = Path(__file__).parents[2]
+
+
+def stats_sync(endpoint, **options):
+    with residuum.Client("localhost:1", store=endpoint, timeout=20, **options) as client:
+        return client.stats()
+
+
+def stats_async(endpoint, **options):
+    async def ask():
+        async with residuum.AsyncClient("localhost:1", store=endpoint, timeout=20, **options) as client:
+            return await client.stats()
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture(params=[stats_sync, stats_async], ids=["sync", "async"])
+def stats(request):
+    return request.param
+
+
+def test_a_client_that_trusts_the_ca_gets_through(store, stats, authority, server_pair):
+    with store(tls_cert=server_pair.cert, tls_key=server_pair.key) as endpoint:
+        assert stats(endpoint, tls=residuum.TLS(ca=authority.path))[0].num_bytes == 0
+
+
+def test_with_a_certificate_of_its_own_where_one_is_asked_for(store, stats, authority, server_pair, client_pair):
+    tls = residuum.TLS(ca=authority.path, cert=client_pair.cert, key=client_pair.key)
+    with store(tls_cert=server_pair.cert, tls_key=server_pair.key, tls_client_ca=authority.path) as endpoint:
+        assert stats(endpoint, tls=tls)[0].num_bytes == 0
+
+
+def test_credentials_in_the_environment(store, stats, authority, server_pair, client_pair, monkeypatch):
+    monkeypatch.setenv("RESIDUUM_TLS_CA", str(authority.path))
+    monkeypatch.setenv("RESIDUUM_CLIENT_CERT", str(client_pair.cert))
+    monkeypatch.setenv("RESIDUUM_CLIENT_KEY", str(client_pair.key))
+    with store(tls_cert=server_pair.cert, tls_key=server_pair.key, tls_client_ca=authority.path) as endpoint:
+        assert stats(endpoint)[0].num_bytes == 0
+        with pytest.raises(residuum.Unreachable):
+            stats(endpoint, tls=False)  # an argument goes before the environment
+
+
+def test_the_command_line(store, authority, server_pair, client_pair, capsys):
+    flags = ["--tls-ca", str(authority.path), "--client-cert", str(client_pair.cert)]
+    flags += ["--client-key", str(client_pair.key)]
+    with store(tls_cert=server_pair.cert, tls_key=server_pair.key, tls_client_ca=authority.path) as endpoint:
+        assert main(["stats", "--endpoint", "localhost:1", "--store", endpoint, *flags]) == 0
+        assert main(["health", "--endpoint", endpoint, *flags]) == 0
+        assert main(["health", "--endpoint", endpoint]) == 1
+    assert "SERVING" in capsys.readouterr().out
+
+
+REFUSALS = {
+    "another CA": ("server", "stranger", "not signed by a CA that is trusted here"),
+    "an expired certificate": ("expired", "authority", "has expired; it must be renewed there"),
+    "another name": ("elsewhere", "authority", "is for another name"),
+    "no TLS at the server": (None, "authority", "does not speak TLS"),
+    "no TLS at the client": ("server", None, "perhaps it wants TLS"),
+}
+
+
+@pytest.mark.parametrize(("server", "trusted", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_what_a_client_is_told(store, stats, authority, stranger, server_pair, server, trusted, words):
+    pairs = {
+        "server": lambda: server_pair,
+        "expired": lambda: authority.issue("expired", days=-1),
+        "elsewhere": lambda: authority.issue("elsewhere", names=("elsewhere.example",)),
+    }
+    pair = pairs[server]() if server else None
+    settings = {"tls_cert": pair.cert, "tls_key": pair.key} if pair else {}
+    tls = residuum.TLS(ca={"authority": authority, "stranger": stranger}[trusted].path) if trusted else None
+    with store(**settings) as endpoint, pytest.raises(residuum.Unreachable, match=words) as raised:
+        stats(endpoint, tls=tls)
+    assert endpoint in str(raised.value)
+
+
+def test_a_name_may_be_given(store, stats, authority):
+    pair = authority.issue("by-name", names=("store.example",))
+    with store(tls_cert=pair.cert, tls_key=pair.key) as endpoint:
+        assert stats(endpoint, tls=residuum.TLS(ca=authority.path, server_name="store.example"))
+
+
+@pytest.mark.parametrize("whose", ["nobody's", "a stranger's"])
+def test_a_client_certificate_is_asked_for(store, stats, authority, stranger, server_pair, whose):
+    pair = stranger.issue("intruder", names=())
+    shown = {"cert": pair.cert, "key": pair.key} if whose == "a stranger's" else {}
+    settings = {"tls_cert": server_pair.cert, "tls_key": server_pair.key, "tls_client_ca": authority.path}
+    told = pytest.raises(residuum.Unreachable, match="or a client certificate that it trusts")
+    with store(**settings) as endpoint, told:
+        stats(endpoint, tls=residuum.TLS(ca=authority.path, **shown))
+
+
+def test_certificates_are_renewed_while_the_service_runs(store, tmp_path, authority, server_pair):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    old = authority.issue("soon-expired", days=-1)
+    tls = residuum.TLS(ca=authority.path)
+    shutil.copy(old.key, key)
+    shutil.copy(old.cert, cert)
+    with store(tls_cert=cert, tls_key=key) as endpoint:
+        with pytest.raises(residuum.Unreachable, match="has expired"):
+            stats_sync(endpoint, tls=tls)
+        key.write_text("in the middle of being replaced")
+        with pytest.raises(residuum.Unreachable, match="has expired"):
+            stats_sync(endpoint, tls=tls)  # what cannot be used changes nothing
+        shutil.copy(server_pair.key, key)
+        shutil.copy(server_pair.cert, cert)
+        assert stats_sync(endpoint, tls=tls)
+
+
+def test_files_that_cannot_be_used_are_told_at_the_start(store, tmp_path, authority, server_pair, client_pair):
+    text = tmp_path / "text"
+    text.write_text("no PEM")
+    bad = [
+        {"tls_cert": server_pair.cert, "tls_key": client_pair.key},
+        {"tls_cert": text, "tls_key": server_pair.key},
+        {"tls_cert": tmp_path / "nothing", "tls_key": server_pair.key},
+        {"tls_cert": server_pair.cert, "tls_key": server_pair.key, "tls_client_ca": text},
+    ]
+    for settings in bad:
+        with pytest.raises(SecurityError, match="tls"), store(**settings):
+            pass
+    with store():  # the database was closed each time
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tls": residuum.TLS(ca="/nowhere/ca.pem")}, "/nowhere/ca.pem cannot be read"),
+        ({"tls": residuum.TLS(ca=__file__)}, "is not a PEM file"),
+        ({"token": Path("/nowhere/token")}, "/nowhere/token cannot be read"),
+        ({"token": "two words"}, "must be one word"),
+        ({"token": "\u00e9"}, "must be one word"),
+    ],
+)
+def test_bad_credentials_are_told_before_anything_is_sent(options, words):
+    with pytest.raises(residuum.BadCredentials, match=words):
+        residuum.Client("localhost:1", **options)
+    with pytest.raises(residuum.BadCredentials, match=words):
+        residuum.AsyncClient("localhost:1", **options)
+
+
+def test_a_certificate_without_its_key():
+    with pytest.raises(ValueError, match="both cert and key"):
+        residuum.TLS(cert="client.pem")
+
+
+@pytest.mark.parametrize("endpoint", ["example.com:50051", "10.0.0.1:50051", "[2001:db8::1]:50051", "localhost.com:1"])
+def test_a_token_is_not_sent_in_plain_text_to_another_machine(endpoint, authority):
+    with pytest.raises(residuum.BadCredentials, match="in plain text") as raised:
+        residuum.Client(endpoint, token="secret-of-mine")
+    assert "secret-of-mine" not in str(raised.value)
+    client = residuum.Client("localhost:1", store=endpoint, token="secret-of-mine")
+    with pytest.raises(residuum.BadCredentials, match="in plain text"):
+        client.stats()  # wherever the inference service says that the store is
+    residuum.Client(endpoint, token="t", insecure=True).close()
+    residuum.Client(endpoint, token="t", tls=residuum.TLS(ca=authority.path)).close()
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:1", "127.0.0.1:1", "127.1.2.3:1", "[::1]:1"])
+def test_on_this_machine_it_is(endpoint):
+    residuum.Client(endpoint, token="t").close()
+
+
+def test_a_token_is_in_no_repr():
+    client = residuum.Client("localhost:1", token="secret-of-mine")
+    assert "secret-of-mine" not in repr(client.credentials) + repr(vars(client))
+
+
+def start(*flags):
+    command = [sys.executable, "-m", "store_svc", "--path", "/nowhere/at/all", *flags]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "store.example:0"])
+def test_beyond_loopback_a_service_wants_tls_and_callers_who_say_who_they_are(address, server_pair):
+    result = start("--listen", address)
+    assert result.returncode == 1
+    assert "can be reached from other machines" in result.stderr
+    assert "--tls-cert" in result.stderr
+    assert "--insecure" in result.stderr
+    result = start("--listen", address, "--tls-cert", str(server_pair.cert), "--tls-key", str(server_pair.key))
+    assert result.returncode == 1
+    assert "asks nobody who they are" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tls-cert", "a.pem"], "--tls-cert and --tls-key go together"),
+        (["--tls-client-ca", "a.pem"], "--tls-client-ca is for TLS"),
+    ],
+)
+def test_settings_that_do_not_go_together(flags, words):
+    result = start(*flags)
+    assert result.returncode == 1
+    assert words in result.stderr
+
+
+def test_told_so_it_listens_everywhere(store):
+    with store(listen="0.0.0.0:0", insecure=True) as endpoint:
+        assert stats_sync(endpoint)
+
+
+def test_an_authority_of_the_tests_differs_from_the_other(authority, stranger):
+    assert authority.path.read_bytes() != stranger.path.read_bytes()
+    assert isinstance(authority, Authority)
