@@ -108,6 +108,11 @@ class Reading:
         """The message to be sent."""
         return self._plan.request
 
+    @property
+    def is_at_start(self) -> bool:
+        """Whether nothing has come yet."""
+        return self._manifest is None
+
     def begin(self) -> None:
         """Say that the call is made, for the first time or again."""
         self._manifests_seen = 0

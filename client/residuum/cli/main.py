@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import residuum
 from residuum._exports.formats import FORMATS
-from residuum.cli import commands, doctor, health
+from residuum.cli import commands, doctor, health, token
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
 
@@ -90,10 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_manifest(groups)
     removing = _add(groups, "rm", commands.remove, "delete captures")
     removing.add_argument("ids", nargs="+", metavar="ID", help="a capture's id")
-    _add(groups, "stats", commands.stats, "show what the store holds, how full it is, and what it keeps for how long")
+    _add(groups, "stats", commands.stats, "show what the stores hold, keep, and for how long")
     _add_vectors(groups)
     _add(groups, "doctor", doctor.run, "check every step of the way to both services, and say what to do")
     _add_health(groups)
+    _add_token(groups)
     return parser
 
 
@@ -103,8 +104,10 @@ def _add(
     parser = _add_bare(groups, name, run, help_text, endpoint_text="the inference service", timeout=timeout)
     parser.add_argument(
         "--store",
-        metavar="HOST:PORT",
-        help="the store, if its own word does not work from here (default: what the inference service says)",
+        action="append",
+        metavar="[NAME=]HOST:PORT",
+        help="the store, if its own word does not work from here; several by repeating it, or between commas, with the "
+        "names that the inference service calls them by (default: what the inference service says)",
     )
     return parser
 
@@ -278,6 +281,13 @@ def _add_health(groups: _Groups) -> None:
     text = "ask one service whether it serves: exit code 0 if so, else 1"
     either = "either service, inference or store"
     _add_bare(groups, "health", health.run, text, endpoint_text=either, timeout=health.SECONDS)
+
+
+def _add_token(groups: _Groups) -> None:
+    text = "make a token, and its entry in the tokens file of the services"
+    parser = groups.add_parser("token", help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(run=token.run, usage_error=parser.error)
+    token.add_arguments(parser)
 
 
 def _add_vectors(groups: _Groups) -> None:
