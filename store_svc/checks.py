@@ -11,6 +11,7 @@ from residuum.wire.encodings import EncodingError, RowFormat
 from residuum.wire.ids import is_valid_id
 from residuum.wire.limits import MAX_CAPTURE_TOKENS, MAX_ID_LENGTH, MAX_SEQUENCES, MAX_STEERING_CHANGES_BYTES
 from residuum.wire.selection import check_positions, resolve_layers
+from residuum.wire.tokens import is_valid_tenant
 from store_svc.capture import ABORTED, COMPLETE, INCOMPLETE
 from store_svc.keys import MAX_LAYERS
 
@@ -32,6 +33,8 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
     """
     if not is_valid_id(description.capture_id):
         raise invalid("description.capture_id", f"{description.capture_id[:MAX_ID_LENGTH]!r} is not a valid id")
+    if not is_valid_tenant(description.tenant):
+        raise invalid("description.tenant", f"{description.tenant[:MAX_ID_LENGTH]!r} is not a valid name")
     if not 1 <= description.num_layers <= MAX_LAYERS:
         raise invalid("description.num_layers", f"must be 1 to {MAX_LAYERS}")
     if not 1 <= description.num_sequences <= MAX_SEQUENCES:
