@@ -282,11 +282,11 @@ class Service:
 
 
 @asynccontextmanager
-async def running_service(store_endpoint=None, **settings):
-    """Start the service on a fake engine; `store_endpoint` None: without a store."""
+async def running_service(store_endpoint=None, engine=None, **settings):
+    """Start the service on a fake engine, by default a new one; `store_endpoint` None: without a store."""
     values = InferenceSettings(model="tiny", **settings)
     keeper = CaptureKeeper(store_endpoint, "store.example:1") if store_endpoint else None
-    service = Service(FakeEngine(), keeper, values)
+    service = Service(engine or FakeEngine(), keeper, values)
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     once = [("grpc.enable_retries", 0)]
     async with (

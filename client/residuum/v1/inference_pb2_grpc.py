@@ -111,7 +111,7 @@ class InferenceServiceServicer:
         Errors:
         * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
         * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
-        * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and the store does not answer.
+        * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -129,8 +129,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PutVectors(self, request_iterator, context):
-        """Stores vectors under their digests, one in each message. Each is accepted or refused by itself; the answer has one
-        result for each message, in their order. Sending a vector again is harmless.
+        """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
+        itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
 
         Example:
 
@@ -140,7 +140,9 @@ class InferenceServiceServicer:
         server: {results: [A accepted, B BAD_VALUES]}
 
         Errors:
-        * There are no method-specific errors: a refused vector is a result, and the call is OK.
+        * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+
+        A refused vector is a result, and the call is OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,10 +164,11 @@ class InferenceServiceServicer:
         * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
         refused as RegisterRequest would.
         * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-        * ALREADY_EXISTS: the id of the inline spec is taken, or the store holds a capture of this id.
+        * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
         the active ones for too long.
-        * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for), NOT_SERVING or ENGINE_DEAD.
+        * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
+        and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
         * CANCELLED, ABORTED: somebody called Abort.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -57,7 +57,7 @@ class InferenceServiceStub:
     Errors:
     * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
     * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
-    * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and the store does not answer.
+    * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
     """
     FindMissingVectors: _grpc.UnaryUnaryMultiCallable[_inference_pb2.FindMissingVectorsRequest, _inference_pb2.FindMissingVectorsResponse]
@@ -67,8 +67,8 @@ class InferenceServiceStub:
     * INVALID_ARGUMENT, INVALID_FIELD: a digest is not 32 bytes long, or there are more than 1024.
     """
     PutVectors: _grpc.StreamUnaryMultiCallable[_inference_pb2.PutVectorsRequest, _inference_pb2.PutVectorsResponse]
-    """Stores vectors under their digests, one in each message. Each is accepted or refused by itself; the answer has one
-    result for each message, in their order. Sending a vector again is harmless.
+    """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
+    itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
 
     Example:
 
@@ -78,7 +78,9 @@ class InferenceServiceStub:
         server: {results: [A accepted, B BAD_VALUES]}
 
     Errors:
-    * There are no method-specific errors: a refused vector is a result, and the call is OK.
+    * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+
+    A refused vector is a result, and the call is OK.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates text from a prompt. The events come in this order:
@@ -96,10 +98,11 @@ class InferenceServiceStub:
     * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
       refused as RegisterRequest would.
     * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-    * ALREADY_EXISTS: the id of the inline spec is taken, or the store holds a capture of this id.
+    * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
       the active ones for too long.
-    * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for), NOT_SERVING or ENGINE_DEAD.
+    * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
+      and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
     * CANCELLED, ABORTED: somebody called Abort.
     """
     UpdateSteering: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UpdateSteeringRequest, _inference_pb2.UpdateSteeringResponse]
@@ -156,7 +159,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Errors:
     * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
     * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
-    * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and the store does not answer.
+    * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
     """
     FindMissingVectors: _aio.UnaryUnaryMultiCallable[_inference_pb2.FindMissingVectorsRequest, _inference_pb2.FindMissingVectorsResponse]  # type: ignore[assignment]
@@ -166,8 +169,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * INVALID_ARGUMENT, INVALID_FIELD: a digest is not 32 bytes long, or there are more than 1024.
     """
     PutVectors: _aio.StreamUnaryMultiCallable[_inference_pb2.PutVectorsRequest, _inference_pb2.PutVectorsResponse]  # type: ignore[assignment]
-    """Stores vectors under their digests, one in each message. Each is accepted or refused by itself; the answer has one
-    result for each message, in their order. Sending a vector again is harmless.
+    """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
+    itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
 
     Example:
 
@@ -177,7 +180,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
         server: {results: [A accepted, B BAD_VALUES]}
 
     Errors:
-    * There are no method-specific errors: a refused vector is a result, and the call is OK.
+    * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+
+    A refused vector is a result, and the call is OK.
     """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates text from a prompt. The events come in this order:
@@ -195,10 +200,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
       refused as RegisterRequest would.
     * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-    * ALREADY_EXISTS: the id of the inline spec is taken, or the store holds a capture of this id.
+    * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
       the active ones for too long.
-    * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for), NOT_SERVING or ENGINE_DEAD.
+    * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
+      and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
     * CANCELLED, ABORTED: somebody called Abort.
     """
     UpdateSteering: _aio.UnaryUnaryMultiCallable[_inference_pb2.UpdateSteeringRequest, _inference_pb2.UpdateSteeringResponse]  # type: ignore[assignment]
@@ -264,7 +270,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
         * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
         * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
-        * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and the store does not answer.
+        * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
         """
 
@@ -286,8 +292,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_inference_pb2.PutVectorsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.PutVectorsResponse, _abc.Awaitable[_inference_pb2.PutVectorsResponse]]:
-        """Stores vectors under their digests, one in each message. Each is accepted or refused by itself; the answer has one
-        result for each message, in their order. Sending a vector again is harmless.
+        """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
+        itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
 
         Example:
 
@@ -297,7 +303,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
             server: {results: [A accepted, B BAD_VALUES]}
 
         Errors:
-        * There are no method-specific errors: a refused vector is a result, and the call is OK.
+        * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+
+        A refused vector is a result, and the call is OK.
         """
 
     @_abc_1.abstractmethod
@@ -321,10 +329,11 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
           refused as RegisterRequest would.
         * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-        * ALREADY_EXISTS: the id of the inline spec is taken, or the store holds a capture of this id.
+        * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
           the active ones for too long.
-        * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for), NOT_SERVING or ENGINE_DEAD.
+        * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
+          and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
         * CANCELLED, ABORTED: somebody called Abort.
         """
 

@@ -33,7 +33,9 @@ class OpenCaptureRequest(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def description(self) -> _capture_pb2.CaptureDescription:
-        """What it is of. `capture_id` is that of the request, and follows the same rules."""
+        """What it is of. `capture_id` is that of the request, and follows the same rules. At most 1 MiB, the model's name at
+        most 1024 characters, and sequences times sites times layers at most 65536.
+        """
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class RowLoss(_message.Message):
     reason: _capture_pb2.IncompleteReason.ValueType
     """Why: INCOMPLETE_REASON_OVERFLOW or INCOMPLETE_REASON_WRITE_FAILED."""
     detail: _builtins.str
-    """The same for a person."""
+    """The same for a person, in at most 4096 characters."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Site.ValueType]:
         """The sites."""
@@ -137,7 +139,7 @@ class RowLoss(_message.Message):
 
     @_builtins.property
     def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The positions."""
+        """The positions, below 131072."""
 
     def __init__(
         self,
@@ -219,7 +221,7 @@ Global___ChunkRejection: _TypeAlias = ChunkRejection  # noqa: Y015
 
 @_typing.final
 class SealCaptureRequest(_message.Message):
-    """How a request ended."""
+    """How a request ended. At most 1.25 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -240,7 +242,7 @@ class SealCaptureRequest(_message.Message):
     incomplete_reason: _capture_pb2.IncompleteReason.ValueType
     """With INCOMPLETE: why."""
     incomplete_detail: _builtins.str
-    """The same for a person."""
+    """The same for a person, in at most 4096 characters."""
     tenant: _builtins.str
     """The tenant that the capture belongs to. Empty: that of the token, or if it writes for any, the default tenant."""
     @_builtins.property
@@ -441,6 +443,7 @@ class CaptureSummary(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     OPEN_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture."""
@@ -452,6 +455,10 @@ class CaptureSummary(_message.Message):
     """Rows in the store, counted once for each layer and site."""
     num_bytes: _builtins.int
     """Bytes of chunks in the store."""
+    page_token: _builtins.str
+    """Where the list goes on after this capture: a `page_token` for the same filter. So the lists of several stores can be
+    merged, and left off anywhere. Empty: the server is older than this field.
+    """
     tenant: _builtins.str
     """The tenant that it belongs to. Empty: the default tenant."""
     @_builtins.property
@@ -472,11 +479,12 @@ class CaptureSummary(_message.Message):
         num_bytes: _builtins.int = ...,
         open_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        page_token: _builtins.str = ...,
         tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "open_time", b"open_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "end_time", b"end_time", "model", b"model", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "end_time", b"end_time", "model", b"model", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "page_token", b"page_token", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
