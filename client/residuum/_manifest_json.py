@@ -14,6 +14,19 @@ from google.protobuf import json_format
 
 from residuum.capture import SITE_NAMES
 from residuum.v1 import capture_pb2
+from residuum.wire.encodings import (
+    BY_DIMENSION,
+    ENCODING_NAMES,
+    FULL8,
+    LARGEST,
+    PROJECT,
+    RANDOM_PROJECTIONS,
+    RAW,
+    RP8,
+    TOPK8,
+    RowFormat,
+)
+from residuum.wire.selection import is_reduced
 
 _OWN_FIELDS = ("request_id", "tp_rank", "tp_world_size", "mode", "compression")
 """What a document has besides the message."""
@@ -24,7 +37,7 @@ _OUTCOME = ("generated_token_ids", "finish_reason")
 _COUNTS = ("num_rows", "num_bytes")
 """64-bit numbers, which protobuf's JSON writes as texts."""
 
-_MODES = {capture_pb2.ENCODING_UNSPECIFIED: "raw", capture_pb2.ENCODING_RAW: "raw"}
+_QUANTIZED = {FULL8, RP8, TOPK8}
 
 
 def to_document(proto: capture_pb2.CaptureManifest) -> dict[str, Any]:
@@ -41,10 +54,37 @@ def to_document(proto: capture_pb2.CaptureManifest) -> dict[str, Any]:
         "request_id": what.capture_id,
         "tp_rank": 0,
         "tp_world_size": max(what.layout.tensor_parallel_size, 1),
-        "mode": _MODES.get(what.spec.encoding, "unknown"),
-        "compression": {},
+        "mode": ENCODING_NAMES.get(what.spec.encoding or RAW, "unknown"),
+        "compression": _compression(what.spec),
         **message,
     }
+
+
+def _compression(spec: capture_pb2.CaptureSpec) -> dict[str, Any]:
+    """Return what was done to rows; `rp_k` and `quant_bits` are `vllm_capture`'s own names."""
+    encoding, options = spec.encoding, spec.encoding_options
+    facts: dict[str, Any] = {}
+    if encoding in RANDOM_PROJECTIONS:
+        facts |= {"rp_k": options.dimensions, "seed": str(options.seed)}
+    if encoding in LARGEST:
+        facts["top_k"] = options.dimensions
+    if encoding == PROJECT:
+        facts["vectors"] = [digest.hex() for digest in options.vectors]
+    if encoding in _QUANTIZED:
+        facts["quant_bits"] = 8
+    if encoding == FULL8:
+        facts["quant_axis"] = "dimension" if options.axis == BY_DIMENSION else "row"
+    if is_reduced(spec):
+        facts["reduction"] = capture_pb2.Reduction.Name(spec.reduction).removeprefix("REDUCTION_").lower()
+    return facts
+
+
+def _width(what: capture_pb2.CaptureDescription) -> int:
+    """Return the numbers in a decoded row; those that the model computed, if only a newer version knows."""
+    try:
+        return RowFormat.of_capture(what).decoded_width
+    except ValueError:
+        return what.hidden_size
 
 
 def from_document(document: Any) -> capture_pb2.CaptureManifest:
@@ -88,8 +128,9 @@ def _layers(proto: capture_pb2.CaptureManifest, sequence: int) -> dict[str, Any]
             for layer in rows.layers:
                 counts[layer, rows.site] = counts.get((layer, rows.site), 0) + count
     layers: dict[str, Any] = {}
+    width = _width(what)
     for (layer, site), count in counts.items():
-        shape = [count, what.hidden_size]
+        shape = [count, width]
         entry = layers.setdefault(str(layer), {"shape": shape, "sites": {}})
         entry["sites"][SITE_NAMES.get(site, f"site {site}")] = shape
     return layers
