@@ -7,7 +7,7 @@ ARGS ?=
 SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve bench test soak lint format types imports protos check-protos lock ci clean
+.PHONY: help setup model demo serve bench test soak fuzz lint format types imports protos check-protos lock ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,11 @@ test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "
 
 soak: setup ## Kill stores and shippers at random under load, and count every row: SECONDS=600, ARGS=--help
 	@$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) $(ARGS)
+
+fuzz: SERVICE ?= store
+fuzz: MINUTES ?= 10
+fuzz: setup ## Call a service with hostile messages: SERVICE=inference, MINUTES=60, ARGS=--help
+	@$(BIN)/python -m tests.fuzz --service $(SERVICE) --minutes $(MINUTES) $(ARGS)
 
 lint: setup ## Style: ruff check and ruff format --check
 	$(BIN)/ruff check

@@ -19,6 +19,8 @@ from inference_svc.selftest import run_self_test
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from inference_svc.vectors import VectorActivator, VectorCache, cache_capacity
+from residuum.rpc.access import Access
+from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import get_logger
 from residuum.rpc.metrics import MetricsListener
@@ -89,8 +91,13 @@ class InferenceServer:
             await self._stop(server)
 
     async def _listen(self) -> grpc.aio.Server:
+        try:
+            self._access = Access(self._settings.tokens, [SERVICE])
+        except OSError as error:
+            raise SystemExit(str(error)) from None
         server = grpc.aio.server(
-            interceptors=[AioErrorInterceptor(_log, self._metrics.calls.note)], options=SERVER_OPTIONS
+            interceptors=[AioErrorInterceptor(_log, self._metrics.calls.note), AioAccessInterceptor(self._access)],
+            options=SERVER_OPTIONS,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, server)
         add_health_and_reflection(server, SERVICE, self._health)

@@ -20,6 +20,7 @@ from residuum.wire.limits import (
     MAX_MESSAGE_BYTES,
     MAX_OPERATIONS,
     MAX_SEQUENCES,
+    MAX_VECTORS_PER_CALL,
 )
 
 if TYPE_CHECKING:
@@ -123,7 +124,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         parts = self._require()
         response = inference_pb2.PutVectorsResponse()
         async for request in request_iterator:
-            result = response.results.add(digest=request.vector.digest)
+            if len(response.results) == MAX_VECTORS_PER_CALL:
+                raise _too_many_vectors()
+            result = response.results.add(digest=request.vector.digest[:DIGEST_BYTES])
             try:
                 parts.vectors.put(request.vector)
             except Failure as failure:
@@ -165,6 +168,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if self._parts is None or not self._serving:
             raise _not_serving()
         return self._parts
+
+
+def _too_many_vectors() -> Failure:
+    return Failure(
+        Reason.ERROR_REASON_INVALID_FIELD,
+        f"Send at most {MAX_VECTORS_PER_CALL} vectors in one call, and the rest in another. Those are accepted.",
+        field="vector",
+    )
 
 
 def _not_serving() -> Failure:

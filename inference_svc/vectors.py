@@ -13,7 +13,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import tensor_pb2
 from residuum.wire.digests import digest_of_bytes
 from residuum.wire.dtypes import dtype_name
-from residuum.wire.limits import MAX_DIRECTION_NORM, MIN_DIRECTION_NORM
+from residuum.wire.limits import DIGEST_BYTES, MAX_DIRECTION_NORM, MIN_DIRECTION_NORM
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -118,6 +118,12 @@ class VectorCache:
         )
 
     def _check(self, vector: tensor_pb2.Vector) -> None:
+        if len(vector.digest) != DIGEST_BYTES:
+            raise Failure(
+                Reason.ERROR_REASON_DIGEST_MISMATCH,
+                f"A digest has {DIGEST_BYTES} bytes, not {len(vector.digest)}; see tensor.proto for the rule.",
+                digest=vector.digest[:DIGEST_BYTES].hex(),
+            )
         name = vector.digest.hex()
         if vector.dtype != tensor_pb2.DATA_TYPE_FLOAT32:
             raise Failure(

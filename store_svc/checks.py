@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.message import Message
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import EncodingError, RowFormat
 from residuum.wire.ids import is_valid_id
-from residuum.wire.limits import MAX_CAPTURE_TOKENS, MAX_ID_LENGTH, MAX_SEQUENCES, MAX_STEERING_CHANGES_BYTES
+from residuum.wire.limits import (
+    MAX_CAPTURE_ROWS_AT_A_POSITION,
+    MAX_CAPTURE_TOKENS,
+    MAX_DESCRIPTION_BYTES,
+    MAX_DETAIL_LENGTH,
+    MAX_ID_LENGTH,
+    MAX_NAME_LENGTH,
+    MAX_SEAL_BYTES,
+    MAX_SEQUENCES,
+    MAX_STEERING_CHANGES_BYTES,
+)
 from residuum.wire.selection import check_positions, resolve_layers
 from store_svc.capture import ABORTED, COMPLETE, INCOMPLETE
 from store_svc.keys import MAX_LAYERS
@@ -32,6 +44,8 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
     """
     if not is_valid_id(description.capture_id):
         raise invalid("description.capture_id", f"{description.capture_id[:MAX_ID_LENGTH]!r} is not a valid id")
+    _check_length("description.model", description.model, MAX_NAME_LENGTH)
+    _check_size("description", description, MAX_DESCRIPTION_BYTES)
     if not 1 <= description.num_layers <= MAX_LAYERS:
         raise invalid("description.num_layers", f"must be 1 to {MAX_LAYERS}")
     if not 1 <= description.num_sequences <= MAX_SEQUENCES:
@@ -48,6 +62,10 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
     except EncodingError as error:
         raise invalid("description.spec.encoding", str(error)) from None
     _check_spec(description.spec, description.num_layers)
+    rows = description.num_sequences * len(description.spec.sites) * len(description.spec.layers.list.layers)
+    if rows > MAX_CAPTURE_ROWS_AT_A_POSITION:
+        most = MAX_CAPTURE_ROWS_AT_A_POSITION
+        raise invalid("description.spec", f"sequences times sites times layers must be {most} at most, not {rows}")
 
 
 def _check_spec(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:
@@ -79,6 +97,8 @@ def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.Capt
         raise invalid("outcome", "must be COMPLETE, ABORTED or INCOMPLETE")
     if (seal.outcome == INCOMPLETE) != (seal.incomplete_reason in _REASONS):
         raise invalid("incomplete_reason", "must be set with the outcome INCOMPLETE, and only then")
+    _check_length("incomplete_detail", seal.incomplete_detail, MAX_DETAIL_LENGTH)
+    _check_size("sequences", seal, MAX_SEAL_BYTES)
     if len(seal.sequences) != description.num_sequences:
         given, wanted = len(seal.sequences), description.num_sequences
         raise invalid("sequences", f"the capture has {wanted} sequences, not {given}")
@@ -97,6 +117,7 @@ def check_chunk(header: capture_pb2.ChunkHeader, description: capture_pb2.Captur
         Failure: INVALID_FIELD.
     """
     _check_place("chunk.header", description, header.sequence, [header.site], header.layers)
+    _check_positions("chunk.header", header.positions)
     if header.width != description.hidden_size:
         raise invalid("chunk.header.width", f"rows have {description.hidden_size} elements, not {header.width}")
     if header.dtype != description.dtype:
@@ -117,6 +138,25 @@ def check_loss(loss: store_pb2.RowLoss, description: capture_pb2.CaptureDescript
         raise invalid("loss.reason", "must be OVERFLOW or WRITE_FAILED")
     if not loss.sites or not loss.layers or not loss.positions:
         raise invalid("loss", "must name at least one site, one layer and one position")
+    if len(set(loss.sites)) != len(loss.sites) or len(set(loss.layers)) != len(loss.layers):
+        raise invalid("loss", "must name each site and each layer once")
+    _check_positions("loss", loss.positions)
+    _check_length("loss.detail", loss.detail, MAX_DETAIL_LENGTH)
+
+
+def _check_positions(field: str, positions: Sequence[int]) -> None:
+    if len(positions) > MAX_CAPTURE_TOKENS or max(positions) >= MAX_CAPTURE_TOKENS:
+        raise invalid(f"{field}.positions", f"must be {MAX_CAPTURE_TOKENS} at most, each below that")
+
+
+def _check_length(field: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise invalid(field, f"must have {limit} characters at most, not {len(text)}")
+
+
+def _check_size(field: str, message: Message, limit: int) -> None:
+    if message.ByteSize() > limit:
+        raise invalid(field, f"the message must have {limit} bytes at most, not {message.ByteSize()}")
 
 
 def _check_tokens(field: str, description: capture_pb2.CaptureDescription, generated: Iterable[int]) -> None:

@@ -11,7 +11,7 @@ from residuum._requests import distinct
 from residuum.replies import PutResult
 from residuum.v1 import inference_pb2
 from residuum.vector import Vector
-from residuum.wire.limits import MAX_DIGESTS_PER_CALL
+from residuum.wire.limits import MAX_DIGESTS_PER_CALL, MAX_VECTORS_PER_CALL
 
 
 class VectorLedger:
@@ -42,6 +42,12 @@ def find_requests(vectors: Sequence[Vector]) -> Iterator[inference_pb2.FindMissi
     for at in range(0, len(vectors), MAX_DIGESTS_PER_CALL):
         part = vectors[at : at + MAX_DIGESTS_PER_CALL]
         yield inference_pb2.FindMissingVectorsRequest(digests=[vector.digest for vector in part])
+
+
+def put_calls(vectors: Sequence[Vector]) -> Iterator[Sequence[Vector]]:
+    """Yield the vectors of each call, within the contract's limit."""
+    for at in range(0, len(vectors), MAX_VECTORS_PER_CALL):
+        yield vectors[at : at + MAX_VECTORS_PER_CALL]
 
 
 def put_requests(vectors: Iterable[Vector]) -> Iterator[inference_pb2.PutVectorsRequest]:

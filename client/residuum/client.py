@@ -361,10 +361,9 @@ class Client(CaptureClient):
         return missing
 
     def _send(self, vectors: Sequence[Vector]) -> None:
-        if not vectors:
-            return
-        answer = self._call(self.endpoint, self._inference.PutVectors, _vectors.put_requests(vectors))
-        _vectors.check_results(vectors, answer)
+        for part in _vectors.put_calls(vectors):
+            answer = self._call(self.endpoint, self._inference.PutVectors, _vectors.put_requests(part))
+            _vectors.check_results(part, answer)
 
     def _status(self, endpoint: str) -> str:
         # No serializers: bytes go in and come out.

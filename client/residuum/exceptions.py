@@ -28,7 +28,10 @@
     ├── NoStore                         the server captures nothing
     ├── ResourceExhausted
     │   ├── StoreFull
-    │   └── LimitReached
+    │   ├── LimitReached
+    │   └── QuotaExceeded               your tenant has as much as it may have
+    ├── Unauthenticated                 the service asks for a token, or does not know this one, or it has expired
+    ├── PermissionDenied                the token does not have the right; .right
     ├── Unavailable                     try again later
     │   ├── Unreachable (ConnectionError)   nothing answers at the endpoint; .endpoint
     │   ├── StoreUnreachable            the inference service cannot reach its store
@@ -219,6 +222,23 @@ class StoreFull(ResourceExhausted):
 
 class LimitReached(ResourceExhausted):
     """A limit of the server is reached; try again later."""
+
+
+class QuotaExceeded(ResourceExhausted):
+    """The tenant of the token has as much as it may have: delete captures, wait for running ones, or ask for more."""
+
+
+class Unauthenticated(ResiduumError):
+    """The service asks for a token, does not know this one, or it has expired."""
+
+
+class PermissionDenied(ResiduumError):
+    """The token does not have the right that this call takes."""
+
+    @property
+    def right(self) -> str | None:
+        """The right that is missing: "generate", "read", "write" or "admin"."""
+        return self.metadata.get("right")
 
 
 class Unavailable(ResiduumError):

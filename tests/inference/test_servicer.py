@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from residuum.rpc.errors import Failure
+from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, errors_pb2, inference_pb2
 from residuum.v1.store_pb2_grpc import add_StoreServiceServicer_to_server
-from residuum.wire.limits import MAX_DIGESTS_PER_CALL, MAX_MESSAGE_BYTES
+from residuum.wire.limits import DIGEST_BYTES, MAX_DIGESTS_PER_CALL, MAX_MESSAGE_BYTES, MAX_VECTORS_PER_CALL
 from tests.inference.service_support import (
     ADD_JOY,
     CAPTURE,
@@ -165,6 +165,22 @@ async def test_vectors_are_refused_one_by_one(service):
 
 def reason_of(result):
     return errors_pb2.ErrorReason.Name(result.error.reason)
+
+
+async def test_a_digest_of_any_length_is_answered_in_short(service):
+    long, good = vector(4, 3, 2, 1), JOY
+    long.digest = b"d" * (3 << 20)
+    refused, accepted = await service.put(long, good)
+    assert refused.error.reason == Reason.ERROR_REASON_DIGEST_MISMATCH
+    assert len(refused.digest) == DIGEST_BYTES
+    assert not accepted.HasField("error")
+
+
+async def test_vectors_without_end_are_refused(service):
+    endless = [JOY] * (MAX_VECTORS_PER_CALL + 1)
+    failure = await failure_of(service.put(*endless))
+    assert failure.reason == Reason.ERROR_REASON_INVALID_FIELD
+    assert len(await service.put(*endless[:-1])) == MAX_VECTORS_PER_CALL
 
 
 async def test_missing_vectors_are_found(service):

@@ -6,8 +6,25 @@ import pytest
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2, tensor_pb2
-from residuum.wire.limits import MAX_CAPTURE_TOKENS
-from tests.store.support import COMPLETE, INCOMPLETE, OPEN, Client, describe, failing_with
+from residuum.wire.limits import (
+    MAX_CAPTURE_ROWS_AT_A_POSITION,
+    MAX_CAPTURE_TOKENS,
+    MAX_DESCRIPTION_BYTES,
+    MAX_DETAIL_LENGTH,
+    MAX_NAME_LENGTH,
+)
+from tests.store.support import (
+    COMPLETE,
+    INCOMPLETE,
+    OPEN,
+    POST,
+    Client,
+    describe,
+    failing_with,
+    loss_message,
+    make_chunk,
+    rejections,
+)
 
 INVALID = Reason.ERROR_REASON_INVALID_FIELD
 
@@ -18,6 +35,7 @@ BAD_DESCRIPTIONS = {
     "num_sequences": {"num_sequences": 0},
     "dtype": {"dtype": tensor_pb2.DATA_TYPE_UNSPECIFIED},
     "too many layers": {"num_layers": 1 << 20},
+    "a name that is a novel": {"model": "x" * (MAX_NAME_LENGTH + 1)},
 }
 
 
@@ -62,6 +80,7 @@ def test_a_spec_that_is_not_filled_in(client: Client, name: str) -> None:
         ({"outcome": COMPLETE, "incomplete_reason": 1}, "incomplete_reason"),
         ({"generated": [1, 1]}, "sequences"),
         ({"generated": []}, "sequences"),
+        ({"incomplete_detail": "x" * (MAX_DETAIL_LENGTH + 1)}, "incomplete_detail"),
     ],
 )
 def test_a_seal_that_makes_no_sense(client: Client, fields: dict[str, object], field: str) -> None:
@@ -113,3 +132,52 @@ def test_a_capture_of_more_tokens_than_a_manifest_can_name(client: Client, seque
     with failing_with(INVALID) as caught:
         client.open(describe("b", prompt=each + 1, sequences=sequences))
     assert caught[0].metadata == {"field": "description.prompt_token_ids"}
+
+
+def test_a_description_larger_than_any_that_is_meant(client: Client) -> None:
+    description = describe()
+    description.steering.operations.add(layer_digests=[b"d" * 32] * (MAX_DESCRIPTION_BYTES // 34))
+    with failing_with(INVALID) as caught:
+        client.open(description)
+    assert caught[0].metadata["field"] == "description"
+
+
+def test_a_seal_larger_than_any_that_is_meant(client: Client) -> None:
+    client.open()
+    outcome = capture_pb2.SequenceOutcome(generated_token_ids=[1], finish_reason="x" * (2 << 20))
+    with failing_with(INVALID):
+        client.stub.SealCapture(
+            store_pb2.SealCaptureRequest(capture_id="a", sequences=[outcome], outcome=COMPLETE), timeout=30
+        )
+
+
+def test_a_capture_of_more_rows_at_a_position_than_the_store_keeps_account_of(client: Client) -> None:
+    layers = range(MAX_CAPTURE_ROWS_AT_A_POSITION // 8 + 1)
+    with failing_with(INVALID) as caught:
+        client.open(describe(layers=layers, sequences=8))
+    assert caught[0].metadata["field"] == "description.spec"
+    client.open(describe(layers=layers[:-1], sequences=8))
+
+
+def test_a_position_that_no_capture_can_have(client: Client) -> None:
+    client.open()
+    answers = client.append([make_chunk([0], [0, MAX_CAPTURE_TOKENS]), make_chunk([0], [MAX_CAPTURE_TOKENS - 1])])
+    assert rejections(answers) == {1: INVALID}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"positions": [0, MAX_CAPTURE_TOKENS]},
+        {"positions": [0] * (MAX_CAPTURE_TOKENS + 1)},
+        {"layers": [0, 0]},
+        {"sites": [POST, POST]},
+        {"detail": "x" * (MAX_DETAIL_LENGTH + 1)},
+    ],
+    ids=["position", "positions", "layers", "sites", "detail"],
+)
+def test_a_loss_larger_than_any_that_is_meant(client: Client, fields: dict[str, object]) -> None:
+    client.open()
+    good = {"sites": [POST], "layers": [0], "positions": [0], "reason": capture_pb2.INCOMPLETE_REASON_OVERFLOW}
+    answers = client.send([loss_message(1, "a", store_pb2.RowLoss(**{**good, **fields}))])
+    assert rejections(answers) == {1: INVALID}

@@ -208,3 +208,45 @@ def test_item_errors():
 def test_the_interceptors_take_the_services_own_log():
     ErrorInterceptor(structlog.get_logger("x"))
     AioErrorInterceptor(structlog.get_logger("x"))
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "\U0001f600", "\0"])
+def test_whatever_was_asked_for_the_answer_arrives(served, letter):
+    """Headers have 8 KiB: a status that is longer would be lost, and with it the reason."""
+    endpoint, behaviour, _ = served
+    long = letter * 100_000
+    failure = Failure(Reason.ERROR_REASON_UNKNOWN_REQUEST, f"There is no request {long}.", request_id=long, other=long)
+
+    def fail_at_length():
+        raise failure
+
+    behaviour.append(fail_at_length)
+    with channels.open_channel(endpoint) as channel:
+        got = failure_from_rpc_error(call(channel, "unary_unary"))
+    assert (got.reason, got.message, got.metadata) == (failure.reason, failure.message, failure.metadata)
+    assert len(got.message.encode()) <= 1024
+    assert got.message.endswith("…")
+
+
+def test_what_a_server_names_of_missing_vectors_arrives_whole(served):
+    endpoint, behaviour, _ = served
+    digests = ",".join(["d" * 64] * 64)
+
+    def miss():
+        raise Failure(Reason.ERROR_REASON_MISSING_VECTORS, "Send them with PutVectors." * 6, digests=digests)
+
+    behaviour.append(miss)
+    with channels.open_channel(endpoint) as channel:
+        got = failure_from_rpc_error(call(channel, "unary_unary"))
+    assert got.metadata == {"digests": digests}
+
+
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_a_message_that_unpacks_to_more_than_it_is_gets_no_room(served, algorithm):
+    endpoint, behaviour, _ = served
+    behaviour.append(fail)
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(endpoint, options, algorithm) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/residuum.test/unary_unary")(bytes(64 << 20), timeout=30)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "Compression" in caught.value.details()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import residuum
-from residuum.cli import commands, doctor, health
+from residuum.cli import commands, doctor, health, token
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
 
@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_vectors(groups)
     _add(groups, "doctor", doctor.run, "check every step of the way to both services, and say what to do")
     _add_health(groups)
+    _add_token(groups)
     return parser
 
 
@@ -272,6 +273,13 @@ def _add_health(groups: _Groups) -> None:
     text = "ask one service whether it serves: exit code 0 if so, else 1"
     either = "either service, inference or store"
     _add_bare(groups, "health", health.run, text, endpoint_text=either, timeout=health.SECONDS)
+
+
+def _add_token(groups: _Groups) -> None:
+    text = "make a token, and its entry in the tokens file of the services"
+    parser = groups.add_parser("token", help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(run=token.run, usage_error=parser.error)
+    token.add_arguments(parser)
 
 
 def _add_vectors(groups: _Groups) -> None:

@@ -71,6 +71,8 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # No compressed messages (bit 0 is "none"): gRPC unpacks one before it looks at its size, and 4 MiB unpack to 4 GiB.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     # Two servers must never share a port: the second has to fail, not to take half of the calls.
     ("grpc.so_reuseport", 0),
 )

@@ -50,10 +50,18 @@ CODES: dict[errors_pb2.ErrorReason.ValueType, grpc.StatusCode] = {
     errors_pb2.ERROR_REASON_ABORTED: grpc.StatusCode.CANCELLED,
     errors_pb2.ERROR_REASON_INTERNAL: grpc.StatusCode.INTERNAL,
     errors_pb2.ERROR_REASON_NOT_UPDATABLE: grpc.StatusCode.FAILED_PRECONDITION,
+    errors_pb2.ERROR_REASON_UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    errors_pb2.ERROR_REASON_PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    errors_pb2.ERROR_REASON_QUOTA_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 """The gRPC code of every reason. errors.proto states the same beside each value; a test compares the two."""
 
 _PREFIX = "ERROR_REASON_"
+
+_MESSAGE_BYTES = 1024
+_DETAIL_BYTES = 4600
+"""A status must fit the 8 KiB that gRPC's peers take in headers: the message in it twice, once with each byte written
+as three, and all of the rest as base64. Else the caller is told nothing of it at all."""
 
 
 class Failure(Exception):  # noqa: N818 - it is an outcome of a call before it is anybody's error
@@ -68,13 +76,19 @@ class Failure(Exception):  # noqa: N818 - it is an outcome of a call before it i
 
         Args:
             reason: The cause; it fixes the gRPC code.
-            message: What is wrong and what to do, for a person.
-            metadata: Whatever in the message is dynamic, for programs. Values are sent as text.
+            message: What is wrong and what to do, for a person. Whatever was asked for, an answer is short: it is cut
+                off after 1 KiB.
+            metadata: Whatever in the message is dynamic, for programs. Values are sent as text, 4 KiB of them at most.
         """
+        message = _cut(message, _MESSAGE_BYTES)
         super().__init__(message)
         self.reason = reason
         self.message = message
-        self.metadata = {key: str(value) for key, value in metadata.items()}
+        self.metadata: dict[str, str] = {}
+        room = _DETAIL_BYTES - 2 * len(message.encode())
+        for key, value in metadata.items():
+            self.metadata[key] = _cut(str(value), room)
+            room -= len(self.metadata[key].encode())
 
     @property
     def code(self) -> grpc.StatusCode:
@@ -96,6 +110,15 @@ class Failure(Exception):  # noqa: N818 - it is an outcome of a call before it i
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
         status.details.add().Pack(info)
         return rpc_status.to_status(status)
+
+
+def _cut(text: str, size: int) -> str:
+    """Return a text of at most `size` bytes of UTF-8. Its last character says if something was cut off."""
+    data = text[: size + 1].encode("utf-8", "replace")
+    if len(data) <= size:
+        return data.decode()
+    mark = "…".encode()
+    return (data[: size - len(mark)] + mark).decode("utf-8", "ignore") if size >= len(mark) else ""
 
 
 def failure_from_rpc_error(error: grpc.RpcError) -> Failure | None:

@@ -119,8 +119,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PutVectors(self, request_iterator, context):
-        """Stores vectors under their digests, one in each message. Each is accepted or refused by itself; the answer has one
-        result for each message, in their order. Sending a vector again is harmless.
+        """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
+        itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
 
         Example:
 
@@ -130,7 +130,9 @@ class InferenceServiceServicer:
         server: {results: [A accepted, B BAD_VALUES]}
 
         Errors:
-        * There are no method-specific errors: a refused vector is a result, and the call is OK.
+        * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+
+        A refused vector is a result, and the call is OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,8 +62,8 @@ class InferenceServiceStub:
     * INVALID_ARGUMENT, INVALID_FIELD: a digest is not 32 bytes long, or there are more than 1024.
     """
     PutVectors: _grpc.StreamUnaryMultiCallable[_inference_pb2.PutVectorsRequest, _inference_pb2.PutVectorsResponse]
-    """Stores vectors under their digests, one in each message. Each is accepted or refused by itself; the answer has one
-    result for each message, in their order. Sending a vector again is harmless.
+    """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
+    itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
 
     Example:
 
@@ -73,7 +73,9 @@ class InferenceServiceStub:
         server: {results: [A accepted, B BAD_VALUES]}
 
     Errors:
-    * There are no method-specific errors: a refused vector is a result, and the call is OK.
+    * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+
+    A refused vector is a result, and the call is OK.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates text from a prompt. The events come in this order:
@@ -156,8 +158,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * INVALID_ARGUMENT, INVALID_FIELD: a digest is not 32 bytes long, or there are more than 1024.
     """
     PutVectors: _aio.StreamUnaryMultiCallable[_inference_pb2.PutVectorsRequest, _inference_pb2.PutVectorsResponse]  # type: ignore[assignment]
-    """Stores vectors under their digests, one in each message. Each is accepted or refused by itself; the answer has one
-    result for each message, in their order. Sending a vector again is harmless.
+    """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
+    itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
 
     Example:
 
@@ -167,7 +169,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
         server: {results: [A accepted, B BAD_VALUES]}
 
     Errors:
-    * There are no method-specific errors: a refused vector is a result, and the call is OK.
+    * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+
+    A refused vector is a result, and the call is OK.
     """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates text from a prompt. The events come in this order:
@@ -271,8 +275,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_inference_pb2.PutVectorsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.PutVectorsResponse, _abc.Awaitable[_inference_pb2.PutVectorsResponse]]:
-        """Stores vectors under their digests, one in each message. Each is accepted or refused by itself; the answer has one
-        result for each message, in their order. Sending a vector again is harmless.
+        """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
+        itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
 
         Example:
 
@@ -282,7 +286,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
             server: {results: [A accepted, B BAD_VALUES]}
 
         Errors:
-        * There are no method-specific errors: a refused vector is a result, and the call is OK.
+        * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+
+        A refused vector is a result, and the call is OK.
         """
 
     @_abc_1.abstractmethod

@@ -33,7 +33,9 @@ class OpenCaptureRequest(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def description(self) -> _capture_pb2.CaptureDescription:
-        """What it is of. `capture_id` is that of the request, and follows the same rules."""
+        """What it is of. `capture_id` is that of the request, and follows the same rules. At most 1 MiB, the model's name at
+        most 1024 characters, and sequences times sites times layers at most 65536.
+        """
 
     def __init__(
         self,
@@ -122,7 +124,7 @@ class RowLoss(_message.Message):
     reason: _capture_pb2.IncompleteReason.ValueType
     """Why: INCOMPLETE_REASON_OVERFLOW or INCOMPLETE_REASON_WRITE_FAILED."""
     detail: _builtins.str
-    """The same for a person."""
+    """The same for a person, in at most 4096 characters."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Site.ValueType]:
         """The sites."""
@@ -133,7 +135,7 @@ class RowLoss(_message.Message):
 
     @_builtins.property
     def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The positions."""
+        """The positions, below 131072."""
 
     def __init__(
         self,
@@ -215,7 +217,7 @@ Global___ChunkRejection: _TypeAlias = ChunkRejection  # noqa: Y015
 
 @_typing.final
 class SealCaptureRequest(_message.Message):
-    """How a request ended."""
+    """How a request ended. At most 1.25 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -235,7 +237,7 @@ class SealCaptureRequest(_message.Message):
     incomplete_reason: _capture_pb2.IncompleteReason.ValueType
     """With INCOMPLETE: why."""
     incomplete_detail: _builtins.str
-    """The same for a person."""
+    """The same for a person, in at most 4096 characters."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.SequenceOutcome]:
         """The sequences, in order: as many as the description says. Prompt and generated tokens of all sequences, the prompt

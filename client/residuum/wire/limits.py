@@ -67,6 +67,25 @@ than the rest are listed apart, and there is room for that too, unless both the 
 worst kind: all sites, with gaps.
 """
 
+MAX_DESCRIPTION_BYTES = 1 << 20
+"""Bytes of a capture's description: the prompt's token ids, and a steering that names as many vectors as fit a server's
+tables, leave half of it."""
+
+MAX_SEAL_BYTES = 5 << 18
+"""Bytes of the message that seals a capture, 1.25 MiB: the token ids, and the changes of its steering."""
+
+MAX_DETAIL_LENGTH = 4096
+"""Characters of what a writer tells a person: why rows were lost, or a request failed."""
+
+MAX_NAME_LENGTH = 1024
+"""Characters of a model's name, which is also listed."""
+
+MAX_CAPTURE_ROWS_AT_A_POSITION = 1 << 16
+"""Rows that one position of a capture may have: sequences times sites times layers."""
+
+MAX_VECTORS_PER_CALL = 4096
+"""Vectors in one PutVectors."""
+
 MAX_ID_LENGTH = 128
 """Characters in a request id."""
 

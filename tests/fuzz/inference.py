@@ -1,0 +1,188 @@
+"""The inference service under hostile calls: its own servicer and checks over gRPC, above a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+from google.protobuf.message import Message
+
+from inference_svc.engine import Engine
+from residuum.rpc.channels import open_channel
+from residuum.v1 import (
+    capture_pb2,
+    errors_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    selection_pb2,
+    steering_pb2,
+    store_pb2_grpc,
+)
+from residuum.wire.digests import vector_message
+from tests.fuzz.calls import SECONDS, Answer, Caller, methods
+from tests.fuzz.messages import Choices, Words, made, some
+from tests.inference.service_support import (
+    ADD_JOY,
+    CAPTURE,
+    FACTS,
+    HIDDEN,
+    JOY,
+    FakeEngine,
+    FakeStore,
+    ask,
+    listening,
+    running_service,
+    spec,
+)
+
+_T = TypeVar("_T")
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+_IDS = ["a", "b", "c"]
+_VECTORS = [vector_message(np.full(HIDDEN, value, np.float32)) for value in (0.5, -1.0, 0.0)]
+
+
+class Tokenizer:
+    """A token for each character; a chat template that takes two roles."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % FACTS.vocab_size for letter in text]
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[int]:
+        for message in messages:
+            if message["role"] not in ("user", "assistant"):
+                raise ValueError(f"unknown role {message['role']}")
+        return [7, *self.encode("".join(message["content"] for message in messages))]
+
+
+class ScriptedEngine(FakeEngine):
+    """A fake engine that reads prompts as the real one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._real = Engine(None, Tokenizer(), FACTS)
+
+    def tokenize(self, request: inference_pb2.GenerateRequest) -> Any:
+        return self._real.tokenize(request)
+
+    async def note(self, log: list, item: object) -> None:
+        """Remember nothing: runs are long."""
+
+
+class FuzzedInference(contextlib.AbstractContextManager):
+    """The service on a thread of its own, its hostile client, and a good one."""
+
+    def __init__(self, **settings: object) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="service")
+        self._thread.start()
+        self._stack = contextlib.AsyncExitStack()
+        self.service = self._run(self._start(settings))
+        self.channel = open_channel(self.service.endpoint, options=[("grpc.enable_retries", 0)])
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self._caller = Caller(self.channel, SERVICE)
+        self._words = Words([*_IDS, "", "tiny", "user", "assistant"], [item.digest for item in (JOY, *_VECTORS)])
+        self._kept = self._register()
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+        self._run(self._stack.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def run(self, data: bytes) -> None:
+        """Make the calls that follow from some bytes."""
+        choices = Choices(data)
+        for _ in range(choices.randrange(1, 6)):
+            self.call(choices, choices.choice(methods(SERVICE)))
+
+    def call(self, choices: Choices, method: str) -> Answer:
+        """Make a hostile call of a method."""
+        messages = [made(choices, seed, self._words) for seed in some(choices, _seeds(method))]
+        answer = self._caller.call(method, messages, SECONDS)
+        assert answer.code is not grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} hangs"
+        for response in answer.responses:
+            if isinstance(response, inference_pb2.PutVectorsResponse):
+                errors = [item.error for item in response.results]
+                assert all(error.reason != errors_pb2.ERROR_REASON_INTERNAL for error in errors)
+                assert all(len(error.message) < 4096 for error in errors)
+        return answer
+
+    def check(self) -> None:
+        """Check that a registration which no hostile call can name is as it was, and that requests are served."""
+        request = ask(self._kept)
+        events = list(self.stub.Generate(request, timeout=SECONDS))
+        assert [token for event in events for token in event.delta.token_ids] == [1, 2, 3]
+        assert events[0].started.capture.capture_id == self._kept
+        assert events[-1].WhichOneof("event") == "finished"
+        self._kept = self._register()
+        registry = self.service.registry
+        assert not registry.running, "a request runs on that nobody waits for"
+
+    def _register(self) -> str:
+        name = f"kept-{secrets.token_hex(8)}"
+        self.stub.PutVectors(iter([inference_pb2.PutVectorsRequest(vector=JOY)]), timeout=SECONDS)
+        request = inference_pb2.RegisterRequestRequest(spec=spec(name, CAPTURE, [ADD_JOY]))
+        assert not self.stub.RegisterRequest(request, timeout=SECONDS).missing_digests
+        return name
+
+    async def _start(self, settings: dict[str, object]) -> Any:
+        add = store_pb2_grpc.add_StoreServiceServicer_to_server
+        endpoint = await self._stack.enter_async_context(listening(add, _ForgetfulStore()))
+        return await self._stack.enter_async_context(running_service(endpoint, ScriptedEngine(), **settings))
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+
+class _ForgetfulStore(FakeStore):
+    """Answers as a store does, and remembers nothing."""
+
+    async def OpenCapture(self, request: Any, context: Any) -> Any:
+        self.opened.clear()
+        return await super().OpenCapture(request, context)
+
+    async def SealCapture(self, request: Any, context: Any) -> Any:
+        self.seals.clear()
+        return await super().SealCapture(request, context)
+
+
+def _seeds(method: str) -> list[Message]:
+    """Return good requests of a method; for a stream, in their order."""
+    positions = selection_pb2.PositionSelection(
+        ranges=[selection_pb2.PositionRange(first=-2), selection_pb2.PositionRange(first=0, last=3)], every=2
+    )
+    layers = selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=[0, 2]))
+    digests = [item.digest for item in _VECTORS[:2]]
+    steering = [
+        ADD_JOY,
+        steering_pb2.SteeringOperation(layers=layers, positions=positions, ablate=steering_pb2.Ablate(scale=1.0)),
+        steering_pb2.SteeringOperation(layers=layers, cap=steering_pb2.Cap(digest=JOY.digest, min=-1.0, max=1.0)),
+        steering_pb2.SteeringOperation(layers=layers, replace=steering_pb2.Replace(digest=JOY.digest, value=2.0)),
+    ]
+    steering[1].layer_digests.extend(digests)
+    full = spec("a", capture_pb2.CaptureSpec(layers=layers, positions=positions), steering, updatable=True)
+    sampled = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop": ["x"], "num_sequences": 2}
+    return {
+        "GetModelInfo": [inference_pb2.GetModelInfoRequest(check_store=True)],
+        "RegisterRequest": [inference_pb2.RegisterRequestRequest(spec=item) for item in (full, spec("b", CAPTURE))],
+        "FindMissingVectors": [inference_pb2.FindMissingVectorsRequest(digests=digests)],
+        "PutVectors": [inference_pb2.PutVectorsRequest(vector=item) for item in _VECTORS],
+        "Generate": [
+            ask(spec("", CAPTURE, [ADD_JOY]), **sampled),
+            ask("a"),
+            inference_pb2.GenerateRequest(spec=full, text="ab", sampling=inference_pb2.SamplingParameters(**sampled)),
+            inference_pb2.GenerateRequest(
+                spec=spec(), chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hm")])
+            ),
+        ],
+        "UpdateSteering": [inference_pb2.UpdateSteeringRequest(request_id="a", steering=full.steering)],
+        "Abort": [inference_pb2.AbortRequest(request_id=name) for name in _IDS],
+    }[method]

@@ -1,0 +1,172 @@
+"""The store under hostile calls: a real one, over gRPC and LMDB, with captures that nothing may change."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tempfile
+from pathlib import Path
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
+from residuum.wire.frames import append_prefix
+from store_svc.server import Store
+from store_svc.settings import StoreSettings
+from tests.fuzz.calls import SECONDS, Answer, Caller, methods
+from tests.fuzz.messages import Choices, Words, change_bytes, made, some
+from tests.store.support import (
+    COMPLETE,
+    OPEN,
+    POST,
+    PRE,
+    Client,
+    describe,
+    grid,
+    loss_message,
+    make_chunk,
+    seal_request,
+)
+
+SERVICE = store_pb2.DESCRIPTOR.services_by_name["StoreService"]
+_LASTING = {"GetCapture": 0.3, "ReadChunks": 0.3}
+"""Calls that may wait as long as they were asked to, and for how long they are let."""
+_NAMES = ["a", "b", "c"]
+
+
+class FuzzedStore(contextlib.AbstractContextManager):
+    """A store, its hostile client, and a good one."""
+
+    def __init__(self, **settings: object) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fuzz-store-")
+        values = {"max_bytes": "256MiB", "ending_timeout_seconds": 0.2, "grace_seconds": 0, **settings}
+        path = Path(self._folder.name, "db")
+        self._store = Store(StoreSettings(listen="127.0.0.1:0", path=path, **values), on_death=lambda: None)
+        self.client = Client(self._store.port)
+        self._caller = Caller(self.client.channel, SERVICE)
+        self._words = Words([*_NAMES, ""], [b"", bytes(32)])
+        self._kept = {self._keep(sealed=True): COMPLETE, self._keep(sealed=False): OPEN}
+        self._manifests = {name: self.client.get(name) for name in self._kept}
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self._store.stop()
+        self._folder.cleanup()
+
+    def run(self, data: bytes) -> None:
+        """Make the calls that follow from some bytes."""
+        choices = Choices(data)
+        for seed in _seeds("OpenCapture"):
+            if choices.one_in(2):
+                self._caller.call("OpenCapture", [seed.SerializeToString()])
+        for _ in range(choices.randrange(1, 6)):
+            self.call(choices, choices.choice(methods(SERVICE)))
+
+    def call(self, choices: Choices, method: str) -> Answer:
+        """Make a hostile call of a method."""
+        if method == "AppendChunks":
+            messages = _appends(choices, self._words)
+        else:
+            messages = [made(choices, choices.choice(_seeds(method)), self._words)]
+        answer = self._caller.call(method, messages, _LASTING.get(method, SECONDS))
+        if method not in _LASTING:
+            assert answer.code is not grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} hangs"
+        for response in answer.responses:
+            self._learn(response)
+        return answer
+
+    def check(self) -> None:
+        """Check that the store lives, serves, and has lost and changed nothing of what is not the hostile client's."""
+        assert not self._store.died
+        for name, state in self._kept.items():
+            cells, manifest = self.client.read(name)
+            assert manifest == self._manifests[name]
+            assert manifest.state == state
+            assert cells == grid([0, 1], range(3))
+        self.client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=self._keep(sealed=True)))
+
+    def _keep(self, *, sealed: bool) -> str:
+        """Write a capture that no hostile call can name."""
+        name = f"kept-{secrets.token_hex(8)}"
+        self.client.open(describe(name, layers=[0, 1], prompt=2))
+        self.client.append([make_chunk([0, 1], range(2)), make_chunk([0, 1], [2])], name)
+        if sealed:
+            assert self.client.seal(name, generated=[2]).state == COMPLETE
+        return name
+
+    def _learn(self, response: Message) -> None:
+        if isinstance(response, store_pb2.ListCapturesResponse) and response.next_page_token:
+            self._words.texts[len(_NAMES) :] = [response.next_page_token]
+        if isinstance(response, store_pb2.AppendChunksResponse):
+            faults = [item for item in response.rejections if item.error.reason == errors_pb2.ERROR_REASON_INTERNAL]
+            assert not faults, faults
+            assert all(len(item.error.message) < 4096 for item in response.rejections)
+
+
+def _seeds(method: str) -> list[Message]:
+    """Return good requests of a method."""
+    description = describe("a", layers=[0, 1, 5], sites=[POST, PRE], prompt=3, sequences=2)
+    other = describe("b", layers=[0], prompt=2)
+    other.spec.positions.ranges.add(first=-2, last=-1)
+    positions = selection_pb2.PositionSelection(
+        ranges=[selection_pb2.PositionRange(first=0, last=2**31 - 1)], phases=[selection_pb2.PHASE_PROMPT], every=2
+    )
+    return {
+        "OpenCapture": [store_pb2.OpenCaptureRequest(description=item) for item in (description, other)],
+        "SealCapture": [
+            seal_request("a", [2, 0]),
+            seal_request("b", [2], capture_pb2.CAPTURE_STATE_ABORTED),
+            seal_request(
+                "b",
+                [1],
+                capture_pb2.CAPTURE_STATE_INCOMPLETE,
+                incomplete_reason=capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED,
+                incomplete_detail="it broke",
+            ),
+        ],
+        "GetCapture": [
+            store_pb2.GetCaptureRequest(capture_id="a"),
+            store_pb2.GetCaptureRequest(capture_id="b", wait=Duration(seconds=1)),
+        ],
+        "ListCaptures": [
+            store_pb2.ListCapturesRequest(page_size=1),
+            store_pb2.ListCapturesRequest(page_size=1000, prefix="a", states=[OPEN, COMPLETE], page_token="AAAA"),
+        ],
+        "ReadChunks": [
+            store_pb2.ReadChunksRequest(capture_id="a"),
+            store_pb2.ReadChunksRequest(capture_id="a", layers=[0], sites=[POST], sequences=[0], positions=positions),
+            store_pb2.ReadChunksRequest(capture_id="b", follow=True),
+        ],
+        "DeleteCapture": [store_pb2.DeleteCaptureRequest(capture_id=name) for name in ("a", "b")],
+        "GetStats": [store_pb2.GetStatsRequest()],
+    }[method]
+
+
+def _appends(choices: Choices, words: Words) -> list[bytes]:
+    """Return the messages of a writer's stream: chunks and losses, some of them damaged, some out of order."""
+    chunks = [
+        make_chunk([0, 1, 5], [0, 1]),
+        make_chunk([0], [0, 1, 2], site=PRE, sequence=1),
+        make_chunk([5], [4_000_000_000], sequence=1),
+        make_chunk([0, 1], range(4)),
+    ]
+    messages = []
+    for number in range(1, choices.randrange(2, 6)):
+        kind = choices.randrange(4)
+        name = choices.choice(_NAMES)
+        if kind == 0:
+            loss = store_pb2.RowLoss(
+                sites=[POST], layers=[0], positions=[0, 1], reason=capture_pb2.INCOMPLETE_REASON_OVERFLOW
+            )
+            seed = store_pb2.AppendChunksRequest.FromString(loss_message(number, name, loss))
+            messages.append(made(choices, seed, words))
+            continue
+        chunk = choices.choice(chunks)
+        if kind == 1:
+            chunk = made(choices, capture_pb2.Chunk.FromString(chunk), words)
+        odd = choices.choice((0, number - 1, 2**64 - 1))
+        data = append_prefix(odd if choices.one_in(16) else number, name, len(chunk)) + chunk
+        messages.append(change_bytes(choices, data) if kind == 2 and choices.one_in(4) else data)
+    return some(choices, messages) if choices.one_in(8) else messages
