@@ -128,8 +128,8 @@ class ExampleReader:
         self._check_layers(name, acts.layers)
         if acts.width != acts.hidden_size:
             raise InvalidRequest(
-                f"{name}: its rows were captured as {acts.encoding!r}, {acts.width} numbers each, and a direction has the "
-                f"model's {acts.hidden_size}. Capture them with an encoding of full width, such as 'full8' or 'raw'.",
+                f"{name}: its rows were captured as {acts.encoding!r}, {acts.width} numbers each, and a direction has "
+                f"the model's {acts.hidden_size}. Capture them with an encoding of full width: 'full8', or 'raw'.",
                 reason="INVALID_FIELD",
             )
         self._check_width(name, acts.hidden_size)
