@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
@@ -44,7 +44,7 @@ class Reader:
         request: store_pb2.ReadChunksRequest,
         is_cancelled: Callable[[], bool],
         feed_seen: Callable[[Feed], object],
-    ) -> Iterator[bytes]:
+    ) -> Generator[bytes, None, None]:
         """Yield the ReadChunksResponses, serialised, that answer a request. The capture does not expire meanwhile.
 
         Args:

@@ -15,6 +15,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request
 from residuum.v1 import store_pb2
 from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
+from store_svc.ahead import ahead
 from store_svc.append import AppendStream
 from store_svc.calls import Calls
 from store_svc.catalog import Catalog, unknown_capture
@@ -148,13 +149,11 @@ class StoreServicer:
         before = read_token(self._store_id, request)
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         response = store_pb2.ListCapturesResponse()
-        last = 0
         for number, summary in self._catalog.newest(before, request.prefix, request.states):
             if len(response.captures) == size:
-                response.next_page_token = make_token(self._store_id, request, last)
+                response.next_page_token = response.captures[-1].page_token
                 break
-            response.captures.append(summary)
-            last = number
+            response.captures.add(page_token=make_token(self._store_id, request, number)).MergeFrom(summary)
         return response
 
     def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -167,7 +166,7 @@ class StoreServicer:
                 is_cancelled=lambda: not context.is_active(),
                 feed_seen=lambda feed: context.add_callback(feed.wake),
             )
-            for response in responses:
+            for response in ahead(responses):
                 self._metrics.read_chunks.inc()
                 self._metrics.read_bytes.inc(len(response))
                 yield response

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     __version__: str
     from residuum import directions
     from residuum._directions import Directions
+    from residuum._exports.job import Export
     from residuum._reading import Piece
     from residuum._requests import Sampling
     from residuum.activations import Activations
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
         ResiduumError,
         ResourceExhausted,
         ServerFault,
+        SilentStoreWarning,
         StoreFull,
         StoreUnreachable,
         Unauthenticated,
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     )
     from residuum.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.replies import (
+        CapturePage,
         CaptureSummary,
         Health,
         ModelInfo,
@@ -104,11 +107,13 @@ _HOMES = {
     "Capture": "residuum.capture",
     "Client": "residuum.client",
     "Directions": "residuum._directions",
+    "Export": "residuum._exports.job",
     "Manifest": "residuum.manifest",
     "RowSet": "residuum.manifest",
     "SequenceOutcome": "residuum.manifest",
     "SteeringChange": "residuum.manifest",
     "SteeringRecord": "residuum.manifest",
+    "CapturePage": "residuum.replies",
     "CaptureSummary": "residuum.replies",
     "Health": "residuum.replies",
     "ModelInfo": "residuum.replies",
@@ -149,6 +154,7 @@ __all__ = [
     "CaptureEnded",
     "CaptureExists",
     "CaptureNotComplete",
+    "CapturePage",
     "CaptureSummary",
     "Client",
     "ClientClosed",
@@ -158,6 +164,7 @@ __all__ = [
     "EmptyCaptureWarning",
     "EmptyPrompt",
     "EngineDead",
+    "Export",
     "Health",
     "IncompleteCapture",
     "InvalidRequest",
@@ -188,6 +195,7 @@ __all__ = [
     "Sequence",
     "SequenceOutcome",
     "ServerFault",
+    "SilentStoreWarning",
     "SteeringChange",
     "SteeringRecord",
     "StoreFull",

@@ -14,18 +14,7 @@ from google.protobuf import json_format
 
 from residuum.capture import SITE_NAMES
 from residuum.v1 import capture_pb2
-from residuum.wire.encodings import (
-    BY_DIMENSION,
-    ENCODING_NAMES,
-    FULL8,
-    LARGEST,
-    PROJECT,
-    RANDOM_PROJECTIONS,
-    RAW,
-    RP8,
-    TOPK8,
-    RowFormat,
-)
+from residuum.wire.encodings import BY_DIMENSION, ENCODING_NAMES, RAW, RowFormat
 from residuum.wire.selection import is_reduced
 
 _OWN_FIELDS = ("request_id", "tp_rank", "tp_world_size", "mode", "compression")
@@ -37,7 +26,10 @@ _OUTCOME = ("generated_token_ids", "finish_reason")
 _COUNTS = ("num_rows", "num_bytes")
 """64-bit numbers, which protobuf's JSON writes as texts."""
 
-_QUANTIZED = {FULL8, RP8, TOPK8}
+_PARAMETERS = {"rp": "rp_k", "rp8": "rp_k", "topk": "top_k", "topk8": "top_k", "project": "vectors"}
+"""What the numbers in an encoded row are called, after `vllm_capture`'s "rp_k"."""
+
+_QUANT_BITS = 8
 
 
 def to_document(proto: capture_pb2.CaptureManifest) -> dict[str, Any]:
@@ -54,37 +46,10 @@ def to_document(proto: capture_pb2.CaptureManifest) -> dict[str, Any]:
         "request_id": what.capture_id,
         "tp_rank": 0,
         "tp_world_size": max(what.layout.tensor_parallel_size, 1),
-        "mode": ENCODING_NAMES.get(what.spec.encoding or RAW, "unknown"),
-        "compression": _compression(what.spec),
+        "mode": _mode(what),
+        "compression": _compression(what),
         **message,
     }
-
-
-def _compression(spec: capture_pb2.CaptureSpec) -> dict[str, Any]:
-    """Return what was done to rows; `rp_k` and `quant_bits` are `vllm_capture`'s own names."""
-    encoding, options = spec.encoding, spec.encoding_options
-    facts: dict[str, Any] = {}
-    if encoding in RANDOM_PROJECTIONS:
-        facts |= {"rp_k": options.dimensions, "seed": str(options.seed)}
-    if encoding in LARGEST:
-        facts["top_k"] = options.dimensions
-    if encoding == PROJECT:
-        facts["vectors"] = [digest.hex() for digest in options.vectors]
-    if encoding in _QUANTIZED:
-        facts["quant_bits"] = 8
-    if encoding == FULL8:
-        facts["quant_axis"] = "dimension" if options.axis == BY_DIMENSION else "row"
-    if is_reduced(spec):
-        facts["reduction"] = capture_pb2.Reduction.Name(spec.reduction).removeprefix("REDUCTION_").lower()
-    return facts
-
-
-def _width(what: capture_pb2.CaptureDescription) -> int:
-    """Return the numbers in a decoded row; those that the model computed, if only a newer version knows."""
-    try:
-        return RowFormat.of_capture(what).decoded_width
-    except ValueError:
-        return what.hidden_size
 
 
 def from_document(document: Any) -> capture_pb2.CaptureManifest:
@@ -106,6 +71,35 @@ def from_document(document: Any) -> capture_pb2.CaptureManifest:
     return json_format.ParseDict(message, capture_pb2.CaptureManifest(), ignore_unknown_fields=True)
 
 
+def _mode(what: capture_pb2.CaptureDescription) -> str:
+    return ENCODING_NAMES.get(what.spec.encoding or RAW, "unknown")
+
+
+def _compression(what: capture_pb2.CaptureDescription) -> dict[str, Any]:
+    """Return the encoding's parameters, those of `vllm_capture` under its names."""
+    mode, options = _mode(what), what.spec.encoding_options
+    parameters: dict[str, Any] = {}
+    if mode in _PARAMETERS:
+        parameters[_PARAMETERS[mode]] = options.dimensions or len(options.vectors)
+    if mode in {"rp", "rp8"}:
+        parameters["seed"] = options.seed
+    if mode.endswith("8"):
+        parameters["quant_bits"] = _QUANT_BITS
+    if mode == "full8":
+        parameters["axis"] = "dimension" if options.axis == BY_DIMENSION else "row"
+    if is_reduced(what.spec):
+        parameters["reduction"] = capture_pb2.Reduction.Name(what.spec.reduction).removeprefix("REDUCTION_").lower()
+    return parameters
+
+
+def _width(what: capture_pb2.CaptureDescription) -> int:
+    """Return the elements of a row as readers get it."""
+    try:
+        return RowFormat.of_capture(what).decoded_width
+    except ValueError:  # only a newer version knows how its rows are encoded
+        return what.hidden_size
+
+
 def _sequence(proto: capture_pb2.CaptureManifest, number: int) -> dict[str, Any]:
     prompt = len(proto.description.prompt_token_ids)
     entry: dict[str, Any] = {"prompt_len": prompt, "layers": _layers(proto, number)}
@@ -121,6 +115,7 @@ def _layers(proto: capture_pb2.CaptureManifest, sequence: int) -> dict[str, Any]
     """Return the shape of each layer's rows that are there: at each site, and at the first of them."""
     what = proto.description
     sites = list(what.spec.sites) or [capture_pb2.SITE_RESID_POST]
+    width = _width(what)
     counts = dict.fromkeys(itertools.product(what.spec.layers.list.layers, sites), 0)
     for rows in proto.present:
         if rows.sequence == sequence:
@@ -128,7 +123,6 @@ def _layers(proto: capture_pb2.CaptureManifest, sequence: int) -> dict[str, Any]
             for layer in rows.layers:
                 counts[layer, rows.site] = counts.get((layer, rows.site), 0) + count
     layers: dict[str, Any] = {}
-    width = _width(what)
     for (layer, site), count in counts.items():
         shape = [count, width]
         entry = layers.setdefault(str(layer), {"shape": shape, "sites": {}})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.encodings import RowFormat
 from residuum.wire.frames import ChunkView
 from residuum.wire.selection import captured_positions, wanted_positions
+
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
+"""Makes an array of a shape and a dtype, its elements undefined: in memory, as `np.empty` does, or elsewhere."""
 
 _FIRST_GUESS = 64
 """Generated positions for which room is made while a capture's length is not known."""
@@ -69,15 +72,19 @@ class RowGrid:
     length is known in advance, and otherwise doubles when it must grow.
     """
 
-    def __init__(self, wanted: Wanted, length: int | None, *, keep_values: bool = True) -> None:
+    def __init__(
+        self, wanted: Wanted, length: int | None, *, keep_values: bool = True, allocate: Allocate = np.empty
+    ) -> None:
         """Make an empty grid.
 
         Args:
             wanted: Which rows are wanted.
             length: The positions that there will be, wanted or not; None if that is not known yet.
             keep_values: Keep the rows themselves, not only which of them came.
+            allocate: Makes the array that they are kept in.
         """
         self._wanted = wanted
+        self._allocate = allocate
         self._form = wanted.form
         self._plain = wanted.form.is_plain
         self._dtype = wanted.form.decoded_dtype if self._plain else wanted.form.row_dtype
@@ -86,7 +93,7 @@ class RowGrid:
         self._layer_index = {layer: index for index, layer in enumerate(wanted.layers)}
         self._column = np.empty(0, dtype=np.int64)  # by position; -1: not wanted
         self.have = np.zeros((len(wanted.layers), 0), dtype=np.bool_)
-        self._values = np.empty((len(wanted.layers), 0, *self._shape), self._dtype) if keep_values else None
+        self._values = allocate((len(wanted.layers), 0, *self._shape), self._dtype) if keep_values else None
         self._prefixes: list[npt.NDArray[Any]] = []  # [layers] of each chunk
         self._group = np.zeros((len(wanted.layers), 0), dtype=np.int32)  # which of all of them goes with a row
         self._cover(wanted.prompt_tokens + _FIRST_GUESS if length is None else length)
@@ -96,6 +103,16 @@ class RowGrid:
         """The rows, [layers, columns, ...]; those that `have` denies are undefined."""
         assert self._values is not None, "this grid keeps no values"  # noqa: S101
         return self._values
+
+    def pick(self, columns: Any) -> npt.NDArray[Any]:
+        """Return the rows of some columns, [layers, columns, ...]: a view of a slice, a copy of indices."""
+        if isinstance(columns, slice):
+            view: npt.NDArray[Any] = self.values[:, columns]
+            return view
+        picked = self._allocate((len(self.have), len(columns), *self._shape), self._dtype)
+        for layer, rows in enumerate(self.values):  # one by one: picking copies once more
+            picked[layer] = rows[columns]
+        return picked
 
     def columns(self, length: int) -> tuple[npt.NDArray[np.int64], Any]:
         """Return the wanted positions of a sequence of this length, in order, and the column of each."""
@@ -112,7 +129,7 @@ class RowGrid:
             columns: The columns, as indices or as a slice.
             present: Which rows there are; shape [layers, columns]. Of plain rows the others become NaN here.
         """
-        values = self.values[:, columns]
+        values = self.pick(columns)
         if not self._plain:
             prefixes = np.concatenate(self._prefixes) if self._prefixes else None
             group = self._group[:, columns] if self._prefixes else None
@@ -193,7 +210,7 @@ class RowGrid:
         have[:, :before] = self.have
         self.have = have
         if self._values is not None:
-            values = np.empty((layers, columns, *self._shape), self._dtype)
+            values = self._allocate((layers, columns, *self._shape), self._dtype)
             values[:, :before] = self._values
             self._values = values
             group = np.zeros((layers, columns), dtype=np.int32)
@@ -209,10 +226,10 @@ def whole_block(grid: RowGrid, length: int) -> AnyBlock | None:
 
 
 def partial_block(grid: RowGrid, present: npt.NDArray[np.bool_]) -> AnyBlock:
-    """Return the rows that `present` names, at every position that has at least one; the others are NaN."""
+    """Return the rows that `present` names, at every position that has at least one; the others become NaN."""
     columns = np.flatnonzero(present.any(axis=0))
     positions = np.flatnonzero(grid._column >= 0)[columns]  # noqa: SLF001 - both live in this module
-    return grid.block(positions, columns, present[:, columns])
+    return grid.block(positions, _span(columns) if len(columns) else slice(0), present[:, columns])
 
 
 def _span(indices: npt.NDArray[Any]) -> Any:

@@ -44,6 +44,7 @@
     └── ServerFault                     a fault of the server, or an answer that breaks the contract
 
     EmptyCaptureWarning (UserWarning)   activations with 0 positions: not an error, but hardly meant
+    SilentStoreWarning (UserWarning)    with allow_partial=True: a store could not be asked, and was left out
 
 A failure of a reason that this version does not know is mapped by its gRPC code.
 """
@@ -307,3 +308,7 @@ class ServerFault(ResiduumError):
 
 class EmptyCaptureWarning(UserWarning):
     """Activations come back with 0 positions: none of the request's positions is among those asked for."""
+
+
+class SilentStoreWarning(UserWarning):
+    """A store could not be asked, and the answer is without what it has."""

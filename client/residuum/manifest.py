@@ -207,6 +207,11 @@ class Manifest:
         """
         return RowFormat.of_capture(self.proto.description)
 
+    @property
+    def width(self) -> int:
+        """Numbers in a row as readers get it: `hidden_size`, unless rows were projected."""
+        return self.row_format.decoded_width
+
     def describe_missing(self, limit: int = 4) -> str:
         """Say which rows are missing, in one line.
 

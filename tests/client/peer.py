@@ -36,18 +36,13 @@ from residuum.wire.digests import digest_of_bytes
 from residuum.wire.encodings import ENCODINGS, RowFormat, basis_of
 from residuum.wire.frames import checksum
 from residuum.wire.ids import make_id
+from residuum.wire.placement import parse_stores
 from residuum.wire.selection import expected_rows, is_reduced, resolve_layers, wanted_positions
 
 LAYERS, HIDDEN = 6, 8
 SERVICE = "residuum.v1.InferenceService"
 BLOCK = 4
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
-FACTS = SimpleNamespace(
-    name="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
-    sites=tuple(capture_pb2.Site.values()), encodings=tuple(ENCODINGS.values()),
-    reductions=tuple(capture_pb2.Reduction.values()), capture_defaults=CaptureDefaults(),
-)  # fmt: skip
-"""What the service's checks of captures need to know of it."""
 REDUCED = {
     capture_pb2.REDUCTION_LAST: lambda rows: rows[:, -1],
     capture_pb2.REDUCTION_MEAN: lambda rows: rows.mean(axis=1),
@@ -69,12 +64,23 @@ def rows(sequence: int, site: int, layer: int, positions) -> np.ndarray:
     return np.stack([row(sequence, site, layer, int(position)) for position in positions])
 
 
+def facts() -> SimpleNamespace:
+    """What the service's own checks of captures need to know of it."""
+    return SimpleNamespace(
+        name="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+        sites=tuple(capture_pb2.Site.values()), encodings=tuple(ENCODINGS.values()),
+        reductions=tuple(capture_pb2.Reduction.values()[1:]), capture_defaults=CaptureDefaults(),
+    )  # fmt: skip
+
+
 @dataclass
 class Script:
     """What the peer is to do besides answering well. Tests change it; `Peer.reset` makes it anew."""
 
     failures: list = field(default_factory=list)  # one for each of the next calls; None: it goes well
     store_endpoints: list | None = None  # None: the real one
+    stores: list | None = None  # "name=host:port" each; None: those of `store_endpoints`, without names
+    handle_store: str = ""  # the name of the real store, in the captures' handles
     hold: threading.Event | None = None  # generation waits here after its first token
     drop_vectors: bool = False  # forget all vectors before the next Generate or UpdateSteering
     truncate: bool = False  # end the stream without the last event
@@ -126,7 +132,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             model="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
             sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
             steering_operations=["add", "ablate", "cap", "replace"], encodings=ENCODINGS.values(),
-            reductions=FACTS.reductions[1:], default_encoding=capture_pb2.ENCODING_RAW,
+            reductions=facts().reductions, default_encoding=capture_pb2.ENCODING_RAW,
             limits=inference_pb2.Limits(
                 max_model_len=4096, max_operations=256,
                 capture_pool_bytes=3 << 30, ring_bytes=1 << 28, table_bytes=5 << 20,
@@ -134,6 +140,8 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             vllm_version="0.0.peer", server_version="0.1.0", store_endpoints=stores,
             layout=capture_pb2.ParallelLayout(tensor_parallel_size=1, pipeline_parallel_size=1),
         )  # fmt: skip
+        for store in parse_stores(self.script.stores or ()):
+            response.stores.add(name=store.name, endpoint=store.endpoint)
         if not self.script.is_old:
             response.server_time.FromNanoseconds(int((time.time() + self.script.clock_skew) * 1e9))
             if request.check_store and self.store_endpoint:
@@ -257,7 +265,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
                 raise Failure(
                     Reason.ERROR_REASON_UNKNOWN_LAYER, f"No layer {layer}.", layer=layer, layers=LAYERS
                 ) from None
-            resolve_capture(spec.capture, FACTS)
+            resolve_capture(spec.capture, facts())
 
     def _missing(self, digests):
         return [digest for digest in dict.fromkeys(digests) if digest not in self.vectors]
@@ -266,7 +274,9 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         script, captures = self.script, spec.HasField("capture")
         handle = None
         if captures:
-            handle = inference_pb2.CaptureHandle(capture_id=name, store_endpoint=self.store_endpoint)
+            handle = inference_pb2.CaptureHandle(
+                capture_id=name, store_endpoint=self.store_endpoint, store=script.handle_store
+            )
         done: list[list[int]] = [[] for _ in range(sequences)]
         self.done[name] = done
         started = inference_pb2.GenerationStarted(request_id=name, prompt_token_ids=prompt, capture=handle)
@@ -319,7 +329,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
     def _open(self, name, spec, prompt, sequences):
         description = capture_pb2.CaptureDescription(
             capture_id=name, model="peer", hidden_size=HIDDEN, num_layers=LAYERS,
-            dtype=tensor_pb2.DATA_TYPE_BFLOAT16, spec=resolve_capture(spec.capture, FACTS),
+            dtype=tensor_pb2.DATA_TYPE_BFLOAT16, spec=resolve_capture(spec.capture, facts()),
             prompt_token_ids=prompt, num_sequences=sequences,
             layout=capture_pb2.ParallelLayout(tensor_parallel_size=1, pipeline_parallel_size=1),
             steering=spec.steering if spec.HasField("steering") else None, vllm_version="0.0.peer",
@@ -397,7 +407,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
                     yield store_pb2.AppendChunksRequest(capture_id=name, chunk=made)
 
     def _encoded(self, capture, sequence, site, layers, positions, values) -> capture_pb2.Chunk:
-        spec = resolve_capture(capture, FACTS)
+        spec = resolve_capture(capture, facts())
         what = capture_pb2.CaptureDescription(hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16, spec=spec)
         form = RowFormat.of_capture(what)
         vectors = [np.frombuffer(self.vectors[digest], np.float32) for digest in spec.encoding_options.vectors]

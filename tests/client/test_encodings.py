@@ -211,7 +211,7 @@ async def test_the_manifest_says_how_rows_are_encoded(client):
     assert (found.axis, found.projected_onto) == ("", ())
     document = json.loads(found.to_json())
     assert document["mode"] == "rp8"
-    assert document["compression"] == {"rp_k": 4, "seed": "9", "quant_bits": 8, "reduction": "mean"}
+    assert document["compression"] == {"rp_k": 4, "seed": 9, "quant_bits": 8, "reduction": "mean"}
     assert document["sequences"]["0"]["layers"]["1"]["shape"] == [2, 4]
     assert residuum.Manifest.from_json(found.to_json()) == found
     assert repr(acts).endswith("2 layers × 2 positions × 4, mean of each phase, rp8)")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import residuum
+from residuum._exports.formats import FORMATS
 from residuum.capture import AXES, REDUCTIONS
 from residuum.cli import commands, doctor, health, token
 from residuum.cli.output import Output
@@ -34,6 +35,7 @@ _WORDS = {
     "Give a longer timeout, or none with timeout=None": "Give a longer --timeout, or none",
     "wait=False, allow_partial=True": "--no-wait --allow-partial",
     "allow_partial=True": "--allow-partial",
+    "overwrite=True": "--force",
     "wait for it, or follow() it": "wait for it",
     "Client(..., store='host:port')": "--store HOST:PORT",
     "TLS(..., server_name='NAME')": "--tls-server-name NAME",
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output had enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ResiduumError, OSError, TypeError) as error:
+    except (ResiduumError, ImportError, OSError, TypeError) as error:
         output.error(_in_our_words(str(error)))
         return 1
 
@@ -95,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_manifest(groups)
     removing = _add(groups, "rm", commands.remove, "delete captures")
     removing.add_argument("ids", nargs="+", metavar="ID", help="a capture's id")
-    _add(groups, "stats", commands.stats, "show what the store holds, how full it is, and what it keeps for how long")
+    _add(groups, "stats", commands.stats, "show what the stores hold, keep, and for how long")
     _add_vectors(groups)
     _add(groups, "doctor", doctor.run, "check every step of the way to both services, and say what to do")
     _add_health(groups)
@@ -109,8 +111,10 @@ def _add(
     parser = _add_bare(groups, name, run, help_text, endpoint_text="the inference service", timeout=timeout)
     parser.add_argument(
         "--store",
-        metavar="HOST:PORT",
-        help="the store, if its own word does not work from here (default: what the inference service says)",
+        action="append",
+        metavar="[NAME=]HOST:PORT",
+        help="the store, if its own word does not work from here; several by repeating it, or between commas, with the "
+        "names that the inference service calls them by (default: what the inference service says)",
     )
     return parser
 
@@ -284,10 +288,14 @@ def _add_list(groups: _Groups) -> None:
 
 
 def _add_pull(groups: _Groups) -> None:
-    text = "fetch a capture into a safetensors file"
+    text = "fetch a capture into a file"
     parser = _add(groups, "pull", commands.pull, text, timeout=None)
     parser.add_argument("id", metavar="ID", help="the capture's id")
-    parser.add_argument("--out", metavar="FILE", help="where to write (default: ID.safetensors)")
+    parser.add_argument("--out", metavar="FILE", help="where to write (default: ID and the format's suffix)")
+    parser.add_argument(
+        "--format", choices=list(FORMATS), help="what to write (default: as FILE is named, or else safetensors)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE if it is there (default: fail)")
     parser.add_argument("--layers", metavar="LAYERS", help="only these: 12 or 0,5,10-20 (default: all)")
     parser.add_argument("--sites", metavar="SITES", help="only these, separated by commas (default: all)")
     parser.add_argument(

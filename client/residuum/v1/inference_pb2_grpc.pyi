@@ -52,7 +52,7 @@ class InferenceServiceStub:
     Errors:
     * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
     * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
-    * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and the store does not answer.
+    * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
     """
     FindMissingVectors: _grpc.UnaryUnaryMultiCallable[_inference_pb2.FindMissingVectorsRequest, _inference_pb2.FindMissingVectorsResponse]
@@ -93,10 +93,11 @@ class InferenceServiceStub:
     * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
       refused as RegisterRequest would.
     * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-    * ALREADY_EXISTS: the id of the inline spec is taken, or the store holds a capture of this id.
+    * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
       the active ones for too long.
-    * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for), NOT_SERVING or ENGINE_DEAD.
+    * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
+      and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
     * CANCELLED, ABORTED: somebody called Abort.
     """
     UpdateSteering: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UpdateSteeringRequest, _inference_pb2.UpdateSteeringResponse]
@@ -148,7 +149,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Errors:
     * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
     * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
-    * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and the store does not answer.
+    * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
     """
     FindMissingVectors: _aio.UnaryUnaryMultiCallable[_inference_pb2.FindMissingVectorsRequest, _inference_pb2.FindMissingVectorsResponse]  # type: ignore[assignment]
@@ -189,10 +190,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
       refused as RegisterRequest would.
     * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-    * ALREADY_EXISTS: the id of the inline spec is taken, or the store holds a capture of this id.
+    * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
       the active ones for too long.
-    * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for), NOT_SERVING or ENGINE_DEAD.
+    * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
+      and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
     * CANCELLED, ABORTED: somebody called Abort.
     """
     UpdateSteering: _aio.UnaryUnaryMultiCallable[_inference_pb2.UpdateSteeringRequest, _inference_pb2.UpdateSteeringResponse]  # type: ignore[assignment]
@@ -253,7 +255,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
         * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
         * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
-        * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and the store does not answer.
+        * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
         """
 
@@ -312,10 +314,11 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
           refused as RegisterRequest would.
         * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-        * ALREADY_EXISTS: the id of the inline spec is taken, or the store holds a capture of this id.
+        * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
           the active ones for too long.
-        * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for), NOT_SERVING or ENGINE_DEAD.
+        * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
+          and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
         * CANCELLED, ABORTED: somebody called Abort.
         """
 

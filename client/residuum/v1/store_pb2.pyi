@@ -423,6 +423,7 @@ class CaptureSummary(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     OPEN_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture."""
     model: _builtins.str
@@ -433,6 +434,10 @@ class CaptureSummary(_message.Message):
     """Rows in the store, counted once for each layer and site."""
     num_bytes: _builtins.int
     """Bytes of chunks in the store."""
+    page_token: _builtins.str
+    """Where the list goes on after this capture: a `page_token` for the same filter. So the lists of several stores can be
+    merged, and left off anywhere. Empty: the server is older than this field.
+    """
     @_builtins.property
     def open_time(self) -> _timestamp_pb2.Timestamp:
         """When it was opened."""
@@ -451,10 +456,11 @@ class CaptureSummary(_message.Message):
         num_bytes: _builtins.int = ...,
         open_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "open_time", b"open_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "end_time", b"end_time", "model", b"model", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "end_time", b"end_time", "model", b"model", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "page_token", b"page_token", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
