@@ -81,7 +81,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         sequences: Only these sequences.
         positions: Only these positions.
         allow_partial: Take what is there of captures that are not complete.
-        dtype: Of the activations; None means that in which they were captured.
+        dtype: Of the activations; None means that in which they were captured, or float32 if they are decoded.
         labels: A number for each capture, by its id; int64 if all are whole, otherwise float32.
         seed: Another seed is another order.
         drop_last: Leave out batches that are not full.
@@ -162,7 +162,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         self.captures: tuple[str, ...] = ()
         """The ids of the captures, which batches number."""
         self.width = 0
-        """Elements in a row."""
+        """Elements in a row, decoded."""
         self.dtype: torch.dtype = torch.float32
         """Of the activations."""
         self._look_up(captures, prefix, dtype)
@@ -224,8 +224,9 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
                 raise InvalidRequest(f"There is no capture{like} to read.", reason="INVALID_FIELD")
             first = client.manifest(names[0])
         self.captures = tuple(names)
-        self.width = first.hidden_size
-        self.dtype = dtype or _DTYPES[first.dtype]
+        form = first.row_format
+        self.width = form.decoded_width
+        self.dtype = dtype or _DTYPES[form.decoded_dtype.name]
 
     def _check_width(self, rows: StreamedRows) -> None:
         if rows.rows.shape[1] != self.width:
