@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
@@ -46,14 +47,33 @@ class Feed:
             self.condition.notify_all()
 
 
+@dataclass(frozen=True)
+class CatalogLimits:
+    """How much is kept in memory."""
+
+    max_captures: int = 1_000_000
+    """Captures, whatever their state."""
+    max_open_bytes: int = 1 << 30
+    """Memory for the account of captures that have not ended, in bytes."""
+
+
+_SCANNED_AT_ONCE = 512
+"""Captures that a list looks at before it lets others have the lock."""
+
+
 class Catalog:
     """All captures. The writer's thread alone changes it; anyone may read it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: CatalogLimits | None = None) -> None:
+        self.limits = limits or CatalogLimits()
+        """What the writer keeps to."""
+        self.open_bytes = 0
+        """Memory that the account of captures takes that have not ended."""
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}
         self._order: list[int] = []
         self._feeds: dict[int, Feed] = {}
+        self._accounts: dict[int, int] = {}  # bytes, of those that have not ended
         self._ended: dict[int, store_pb2.CaptureSummary] = {}
         self._by_end: list[tuple[int, int]] = []  # (end in ns, number) of the ended
         self._readers: Counter[int] = Counter()
@@ -64,6 +84,11 @@ class Catalog:
         self.num_bytes = 0
         """Bytes of chunks of all captures."""
         self._states: Counter[capture_pb2.CaptureState.ValueType] = Counter()
+
+    @property
+    def num_captures(self) -> int:
+        """How many captures there are."""
+        return len(self._numbers)
 
     def number_of(self, capture_id: str) -> int | None:
         """Return the internal number of a capture, or None if there is no such capture."""
@@ -127,6 +152,7 @@ class Catalog:
             self._feeds[capture.number] = Feed(capture, keys)
             self._states[capture.state] += 1
         self.num_bytes += capture.num_bytes
+        self.open_bytes += self._accounts.setdefault(capture.number, capture.account_bytes)
         self._note_progress(capture)
 
     def open_ended(self, number: int, summary: store_pb2.CaptureSummary) -> None:
@@ -143,6 +169,10 @@ class Catalog:
         feed = self._feeds[capture.number]
         before = feed.capture
         self.num_bytes += capture.num_bytes - before.num_bytes
+        before_bytes = self._accounts.pop(capture.number, 0)
+        if not capture.ended:
+            self._accounts[capture.number] = capture.account_bytes
+        self.open_bytes += self._accounts.get(capture.number, 0) - before_bytes
         feed.publish(capture, keys)
         self._note_progress(capture)
         if capture.ended:
@@ -168,6 +198,7 @@ class Catalog:
         if ended:
             self.num_bytes -= ended.num_bytes
             del self._by_end[bisect_left(self._by_end, _place(number, ended))]
+        self.open_bytes -= self._accounts.pop(number, 0)
         if feed:
             self.num_bytes -= feed.capture.num_bytes
             feed.delete()
@@ -190,22 +221,29 @@ class Catalog:
         before: int | None = None,
         prefix: str = "",
         states: Collection[capture_pb2.CaptureState.ValueType] = (),
-    ) -> Iterator[tuple[int, store_pb2.CaptureSummary]]:
-        """Yield captures with their numbers, the newest first.
+    ) -> Iterator[tuple[int, store_pb2.CaptureSummary | None]]:
+        """Yield the numbers of captures, the newest first, and what they are in short, or None for those not wanted.
 
         Args:
             before: Only those with a number below this.
             prefix: Only those whose id starts with this.
             states: Only those in one of these states; empty means all.
         """
-        with self._lock:
-            order = self._order[: None if before is None else bisect_left(self._order, before)]
-        for number in reversed(order):
-            summary = self._summary(number)
-            if summary is None or not summary.capture_id.startswith(prefix):
-                continue
-            if not states or summary.state in states:
+        while numbers := self._before(before):
+            for number in numbers:
+                summary = self._summary(number)
+                if summary is not None and not (
+                    summary.capture_id.startswith(prefix) and (not states or summary.state in states)
+                ):
+                    summary = None
                 yield number, summary
+            before = numbers[-1]
+
+    def _before(self, number: int | None) -> list[int]:
+        """Return the next captures with a number below this, the newest first."""
+        with self._lock:
+            end = len(self._order) if number is None else bisect_left(self._order, number)
+            return self._order[max(end - _SCANNED_AT_ONCE, 0) : end][::-1]
 
     def stop(self) -> None:
         """Make every wait end."""

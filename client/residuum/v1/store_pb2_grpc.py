@@ -114,6 +114,7 @@ class StoreServiceServicer:
         * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
         * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
         * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or those that have not ended take too much memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +139,9 @@ class StoreServiceServicer:
         and nothing doubled. A chunk that can never be written is rejected by itself, in `rejections`, and counts as
         acknowledged; the stream goes on.
 
-        Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD.
+        Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD,
+        LIMIT_REACHED (captures that have not ended take too much memory). A stream of which the store hears nothing at
+        first, or whose answers nobody reads, is cancelled after a while.
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: a message cannot be parsed, or numbers do not ascend.

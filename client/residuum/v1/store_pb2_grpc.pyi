@@ -55,6 +55,7 @@ class StoreServiceStub:
     * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
     * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
     * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or those that have not ended take too much memory.
     """
     AppendChunks: _grpc.StreamStreamMultiCallable[_store_pb2.AppendChunksRequest, _store_pb2.AppendChunksResponse]
     """Appends chunks, of any captures, and acknowledges them.
@@ -75,7 +76,9 @@ class StoreServiceStub:
     and nothing doubled. A chunk that can never be written is rejected by itself, in `rejections`, and counts as
     acknowledged; the stream goes on.
 
-    Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD.
+    Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD,
+    LIMIT_REACHED (captures that have not ended take too much memory). A stream of which the store hears nothing at
+    first, or whose answers nobody reads, is cancelled after a while.
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: a message cannot be parsed, or numbers do not ascend.
@@ -166,6 +169,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
     * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
     * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or those that have not ended take too much memory.
     """
     AppendChunks: _aio.StreamStreamMultiCallable[_store_pb2.AppendChunksRequest, _store_pb2.AppendChunksResponse]  # type: ignore[assignment]
     """Appends chunks, of any captures, and acknowledges them.
@@ -186,7 +190,9 @@ class StoreServiceAsyncStub(StoreServiceStub):
     and nothing doubled. A chunk that can never be written is rejected by itself, in `rejections`, and counts as
     acknowledged; the stream goes on.
 
-    Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD.
+    Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD,
+    LIMIT_REACHED (captures that have not ended take too much memory). A stream of which the store hears nothing at
+    first, or whose answers nobody reads, is cancelled after a while.
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: a message cannot be parsed, or numbers do not ascend.
@@ -280,6 +286,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
         * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
         * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or those that have not ended take too much memory.
         """
 
     @_abc_1.abstractmethod
@@ -306,7 +313,9 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         and nothing doubled. A chunk that can never be written is rejected by itself, in `rejections`, and counts as
         acknowledged; the stream goes on.
 
-        Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD.
+        Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD,
+        LIMIT_REACHED (captures that have not ended take too much memory). A stream of which the store hears nothing at
+        first, or whose answers nobody reads, is cancelled after a while.
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: a message cannot be parsed, or numbers do not ascend.
