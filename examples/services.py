@@ -95,10 +95,10 @@ class Service:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
 
-def start_store(folder: Path, arguments: Sequence[str] = (), *, port: int = 0) -> Service:
-    """Start the store service; its data lie in `folder`/data."""
+def start_store(folder: Path, arguments: Sequence[str] = (), *, port: int = 0, module: str = "store_svc") -> Service:
+    """Start the store service, or a module that takes its flags; its data lie in `folder`/data."""
     return _start(
-        "store", folder, ["-m", "store_svc", "--path", str(folder / "data"), *arguments, f"--listen=127.0.0.1:{port}"]
+        "store", folder, ["-m", module, "--path", str(folder / "data"), *arguments, f"--listen=127.0.0.1:{port}"]
     )
 
 

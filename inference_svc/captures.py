@@ -33,6 +33,10 @@ _FINAL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.S
 """Answers to a seal that the same seal would get again: the capture was deleted, has ended, or the seal is bad."""
 
 
+_OUR_OWN_TOKEN = (Reason.ERROR_REASON_UNAUTHENTICATED, Reason.ERROR_REASON_PERMISSION_DENIED)
+"""How the store refuses the token of this service."""
+
+
 class NoAnswerError(Failure):
     """The store did not answer in time: whether it did what it was asked is not known."""
 
@@ -146,6 +150,9 @@ class CaptureKeeper:
 
     def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
         failure = failure_from_rpc_error(error)
+        if failure is not None and failure.reason in _OUR_OWN_TOKEN:
+            # Not the caller's: it would look for the fault in its own token.
+            return self._unreachable(f"it refuses this service's own token, see --store-token-file: {failure.message}")
         if failure is not None and failure.code not in _UNREACHABLE:
             return failure
         kind = NoAnswerError if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED else Failure

@@ -19,6 +19,8 @@ from inference_svc.selftest import run_self_test
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from inference_svc.vectors import VectorActivator, VectorCache, cache_capacity
+from residuum.rpc.access import Access
+from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import get_logger
 from residuum.rpc.metrics import MetricsListener
@@ -92,8 +94,12 @@ class InferenceServer:
             await self._stop(server)
 
     async def _listen(self) -> grpc.aio.Server:
+        try:
+            self._access = Access(self._settings.tokens, [SERVICE])
+        except OSError as error:
+            raise SystemExit(str(error)) from None
         server = grpc.aio.server(
-            interceptors=[AioErrorInterceptor(_log, self._metrics.calls.note)],
+            interceptors=[AioErrorInterceptor(_log, self._metrics.calls.note), AioAccessInterceptor(self._access)],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._settings.max_requests + _OTHER_CALLS,
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from residuum.v1 import capture_pb2, selection_pb2
-from residuum.wire.selection import expected_rows, wanted_positions
+from residuum.wire.selection import captured_positions, expected_rows, is_reduced
 from store_svc.positions import Positions
 
 Row = tuple[int, int, int]
@@ -34,14 +34,16 @@ class Cells(NamedTuple):
 class Ledger:
     """The rows of one capture.
 
-    `stored` are the cells in the database, whatever they are; *served* are those of them that were asked for, and,
-    once the number of tokens is known, that lie below the expected length. After `expect` the counts `missing`
-    (expected, not stored) and `outstanding` (neither stored nor lost) follow each change.
+    `stored` are the cells in the database, whatever they are; *served* are those of them that count: that were asked
+    for, and, once the number of tokens is known, lie below the expected length; of a reduced capture, the last of each
+    phase. After `expect` the counts `missing` (expected, not stored) and `outstanding` (neither stored nor lost) follow
+    each change.
     """
 
     def __init__(self, description: capture_pb2.CaptureDescription) -> None:
         self._prompt_tokens = len(description.prompt_token_ids)
-        self._selection = description.spec.positions
+        self._spec = description.spec
+        self._counts_all = not is_reduced(self._spec) and self._spec.positions == selection_pb2.PositionSelection()
         self._sequences = range(description.num_sequences)
         self.layers: Sequence[int] = tuple(description.spec.layers.list.layers)
         self.sites: Sequence[int] = tuple(description.spec.sites)
@@ -122,9 +124,9 @@ class Ledger:
         """Return those of the positions that are served, as far as is known."""
         if self._expected is not None:
             return positions & self._expected[sequence]
-        if not positions or self._selection == selection_pb2.PositionSelection():
+        if not positions or self._counts_all:
             return positions
-        return positions.that(lambda first, count: wanted_positions(self._selection, self._prompt_tokens, first, count))
+        return positions.that(lambda first, count: captured_positions(self._spec, self._prompt_tokens, first, count))
 
     def present(self) -> list[Cells]:
         """Return the served cells that are stored."""
@@ -139,7 +141,7 @@ class Ledger:
         return _gather(rows)
 
     def _wanted(self, length: int) -> Positions:
-        return Positions.where(wanted_positions(self._selection, self._prompt_tokens, 0, length))
+        return Positions.where(captured_positions(self._spec, self._prompt_tokens, 0, length, length))
 
     def _expect(self, expected: list[Positions]) -> None:
         self._expected = expected

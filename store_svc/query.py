@@ -10,7 +10,13 @@ import numpy.typing as npt
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
-from residuum.wire.selection import check_positions, expected_rows, to_ranges, wanted_positions
+from residuum.wire.selection import (
+    captured_positions,
+    check_positions,
+    expected_rows,
+    to_ranges,
+    wanted_positions,
+)
 from store_svc.checks import invalid
 from store_svc.keys import FrameKey
 from store_svc.positions import Positions
@@ -22,7 +28,7 @@ _EVERYTHING = selection_pb2.PositionSelection()
 
 
 class Query:
-    """The rows that are wanted: by the reader, by the capture's own selection, and below the expected length.
+    """The rows that are wanted: by the reader, and by the capture's own selection, reduction and expected length.
 
     Frames are judged by their keys as far as that goes: one whose rows are all wanted is sent as it lies, one of which
     none are wanted is never touched.
@@ -51,8 +57,9 @@ class Query:
         self._sites = set(request.sites) or set(description.spec.sites)
         self._sequences = set(request.sequences) or set(range(description.num_sequences))
         self._prompt_tokens = len(description.prompt_token_ids)
-        both = (description.spec.positions, request.positions)
-        self._selections = [selection for selection in both if selection != _EVERYTHING]
+        self._spec = description.spec
+        self._positions = request.positions
+        self._asks_for_all = request.positions == _EVERYTHING
         self._lengths = [expected_rows(self._prompt_tokens, len(item.generated_token_ids)) for item in outcomes]
 
     def wants_group(self, key: FrameKey) -> bool:
@@ -89,11 +96,10 @@ class Query:
 
     def _mask(self, sequence: int, first: int, count: int) -> npt.NDArray[np.bool_]:
         """Tell which of the positions first, first + 1, ... are wanted; bool [count]."""
-        mask = np.ones(count, dtype=np.bool_)
-        for selection in self._selections:
-            mask &= wanted_positions(selection, self._prompt_tokens, first, count)
-        if self._lengths:
-            mask[max(self._lengths[sequence] - first, 0) :] = False
+        length = self._lengths[sequence] if self._lengths else None
+        mask = captured_positions(self._spec, self._prompt_tokens, first, count, length)
+        if not self._asks_for_all:
+            mask &= wanted_positions(self._positions, self._prompt_tokens, first, count)
         return mask
 
 

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from grpc_health.v1 import health
 
+from residuum.rpc.access import Access
+from residuum.rpc.admission import AccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import configure_logs, get_logger
 from residuum.rpc.memory import keep_memory
@@ -63,7 +65,8 @@ class Store:
 
         Raises:
             DamagedError: The database cannot be used.
-            OSError: The address cannot be listened on, or a file of certificates cannot be used.
+            OSError: The address cannot be listened on, or a file of certificates or tokens cannot be
+                used.
         """
         self._settings = settings
         self.died = False
@@ -71,6 +74,7 @@ class Store:
         self._tell_death = on_death
         self._stopped = False
         self._health = health.HealthServicer()
+        self._access = Access(settings.tokens, [SERVICE])
         synced = settings.ack == "synced"
         readers = settings.max_streams + 2 * _SHORT_CALLS
         self._db = Database(settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers)
@@ -92,6 +96,7 @@ class Store:
             retention=retention,
             calls=calls,
             metrics=self._metrics,
+            limits_of=self._access.limits_of,
         )
         self._patience = PatienceInterceptor(_log, settings.first_message_seconds, settings.stall_seconds)
         self._server = self._make_server()
@@ -125,7 +130,11 @@ class Store:
         calls = self._settings.max_streams + self._settings.max_writers + _SHORT_CALLS
         server = grpc.server(
             ThreadPoolExecutor(calls, thread_name_prefix="call"),
-            interceptors=[self._patience, ErrorInterceptor(_log, self._metrics.calls.note)],
+            interceptors=[
+                ErrorInterceptor(_log, self._metrics.calls.note),
+                AccessInterceptor(self._access),
+                self._patience,
+            ],
             options=[*SERVER_OPTIONS, ("grpc.max_concurrent_streams", calls)],
             maximum_concurrent_rpcs=calls,
         )

@@ -23,6 +23,8 @@ from inference_svc.requests import RequestRegistry
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.settings import InferenceSettings
 from inference_svc.vectors import VectorActivator, VectorCache
+from residuum.rpc.access import Access
+from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import get_logger
 from residuum.rpc.serving import AioErrorInterceptor
@@ -44,7 +46,8 @@ async def serve(hidden_sizes: list[int], layers: int, ports_file: Path) -> None:
     servers = []
     ports = []
     for hidden in hidden_sizes:
-        server = grpc.aio.server(interceptors=[AioErrorInterceptor(get_logger(__name__))], options=SERVER_OPTIONS)
+        interceptors = [AioErrorInterceptor(get_logger(__name__)), AioAccessInterceptor(Access(None, []))]
+        server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer(hidden, layers), server)
         ports.append(server.add_insecure_port("127.0.0.1:0"))
         await server.start()

@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 
 DIRECTIONS = ("ingest", "read")
 
+CALLER, BOTH = "stubs", "stubs at both ends"
+"""Protobuf's own stubs: in the program that calls the store; and in the store as well (`bench.store.stub_store`)."""
+
 _LIMITS = (
     ("ingest", Flight.name, 0.4, ""),
     ("ingest", Flight.name, 0.6, " (stretch)"),
     ("read", Flight.name, 0.6, ""),
-    ("ingest", Plain.name, 1.5, ""),
-    ("read", Plain.name, 1.5, ""),
+    ("ingest", CALLER, 1.5, ""),
+    ("read", CALLER, 1.5, ""),
+    ("ingest", BOTH, 1.5, ""),
+    ("read", BOTH, 1.5, ""),
 )
 """How much of another way's rate is enough."""
 
@@ -53,10 +58,16 @@ def measure(job: CompareJob, folder: Path) -> dict[str, Any]:
         lane = stack.enter_context(
             running_lane(folder / "lane", shippers=job.shippers, ring_mib=job.ring_mib, max_gib=job.max_gib)
         )
+        stub_lane = stack.enter_context(
+            running_lane(
+                folder / "stub-lane", shippers=0, ring_mib=1, max_gib=job.max_gib, store_module="bench.store.stub_store"
+            )
+        )
         source = random_bytes(job.ring_mib << 20)
         ways: list[Way] = [
             Shipped(lane, job.shape, job.captures, source),
-            Plain(lane, job.shape, job.captures, source),
+            Plain(CALLER, lane, job.shape, job.captures, source),
+            Plain(BOTH, stub_lane, job.shape, job.captures, source),
             Tcp(stack.enter_context(running_peer("tcp", folder)), size, source),
         ]
         if importlib.util.find_spec("pyarrow"):

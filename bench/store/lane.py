@@ -153,7 +153,9 @@ class Lane:
 
 
 @contextmanager
-def running_lane(folder: Path, *, shippers: int, ring_mib: int, max_gib: int) -> Iterator[Lane]:
+def running_lane(
+    folder: Path, *, shippers: int, ring_mib: int, max_gib: int, store_module: str = "store_svc"
+) -> Iterator[Lane]:
     """Run a store in an empty folder, a ring and its shippers.
 
     Raises:
@@ -162,10 +164,11 @@ def running_lane(folder: Path, *, shippers: int, ring_mib: int, max_gib: int) ->
     folder.mkdir(parents=True)
     control = folder / "worker"
     with ExitStack() as stack:
-        store = start_store(folder, ["--max-bytes", f"{max_gib}GiB"])
+        store = start_store(folder, ["--max-bytes", f"{max_gib}GiB"], module=store_module)
         stack.callback(store.stop)
         feeder = Talker("feeder", ["bench.store.feeder", str(control), str(ring_mib)], folder)
         stack.callback(feeder.stop)
+        _wait_until_serving(store)
         for number in range(shippers):
             stack.enter_context(_running_shipper(folder, number, str(control), store))
         feeder.ask({"shippers": shippers})
@@ -175,12 +178,15 @@ def running_lane(folder: Path, *, shippers: int, ring_mib: int, max_gib: int) ->
         yield lane
 
 
-@contextmanager
-def _running_shipper(folder: Path, number: int, control: str, store: Service) -> Iterator[None]:
+def _wait_until_serving(store: Service) -> None:
     try:
         store.wait_until_serving(_START_SECONDS)
     except ServiceFailedError as error:
         raise RunFailedError(str(error)) from error
+
+
+@contextmanager
+def _running_shipper(folder: Path, number: int, control: str, store: Service) -> Iterator[None]:
     with (folder / f"shipper-{number}.log").open("wb") as log:
         process = subprocess.Popen(
             [

@@ -87,9 +87,11 @@ class Shipped(_Stored):
 
 
 class Plain(_Stored):
-    """The same store, called through the generated stubs with ordinary messages."""
+    """A store that is called through the generated stubs, with ordinary messages."""
 
-    name = "stubs"
+    def __init__(self, name: str, lane: Lane, shape: Shape, num_captures: int, source: npt.NDArray[np.uint8]) -> None:
+        super().__init__(lane, shape, num_captures, source)
+        self.name = name
 
     def put(self, number: int) -> float:
         """See `Way`: chunks as large as a shipper's, all in one stream."""

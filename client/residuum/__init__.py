@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     __version__: str
     from residuum import directions
     from residuum._directions import Directions
+    from residuum._exports.job import Export
     from residuum._reading import Piece
     from residuum._requests import Sampling
     from residuum.activations import Activations
@@ -57,14 +58,18 @@ if TYPE_CHECKING:
         NotServing,
         NotUpdatable,
         OpenCapture,
+        PermissionDenied,
         PromptTooLong,
+        QuotaExceeded,
         RequestAborted,
         RequestExists,
         ResiduumError,
         ResourceExhausted,
         ServerFault,
+        SilentStoreWarning,
         StoreFull,
         StoreUnreachable,
+        Unauthenticated,
         Unavailable,
         UnknownCapture,
         UnknownLayer,
@@ -76,6 +81,7 @@ if TYPE_CHECKING:
     )
     from residuum.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.replies import (
+        CapturePage,
         CaptureSummary,
         Health,
         ModelInfo,
@@ -101,11 +107,13 @@ _HOMES = {
     "Capture": "residuum.capture",
     "Client": "residuum.client",
     "Directions": "residuum._directions",
+    "Export": "residuum._exports.job",
     "Manifest": "residuum.manifest",
     "RowSet": "residuum.manifest",
     "SequenceOutcome": "residuum.manifest",
     "SteeringChange": "residuum.manifest",
     "SteeringRecord": "residuum.manifest",
+    "CapturePage": "residuum.replies",
     "CaptureSummary": "residuum.replies",
     "Health": "residuum.replies",
     "ModelInfo": "residuum.replies",
@@ -146,6 +154,7 @@ __all__ = [
     "CaptureEnded",
     "CaptureExists",
     "CaptureNotComplete",
+    "CapturePage",
     "CaptureSummary",
     "Client",
     "ClientClosed",
@@ -155,6 +164,7 @@ __all__ = [
     "EmptyCaptureWarning",
     "EmptyPrompt",
     "EngineDead",
+    "Export",
     "Health",
     "IncompleteCapture",
     "InvalidRequest",
@@ -167,10 +177,12 @@ __all__ = [
     "NotServing",
     "NotUpdatable",
     "OpenCapture",
+    "PermissionDenied",
     "Piece",
     "Positions",
     "PromptTooLong",
     "PutResult",
+    "QuotaExceeded",
     "Registration",
     "Replace",
     "Reply",
@@ -183,6 +195,7 @@ __all__ = [
     "Sequence",
     "SequenceOutcome",
     "ServerFault",
+    "SilentStoreWarning",
     "SteeringChange",
     "SteeringRecord",
     "StoreFull",
@@ -190,6 +203,7 @@ __all__ = [
     "StoreUnreachable",
     "Stream",
     "TokenDelta",
+    "Unauthenticated",
     "Unavailable",
     "UnknownCapture",
     "UnknownLayer",

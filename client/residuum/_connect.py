@@ -1,14 +1,12 @@
-"""Where the services are, which channels lead there, and when to try again. Both clients use it."""
+"""Which channels lead to a service, and when to try again. Both clients use it."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from residuum.exceptions import ClientClosed, EngineDead, InvalidRequest, NoStore, ResiduumError, Unavailable
-from residuum.v1 import inference_pb2
+from residuum.exceptions import ClientClosed, EngineDead, InvalidRequest, ResiduumError, Unavailable
 
 _Channel = TypeVar("_Channel")
 
@@ -59,55 +57,6 @@ class Channels(Generic[_Channel]):
             channels = list(self._channels.values())
             self._channels.clear()
             return channels
-
-
-class StoreDirectory:
-    """Which store holds which capture, as far as it is known."""
-
-    _REMEMBERED = 100_000
-    """Captures whose store is remembered; the oldest are forgotten and looked up again."""
-
-    def __init__(self, stores: str | Iterable[str] | None) -> None:
-        """Begin with the stores that the user named, if any; then nothing else is asked or believed."""
-        named = [stores] if isinstance(stores, str) else list(stores or ())
-        self._named = tuple(check_endpoint(endpoint) for endpoint in named)
-        self._endpoints = self._named
-        self._of: OrderedDict[str, str] = OrderedDict()
-        self._lock = threading.Lock()
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """The stores; empty: ask the inference service, then `learn`."""
-        return self._endpoints
-
-    def learn(self, endpoints: Sequence[str], inference: str) -> tuple[str, ...]:
-        """Take the stores that the inference service named.
-
-        Raises:
-            NoStore: It named none.
-        """
-        if not endpoints:
-            raise NoStore(
-                f"The inference service at {inference} names no store, so it captures nothing. Start it with --store, "
-                "or name one here: Client(..., store='host:port')."
-            )
-        self._endpoints = self._named or tuple(endpoints)
-        return self._endpoints
-
-    def note(self, handle: inference_pb2.CaptureHandle) -> None:
-        """Remember where a capture is."""
-        if self._named or not handle.store_endpoint:
-            return
-        with self._lock:
-            self._of[handle.capture_id] = handle.store_endpoint
-            while len(self._of) > self._REMEMBERED:
-                self._of.popitem(last=False)
-
-    def known(self, capture_id: str) -> str | None:
-        """Return the store of a capture, or None if it must be looked for among `endpoints`."""
-        if capture_id in self._of:
-            return self._of[capture_id]
-        return self._endpoints[0] if len(self._endpoints) == 1 else None
 
 
 class Backoff:

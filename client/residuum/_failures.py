@@ -38,6 +38,9 @@ EXCEPTIONS: dict[str, type[exc.ResiduumError]] = {
     "ABORTED": exc.RequestAborted,
     "INTERNAL": exc.ServerFault,
     "NOT_UPDATABLE": exc.NotUpdatable,
+    "UNAUTHENTICATED": exc.Unauthenticated,
+    "PERMISSION_DENIED": exc.PermissionDenied,
+    "QUOTA_EXCEEDED": exc.QuotaExceeded,
 }
 """The exception of every reason in errors.proto."""
 
@@ -49,6 +52,8 @@ _BY_CODE: dict[grpc.StatusCode, type[exc.ResiduumError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: exc.ResourceExhausted,
     grpc.StatusCode.DATA_LOSS: exc.DamagedCapture,
     grpc.StatusCode.CANCELLED: exc.RequestAborted,
+    grpc.StatusCode.UNAUTHENTICATED: exc.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: exc.PermissionDenied,
 }
 """The exception of a failure whose reason is unknown or absent. Any other code is a ServerFault."""
 

@@ -48,20 +48,26 @@ class Deadline:
         return self.remaining() == 0.0
 
 
-def list_request(prefix: str, states: str | Iterable[str]) -> store_pb2.ListCapturesRequest:
+def list_request(
+    prefix: str, states: str | Iterable[str], page_size: int = MAX_PAGE_SIZE
+) -> store_pb2.ListCapturesRequest:
     """Build the question for the first page of captures.
 
     Raises:
-        InvalidRequest: There is no such state.
+        InvalidRequest: There is no such state, or no such size of a page.
     """
+    if not 0 < page_size <= MAX_PAGE_SIZE:
+        raise InvalidRequest(
+            f"A page has 1 to {MAX_PAGE_SIZE} captures, not {page_size}.",
+            reason="INVALID_FIELD",
+            metadata={"field": "page_size"},
+        )
     numbers = {name: number for number, name in STATES.items()}
     names = [states] if isinstance(states, str) else list(states)
     for name in names:
         if name not in numbers:
             raise InvalidRequest(f"{name!r} is not a state; there are {', '.join(numbers)}.", reason="INVALID_FIELD")
-    return store_pb2.ListCapturesRequest(
-        prefix=prefix, states=[numbers[name] for name in names], page_size=MAX_PAGE_SIZE
-    )
+    return store_pb2.ListCapturesRequest(prefix=prefix, states=[numbers[name] for name in names], page_size=page_size)
 
 
 def get_request(capture_id: str, wait: float) -> store_pb2.GetCaptureRequest:

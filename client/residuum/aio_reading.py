@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+import itertools
+import os
+import warnings
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
 from residuum import exceptions as exc
-from residuum._connect import READ_CHUNKS, Backoff, Channels, StoreDirectory, check_endpoint
+from residuum._connect import READ_CHUNKS, Backoff, Channels, check_endpoint
 from residuum._credentials import Token, check_channel, opener, resolve_credentials
+from residuum._exports.job import Export, ExportJob
 from residuum._failures import from_rpc_error
+from residuum._listing import Listing, check_place, read_token
 from residuum._progress import progress_bar
 from residuum._reading import Piece, Reading, plan_read
 from residuum._requests import RequestLike, check_id
+from residuum._stores import Search, StoreDirectory, silent_store
 from residuum._waiting import Deadline, get_request, list_request
 from residuum.activations import Activations
 from residuum.manifest import Manifest
-from residuum.replies import CaptureSummary, ModelInfo, StoreStats
+from residuum.replies import CapturePage, CaptureSummary, ModelInfo, StoreStats
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import TLS
 from residuum.selections import LayersLike, PositionsLike
 from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
+from residuum.wire.placement import StoreAddress
 
 _Answer = TypeVar("_Answer")
 
@@ -78,6 +86,43 @@ class AsyncCaptureClient:
                 advance(len(data))
         return reading.activations()
 
+    async def export(
+        self,
+        request_id: RequestLike,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,  # noqa: A002 - what it is
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        overwrite: bool = False,
+        progress: bool = False,
+    ) -> Export:
+        """Write the captured rows of a request to a file; see `Client.export`. Files are written by a thread.
+
+        Example:
+            >>> (await client.export(reply.request_id, "joy.zarr")).num_rows
+            2070
+        """
+        job = ExportJob(path, format, overwrite=overwrite, progress=progress)
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
+            follow=wait, allow_partial=allow_partial,
+        )  # fmt: skip
+        with job.begin() as (place, scratch):
+            reading = Reading(plan, allocate=scratch.allocate)
+            with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
+                async for data in self._read(reading, timeout):
+                    reading.add(data)
+                    advance(len(data))
+                    scratch.touch(len(data))
+            acts = reading.activations()
+            return await asyncio.to_thread(job.write, acts, place, scratch.touch)
+
     async def follow(
         self,
         request_id: RequestLike,
@@ -108,45 +153,68 @@ class AsyncCaptureClient:
     async def manifest(self, request_id: RequestLike, *, wait: bool | float = False) -> Manifest:
         """Return what is known of a capture; see `Client.manifest`."""
         capture_id = check_id(request_id)
-        endpoint = await self._store_of(capture_id)
         deadline = Deadline.of_wait(wait)
-        while True:
-            seconds = deadline.slice()
-            request = get_request(capture_id, seconds)
-            answer = await self._call(
-                endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=capture_id
-            )
-            manifest = Manifest.from_proto(answer.manifest)
-            if manifest.is_final or deadline.is_over():
-                return manifest
 
-    async def captures(self, *, prefix: str = "", states: str | Iterable[str] = ()) -> AsyncIterator[CaptureSummary]:
-        """Yield the captures of all stores, newest first in each, page by page; see `Client.captures`."""
-        request = list_request(prefix, states)
-        for endpoint in await self.store_endpoints():
-            request.page_token = ""
+        async def ask(endpoint: str) -> Manifest:
             while True:
-                page = await self._call(endpoint, self._store(endpoint).ListCaptures, request)
-                for summary in page.captures:
-                    yield CaptureSummary.from_proto(summary)
-                request.page_token = page.next_page_token
-                if not request.page_token:
-                    break
+                seconds = deadline.slice()
+                request = get_request(capture_id, seconds)
+                answer = await self._call(
+                    endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=capture_id
+                )
+                manifest = Manifest.from_proto(answer.manifest)
+                if manifest.is_final or deadline.is_over():
+                    return manifest
+
+        return await self._ask_holder(capture_id, ask)
+
+    async def captures(
+        self, *, prefix: str = "", states: str | Iterable[str] = (), allow_partial: bool = False
+    ) -> AsyncIterator[CaptureSummary]:
+        """Yield the captures of all stores as one list, newest first; see `Client.captures`."""
+        request = list_request(prefix, states)
+        async for summary in self._listed(
+            Listing(await self._refreshed_stores(), request), allow_partial=allow_partial
+        ):
+            yield summary
+
+    async def captures_page(
+        self, *, page_size: int = 100, page_token: str = "", prefix: str = "", states: str | Iterable[str] = ()
+    ) -> CapturePage:
+        """Return a part of the list of captures; see `Client.captures_page`."""
+        request, place = list_request(prefix, states, page_size), read_token(page_token)
+        stores = await self._refreshed_stores()
+        check_place(place, stores)
+        listing = Listing(stores, request, place)
+        captures: list[CaptureSummary] = []
+        async with aclosing(self._listed(listing, allow_partial=False)) as summaries:
+            while len(captures) < page_size and (summary := await anext(summaries, None)):
+                captures.append(summary)
+            return CapturePage(tuple(captures), listing.token())
 
     async def delete(self, request_id: RequestLike) -> int:
         """Delete a capture, and return the bytes that were freed; see `Client.delete`."""
         capture_id = check_id(request_id)
-        endpoint = await self._store_of(capture_id)
         request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
-        answer = await self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id)
-        return answer.freed_bytes
 
-    async def stats(self) -> list[StoreStats]:
-        """Return what each store holds and has done."""
-        request = store_pb2.GetStatsRequest()
-        endpoints = await self.store_endpoints()
-        answers = [await self._call(endpoint, self._store(endpoint).GetStats, request) for endpoint in endpoints]
-        return [StoreStats.from_proto(endpoint, answer) for endpoint, answer in zip(endpoints, answers, strict=True)]
+        async def ask(endpoint: str) -> int:
+            answer = await self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id)
+            return answer.freed_bytes
+
+        return await self._ask_holder(capture_id, ask)
+
+    async def stats(self, *, allow_partial: bool = False) -> list[StoreStats]:
+        """Return what each store holds and has done; see `Client.stats`."""
+        found = []
+        for store in await self._refreshed_stores():
+            request = store_pb2.GetStatsRequest()
+            try:
+                answer = await self._call(store.endpoint, self._store(store.endpoint).GetStats, request)
+            except (exc.Unavailable, exc.DeadlineExceeded) as failure:
+                self._leave_out(store, failure, allow_partial=allow_partial)
+            else:
+                found.append(StoreStats.from_proto(store, answer))
+        return found
 
     async def info(self, *, check_store: bool = False) -> ModelInfo:
         """Return what the server serves, and within which limits; see `Client.info`."""
@@ -155,8 +223,7 @@ class AsyncCaptureClient:
 
     async def store_endpoints(self) -> tuple[str, ...]:
         """Return where the stores are: as given to the client, or else as the inference service says."""
-        known = self._stores.endpoints
-        return known or self._stores.learn((await self.info()).store_endpoints, self.endpoint)
+        return tuple(store.endpoint for store in await self._refreshed_stores())
 
     @property
     def _inference(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
@@ -165,18 +232,77 @@ class AsyncCaptureClient:
     def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceAsyncStub:
         return store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint))
 
-    async def _store_of(self, capture_id: str) -> str:
-        known = self._stores.known(capture_id)
-        if known is not None:
+    async def _known_stores(self) -> tuple[StoreAddress, ...]:
+        return self._stores.stores or await self._refreshed_stores()
+
+    async def _refreshed_stores(self) -> tuple[StoreAddress, ...]:
+        """Return the stores, with those that were added since they were last asked for."""
+        known = self._stores.stores
+        if self._stores.is_named:
             return known
-        endpoints = await self.store_endpoints()
-        for endpoint in endpoints[:-1]:  # the last one is the answer when it is in none of the others
-            try:
-                await self._call(endpoint, self._store(endpoint).GetCapture, get_request(capture_id, 0.0))
-            except exc.UnknownCapture:
-                continue
-            return endpoint
-        return endpoints[-1]
+        try:
+            told = (await self.info()).stores
+        except exc.ResiduumError:
+            if known:
+                return known  # without an inference service, stores can still be read
+            raise
+        return self._stores.learn(itertools.starmap(StoreAddress, told.items()), self.endpoint)
+
+    async def _ask_holder(self, capture_id: str, ask: Callable[[str], Awaitable[_Answer]]) -> _Answer:
+        """Ask the store that holds a capture; `ask` is given its endpoint."""
+        endpoint = await self._find(capture_id)
+        try:
+            return await ask(endpoint)
+        except exc.UnknownCapture:
+            if not await self._may_be_elsewhere(capture_id):
+                raise
+        return await ask(await self._find(capture_id))
+
+    async def _may_be_elsewhere(self, capture_id: str) -> bool:
+        """Tell whether to look for a capture that is not where it was thought to be: there are other stores."""
+        self._stores.forget(capture_id)
+        return len(await self._refreshed_stores()) > 1
+
+    async def _find(self, capture_id: str) -> str:
+        """Return the endpoint of the store that holds a capture; the only store is not asked."""
+        await self._known_stores()
+        store = self._stores.known(capture_id)
+        return (store or await self._search(capture_id)).endpoint
+
+    async def _search(self, capture_id: str) -> StoreAddress:
+        """Ask store by store for a capture, and in the end those that were added meanwhile."""
+        search, request = Search(capture_id), get_request(capture_id, 0.0)
+        for stores in (self._known_stores, self._refreshed_stores):
+            for store in search.order(await stores()):
+                try:
+                    await self._call(
+                        store.endpoint, self._store(store.endpoint).GetCapture, request, capture_id=capture_id
+                    )
+                except exc.ResiduumError as failure:
+                    search.missed(store, failure)
+                else:
+                    self._stores.found(capture_id, store)
+                    return store
+        raise search.failure()
+
+    async def _listed(self, listing: Listing, *, allow_partial: bool) -> AsyncGenerator[CaptureSummary, None]:
+        while not listing.is_over:
+            for store, request in listing.due():
+                try:
+                    page = await self._call(store.endpoint, self._store(store.endpoint).ListCaptures, request)
+                except (exc.Unavailable, exc.DeadlineExceeded) as failure:
+                    self._leave_out(store, failure, allow_partial=allow_partial)
+                    listing.leave_out(store)
+                else:
+                    listing.add(store, page)
+            for name, summary in listing.ready():
+                yield CaptureSummary.from_proto(summary, name)
+
+    def _leave_out(self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool) -> None:
+        error = silent_store({store: failure}, "What it holds is not known.")
+        if not allow_partial:
+            raise error from None
+        warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
 
     async def _call(
         self,
@@ -196,7 +322,7 @@ class AsyncCaptureClient:
     async def _read(self, reading: Reading, timeout: float | None) -> AsyncIterator[bytes]:
         """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
         capture_id = reading.request.capture_id
-        endpoint = await self._store_of(capture_id)
+        endpoint, moved = await self._find(capture_id), False
         deadline, backoff = Deadline(timeout), Backoff()
         while True:
             reading.begin()
@@ -209,7 +335,10 @@ class AsyncCaptureClient:
                 failure = from_rpc_error(error, endpoint, capture_id=capture_id)
                 delay = backoff.seconds_after(failure)
                 if delay is None:
-                    raise reading.explain(failure) from None
+                    moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
+                    if not moved or not await self._may_be_elsewhere(capture_id):
+                        raise reading.explain(failure) from None
+                    endpoint, delay = await self._find(capture_id), 0.0
             else:
                 return
             finally:

@@ -46,8 +46,10 @@ class Client(CaptureClient):
 
     Args:
         endpoint: The inference service, host:port.
-        store: The store or stores, host:port; by default the inference service says where they are. Name them if its
-            answer does not work from here, as behind a tunnel.
+        store: The store or stores; by default the inference service says where they are. Name them if its answer does
+            not work from here, as behind a tunnel: as host:port, or, of several, as name=host:port with the names that
+            the inference service calls them by (`client.info().stores`), so that each capture is looked for in its
+            own store first.
         timeout: Seconds after which a call fails with DeadlineExceeded; None means never. Generations and reads have
             no deadline but their own `timeout=`.
         token: The bearer token that both services ask for, or a path to the file that holds it, which is read again

@@ -28,7 +28,10 @@
     ├── NoStore                         the server captures nothing
     ├── ResourceExhausted
     │   ├── StoreFull
-    │   └── LimitReached
+    │   ├── LimitReached
+    │   └── QuotaExceeded               your tenant has as much as it may have
+    ├── Unauthenticated                 the service asks for a token, or does not know this one, or it has expired
+    ├── PermissionDenied                the token does not have the right; .right
     ├── Unavailable                     try again later
     │   ├── Unreachable (ConnectionError)   nothing answers at the endpoint; .endpoint
     │   ├── StoreUnreachable            the inference service cannot reach its store
@@ -41,6 +44,7 @@
     └── ServerFault                     a fault of the server, or an answer that breaks the contract
 
     EmptyCaptureWarning (UserWarning)   activations with 0 positions: not an error, but hardly meant
+    SilentStoreWarning (UserWarning)    with allow_partial=True: a store could not be asked, and was left out
 
 A failure of a reason that this version does not know is mapped by its gRPC code.
 """
@@ -221,6 +225,23 @@ class LimitReached(ResourceExhausted):
     """A limit of the server is reached; try again later."""
 
 
+class QuotaExceeded(ResourceExhausted):
+    """The tenant of the token has as much as it may have: delete captures, wait for running ones, or ask for more."""
+
+
+class Unauthenticated(ResiduumError):
+    """The service asks for a token, does not know this one, or it has expired."""
+
+
+class PermissionDenied(ResiduumError):
+    """The token does not have the right that this call takes."""
+
+    @property
+    def right(self) -> str | None:
+        """The right that is missing: "generate", "read", "write" or "admin"."""
+        return self.metadata.get("right")
+
+
 class Unavailable(ResiduumError):
     """The service does not serve at the moment; try again."""
 
@@ -287,3 +308,7 @@ class ServerFault(ResiduumError):
 
 class EmptyCaptureWarning(UserWarning):
     """Activations come back with 0 positions: none of the request's positions is among those asked for."""
+
+
+class SilentStoreWarning(UserWarning):
+    """A store could not be asked, and the answer is without what it has."""

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
 
 from residuum import exceptions as exc
-from residuum._connect import READ_CHUNKS, Backoff, Channels, StoreDirectory, check_endpoint
+from residuum._connect import READ_CHUNKS, Backoff, Channels, check_endpoint
 from residuum._credentials import Token, check_channel, opener, resolve_credentials
+from residuum._exports.job import Export, ExportJob
 from residuum._failures import from_rpc_error
+from residuum._listing import Listing, check_place, read_token
 from residuum._progress import progress_bar
 from residuum._reading import Piece, Reading, plan_read
 from residuum._requests import RequestLike, check_id
+from residuum._stores import Search, StoreDirectory, silent_store
 from residuum._waiting import Deadline, get_request, list_request
 from residuum.activations import Activations
 from residuum.manifest import Manifest
-from residuum.replies import CaptureSummary, ModelInfo, StoreStats
+from residuum.replies import CapturePage, CaptureSummary, ModelInfo, StoreStats
 from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import TLS
 from residuum.selections import LayersLike, PositionsLike
 from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
+from residuum.wire.placement import StoreAddress
 
 _Answer = TypeVar("_Answer")
 
@@ -105,6 +112,65 @@ class CaptureClient:
                 advance(len(data))
         return reading.activations()
 
+    def export(
+        self,
+        request_id: RequestLike,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,  # noqa: A002 - what it is
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        overwrite: bool = False,
+        progress: bool = False,
+    ) -> Export:
+        """Write the captured rows of a request to a file, however large, without having them in memory.
+
+        Rows come from the store into files beside the target, and from there into the format; nothing stands at `path`
+        before all of it does. docs/exports.md says what the formats hold.
+
+        Args:
+            request_id: The request.
+            path: Where to write; its suffix names the format if nothing else does.
+            format: "safetensors", "npz", "zarr" or "parquet". The last two need the extras of these names.
+            layers: What of it, and `allow_partial`, `wait`, `timeout`: as for `activations`.
+            sites: Only these sites.
+            sequences: Only these sequences.
+            positions: Only these positions.
+            wait: Wait until the capture has ended.
+            timeout: Seconds to wait and read at most; writing comes on top.
+            allow_partial: Write what is there of a capture that is not complete; each format says what is missing.
+            overwrite: Replace what is there.
+            progress: Show progress bars, on a terminal or in Jupyter.
+
+        Raises:
+            FileExistsError: Something is there, and may not be replaced.
+            ImportError: The format's extra is not installed; the message names it.
+            OSError: It cannot be written.
+            InvalidRequest: There is no such format; otherwise as `activations`, like all else.
+
+        Example:
+            >>> client.export(reply.request_id, "joy.zarr").num_rows
+            2070
+        """
+        job = ExportJob(path, format, overwrite=overwrite, progress=progress)
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
+            follow=wait, allow_partial=allow_partial,
+        )  # fmt: skip
+        with job.begin() as (place, scratch):
+            reading = Reading(plan, allocate=scratch.allocate)
+            with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
+                for data in self._read(reading, timeout):
+                    reading.add(data)
+                    advance(len(data))
+                    scratch.touch(len(data))
+            return job.write(reading.activations(), place, scratch.touch)
+
     def follow(
         self,
         request_id: RequestLike,
@@ -151,34 +217,71 @@ class CaptureClient:
             'complete'
         """
         capture_id = check_id(request_id)
-        endpoint = self._store_of(capture_id)
         deadline = Deadline.of_wait(wait)
-        while True:
-            seconds = deadline.slice()
-            request = get_request(capture_id, seconds)
-            answer = self._call(
-                endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=capture_id
-            )
-            manifest = Manifest.from_proto(answer.manifest)
-            if manifest.is_final or deadline.is_over():
-                return manifest
 
-    def captures(self, *, prefix: str = "", states: str | Iterable[str] = ()) -> Iterator[CaptureSummary]:
-        """Yield the captures of all stores, newest first in each, page by page.
+        def ask(endpoint: str) -> Manifest:
+            while True:
+                seconds = deadline.slice()
+                request = get_request(capture_id, seconds)
+                answer = self._call(
+                    endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=capture_id
+                )
+                manifest = Manifest.from_proto(answer.manifest)
+                if manifest.is_final or deadline.is_over():
+                    return manifest
+
+        return self._ask_holder(capture_id, ask)
+
+    def captures(
+        self, *, prefix: str = "", states: str | Iterable[str] = (), allow_partial: bool = False
+    ) -> Iterator[CaptureSummary]:
+        """Yield the captures of all stores as one list, newest first; it is fetched as it is read.
 
         Args:
             prefix: Only those whose id starts with this.
             states: Only those in these states: "open", "complete", "incomplete", "aborted".
+            allow_partial: Leave out stores that cannot be asked, with a warning, instead of raising.
 
         Raises:
             InvalidRequest: There is no such state.
+            Unreachable: A store cannot be asked; the message names it.
+
+        Warns:
+            SilentStoreWarning: With `allow_partial`: a store was left out.
 
         Example:
             >>> [summary.capture_id for summary in client.captures(states="complete")]
             ['req-1f…', 'req-09…']
         """
         request = list_request(prefix, states)
-        return self._captures(request)
+        return self._captures(request, allow_partial=allow_partial)
+
+    def captures_page(
+        self, *, page_size: int = 100, page_token: str = "", prefix: str = "", states: str | Iterable[str] = ()
+    ) -> CapturePage:
+        """Return a part of the list of captures, for whoever comes back for the next one later.
+
+        Args:
+            page_size: How many captures at most, from 1 to 1000.
+            page_token: The `next_page_token` of the part before, with the same filter; empty for the first.
+            prefix: As for `captures`.
+            states: As for `captures`.
+
+        Raises:
+            InvalidRequest: There is no such state, the size is out of range, or the token is not one of these stores,
+                or goes with another filter.
+            Unreachable: A store cannot be asked; the message names it.
+
+        Example:
+            >>> page = client.captures_page(page_size=20)
+            >>> page = client.captures_page(page_size=20, page_token=page.next_page_token)
+        """
+        request, place = list_request(prefix, states, page_size), read_token(page_token)
+        stores = self._refreshed_stores()
+        check_place(place, stores)
+        listing = Listing(stores, request, place)
+        captures = tuple(itertools.islice(self._listed(listing, allow_partial=False), page_size))
+        return CapturePage(captures, listing.token())
 
     def delete(self, request_id: RequestLike) -> int:
         """Delete a capture, whatever its state.
@@ -188,25 +291,44 @@ class CaptureClient:
 
         Raises:
             UnknownCapture: There is no such capture.
+            Unreachable: Its store, or one that may hold it, cannot be asked.
         """
         capture_id = check_id(request_id)
-        endpoint = self._store_of(capture_id)
         request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
-        return self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id).freed_bytes
 
-    def stats(self) -> list[StoreStats]:
-        """Return what each store holds and has done."""
-        request = store_pb2.GetStatsRequest()
-        return [
-            StoreStats.from_proto(endpoint, self._call(endpoint, self._store(endpoint).GetStats, request))
-            for endpoint in self.store_endpoints()
-        ]
+        def ask(endpoint: str) -> int:
+            return self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id).freed_bytes
+
+        return self._ask_holder(capture_id, ask)
+
+    def stats(self, *, allow_partial: bool = False) -> list[StoreStats]:
+        """Return what each store holds and has done; `StoreStats.total` adds them up.
+
+        Args:
+            allow_partial: Leave out stores that cannot be asked, with a warning, instead of raising.
+
+        Raises:
+            Unreachable: A store cannot be asked; the message names it.
+
+        Warns:
+            SilentStoreWarning: With `allow_partial`: a store was left out.
+        """
+        found = []
+        for store in self._refreshed_stores():
+            request = store_pb2.GetStatsRequest()
+            try:
+                answer = self._call(store.endpoint, self._store(store.endpoint).GetStats, request)
+            except (exc.Unavailable, exc.DeadlineExceeded) as failure:
+                self._leave_out(store, failure, allow_partial=allow_partial)
+            else:
+                found.append(StoreStats.from_proto(store, answer))
+        return found
 
     def info(self, *, check_store: bool = False) -> ModelInfo:
         """Return what the server serves, and within which limits.
 
         Args:
-            check_store: Have it ask its store whether that answers; see `ModelInfo.store_reachable`.
+            check_store: Have it ask its stores whether they answer; see `ModelInfo.store_reachable`.
 
         Raises:
             NotServing: The model is still loading.
@@ -225,8 +347,7 @@ class CaptureClient:
         Raises:
             NoStore: It names none.
         """
-        known = self._stores.endpoints
-        return known or self._stores.learn(self.info().store_endpoints, self.endpoint)
+        return tuple(store.endpoint for store in self._refreshed_stores())
 
     @property
     def _inference(self) -> inference_pb2_grpc.InferenceServiceStub:
@@ -235,18 +356,56 @@ class CaptureClient:
     def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceStub:
         return store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint))
 
-    def _store_of(self, capture_id: str) -> str:
-        known = self._stores.known(capture_id)
-        if known is not None:
+    def _known_stores(self) -> tuple[StoreAddress, ...]:
+        return self._stores.stores or self._refreshed_stores()
+
+    def _refreshed_stores(self) -> tuple[StoreAddress, ...]:
+        """Return the stores, with those that were added since they were last asked for."""
+        known = self._stores.stores
+        if self._stores.is_named:
             return known
-        endpoints = self.store_endpoints()
-        for endpoint in endpoints[:-1]:  # the last one is the answer when it is in none of the others
-            try:
-                self._call(endpoint, self._store(endpoint).GetCapture, get_request(capture_id, 0.0))
-            except exc.UnknownCapture:
-                continue
-            return endpoint
-        return endpoints[-1]
+        try:
+            told = self.info().stores
+        except exc.ResiduumError:
+            if known:
+                return known  # without an inference service, stores can still be read
+            raise
+        return self._stores.learn(itertools.starmap(StoreAddress, told.items()), self.endpoint)
+
+    def _ask_holder(self, capture_id: str, ask: Callable[[str], _Answer]) -> _Answer:
+        """Ask the store that holds a capture; `ask` is given its endpoint."""
+        endpoint = self._find(capture_id)
+        try:
+            return ask(endpoint)
+        except exc.UnknownCapture:
+            if not self._may_be_elsewhere(capture_id):
+                raise
+        return ask(self._find(capture_id))
+
+    def _may_be_elsewhere(self, capture_id: str) -> bool:
+        """Tell whether to look for a capture that is not where it was thought to be: there are other stores."""
+        self._stores.forget(capture_id)
+        return len(self._refreshed_stores()) > 1
+
+    def _find(self, capture_id: str) -> str:
+        """Return the endpoint of the store that holds a capture; the only store is not asked."""
+        self._known_stores()
+        store = self._stores.known(capture_id)
+        return (store or self._search(capture_id)).endpoint
+
+    def _search(self, capture_id: str) -> StoreAddress:
+        """Ask store by store for a capture, and in the end those that were added meanwhile."""
+        search, request = Search(capture_id), get_request(capture_id, 0.0)
+        for stores in (self._known_stores, self._refreshed_stores):
+            for store in search.order(stores()):
+                try:
+                    self._call(store.endpoint, self._store(store.endpoint).GetCapture, request, capture_id=capture_id)
+                except exc.ResiduumError as failure:
+                    search.missed(store, failure)
+                else:
+                    self._stores.found(capture_id, store)
+                    return store
+        raise search.failure()
 
     def _call(
         self,
@@ -263,15 +422,27 @@ class CaptureClient:
         except grpc.RpcError as error:
             raise from_rpc_error(error, endpoint, **facts) from None
 
-    def _captures(self, request: store_pb2.ListCapturesRequest) -> Iterator[CaptureSummary]:
-        for endpoint in self.store_endpoints():
-            request.page_token = ""
-            while True:
-                page = self._call(endpoint, self._store(endpoint).ListCaptures, request)
-                yield from map(CaptureSummary.from_proto, page.captures)
-                request.page_token = page.next_page_token
-                if not request.page_token:
-                    break
+    def _captures(self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool) -> Iterator[CaptureSummary]:
+        yield from self._listed(Listing(self._refreshed_stores(), request), allow_partial=allow_partial)
+
+    def _listed(self, listing: Listing, *, allow_partial: bool) -> Iterator[CaptureSummary]:
+        while not listing.is_over:
+            for store, request in listing.due():
+                try:
+                    page = self._call(store.endpoint, self._store(store.endpoint).ListCaptures, request)
+                except (exc.Unavailable, exc.DeadlineExceeded) as failure:
+                    self._leave_out(store, failure, allow_partial=allow_partial)
+                    listing.leave_out(store)
+                else:
+                    listing.add(store, page)
+            for name, summary in listing.ready():
+                yield CaptureSummary.from_proto(summary, name)
+
+    def _leave_out(self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool) -> None:
+        error = silent_store({store: failure}, "What it holds is not known.")
+        if not allow_partial:
+            raise error from None
+        warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
 
     def _follow(self, reading: Reading, timeout: float | None) -> Iterator[Piece]:
         for data in self._read(reading, timeout):
@@ -281,7 +452,7 @@ class CaptureClient:
     def _read(self, reading: Reading, timeout: float | None) -> Iterator[bytes]:
         """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
         capture_id = reading.request.capture_id
-        endpoint = self._store_of(capture_id)
+        endpoint, moved = self._find(capture_id), False
         deadline, backoff = Deadline(timeout), Backoff()
         while True:
             reading.begin()
@@ -294,7 +465,10 @@ class CaptureClient:
                 failure = from_rpc_error(error, endpoint, capture_id=capture_id)
                 delay = backoff.seconds_after(failure)
                 if delay is None:
-                    raise reading.explain(failure) from None
+                    moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
+                    if not moved or not self._may_be_elsewhere(capture_id):
+                        raise reading.explain(failure) from None
+                    endpoint, delay = self._find(capture_id), 0.0
             else:
                 return
             finally:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from residuum.manifest import STATES, site_name, to_datetime
 from residuum.v1 import inference_pb2, store_pb2
 from residuum.vector import Vector
 from residuum.wire.dtypes import dtype_name
+from residuum.wire.placement import StoreAddress
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class ModelInfo:
     """All limits by their names in the contract."""
     store_endpoints: tuple[str, ...]
     """Where clients reach the stores; empty: nothing is captured."""
+    stores: dict[str, str]
+    """The same by the stores' names."""
     tensor_parallel_size: int
     """Tensor parallel ranks."""
     pipeline_parallel_size: int
@@ -147,13 +152,14 @@ class ModelInfo:
     server_time: datetime.datetime | None = None
     """The server's clock when it answered. None: the server is older than this field."""
     store_reachable: bool | None = None
-    """Whether the store answers the inference service; None: it was not asked (`check_store`), or there is none."""
+    """Whether all stores answer the inference service; None: they were not asked (`check_store`), or there is none."""
     store_detail: str = ""
-    """Where the inference service looked for the store, and what it found."""
+    """Where the inference service looked for the stores, and what it found."""
 
     @classmethod
     def from_proto(cls, proto: inference_pb2.GetModelInfoResponse) -> ModelInfo:
         """Return the value of a message."""
+        checks = proto.store_checks or ([proto.store_check] if proto.HasField("store_check") else [])
         return cls(
             model=proto.model,
             num_layers=proto.num_layers,
@@ -164,21 +170,24 @@ class ModelInfo:
             max_model_len=proto.limits.max_model_len,
             limits={item.name: getattr(proto.limits, item.name) for item in proto.limits.DESCRIPTOR.fields},
             store_endpoints=tuple(proto.store_endpoints),
+            stores={store.name: store.endpoint for store in proto.stores}
+            or {endpoint: endpoint for endpoint in proto.store_endpoints},
             tensor_parallel_size=proto.layout.tensor_parallel_size,
             pipeline_parallel_size=proto.layout.pipeline_parallel_size,
             eager=proto.eager,
             vllm_version=proto.vllm_version,
             server_version=proto.server_version,
             server_time=to_datetime(proto.server_time),
-            store_reachable=not proto.store_check.HasField("error") if proto.HasField("store_check") else None,
-            store_detail=_store_detail(proto.store_check),
+            store_reachable=not any(check.HasField("error") for check in checks) if checks else None,
+            store_detail="; ".join(map(_store_detail, checks)),
         )
 
 
 def _store_detail(check: inference_pb2.StoreCheck) -> str:
     if check.HasField("error"):
         return check.error.message
-    return f"the store at {check.endpoint}, version {check.server_version}, answers it" if check.endpoint else ""
+    name = f"at {check.endpoint}" if check.store in {"", check.endpoint} else f"{check.store} ({check.endpoint})"
+    return f"the store {name}, version {check.server_version}, answers it"
 
 
 @dataclass(frozen=True)
@@ -199,10 +208,12 @@ class CaptureSummary:
     """When it was opened."""
     end_time: datetime.datetime | None
     """When it ended."""
+    store: str = ""
+    """The name of the store that keeps it."""
 
     @classmethod
-    def from_proto(cls, proto: store_pb2.CaptureSummary) -> CaptureSummary:
-        """Return the value of a message."""
+    def from_proto(cls, proto: store_pb2.CaptureSummary, store: str = "") -> CaptureSummary:
+        """Return the value of a message, told by the store of that name."""
         return cls(
             capture_id=proto.capture_id,
             model=proto.model,
@@ -211,7 +222,18 @@ class CaptureSummary:
             num_bytes=proto.num_bytes,
             open_time=to_datetime(proto.open_time),
             end_time=to_datetime(proto.end_time),
+            store=store,
         )
+
+
+@dataclass(frozen=True)
+class CapturePage:
+    """A part of the list of captures."""
+
+    captures: tuple[CaptureSummary, ...]
+    """The captures, newest first."""
+    next_page_token: str
+    """Where the list goes on; empty: this was the end."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +241,7 @@ class StoreStats:
     """What a store holds and has done."""
 
     endpoint: str
-    """The store."""
+    """Where the store is reached."""
     captures: dict[str, int]
     """Captures by state."""
     num_bytes: int
@@ -250,13 +272,16 @@ class StoreStats:
     """Bytes of the chunks of both."""
     server_time: datetime.datetime | None = None
     """The store's clock when it answered. None: the store is older than this field."""
+    store: str = ""
+    """The store's name."""
 
     @classmethod
-    def from_proto(cls, endpoint: str, proto: store_pb2.GetStatsResponse) -> StoreStats:
-        """Return the value of a message."""
+    def from_proto(cls, store: StoreAddress, proto: store_pb2.GetStatsResponse) -> StoreStats:
+        """Return the value of a message that a store sent."""
         retention = proto.retention
         return cls(
-            endpoint=endpoint,
+            endpoint=store.endpoint,
+            store=store.name,
             captures={STATES.get(item.state, "unknown"): item.count for item in proto.captures},
             num_bytes=proto.num_bytes,
             num_chunks=proto.num_chunks,
@@ -273,6 +298,22 @@ class StoreStats:
             bytes_expired=retention.bytes_expired,
             server_time=to_datetime(proto.server_time),
         )
+
+    @classmethod
+    def total(cls, stats: Iterable[StoreStats]) -> StoreStats:
+        """Return what several stores hold and have done together; what each keeps for how long is left open."""
+        each = list(stats)
+        sums = {name: sum(getattr(item, name) for item in each) for name in _SUMMED}
+        captures = sum((Counter(item.captures) for item in each), Counter())
+        versions = ", ".join(sorted({item.server_version for item in each}))
+        return cls(store="total", endpoint="", captures=dict(captures), server_version=versions, **sums)
+
+
+_SUMMED = (
+    "num_bytes", "num_chunks", "disk_bytes", "max_bytes", "used_bytes", "append_limit_bytes", "free_disk_bytes",
+    "expired_by_age", "expired_by_size", "bytes_expired",
+)  # fmt: skip
+"""The figures of stores that can be added up. Stores on one disk each count what is free on it."""
 
 
 @dataclass(frozen=True)

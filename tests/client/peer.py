@@ -34,6 +34,7 @@ from residuum.v1 import (
 from residuum.wire.digests import digest_of_bytes
 from residuum.wire.frames import checksum
 from residuum.wire.ids import make_id
+from residuum.wire.placement import parse_stores
 from residuum.wire.selection import expected_rows, resolve_layers, wanted_positions
 
 LAYERS, HIDDEN = 6, 8
@@ -60,6 +61,8 @@ class Script:
 
     failures: list = field(default_factory=list)  # one for each of the next calls; None: it goes well
     store_endpoints: list | None = None  # None: the real one
+    stores: list | None = None  # "name=host:port" each; None: those of `store_endpoints`, without names
+    handle_store: str = ""  # the name of the real store, in the captures' handles
     hold: threading.Event | None = None  # generation waits here after its first token
     drop_vectors: bool = False  # forget all vectors before the next Generate or UpdateSteering
     truncate: bool = False  # end the stream without the last event
@@ -118,6 +121,8 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             vllm_version="0.0.peer", server_version="0.1.0", store_endpoints=stores,
             layout=capture_pb2.ParallelLayout(tensor_parallel_size=1, pipeline_parallel_size=1),
         )  # fmt: skip
+        for store in parse_stores(self.script.stores or ()):
+            response.stores.add(name=store.name, endpoint=store.endpoint)
         if not self.script.is_old:
             response.server_time.FromNanoseconds(int((time.time() + self.script.clock_skew) * 1e9))
             if request.check_store and self.store_endpoint:
@@ -249,7 +254,9 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         script, captures = self.script, spec.HasField("capture")
         handle = None
         if captures:
-            handle = inference_pb2.CaptureHandle(capture_id=name, store_endpoint=self.store_endpoint)
+            handle = inference_pb2.CaptureHandle(
+                capture_id=name, store_endpoint=self.store_endpoint, store=script.handle_store
+            )
         done: list[list[int]] = [[] for _ in range(sequences)]
         self.done[name] = done
         started = inference_pb2.GenerationStarted(request_id=name, prompt_token_ids=prompt, capture=handle)

@@ -17,6 +17,7 @@ from residuum.cli.doctor import _examine_stats
 from residuum.replies import StoreStats
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
+from residuum.wire.placement import StoreAddress
 
 
 def findings(out):
@@ -119,13 +120,15 @@ def test_doctor_gets_along_with_older_services(cli, peer, store):
     found = findings(out)
     assert "inference service: clock" not in found
     assert "inference service: store" not in found
-    old = StoreStats.from_proto("x:1", store_pb2.GetStatsResponse(server_version=residuum.__version__))
+    old = StoreStats.from_proto(
+        StoreAddress("x:1", "x:1"), store_pb2.GetStatsResponse(server_version=residuum.__version__)
+    )
     assert [finding.check for finding in _examine_stats(old, time.time())] == ["store x:1: versions"]
 
 
 def stats(**fields):
     return replace(
-        StoreStats.from_proto("x:1", store_pb2.GetStatsResponse()),
+        StoreStats.from_proto(StoreAddress("x:1", "x:1"), store_pb2.GetStatsResponse()),
         max_bytes=100 << 20, append_limit_bytes=80 << 20, used_bytes=1 << 20, disk_bytes=2 << 20,
         free_disk_bytes=1 << 40, server_version=residuum.__version__, **fields,
     )  # fmt: skip

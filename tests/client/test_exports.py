@@ -21,13 +21,14 @@ ROOT = Path(__file__).parents[2]
 
 NAMES = """
     Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadCredentials BadVector BatchFailed
-    Cap Capture CaptureEnded CaptureExists CaptureNotComplete CaptureSummary Client ClientClosed DamagedCapture
-    DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Health IncompleteCapture InvalidRequest
-    LimitReached Manifest MissingVectors ModelInfo NoStore NotFound NotServing NotUpdatable OpenCapture Piece
-    Positions PromptTooLong PutResult Registration Replace Reply RequestAborted RequestExists ResiduumError
-    ResourceExhausted RowSet Sampling Sequence SequenceOutcome ServerFault SteeringChange SteeringRecord StoreFull
-    StoreStats StoreUnreachable Stream TLS TokenDelta Unavailable UnknownCapture UnknownLayer UnknownModel
-    UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__ directions load_vectors
+    Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client ClientClosed
+    DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
+    IncompleteCapture InvalidRequest LimitReached Manifest MissingVectors ModelInfo NoStore NotFound NotServing
+    NotUpdatable OpenCapture PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
+    Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Sampling Sequence SequenceOutcome
+    ServerFault SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreStats StoreUnreachable Stream TLS
+    TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer UnknownModel UnknownOperation UnknownRequest
+    UnknownSite Unreachable Usage Vector __version__ directions load_vectors
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 
@@ -158,6 +159,8 @@ def test_bare_codes(code):
         "RESOURCE_EXHAUSTED": residuum.ResourceExhausted,
         "DATA_LOSS": residuum.DamagedCapture,
         "CANCELLED": residuum.RequestAborted,
+        "UNAUTHENTICATED": residuum.Unauthenticated,
+        "PERMISSION_DENIED": residuum.PermissionDenied,
     }
     assert type(error) is expected.get(code.name, residuum.ServerFault)
     assert "host:1" in str(error)

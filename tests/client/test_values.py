@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 import residuum
 from residuum.replies import StoreStats
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
+from residuum.wire.placement import StoreAddress
 
 ROOT = Path(__file__).parents[2]
 joy = residuum.Vector.from_array([3.0, 4.0])
@@ -25,7 +26,7 @@ ZERO = residuum.Vector.from_array([0.0, 0.0])
 
 def test_stats_tell_what_is_kept():
     proto = store_pb2.GetStatsResponse(used_bytes=5, free_disk_bytes=6)
-    old = StoreStats.from_proto("x:1", store_pb2.GetStatsResponse())
+    old = StoreStats.from_proto(StoreAddress("x:1", "x:1"), store_pb2.GetStatsResponse())
     assert (old.retain_seconds, old.retain_bytes, old.server_time) == (None, None, None)
     proto.retention.max_age.FromMilliseconds(1500)
     proto.retention.max_bytes = 7
@@ -33,7 +34,7 @@ def test_stats_tell_what_is_kept():
     proto.retention.captures_expired_by_size = 9
     proto.retention.bytes_expired = 10
     proto.server_time.seconds = 11
-    stats = StoreStats.from_proto("x:1", proto)
+    stats = StoreStats.from_proto(StoreAddress("x:1", "x:1"), proto)
     assert (stats.used_bytes, stats.free_disk_bytes, stats.retain_seconds, stats.retain_bytes) == (5, 6, 1.5, 7)
     assert (stats.expired_by_age, stats.expired_by_size, stats.bytes_expired) == (8, 9, 10)
     assert stats.server_time.timestamp() == 11

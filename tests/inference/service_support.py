@@ -20,6 +20,8 @@ from inference_svc.requests import RequestRegistry
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.settings import InferenceSettings
 from inference_svc.vectors import VectorActivator, VectorCache
+from residuum.rpc.access import Access
+from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS, open_aio_channel
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.rpc.logs import get_logger
@@ -225,7 +227,9 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
 @asynccontextmanager
 async def listening(add, servicer, port=0, on_end=None):
     """Serve on a port of loopback, by default a free one, and yield the endpoint."""
-    server = grpc.aio.server(interceptors=[AioErrorInterceptor(get_logger("test"), on_end)], options=SERVER_OPTIONS)
+    access = AioAccessInterceptor(Access(None, []))
+    interceptors = [AioErrorInterceptor(get_logger("test"), on_end), access]
+    server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()

@@ -82,7 +82,8 @@ for module in pkgutil.walk_packages(residuum.__path__, "residuum."):
 print(json.dumps(failed))
 """
     assert set(run(python, code, tmp_path)) <= {
-        f"residuum.rpc.{name}" for name in ("logs", "metrics", "serving", "settings")
+        f"residuum.rpc.{name}"
+        for name in ("access", "admission", "logs", "metrics", "security", "serving", "settings", "tokens")
     }
 
 

@@ -4,9 +4,12 @@ from contextlib import contextmanager
 
 import pytest
 
+from inference_svc.server import InferenceServer
+from inference_svc.settings import InferenceSettings
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
 from tests.security.certificates import Authority
+from tests.security.tokens import Tokens
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +55,24 @@ def store(tmp_path):
             running.stop()
 
     return run
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    return Tokens(tmp_path / "tokens.toml")
+
+
+@pytest.fixture
+async def inference(tmp_path):
+    """Runs inference services without an engine: whatever is admitted is told that the model is loading."""
+    running = []
+
+    async def run(**settings):
+        usual = {"listen": "127.0.0.1:0", "model": "none", "port_file": str(tmp_path / "port"), "store": ""}
+        service = InferenceServer(InferenceSettings(**usual | settings), str(tmp_path))
+        running.append(await service._listen())
+        return f"127.0.0.1:{(tmp_path / 'port').read_text().strip()}"
+
+    yield run
+    for server in running:
+        await server.stop(0)

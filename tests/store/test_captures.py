@@ -363,6 +363,19 @@ def test_lists_come_newest_first_in_pages(client: Client) -> None:
             listed(client, page_token=token, **wrong)
 
 
+def test_a_list_can_be_left_off_after_any_capture(client: Client) -> None:
+    for name in ("a1", "b1", "a2", "a3"):
+        client.open(describe(name, prompt=0))
+    page = client.stub.ListCaptures(store_pb2.ListCapturesRequest(prefix="a", page_size=2))
+    assert page.next_page_token == page.captures[-1].page_token
+    first = page.captures[0]
+    client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a2"))
+    assert first.capture_id == "a3"
+    assert listed(client, prefix="a", page_token=first.page_token) == (["a1"], "")
+    with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
+        listed(client, page_token=first.page_token)
+
+
 def test_a_summary_says_what_the_manifest_says(client: Client) -> None:
     client.open()
     client.append([make_chunk(LAYERS, range(5))])

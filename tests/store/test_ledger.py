@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from residuum.v1 import selection_pb2
+from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.selection import expected_rows, wanted_positions
 from store_svc.ledger import Cells, Ledger
 from store_svc.positions import Positions
@@ -30,6 +31,7 @@ selections = st.sampled_from(
         selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=-2)]),
     ]
 )
+REDUCTIONS = (capture_pb2.REDUCTION_NONE, capture_pb2.REDUCTION_MEAN)
 events = st.lists(st.tuples(st.sampled_from(["chunk", "chunk", "loss"]), cells), max_size=12)
 
 
@@ -48,8 +50,9 @@ def plain(many: list[Cells]) -> set[Cell]:
 class Model:
     """The same by sets of cells."""
 
-    def __init__(self, selection: selection_pb2.PositionSelection) -> None:
-        self.wanted = wanted_positions(selection, PROMPT, 0, LONGEST + 1)
+    def __init__(self, selection: selection_pb2.PositionSelection, reduction: int) -> None:
+        self.wanted = set(np.flatnonzero(wanted_positions(selection, PROMPT, 0, LONGEST + 1)).tolist())
+        self.reduced = reduction != capture_pb2.REDUCTION_NONE
         self.stored: set[Cell] = set()
         self.lost: set[Cell] = set()
         self.expected: set[Cell] | None = None
@@ -57,7 +60,17 @@ class Model:
     def served(self) -> set[Cell]:
         if self.expected is not None:
             return self.stored & self.expected
-        return {cell for cell in self.stored if self.wanted[cell[3]]}
+        early = {p for p in self.wanted if p < PROMPT and p != self.last(range(PROMPT))} if self.reduced else set()
+        return {cell for cell in self.stored if cell[3] in self.wanted - early}
+
+    def last(self, phase: range) -> int | None:
+        return max(self.wanted & set(phase), default=None)
+
+    def counting(self, length: int) -> set[int | None]:
+        """The positions that count, of a sequence of so many rows."""
+        if self.reduced:
+            return {self.last(range(PROMPT)), self.last(range(PROMPT, length))} - {None}
+        return self.wanted & set(range(length))
 
     def expect(self, generated: list[int]) -> None:
         self.expected = {
@@ -65,21 +78,23 @@ class Model:
             for sequence, count in enumerate(generated)
             for site in (POST, PRE)
             for layer in LAYERS
-            for position in range(expected_rows(PROMPT, count))
-            if self.wanted[position]
+            for position in self.counting(expected_rows(PROMPT, count))
         }
 
 
 @settings(deadline=None)
-@given(selections, events, events, st.lists(st.integers(0, 20), min_size=2, max_size=2))
+@given(selections, st.sampled_from(REDUCTIONS), events, events, st.lists(st.integers(0, 20), min_size=2, max_size=2))
 def test_the_ledger_counts_what_sets_count(
     selection: selection_pb2.PositionSelection,
+    reduction: int,
     before: list[tuple[str, Cells]],
     after: list[tuple[str, Cells]],
     generated: list[int],
 ) -> None:
-    description = describe(layers=LAYERS, sites=(POST, PRE), prompt=PROMPT, sequences=2, positions=selection)
-    ledger, model = Ledger(description), Model(selection)
+    description = describe(
+        layers=LAYERS, sites=(POST, PRE), prompt=PROMPT, sequences=2, positions=selection, reduction=reduction
+    )
+    ledger, model = Ledger(description), Model(selection, reduction)
     for step in (*before, None, *after):
         if step is None:
             ledger.expect(generated)

@@ -140,9 +140,9 @@ def test_a_list_looks_at_only_so_many_captures(client: Client, monkeypatch: pyte
     for name in names:
         client.open(describe(name))
     found = list(pages(client, "x"))
-    assert sum(found, []) == ["x2", "x1"]
+    assert list(itertools.chain(*found)) == ["x2", "x1"]
     assert [] in found
-    assert sum(pages(client, ""), []) == names[::-1]
+    assert list(itertools.chain(*pages(client, ""))) == names[::-1]
     assert list(pages(client, "z"))[-1] == []
 
 

@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residuum.v1 import selection_pb2
+from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.limits import MAX_RANGES
-from residuum.wire.selection import check_positions, expected_rows, resolve_layers, to_ranges, wanted_positions
+from residuum.wire.selection import (
+    captured_positions,
+    check_positions,
+    expected_rows,
+    resolve_layers,
+    to_ranges,
+    wanted_positions,
+)
 
 PROMPT, GENERATED = selection_pb2.PHASE_PROMPT, selection_pb2.PHASE_GENERATED
 
@@ -58,6 +65,28 @@ def test_asking_in_parts_changes_nothing(selection, prompt_tokens, first, second
     parts = [wanted_positions(selection, prompt_tokens, 0, first)]
     parts.append(wanted_positions(selection, prompt_tokens, first, second))
     assert np.array_equal(whole, np.concatenate(parts))
+
+
+@given(selections, st.integers(1, 20), st.integers(0, 30), st.integers(0, 40), st.none() | st.integers(0, 45))
+def test_captured_positions(selection, prompt_tokens, first, count, more):
+    length = None if more is None else prompt_tokens + more
+    asked = range(first, first + count)
+    plain = capture_pb2.CaptureSpec(positions=selection, reduction=capture_pb2.REDUCTION_NONE)
+    reduced = capture_pb2.CaptureSpec(positions=selection, reduction=capture_pb2.REDUCTION_MAX)
+    wanted = [at for at in range(100) if by_the_words(selection, prompt_tokens, at) and at < (length or 100)]
+    captured = captured_positions(plain, prompt_tokens, first, count, length)
+    assert captured.tolist() == [at in wanted for at in asked]
+
+    prompt = [at for at in wanted if at < prompt_tokens][-1:]
+    generated = [at for at in wanted if at >= prompt_tokens]
+    kept = prompt + (generated if length is None else generated[-1:])
+    assert captured_positions(reduced, prompt_tokens, first, count, length).tolist() == [at in kept for at in asked]
+
+
+def test_the_last_position_is_found_however_far_back_it_lies():
+    early = selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=2, last=3)])
+    spec = capture_pb2.CaptureSpec(positions=early, reduction=capture_pb2.REDUCTION_LAST)
+    assert np.flatnonzero(captured_positions(spec, 20_000, 0, 30_000, 30_000)).tolist() == [3]
 
 
 def test_the_empty_selection_wants_everything():

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import itertools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import residuum
 from residuum._direction_files import saved_directions
+from residuum._exports.formats import FORMATS
 from residuum.cli.output import Output, size
 from residuum.selections import LayersLike
 from residuum.steering import Operation
@@ -82,16 +84,17 @@ def info(options: argparse.Namespace, output: Output) -> int:
 
 
 def stats(options: argparse.Namespace, output: Output) -> int:
-    """Show what the stores hold, keep and have deleted."""
-    with open_client(options) as client:
-        for item in client.stats():
-            facts = dataclasses.asdict(item)
-            if output.is_terminal:
-                for name in facts:
-                    if name.endswith("_bytes") and facts[name] is not None:
-                        facts[name] = size(facts[name])
-            output.facts(facts)
-    return 0
+    """Show what the stores hold, keep and have deleted: each by itself, and several together as well."""
+    with open_client(options) as client, _silent_stores(output) as silent:
+        found = client.stats(allow_partial=True)
+    for item in [*found, residuum.StoreStats.total(found)] if len(found) > 1 else found:
+        facts = dataclasses.asdict(item)
+        if output.is_terminal:
+            for name in facts:
+                if name.endswith("_bytes") and facts[name] is not None:
+                    facts[name] = size(facts[name])
+        output.facts(facts)
+    return 1 if silent else 0
 
 
 def generate(options: argparse.Namespace, output: Output) -> int:
@@ -123,43 +126,56 @@ def generate(options: argparse.Namespace, output: Output) -> int:
 
 
 def list_captures(options: argparse.Namespace, output: Output) -> int:
-    """List captures."""
-    with open_client(options) as client:
-        summaries = client.captures(prefix=options.prefix, states=options.state)
+    """List captures; those of stores that answer if others do not, and then fail."""
+    columns = ["capture_id", "state", "num_rows", "num_bytes", "model", "open_time"]
+    with open_client(options) as client, _silent_stores(output) as silent:
+        if len(client.store_endpoints()) > 1:
+            columns.append("store")
+        summaries = client.captures(prefix=options.prefix, states=options.state, allow_partial=True)
         shown = output.rows(
-            ("capture_id", "state", "num_rows", "num_bytes", "model", "open_time"),
+            columns,
             (_summary_row(item, output) for item in itertools.islice(summaries, options.limit)),
-            shrink=("model", "open_time"),
+            shrink=[name for name in ("model", "open_time", "store") if name in columns],
         )
-    if not shown:
+    if not shown and not silent:
         output.note("no captures" + (" like that" if options.prefix or options.state else ""))
-    return 0
+    return 1 if silent else 0
 
 
 def pull(options: argparse.Namespace, output: Output) -> int:
     """Fetch a capture into a file."""
-    path = options.out or f"{options.id}.safetensors"
+    kind = _file_format(options)
+    path = options.out or f"{options.id}.{kind}"
     with open_client(options) as client, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", residuum.EmptyCaptureWarning)
-        acts = client.activations(
+        made = client.export(
             options.id,
+            path,
+            format=kind,
             layers=parse_layers(options.layers) if options.layers else None,
             sites=options.sites,
             wait=not options.no_wait,
             timeout=options.timeout,
             allow_partial=options.allow_partial,
+            overwrite=options.force,
             progress=not output.as_json,
         )
     for warning in caught:
         output.note(f"residuum: {warning.message}")
-    acts.to_safetensors(path)
     if output.as_json:
-        shape = [len(acts.layers), len(acts.positions), acts.hidden_size]
-        facts = {"state": acts.manifest.state, "shape": shape, "sites": acts.sites}
-        output.json({"path": path, "capture_id": options.id, **facts})
+        shape = [len(made.layers), made.num_positions, made.manifest.hidden_size]
+        facts = {"state": made.manifest.state, "shape": shape, "sites": made.sites, "missing_rows": made.num_missing}
+        output.json({"path": path, "format": kind, "capture_id": options.id, **facts})
     else:
-        output.say(f"{path}: {acts!r}, {size(acts.nbytes)}")
+        output.say(f"{path}: {made}, {size(made.num_bytes)}")
     return 0
+
+
+def _file_format(options: argparse.Namespace) -> str:
+    """Return the format that the command line names, or the file that it names, or else safetensors."""
+    suffix = Path(options.out or "").suffix[1:]
+    named: str | None = options.format
+    return named or (suffix if suffix in FORMATS else "safetensors")
 
 
 def manifest(options: argparse.Namespace, output: Output) -> int:
@@ -171,13 +187,13 @@ def manifest(options: argparse.Namespace, output: Output) -> int:
 
 
 def remove(options: argparse.Namespace, output: Output) -> int:
-    """Delete captures; go on after one that is not there, and fail at the end."""
+    """Delete captures; go on after one that is not there, or whose store does not answer, and fail at the end."""
     failed = 0
     with open_client(options) as client:
         for name in options.ids:
             try:
                 freed = client.delete(name)
-            except (residuum.NotFound, residuum.InvalidRequest) as error:
+            except (residuum.NotFound, residuum.InvalidRequest, residuum.Unavailable) as error:
                 output.error(str(error))
                 failed += 1
                 continue
@@ -323,6 +339,18 @@ def _show_reply(reply: residuum.Reply, output: Output) -> None:
     if reply.captured:
         # On stderr, so that a pipe gets the text alone.
         print(f"captured: residuum pull {reply.request_id}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _silent_stores(output: Output) -> Iterator[list[str]]:
+    """Give a list that is filled, at the end, with what there is to say of stores that could not be asked; say it."""
+    silent: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", residuum.SilentStoreWarning)
+        yield silent
+        silent += [str(item.message) for item in caught if issubclass(item.category, residuum.SilentStoreWarning)]
+    for message in silent:
+        output.error(message)
 
 
 def _summary_row(summary: residuum.CaptureSummary, output: Output) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import argparse
 import datetime
 import socket
 import time
+import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
@@ -93,22 +94,35 @@ def _examine_stores(client: residuum.Client) -> Iterator[Finding]:
     except residuum.ResiduumError as error:
         yield Finding("store", ok=False, detail=str(error))
         return
+    reachable = []
     for endpoint in endpoints:
-        reachable = yield from _endpoint("store", endpoint, _hint(endpoint, client.endpoint))
-        if not reachable:
-            return
-    health = client.health()
-    for endpoint, status in health.stores.items():
-        yield _health(f"store {endpoint}", status)
-    started = time.time()
-    try:
-        answers = client.stats()
-    except residuum.ResiduumError as error:
-        yield Finding("store answers", ok=False, detail=str(error))
+        name = "store" if len(endpoints) == 1 else f"store {endpoint}"
+        if (yield from _endpoint(name, endpoint, _hint(endpoint, client.endpoint))):
+            reachable.append(endpoint)
+    if not reachable:
         return
-    yield Finding("store answers", ok=True, detail="; ".join(map(_contents, answers)))
+    health = client.health()
+    for endpoint in reachable:
+        yield _health(f"store {endpoint}", health.stores[endpoint])
+    started = time.time()
+    answers, failure = _ask(client)
+    if failure and len(answers) < len(reachable):  # of the others it is said already
+        yield Finding("store answers", ok=False, detail=failure)
+    if answers:
+        yield Finding("store answers", ok=True, detail="; ".join(map(_contents, answers)))
     for stats in answers:
         yield from _examine_stats(stats, started)
+
+
+def _ask(client: residuum.Client) -> tuple[list[residuum.StoreStats], str]:
+    """Return what stores answer, and why others do not."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", residuum.SilentStoreWarning)
+        try:
+            answers = client.stats(allow_partial=True)
+        except residuum.ResiduumError as error:
+            return [], str(error)
+    return answers, "; ".join(str(item.message) for item in caught)
 
 
 def _examine_stats(stats: residuum.StoreStats, started: float) -> Iterator[Finding]:
@@ -234,4 +248,5 @@ def _model(info: residuum.ModelInfo) -> str:
 
 
 def _contents(stats: residuum.StoreStats) -> str:
-    return f"{stats.endpoint} holds {sum(stats.captures.values())} captures in {stats.num_bytes} bytes"
+    name = stats.endpoint if stats.store in {"", stats.endpoint} else f"{stats.store} ({stats.endpoint})"
+    return f"{name} holds {sum(stats.captures.values())} captures in {stats.num_bytes} bytes"

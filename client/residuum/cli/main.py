@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import residuum
-from residuum.cli import commands, doctor, health
+from residuum._exports.formats import FORMATS
+from residuum.cli import commands, doctor, health, token
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
 
@@ -32,6 +33,7 @@ _WORDS = {
     "Give a longer timeout, or none with timeout=None": "Give a longer --timeout, or none",
     "wait=False, allow_partial=True": "--no-wait --allow-partial",
     "allow_partial=True": "--allow-partial",
+    "overwrite=True": "--force",
     "wait for it, or follow() it": "wait for it",
     "Client(..., store='host:port')": "--store HOST:PORT",
     "TLS(..., server_name='NAME')": "--tls-server-name NAME",
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output had enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ResiduumError, OSError, TypeError) as error:
+    except (ResiduumError, ImportError, OSError, TypeError) as error:
         output.error(_in_our_words(str(error)))
         return 1
 
@@ -88,10 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_manifest(groups)
     removing = _add(groups, "rm", commands.remove, "delete captures")
     removing.add_argument("ids", nargs="+", metavar="ID", help="a capture's id")
-    _add(groups, "stats", commands.stats, "show what the store holds, how full it is, and what it keeps for how long")
+    _add(groups, "stats", commands.stats, "show what the stores hold, keep, and for how long")
     _add_vectors(groups)
     _add(groups, "doctor", doctor.run, "check every step of the way to both services, and say what to do")
     _add_health(groups)
+    _add_token(groups)
     return parser
 
 
@@ -101,8 +104,10 @@ def _add(
     parser = _add_bare(groups, name, run, help_text, endpoint_text="the inference service", timeout=timeout)
     parser.add_argument(
         "--store",
-        metavar="HOST:PORT",
-        help="the store, if its own word does not work from here (default: what the inference service says)",
+        action="append",
+        metavar="[NAME=]HOST:PORT",
+        help="the store, if its own word does not work from here; several by repeating it, or between commas, with the "
+        "names that the inference service calls them by (default: what the inference service says)",
     )
     return parser
 
@@ -245,10 +250,14 @@ def _add_list(groups: _Groups) -> None:
 
 
 def _add_pull(groups: _Groups) -> None:
-    text = "fetch a capture into a safetensors file"
+    text = "fetch a capture into a file"
     parser = _add(groups, "pull", commands.pull, text, timeout=None)
     parser.add_argument("id", metavar="ID", help="the capture's id")
-    parser.add_argument("--out", metavar="FILE", help="where to write (default: ID.safetensors)")
+    parser.add_argument("--out", metavar="FILE", help="where to write (default: ID and the format's suffix)")
+    parser.add_argument(
+        "--format", choices=list(FORMATS), help="what to write (default: as FILE is named, or else safetensors)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE if it is there (default: fail)")
     parser.add_argument("--layers", metavar="LAYERS", help="only these: 12 or 0,5,10-20 (default: all)")
     parser.add_argument("--sites", metavar="SITES", help="only these, separated by commas (default: all)")
     parser.add_argument(
@@ -272,6 +281,13 @@ def _add_health(groups: _Groups) -> None:
     text = "ask one service whether it serves: exit code 0 if so, else 1"
     either = "either service, inference or store"
     _add_bare(groups, "health", health.run, text, endpoint_text=either, timeout=health.SECONDS)
+
+
+def _add_token(groups: _Groups) -> None:
+    text = "make a token, and its entry in the tokens file of the services"
+    parser = groups.add_parser("token", help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(run=token.run, usage_error=parser.error)
+    token.add_arguments(parser)
 
 
 def _add_vectors(groups: _Groups) -> None:

@@ -50,6 +50,9 @@ CODES: dict[errors_pb2.ErrorReason.ValueType, grpc.StatusCode] = {
     errors_pb2.ERROR_REASON_ABORTED: grpc.StatusCode.CANCELLED,
     errors_pb2.ERROR_REASON_INTERNAL: grpc.StatusCode.INTERNAL,
     errors_pb2.ERROR_REASON_NOT_UPDATABLE: grpc.StatusCode.FAILED_PRECONDITION,
+    errors_pb2.ERROR_REASON_UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    errors_pb2.ERROR_REASON_PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    errors_pb2.ERROR_REASON_QUOTA_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 """The gRPC code of every reason. errors.proto states the same beside each value; a test compares the two."""
 

@@ -82,7 +82,10 @@ class Alarm:
 
 
 class PatienceInterceptor(grpc.ServerInterceptor):
-    """Cancels calls of a sync server that send no first message, or do not read; the first of its interceptors."""
+    """Cancels calls of a sync server that send no first message, or do not read.
+
+    It stands behind the other interceptors: who may not call is refused before a message is waited for.
+    """
 
     def __init__(self, log: structlog.stdlib.BoundLogger, first_message_seconds: float, stall_seconds: float) -> None:
         """Make an interceptor; `close` ends its threads."""
@@ -101,16 +104,19 @@ class PatienceInterceptor(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], _Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        """Wrap the handler of a call. Its request must come as bytes, so that one message can be taken of a stream."""
+        """Wrap the handler of a call: also one of a single message waits for it here, as for that of a stream."""
         handler = continuation(handler_call_details)
         if handler is None:
             return None
         method = handler_call_details.method
         if handler.response_streaming:
+            streaming = self._streaming(handler, method)
             return grpc.stream_stream_rpc_method_handler(
-                self._streaming(handler, method), None, handler.response_serializer
+                streaming, handler.request_deserializer, handler.response_serializer
             )
-        return grpc.stream_unary_rpc_method_handler(self._unary(handler, method), None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(
+            self._unary(handler, method), handler.request_deserializer, handler.response_serializer
+        )
 
     def _unary(self, handler: _Handler, method: str) -> Callable[[Iterator[Any], grpc.ServicerContext], Any]:
         def patient(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:

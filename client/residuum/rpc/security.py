@@ -40,6 +40,9 @@ class SecureSettings(ServiceSettings):
     """The private key of tls-cert: a PEM file, without a passphrase."""
     tls_client_ca: Path | None = None
     """Ask callers for a certificate, too, and serve those alone whose CA is in this PEM file."""
+    tokens: Path | None = None
+    """Ask callers for a token that this file knows; it says what each may do (ARCHITECTURE.md, Who may call what). It
+    is read again when it changes."""
     insecure: bool = False
     """Listen beyond loopback without TLS, or without asking who calls; send a token in plain text beyond it, too. For
     private networks, and behind whatever encrypts and asks instead."""
@@ -57,14 +60,14 @@ class SecureSettings(ServiceSettings):
     @property
     def asks_who_calls(self) -> bool:
         """Whether callers must show something: a token, or a certificate."""
-        return self.tls_client_ca is not None
+        return self.tls_client_ca is not None or self.tokens is not None
 
     def _check_exposure(self) -> None:
         missing = []
         if self.tls_cert is None:
             missing.append("encrypts nothing (--tls-cert and --tls-key do)")
         if not self.asks_who_calls:
-            missing.append("asks nobody who they are (--tls-client-ca does)")
+            missing.append("asks nobody who they are (--tokens or --tls-client-ca does)")
         if missing:
             raise ValueError(
                 f"{self.listen} can be reached from other machines, and the service {' and '.join(missing)}. Set "

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
-_OURS = "/residuum."
+OURS = "/residuum."
+"""What the names of our own methods begin with."""
 
 OK = "OK"
 """The outcome of a call that did not fail."""
@@ -113,7 +114,7 @@ class _Watch:
             try:
                 yield call
             finally:
-                if self._on_end is not None and method.startswith(_OURS):
+                if self._on_end is not None and method.startswith(OURS):
                     self._on_end(method.rpartition("/")[2], call.outcome, time.monotonic() - start)
 
     def _failure(self, error: Exception, call: _Call) -> Failure:
@@ -136,8 +137,8 @@ class ErrorInterceptor(_Watch, grpc.ServerInterceptor):
             return None
         method = handler_call_details.method
         if handler.response_streaming:
-            return _rewrap(handler, self._streaming(_decoding(handler), method))
-        return _rewrap(handler, self._unary(_decoding(handler), method))
+            return handler_of(handler, self._streaming(_decoding(handler), method), None)
+        return handler_of(handler, self._unary(_decoding(handler), method), None)
 
     def _unary(self, call: Callable[..., Any], method: str) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Any:
@@ -179,12 +180,12 @@ class AioErrorInterceptor(_Watch, grpc.aio.ServerInterceptor):
     ) -> _Handler | None:
         """Wrap the handler of a call. Handlers must be coroutines or async generators."""
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(_OURS):
+        if handler is None or not handler_call_details.method.startswith(OURS):
             return handler
         method = handler_call_details.method
         if handler.response_streaming:
-            return _rewrap(handler, self._streaming(_aio_decoding(handler), method))
-        return _rewrap(handler, self._unary(_aio_decoding(handler), method))
+            return handler_of(handler, self._streaming(_aio_decoding(handler), method), None)
+        return handler_of(handler, self._unary(_aio_decoding(handler), method), None)
 
     def _unary(self, call: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Any]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -270,11 +271,12 @@ def _decoder(handler: _Handler) -> Callable[[bytes], Any]:
     return decode
 
 
-def _rewrap(handler: _Handler, call: Callable[..., Any]) -> _Handler:
+def handler_of(like: _Handler, call: Callable[..., Any], deserializer: Callable[[bytes], Any] | None) -> _Handler:
+    """Return a handler of the same kind as another, with its serializer, that makes another call."""
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    return make(call, None, handler.response_serializer)
+    }[like.request_streaming, like.response_streaming]
+    return make(call, deserializer, like.response_serializer)

@@ -79,6 +79,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """INTERNAL: a fault of the server. The details are in its log, under the `incident` in the metadata."""
     ERROR_REASON_NOT_UPDATABLE: _ErrorReason.ValueType  # 26
     """FAILED_PRECONDITION: the request was not registered as `updatable`. Metadata: `request_id`."""
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 27
+    """UNAUTHENTICATED: the call carries no token, or one that the server does not know, or that has expired."""
+    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 28
+    """PERMISSION_DENIED: the token does not have the right that the method takes. Metadata: `right`, `method`."""
+    ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 29
+    """RESOURCE_EXHAUSTED: the tenant has as much as it may have; others are not concerned. Metadata: `limit`, `allowed`."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The cause of a failure.
@@ -145,6 +151,12 @@ ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 25
 """INTERNAL: a fault of the server. The details are in its log, under the `incident` in the metadata."""
 ERROR_REASON_NOT_UPDATABLE: ErrorReason.ValueType  # 26
 """FAILED_PRECONDITION: the request was not registered as `updatable`. Metadata: `request_id`."""
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 27
+"""UNAUTHENTICATED: the call carries no token, or one that the server does not know, or that has expired."""
+ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 28
+"""PERMISSION_DENIED: the token does not have the right that the method takes. Metadata: `right`, `method`."""
+ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 29
+"""RESOURCE_EXHAUSTED: the tenant has as much as it may have; others are not concerned. Metadata: `limit`, `allowed`."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

@@ -26,73 +26,74 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from residuum.v1 import capture_pb2 as residuum_dot_v1_dot_capture__pb2
 from residuum.v1 import errors_pb2 as residuum_dot_v1_dot_errors__pb2
+from residuum.v1 import placement_pb2 as residuum_dot_v1_dot_placement__pb2
 from residuum.v1 import steering_pb2 as residuum_dot_v1_dot_steering__pb2
 from residuum.v1 import tensor_pb2 as residuum_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bresiduum/v1/inference.proto\x12\x0bresiduum.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19residuum/v1/capture.proto\x1a\x18residuum/v1/errors.proto\x1a\x1aresiduum/v1/steering.proto\x1a\x18residuum/v1/tensor.proto\"*\n\x13GetModelInfoRequest\x12\x13\n\x0b\x63heck_store\x18\x01 \x01(\x08\"\xc1\x04\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12$\n\x05\x64type\x18\x04 \x01(\x0e\x32\x15.residuum.v1.DataType\x12 \n\x05sites\x18\x05 \x03(\x0e\x32\x11.residuum.v1.Site\x12\x1b\n\x13steering_operations\x18\x06 \x03(\t\x12(\n\tencodings\x18\x07 \x03(\x0e\x32\x15.residuum.v1.Encoding\x12#\n\x06limits\x18\x08 \x01(\x0b\x32\x13.residuum.v1.Limits\x12\x14\n\x0cvllm_version\x18\t \x01(\t\x12\x16\n\x0eserver_version\x18\n \x01(\t\x12\x17\n\x0fstore_endpoints\x18\x0b \x03(\t\x12+\n\x06layout\x18\x0c \x01(\x0b\x32\x1b.residuum.v1.ParallelLayout\x12\r\n\x05\x65\x61ger\x18\r \x01(\x08\x12/\n\x0bserver_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x0bstore_check\x18\x0f \x01(\x0b\x32\x17.residuum.v1.StoreCheck\x12*\n\nreductions\x18\x10 \x03(\x0e\x32\x16.residuum.v1.Reduction\x12/\n\x10\x64\x65\x66\x61ult_encoding\x18\x11 \x01(\x0e\x32\x15.residuum.v1.Encoding\"]\n\nStoreCheck\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.residuum.v1.ItemError\x12\x16\n\x0eserver_version\x18\x03 \x01(\t\"\x98\x02\n\x06Limits\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\r\x12\x16\n\x0emax_operations\x18\x03 \x01(\r\x12\x13\n\x0bmax_vectors\x18\x04 \x01(\r\x12\x1a\n\x12max_active_vectors\x18\x05 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12\x19\n\x11max_registrations\x18\x07 \x01(\r\x12\x15\n\rmax_sequences\x18\x08 \x01(\r\x12\x1a\n\x12\x63\x61pture_pool_bytes\x18\t \x01(\x04\x12\x12\n\nring_bytes\x18\n \x01(\x04\x12\x13\n\x0btable_bytes\x18\x0b \x01(\x04\"\x88\x01\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07\x63\x61pture\x18\x02 \x01(\x0b\x32\x18.residuum.v1.CaptureSpec\x12+\n\x08steering\x18\x03 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\x12\r\n\x05model\x18\x04 \x01(\t\"@\n\x16RegisterRequestRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.residuum.v1.RequestSpec\"\xa8\x01\n\x17RegisterRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0fmissing_digests\x18\x02 \x03(\x0c\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0ctime_to_live\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\",\n\x19\x46indMissingVectorsRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"5\n\x1a\x46indMissingVectorsResponse\x12\x17\n\x0fmissing_digests\x18\x01 \x03(\x0c\"8\n\x11PutVectorsRequest\x12#\n\x06vector\x18\x01 \x01(\x0b\x32\x13.residuum.v1.Vector\"C\n\x12PutVectorsResponse\x12-\n\x07results\x18\x01 \x03(\x0b\x32\x1c.residuum.v1.PutVectorResult\"H\n\x0fPutVectorResult\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.residuum.v1.ItemError\"\xf7\x01\n\x0fGenerateRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12(\n\x04spec\x18\x02 \x01(\x0b\x32\x18.residuum.v1.RequestSpecH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x01\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.residuum.v1.TokenIdsH\x01\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.residuum.v1.ChatH\x01\x12\x31\n\x08sampling\x18\x06 \x01(\x0b\x32\x1f.residuum.v1.SamplingParametersB\x08\n\x06targetB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.residuum.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb6\x02\n\x12SamplingParameters\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x1a\n\rnum_sequences\x18\x08 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\t \x01(\rH\x06\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x10\n\x0e_num_sequencesB\r\n\x0b_min_tokens\"\xad\x01\n\x10GenerateResponse\x12\x31\n\x07started\x18\x01 \x01(\x0b\x32\x1e.residuum.v1.GenerationStartedH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.residuum.v1.TokenDeltaH\x00\x12\x33\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1f.residuum.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"n\n\x11GenerationStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x07\x63\x61pture\x18\x03 \x01(\x0b\x32\x1a.residuum.v1.CaptureHandle\";\n\rCaptureHandle\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x16\n\x0estore_endpoint\x18\x02 \x01(\t\"?\n\nTokenDelta\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\x94\x01\n\x12GenerationFinished\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.residuum.v1.SequenceFinish\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.residuum.v1.Usage\x12+\n\x07\x63\x61pture\x18\x03 \x01(\x0b\x32\x1a.residuum.v1.CaptureHandle\"V\n\x0eSequenceFinish\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\"8\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\"X\n\x15UpdateSteeringRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x08steering\x18\x02 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\"1\n\x16UpdateSteeringResponse\x12\x17\n\x0f\x66irst_positions\x18\x01 \x03(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse2\xe3\x04\n\x10InferenceService\x12S\n\x0cGetModelInfo\x12 .residuum.v1.GetModelInfoRequest\x1a!.residuum.v1.GetModelInfoResponse\x12\\\n\x0fRegisterRequest\x12#.residuum.v1.RegisterRequestRequest\x1a$.residuum.v1.RegisterRequestResponse\x12\x65\n\x12\x46indMissingVectors\x12&.residuum.v1.FindMissingVectorsRequest\x1a\'.residuum.v1.FindMissingVectorsResponse\x12O\n\nPutVectors\x12\x1e.residuum.v1.PutVectorsRequest\x1a\x1f.residuum.v1.PutVectorsResponse(\x01\x12I\n\x08Generate\x12\x1c.residuum.v1.GenerateRequest\x1a\x1d.residuum.v1.GenerateResponse0\x01\x12Y\n\x0eUpdateSteering\x12\".residuum.v1.UpdateSteeringRequest\x1a#.residuum.v1.UpdateSteeringResponse\x12>\n\x05\x41\x62ort\x12\x19.residuum.v1.AbortRequest\x1a\x1a.residuum.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bresiduum/v1/inference.proto\x12\x0bresiduum.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19residuum/v1/capture.proto\x1a\x18residuum/v1/errors.proto\x1a\x1bresiduum/v1/placement.proto\x1a\x1aresiduum/v1/steering.proto\x1a\x18residuum/v1/tensor.proto\"*\n\x13GetModelInfoRequest\x12\x13\n\x0b\x63heck_store\x18\x01 \x01(\x08\"\x9b\x05\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12$\n\x05\x64type\x18\x04 \x01(\x0e\x32\x15.residuum.v1.DataType\x12 \n\x05sites\x18\x05 \x03(\x0e\x32\x11.residuum.v1.Site\x12\x1b\n\x13steering_operations\x18\x06 \x03(\t\x12(\n\tencodings\x18\x07 \x03(\x0e\x32\x15.residuum.v1.Encoding\x12#\n\x06limits\x18\x08 \x01(\x0b\x32\x13.residuum.v1.Limits\x12\x14\n\x0cvllm_version\x18\t \x01(\t\x12\x16\n\x0eserver_version\x18\n \x01(\t\x12\x17\n\x0fstore_endpoints\x18\x0b \x03(\t\x12+\n\x06layout\x18\x0c \x01(\x0b\x32\x1b.residuum.v1.ParallelLayout\x12\r\n\x05\x65\x61ger\x18\r \x01(\x08\x12/\n\x0bserver_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x0bstore_check\x18\x0f \x01(\x0b\x32\x17.residuum.v1.StoreCheck\x12*\n\nreductions\x18\x10 \x03(\x0e\x32\x16.residuum.v1.Reduction\x12/\n\x10\x64\x65\x66\x61ult_encoding\x18\x11 \x01(\x0e\x32\x15.residuum.v1.Encoding\x12)\n\x06stores\x18\x12 \x03(\x0b\x32\x19.residuum.v1.StoreAddress\x12-\n\x0cstore_checks\x18\x13 \x03(\x0b\x32\x17.residuum.v1.StoreCheck\"l\n\nStoreCheck\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.residuum.v1.ItemError\x12\x16\n\x0eserver_version\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\t\"\x98\x02\n\x06Limits\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\r\x12\x16\n\x0emax_operations\x18\x03 \x01(\r\x12\x13\n\x0bmax_vectors\x18\x04 \x01(\r\x12\x1a\n\x12max_active_vectors\x18\x05 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12\x19\n\x11max_registrations\x18\x07 \x01(\r\x12\x15\n\rmax_sequences\x18\x08 \x01(\r\x12\x1a\n\x12\x63\x61pture_pool_bytes\x18\t \x01(\x04\x12\x12\n\nring_bytes\x18\n \x01(\x04\x12\x13\n\x0btable_bytes\x18\x0b \x01(\x04\"\x88\x01\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07\x63\x61pture\x18\x02 \x01(\x0b\x32\x18.residuum.v1.CaptureSpec\x12+\n\x08steering\x18\x03 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\x12\r\n\x05model\x18\x04 \x01(\t\"@\n\x16RegisterRequestRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.residuum.v1.RequestSpec\"\xa8\x01\n\x17RegisterRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0fmissing_digests\x18\x02 \x03(\x0c\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0ctime_to_live\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\",\n\x19\x46indMissingVectorsRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"5\n\x1a\x46indMissingVectorsResponse\x12\x17\n\x0fmissing_digests\x18\x01 \x03(\x0c\"8\n\x11PutVectorsRequest\x12#\n\x06vector\x18\x01 \x01(\x0b\x32\x13.residuum.v1.Vector\"C\n\x12PutVectorsResponse\x12-\n\x07results\x18\x01 \x03(\x0b\x32\x1c.residuum.v1.PutVectorResult\"H\n\x0fPutVectorResult\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.residuum.v1.ItemError\"\xf7\x01\n\x0fGenerateRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12(\n\x04spec\x18\x02 \x01(\x0b\x32\x18.residuum.v1.RequestSpecH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x01\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.residuum.v1.TokenIdsH\x01\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.residuum.v1.ChatH\x01\x12\x31\n\x08sampling\x18\x06 \x01(\x0b\x32\x1f.residuum.v1.SamplingParametersB\x08\n\x06targetB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.residuum.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb6\x02\n\x12SamplingParameters\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x1a\n\rnum_sequences\x18\x08 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\t \x01(\rH\x06\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x10\n\x0e_num_sequencesB\r\n\x0b_min_tokens\"\xad\x01\n\x10GenerateResponse\x12\x31\n\x07started\x18\x01 \x01(\x0b\x32\x1e.residuum.v1.GenerationStartedH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.residuum.v1.TokenDeltaH\x00\x12\x33\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1f.residuum.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"n\n\x11GenerationStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x07\x63\x61pture\x18\x03 \x01(\x0b\x32\x1a.residuum.v1.CaptureHandle\"J\n\rCaptureHandle\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x16\n\x0estore_endpoint\x18\x02 \x01(\t\x12\r\n\x05store\x18\x03 \x01(\t\"?\n\nTokenDelta\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\x94\x01\n\x12GenerationFinished\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.residuum.v1.SequenceFinish\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.residuum.v1.Usage\x12+\n\x07\x63\x61pture\x18\x03 \x01(\x0b\x32\x1a.residuum.v1.CaptureHandle\"V\n\x0eSequenceFinish\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\"8\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\"X\n\x15UpdateSteeringRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x08steering\x18\x02 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\"1\n\x16UpdateSteeringResponse\x12\x17\n\x0f\x66irst_positions\x18\x01 \x03(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse2\xe3\x04\n\x10InferenceService\x12S\n\x0cGetModelInfo\x12 .residuum.v1.GetModelInfoRequest\x1a!.residuum.v1.GetModelInfoResponse\x12\\\n\x0fRegisterRequest\x12#.residuum.v1.RegisterRequestRequest\x1a$.residuum.v1.RegisterRequestResponse\x12\x65\n\x12\x46indMissingVectors\x12&.residuum.v1.FindMissingVectorsRequest\x1a\'.residuum.v1.FindMissingVectorsResponse\x12O\n\nPutVectors\x12\x1e.residuum.v1.PutVectorsRequest\x1a\x1f.residuum.v1.PutVectorsResponse(\x01\x12I\n\x08Generate\x12\x1c.residuum.v1.GenerateRequest\x1a\x1d.residuum.v1.GenerateResponse0\x01\x12Y\n\x0eUpdateSteering\x12\".residuum.v1.UpdateSteeringRequest\x1a#.residuum.v1.UpdateSteeringResponse\x12>\n\x05\x41\x62ort\x12\x19.residuum.v1.AbortRequest\x1a\x1a.residuum.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'residuum.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETMODELINFOREQUEST']._serialized_start=216
-  _globals['_GETMODELINFOREQUEST']._serialized_end=258
-  _globals['_GETMODELINFORESPONSE']._serialized_start=261
-  _globals['_GETMODELINFORESPONSE']._serialized_end=838
-  _globals['_STORECHECK']._serialized_start=840
-  _globals['_STORECHECK']._serialized_end=933
-  _globals['_LIMITS']._serialized_start=936
-  _globals['_LIMITS']._serialized_end=1216
-  _globals['_REQUESTSPEC']._serialized_start=1219
-  _globals['_REQUESTSPEC']._serialized_end=1355
-  _globals['_REGISTERREQUESTREQUEST']._serialized_start=1357
-  _globals['_REGISTERREQUESTREQUEST']._serialized_end=1421
-  _globals['_REGISTERREQUESTRESPONSE']._serialized_start=1424
-  _globals['_REGISTERREQUESTRESPONSE']._serialized_end=1592
-  _globals['_FINDMISSINGVECTORSREQUEST']._serialized_start=1594
-  _globals['_FINDMISSINGVECTORSREQUEST']._serialized_end=1638
-  _globals['_FINDMISSINGVECTORSRESPONSE']._serialized_start=1640
-  _globals['_FINDMISSINGVECTORSRESPONSE']._serialized_end=1693
-  _globals['_PUTVECTORSREQUEST']._serialized_start=1695
-  _globals['_PUTVECTORSREQUEST']._serialized_end=1751
-  _globals['_PUTVECTORSRESPONSE']._serialized_start=1753
-  _globals['_PUTVECTORSRESPONSE']._serialized_end=1820
-  _globals['_PUTVECTORRESULT']._serialized_start=1822
-  _globals['_PUTVECTORRESULT']._serialized_end=1894
-  _globals['_GENERATEREQUEST']._serialized_start=1897
-  _globals['_GENERATEREQUEST']._serialized_end=2144
-  _globals['_TOKENIDS']._serialized_start=2146
-  _globals['_TOKENIDS']._serialized_end=2169
-  _globals['_CHAT']._serialized_start=2171
-  _globals['_CHAT']._serialized_end=2221
-  _globals['_CHATMESSAGE']._serialized_start=2223
-  _globals['_CHATMESSAGE']._serialized_end=2267
-  _globals['_SAMPLINGPARAMETERS']._serialized_start=2270
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=2580
-  _globals['_GENERATERESPONSE']._serialized_start=2583
-  _globals['_GENERATERESPONSE']._serialized_end=2756
-  _globals['_GENERATIONSTARTED']._serialized_start=2758
-  _globals['_GENERATIONSTARTED']._serialized_end=2868
-  _globals['_CAPTUREHANDLE']._serialized_start=2870
-  _globals['_CAPTUREHANDLE']._serialized_end=2929
-  _globals['_TOKENDELTA']._serialized_start=2931
-  _globals['_TOKENDELTA']._serialized_end=2994
-  _globals['_GENERATIONFINISHED']._serialized_start=2997
-  _globals['_GENERATIONFINISHED']._serialized_end=3145
-  _globals['_SEQUENCEFINISH']._serialized_start=3147
-  _globals['_SEQUENCEFINISH']._serialized_end=3233
-  _globals['_USAGE']._serialized_start=3235
-  _globals['_USAGE']._serialized_end=3291
-  _globals['_UPDATESTEERINGREQUEST']._serialized_start=3293
-  _globals['_UPDATESTEERINGREQUEST']._serialized_end=3381
-  _globals['_UPDATESTEERINGRESPONSE']._serialized_start=3383
-  _globals['_UPDATESTEERINGRESPONSE']._serialized_end=3432
-  _globals['_ABORTREQUEST']._serialized_start=3434
-  _globals['_ABORTREQUEST']._serialized_end=3468
-  _globals['_ABORTRESPONSE']._serialized_start=3470
-  _globals['_ABORTRESPONSE']._serialized_end=3485
-  _globals['_INFERENCESERVICE']._serialized_start=3488
-  _globals['_INFERENCESERVICE']._serialized_end=4099
+  _globals['_GETMODELINFOREQUEST']._serialized_start=245
+  _globals['_GETMODELINFOREQUEST']._serialized_end=287
+  _globals['_GETMODELINFORESPONSE']._serialized_start=290
+  _globals['_GETMODELINFORESPONSE']._serialized_end=957
+  _globals['_STORECHECK']._serialized_start=959
+  _globals['_STORECHECK']._serialized_end=1067
+  _globals['_LIMITS']._serialized_start=1070
+  _globals['_LIMITS']._serialized_end=1350
+  _globals['_REQUESTSPEC']._serialized_start=1353
+  _globals['_REQUESTSPEC']._serialized_end=1489
+  _globals['_REGISTERREQUESTREQUEST']._serialized_start=1491
+  _globals['_REGISTERREQUESTREQUEST']._serialized_end=1555
+  _globals['_REGISTERREQUESTRESPONSE']._serialized_start=1558
+  _globals['_REGISTERREQUESTRESPONSE']._serialized_end=1726
+  _globals['_FINDMISSINGVECTORSREQUEST']._serialized_start=1728
+  _globals['_FINDMISSINGVECTORSREQUEST']._serialized_end=1772
+  _globals['_FINDMISSINGVECTORSRESPONSE']._serialized_start=1774
+  _globals['_FINDMISSINGVECTORSRESPONSE']._serialized_end=1827
+  _globals['_PUTVECTORSREQUEST']._serialized_start=1829
+  _globals['_PUTVECTORSREQUEST']._serialized_end=1885
+  _globals['_PUTVECTORSRESPONSE']._serialized_start=1887
+  _globals['_PUTVECTORSRESPONSE']._serialized_end=1954
+  _globals['_PUTVECTORRESULT']._serialized_start=1956
+  _globals['_PUTVECTORRESULT']._serialized_end=2028
+  _globals['_GENERATEREQUEST']._serialized_start=2031
+  _globals['_GENERATEREQUEST']._serialized_end=2278
+  _globals['_TOKENIDS']._serialized_start=2280
+  _globals['_TOKENIDS']._serialized_end=2303
+  _globals['_CHAT']._serialized_start=2305
+  _globals['_CHAT']._serialized_end=2355
+  _globals['_CHATMESSAGE']._serialized_start=2357
+  _globals['_CHATMESSAGE']._serialized_end=2401
+  _globals['_SAMPLINGPARAMETERS']._serialized_start=2404
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=2714
+  _globals['_GENERATERESPONSE']._serialized_start=2717
+  _globals['_GENERATERESPONSE']._serialized_end=2890
+  _globals['_GENERATIONSTARTED']._serialized_start=2892
+  _globals['_GENERATIONSTARTED']._serialized_end=3002
+  _globals['_CAPTUREHANDLE']._serialized_start=3004
+  _globals['_CAPTUREHANDLE']._serialized_end=3078
+  _globals['_TOKENDELTA']._serialized_start=3080
+  _globals['_TOKENDELTA']._serialized_end=3143
+  _globals['_GENERATIONFINISHED']._serialized_start=3146
+  _globals['_GENERATIONFINISHED']._serialized_end=3294
+  _globals['_SEQUENCEFINISH']._serialized_start=3296
+  _globals['_SEQUENCEFINISH']._serialized_end=3382
+  _globals['_USAGE']._serialized_start=3384
+  _globals['_USAGE']._serialized_end=3440
+  _globals['_UPDATESTEERINGREQUEST']._serialized_start=3442
+  _globals['_UPDATESTEERINGREQUEST']._serialized_end=3530
+  _globals['_UPDATESTEERINGRESPONSE']._serialized_start=3532
+  _globals['_UPDATESTEERINGRESPONSE']._serialized_end=3581
+  _globals['_ABORTREQUEST']._serialized_start=3583
+  _globals['_ABORTREQUEST']._serialized_end=3617
+  _globals['_ABORTRESPONSE']._serialized_start=3619
+  _globals['_ABORTRESPONSE']._serialized_end=3634
+  _globals['_INFERENCESERVICE']._serialized_start=3637
+  _globals['_INFERENCESERVICE']._serialized_end=4248
 # @@protoc_insertion_point(module_scope)

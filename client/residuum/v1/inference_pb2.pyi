@@ -11,6 +11,7 @@ from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from residuum.v1 import capture_pb2 as _capture_pb2
 from residuum.v1 import errors_pb2 as _errors_pb2
+from residuum.v1 import placement_pb2 as _placement_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
 from residuum.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
@@ -32,7 +33,7 @@ class GetModelInfoRequest(_message.Message):
 
     CHECK_STORE_FIELD_NUMBER: _builtins.int
     check_store: _builtins.bool
-    """Ask the store, too, whether it answers; `store_check` says what came of it. Takes up to 5 s if it does not."""
+    """Ask the stores, too, whether they answer; `store_checks` says what came of it. Takes up to 5 s if one does not."""
     def __init__(
         self,
         *,
@@ -69,6 +70,8 @@ class GetModelInfoResponse(_message.Message):
     STORE_CHECK_FIELD_NUMBER: _builtins.int
     REDUCTIONS_FIELD_NUMBER: _builtins.int
     DEFAULT_ENCODING_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
+    STORE_CHECKS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name that clients may check with `model` in a spec."""
     num_layers: _builtins.int
@@ -103,7 +106,9 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def store_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Where clients reach the stores that captures go to, as host:port. Empty: the server captures nothing."""
+        """Where clients reach the stores that captures go to, as host:port: the endpoints of `stores`. Empty: the server
+        captures nothing.
+        """
 
     @_builtins.property
     def layout(self) -> _capture_pb2.ParallelLayout:
@@ -115,11 +120,23 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def store_check(self) -> Global___StoreCheck:
-        """The way from here to the store. Unset: nobody asked, the server captures nothing, or is older than this field."""
+        """The first of `store_checks` that has an error, or else the first. Unset: nobody asked, the server captures nothing,
+        or is older than this field.
+        """
 
     @_builtins.property
     def reductions(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Reduction.ValueType]:
         """The reductions that a capture may ask for. Empty: the server is older than this field, and reduces nothing."""
+
+    @_builtins.property
+    def stores(self) -> _containers.RepeatedCompositeFieldContainer[_placement_pb2.StoreAddress]:
+        """The stores that captures go to. Empty, and `store_endpoints` not: the server is older than this field, and each
+        store is called by its endpoint.
+        """
+
+    @_builtins.property
+    def store_checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreCheck]:
+        """The way from here to each store, in the order of `stores`. Empty: as `store_check` is unset."""
 
     def __init__(
         self,
@@ -141,10 +158,12 @@ class GetModelInfoResponse(_message.Message):
         store_check: Global___StoreCheck | None = ...,
         reductions: _abc.Iterable[_capture_pb2.Reduction.ValueType] | None = ...,
         default_encoding: _capture_pb2.Encoding.ValueType = ...,
+        stores: _abc.Iterable[_placement_pb2.StoreAddress] | None = ...,
+        store_checks: _abc.Iterable[Global___StoreCheck] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "sites", b"sites", "steering_operations", b"steering_operations", "store_check", b"store_check", "store_endpoints", b"store_endpoints", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "sites", b"sites", "steering_operations", b"steering_operations", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -159,10 +178,13 @@ class StoreCheck(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """The store, as the inference service knows it: not always the address that clients are told."""
     server_version: _builtins.str
     """The version of the store, if it answered."""
+    store: _builtins.str
+    """The store's name. Empty: the server is older than this field."""
     @_builtins.property
     def error(self) -> _errors_pb2.ItemError:
         """Why it could not be asked. Unset: it answered."""
@@ -173,10 +195,11 @@ class StoreCheck(_message.Message):
         endpoint: _builtins.str = ...,
         error: _errors_pb2.ItemError | None = ...,
         server_version: _builtins.str = ...,
+        store: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "error", b"error", "server_version", b"server_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "error", b"error", "server_version", b"server_version", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -768,19 +791,23 @@ class CaptureHandle(_message.Message):
 
     CAPTURE_ID_FIELD_NUMBER: _builtins.int
     STORE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The name of the capture: the request id."""
     store_endpoint: _builtins.str
     """The store that holds it, as host:port."""
+    store: _builtins.str
+    """The name of that store. Empty: the server is older than this field."""
     def __init__(
         self,
         *,
         capture_id: _builtins.str = ...,
         store_endpoint: _builtins.str = ...,
+        store: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "store_endpoint", b"store_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "store", b"store", "store_endpoint", b"store_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

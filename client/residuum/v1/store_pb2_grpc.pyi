@@ -39,6 +39,11 @@ class StoreServiceStub:
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
 
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED if it lacks the
+    right: `write` to open, append and seal; `read` to get, list and read; `generate` to delete. Any will do for GetStats,
+    and `admin` for everything. A capture belongs to a tenant: to others it does not exist.
+
     The service also serves grpc.health.v1 and server reflection.
     """
 
@@ -56,6 +61,8 @@ class StoreServiceStub:
     * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
     * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or those that have not ended take too much memory.
+    * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has as many open captures, or bytes, as it may have.
+    * PERMISSION_DENIED: the token does not write for this tenant.
     """
     AppendChunks: _grpc.StreamStreamMultiCallable[_store_pb2.AppendChunksRequest, _store_pb2.AppendChunksResponse]
     """Appends chunks, of any captures, and acknowledges them.
@@ -76,7 +83,8 @@ class StoreServiceStub:
     and nothing doubled. A chunk that can never be written is rejected by itself, in `rejections`, and counts as
     acknowledged; the stream goes on.
 
-    Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD,
+    Rejections: UNKNOWN_CAPTURE (never opened, or deleted, or of a tenant that the token does not write for),
+    CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has as many bytes as it may have),
     LIMIT_REACHED (captures that have not ended take too much memory). A stream of which the store hears nothing at
     first, or whose answers nobody reads, is cancelled after a while.
 
@@ -156,6 +164,11 @@ class StoreServiceAsyncStub(StoreServiceStub):
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
 
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED if it lacks the
+    right: `write` to open, append and seal; `read` to get, list and read; `generate` to delete. Any will do for GetStats,
+    and `admin` for everything. A capture belongs to a tenant: to others it does not exist.
+
     The service also serves grpc.health.v1 and server reflection.
     """
 
@@ -170,6 +183,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
     * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or those that have not ended take too much memory.
+    * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has as many open captures, or bytes, as it may have.
+    * PERMISSION_DENIED: the token does not write for this tenant.
     """
     AppendChunks: _aio.StreamStreamMultiCallable[_store_pb2.AppendChunksRequest, _store_pb2.AppendChunksResponse]  # type: ignore[assignment]
     """Appends chunks, of any captures, and acknowledges them.
@@ -190,7 +205,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     and nothing doubled. A chunk that can never be written is rejected by itself, in `rejections`, and counts as
     acknowledged; the stream goes on.
 
-    Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD,
+    Rejections: UNKNOWN_CAPTURE (never opened, or deleted, or of a tenant that the token does not write for),
+    CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has as many bytes as it may have),
     LIMIT_REACHED (captures that have not ended take too much memory). A stream of which the store hears nothing at
     first, or whose answers nobody reads, is cancelled after a while.
 
@@ -269,6 +285,11 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
 
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED if it lacks the
+    right: `write` to open, append and seal; `read` to get, list and read; `generate` to delete. Any will do for GetStats,
+    and `admin` for everything. A capture belongs to a tenant: to others it does not exist.
+
     The service also serves grpc.health.v1 and server reflection.
     """
 
@@ -287,6 +308,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
         * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or those that have not ended take too much memory.
+        * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has as many open captures, or bytes, as it may have.
+        * PERMISSION_DENIED: the token does not write for this tenant.
         """
 
     @_abc_1.abstractmethod
@@ -313,7 +336,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         and nothing doubled. A chunk that can never be written is rejected by itself, in `rejections`, and counts as
         acknowledged; the stream goes on.
 
-        Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD,
+        Rejections: UNKNOWN_CAPTURE (never opened, or deleted, or of a tenant that the token does not write for),
+        CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has as many bytes as it may have),
         LIMIT_REACHED (captures that have not ended take too much memory). A stream of which the store hears nothing at
         first, or whose answers nobody reads, is cancelled after a while.
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+_BLOCK = 4096
+"""Positions that are looked through at once."""
+
+
 def resolve_layers(selection: selection_pb2.LayerSelection, num_layers: int) -> list[int]:
     """Return the layers that a selection names, ascending.
 
@@ -89,26 +93,43 @@ def is_reduced(spec: capture_pb2.CaptureSpec) -> bool:
     return spec.reduction not in (capture_pb2.REDUCTION_UNSPECIFIED, capture_pb2.REDUCTION_NONE)
 
 
-def captured_positions(spec: capture_pb2.CaptureSpec, prompt_tokens: int, length: int) -> npt.NDArray[np.bool_]:
-    """Tell at which positions a capture has rows: the wanted ones, or the last of each phase if it is reduced.
+def captured_positions(
+    spec: capture_pb2.CaptureSpec, prompt_tokens: int, first: int, count: int, length: int | None = None
+) -> npt.NDArray[np.bool_]:
+    """Tell at which positions a capture has rows that count: the wanted ones; if it is reduced, the last of each phase.
 
     Args:
         spec: What was asked for.
         prompt_tokens: Tokens of the prompt.
-        length: Rows of the sequence, wanted or not; see `expected_rows`.
+        first: The first position asked about.
+        count: How many positions are asked about.
+        length: Rows of the sequence, wanted or not; see `expected_rows`. None while that is not known: then any wanted
+            position of a generated token may be the last one.
 
     Returns:
-        One bool for each position below `length`.
+        One bool for each of the positions first, first + 1, ...; shape [count].
     """
-    wanted = wanted_positions(spec.positions, prompt_tokens, 0, length)
-    if not is_reduced(spec):
-        return wanted
-    captured = np.zeros_like(wanted)
-    for start, end in ((0, prompt_tokens), (prompt_tokens, length)):
-        inside = np.flatnonzero(wanted[start:end])
-        if len(inside):
-            captured[start + inside[-1]] = True
+    captured = wanted_positions(spec.positions, prompt_tokens, first, count)
+    if length is not None:
+        captured[max(length - first, 0) :] = False
+    if is_reduced(spec):
+        borders = (0, prompt_tokens) if length is None else (0, prompt_tokens, max(length, prompt_tokens))
+        for start, end in itertools.pairwise(borders):
+            last = _last_wanted(spec.positions, prompt_tokens, start, end)
+            low, high = max(start - first, 0), max(end - first, 0)
+            captured[low:high] &= np.arange(first + low, first + min(high, count)) == last
     return captured
+
+
+def _last_wanted(selection: selection_pb2.PositionSelection, prompt_tokens: int, start: int, end: int) -> int:
+    """Return the last wanted position from `start` on and below `end`; -1 if there is none."""
+    while end > start:  # from the end, because it is mostly there
+        at = max(end - _BLOCK, start)
+        found = np.flatnonzero(wanted_positions(selection, prompt_tokens, at, end - at))
+        if len(found):
+            return at + int(found[-1])
+        end = at
+    return -1
 
 
 def _bounds(item: selection_pb2.PositionRange, prompt_tokens: int) -> tuple[float, float]:

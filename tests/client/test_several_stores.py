@@ -1,0 +1,313 @@
+"""Captures on several real stores: found by rank, listed as one, and named when a store is away."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+
+import pytest
+from peer import HIDDEN
+from running_store import RunningStore
+
+import residuum
+from residuum.rpc.channels import open_channel
+from residuum.v1 import capture_pb2, inference_pb2, placement_pb2, selection_pb2, store_pb2, store_pb2_grpc, tensor_pb2
+from residuum.wire.placement import first_rank, ranks
+
+NAMES = ("a", "b", "c")
+
+pytestmark = pytest.mark.filterwarnings("ignore::residuum.EmptyCaptureWarning")
+
+
+class Group:
+    """Three stores, and a way to put a capture wherever a test wants it."""
+
+    def __init__(self, folder):
+        self.stores = {name: RunningStore(folder / name) for name in NAMES}
+        self.channels = {name: open_channel(store.endpoint) for name, store in self.stores.items()}
+
+    def address(self, *names):
+        return [f"{name}={self.stores[name].endpoint}" for name in names or NAMES]
+
+    def stub(self, name):
+        return store_pb2_grpc.StoreServiceStub(self.channels[name])
+
+    def put(self, store, capture_id):
+        """Keep a capture that has ended, of no rows."""
+        description = capture_pb2.CaptureDescription(
+            capture_id=capture_id, model="m", hidden_size=HIDDEN, num_layers=1, num_sequences=1,
+            dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+            spec=capture_pb2.CaptureSpec(
+                sites=[capture_pb2.SITE_RESID_POST], encoding=capture_pb2.ENCODING_RAW,
+                layers=selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=[0])),
+            ),
+        )  # fmt: skip
+        stub = self.stub(store)
+        stub.OpenCapture(store_pb2.OpenCaptureRequest(description=description))
+        outcome = capture_pb2.SequenceOutcome(generated_token_ids=[1], finish_reason="abort")
+        stub.SealCapture(
+            store_pb2.SealCaptureRequest(
+                capture_id=capture_id, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_ABORTED
+            )
+        )
+        return capture_id
+
+    def clear(self):
+        for name in NAMES:
+            for summary in self.stub(name).ListCaptures(store_pb2.ListCapturesRequest(page_size=1000)).captures:
+                self.stub(name).DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=summary.capture_id))
+
+    def stop(self):
+        for channel in self.channels.values():
+            channel.close()
+        for store in self.stores.values():
+            store.stop(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    running = Group(tmp_path_factory.mktemp("stores"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def group(shared):
+    shared.clear()
+    return shared
+
+
+@pytest.fixture
+def away():
+    """An endpoint at which nothing listens, for as long as the test runs."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+def placed(store, names=NAMES, start=0):
+    """An id that belongs to a store."""
+    return next(name for at in range(start, 1 << 20) if first_rank(names, name := f"x-{at}") == store)
+
+
+async def test_each_capture_is_found_whatever_its_rank(make, group):
+    client = make("127.0.0.1:1", store=group.address())
+    for at, store in enumerate(NAMES):
+        kept = group.put(store, f"capture-{at}")
+        assert (await client.manifest(kept)).state == "aborted"
+        acts = await client.activations(kept, allow_partial=True)
+        assert acts.manifest.capture_id == kept
+
+
+async def test_a_store_that_is_added_changes_nothing_for_what_is_there(make, group):
+    """Ids whose first rank is the new store's, written before it came, are still read."""
+    old, name = ("a", "b"), placed("c")
+    group.put(first_rank(old, name), name)
+    client = make("127.0.0.1:1", store=group.address())
+    assert (await client.manifest(name)).capture_id == name
+    assert await client.delete(name) >= 0
+    with pytest.raises(residuum.UnknownCapture, match=r"None of the stores holds a capture 'x-.*They are a \(127"):
+        await client.manifest(name)
+
+
+async def test_a_client_learns_of_a_store_that_was_added(make, endpoint, peer, group):
+    peer.script.stores = group.address("a")
+    client = make(endpoint)
+    first = group.put("a", "first")
+    assert (await client.manifest(first)).capture_id == first
+    later = group.put("b", "later")
+    peer.script.stores = group.address("a", "b")
+    assert (await client.manifest(later)).capture_id == later
+    assert {summary.capture_id for summary in await client.captures()} == {first, later}
+    peer.script.stores = group.address()
+    assert (await client.activations(group.put("c", "last"), allow_partial=True)).manifest.capture_id == "last"
+
+
+async def test_a_capture_that_came_back_on_another_store_is_found_there(make, group):
+    client = make("127.0.0.1:1", store=group.address())
+    group.put("a", "wanderer")
+    assert (await client.manifest("wanderer")).capture_id == "wanderer"
+    await client.delete("wanderer")
+    group.put("b", "wanderer")
+    assert (await client.manifest("wanderer")).capture_id == "wanderer"
+    assert (await client.activations("wanderer", allow_partial=True)).manifest.capture_id == "wanderer"
+
+
+async def test_only_the_captures_of_a_store_that_is_away_fail(make, group, away):
+    stores = [*group.address("a", "b"), f"c={away}"]
+    client = make("127.0.0.1:1", store=stores, timeout=10)
+    here, there = placed("a"), placed("c")
+    group.put("a", here)
+    assert (await client.manifest(here)).capture_id == here
+    for ask in (client.manifest, client.activations, client.delete):
+        with pytest.raises(residuum.Unreachable, match=rf"The store c \({away}\) cannot be asked") as caught:
+            await ask(there)
+        assert (caught.value.endpoint, caught.value.metadata["store"]) == (away, "c")
+
+
+async def test_a_capture_of_a_lower_rank_is_found_though_the_first_is_away(make, group, away):
+    client = make("127.0.0.1:1", store=[*group.address("a", "b"), f"c={away}"], timeout=10)
+    name = placed("c")
+    group.put(ranks(NAMES, name)[2], name)
+    assert (await client.manifest(name)).capture_id == name
+
+
+async def test_nothing_is_unknown_as_long_as_a_store_of_any_rank_is_away(make, group, away):
+    """The last rank is away: the others have no such capture, but it may be there."""
+    name = next(f"x-{at}" for at in range(1 << 20) if ranks(NAMES, f"x-{at}")[2] == "c")
+    client = make("127.0.0.1:1", store=[*group.address("a", "b"), f"c={away}"], timeout=10)
+    with pytest.raises(residuum.Unreachable, match=f"The capture {name} may be there: no other store holds it"):
+        await client.manifest(name)
+
+
+async def test_lists_are_one_newest_first(make, group):
+    names = [group.put(NAMES[at % 3], f"n-{at:02}") for at in range(8)]
+    client = make("127.0.0.1:1", store=group.address())
+    listed = await client.captures(prefix="n-")
+    assert [summary.capture_id for summary in listed] == names[::-1]
+    assert [summary.store for summary in listed] == [NAMES[at % 3] for at in range(8)][::-1]
+    assert not await client.captures(prefix="n-", states="complete")
+
+
+async def test_pages_join_without_a_seam_though_captures_come_and_go(make, group):
+    names = [group.put(NAMES[at % 2], f"n-{at:02}") for at in range(9)]
+    client = make("127.0.0.1:1", store=group.address())
+    page = await client.captures_page(page_size=4, prefix="n-")
+    assert [summary.capture_id for summary in page.captures] == names[:4:-1]
+    await client.delete(names[5])  # was shown already: the page after it does not move
+    await client.delete(names[3])
+    group.put("c", "n-99")
+    page = await client.captures_page(page_size=2, page_token=page.next_page_token, prefix="n-")
+    assert [summary.capture_id for summary in page.captures] == [names[4], names[2]]
+    page = await client.captures_page(page_token=page.next_page_token, prefix="n-")
+    assert [summary.capture_id for summary in page.captures] == [names[1], names[0]]
+    assert page.next_page_token == ""
+
+
+async def test_bad_pages(make, group):
+    for at in range(3):
+        group.put("a", f"n-{at}")
+    client = make("127.0.0.1:1", store=group.address())
+    token = (await client.captures_page(page_size=1)).next_page_token
+    with pytest.raises(residuum.InvalidRequest, match="first page"):
+        await client.captures_page(page_token=token, prefix="other")
+    for bad in ("nonsense", "e30x", "WzFd"):
+        with pytest.raises(residuum.InvalidRequest, match="start from the first page"):
+            await client.captures_page(page_token=bad)
+    for size in (0, -1, 1001):
+        with pytest.raises(residuum.InvalidRequest, match="1 to 1000"):
+            await client.captures_page(page_size=size)
+    fewer = make("127.0.0.1:1", store=group.address("b", "c"))
+    with pytest.raises(residuum.InvalidRequest, match="began with the stores a, which are not there"):
+        await fewer.captures_page(page_token=token)
+    more = make("127.0.0.1:1", store=group.address("a"))
+    group.put("b", "newer")
+    alone = (await more.captures_page(page_size=1)).next_page_token
+    rest = await client.captures_page(page_token=alone)
+    assert [summary.capture_id for summary in rest.captures] == ["n-1", "n-0"], "what was added since is newer"
+
+
+async def test_lists_and_figures_without_a_store_that_is_away(make, group, away):
+    group.put("a", "n-1")
+    client = make("127.0.0.1:1", store=[*group.address("a", "b"), f"c={away}"], timeout=10)
+    for ask in (client.captures, client.captures_page, client.stats):
+        with pytest.raises(residuum.Unreachable, match=rf"The store c \({away}\) cannot be asked. What it holds"):
+            await ask()
+    with pytest.warns(residuum.SilentStoreWarning, match=rf"c \({away}\)"):
+        assert [summary.capture_id for summary in await client.captures(allow_partial=True)] == ["n-1"]
+    with pytest.warns(residuum.SilentStoreWarning, match=rf"c \({away}\)"):
+        stats = await client.stats(allow_partial=True)
+    assert [item.store for item in stats] == ["a", "b"]
+    health = await client.health()
+    assert (health.stores[away], health.ok) == ("UNREACHABLE", False)
+
+
+async def test_figures_add_up(make, group):
+    for at in range(3):
+        group.put(NAMES[at], f"n-{at}")
+    stats = await make("127.0.0.1:1", store=group.address()).stats()
+    assert [item.store for item in stats] == list(NAMES)
+    total = residuum.StoreStats.total(stats)
+    assert total.captures == {"aborted": 3}
+    assert total.max_bytes == 3 * stats[0].max_bytes
+    assert (total.store, total.retain_bytes) == ("total", None)
+
+
+async def test_where_the_inference_service_put_a_capture_is_remembered(make, endpoint, peer, store, group):
+    """A store known by its name at another address: the user's own list goes before the service's word."""
+    peer.script.stores = [f"here={store.endpoint}", *group.address("a")]
+    peer.script.handle_store = "here"
+    told = make(endpoint)
+    reply = await told.generate("a", max_tokens=2, capture=residuum.Capture(layers=[0]))
+    assert (await told.activations(reply.request_id)).manifest.is_complete
+    named = make(endpoint, store=[f"here={store.endpoint}", *group.address("a")])
+    reply = await named.generate("a", max_tokens=2, capture=residuum.Capture(layers=[0]))
+    assert (await named.activations(reply.request_id)).manifest.is_complete
+
+
+@pytest.mark.parametrize(
+    ("stores", "told"),
+    [
+        (["a=h:1", "a=h:2"], "stands for two stores"),
+        ("h:1,h:1", "stands for two stores"),
+        ("a b=h:1", "is no name for a store"),
+        ("a=h", "is not an endpoint"),
+        ("h:1,", "is not an endpoint"),
+    ],
+)
+def test_bad_lists_of_stores(kind, stores, told):
+    with pytest.raises(residuum.InvalidRequest, match=told):
+        kind("localhost:1", store=stores)
+
+
+def test_the_command(cli, group, away):
+    stores = ",".join(group.address())
+    names = [group.put(NAMES[at % 3], f"n-{at}") for at in range(4)]
+    code, out, _ = cli("ls", "--store", stores)
+    assert code == 0
+    assert [line.split("\t")[0] for line in out.splitlines()] == names[::-1]
+    assert [line.split("\t")[-1] for line in out.splitlines()] == ["a", "c", "b", "a"]
+    assert json.loads(cli("ls", "--json", "-n", "1", "--store", stores)[1])["store"] == "a"
+    assert [json.loads(line)["store"] for line in cli("stats", "--json", "--store", stores)[1].splitlines()] == [
+        "a", "b", "c", "total",
+    ]  # fmt: skip
+    flags = [word for store in (*group.address("a", "b"), f"c={away}") for word in ("--store", store)]
+    code, out, err = cli("ls", *flags)
+    assert (code, [line.split("\t")[0] for line in out.splitlines()]) == (1, ["n-3", "n-1", "n-0"])
+    assert f"residuum: The store c ({away}) cannot be asked. What it holds is not known." in err
+    code, out, err = cli("stats", *flags)
+    assert (code, out.count("server_version")) == (1, 3)
+    assert f"c ({away})" in err
+    lost = placed("c", start=100)
+    code, out, err = cli("rm", lost, "n-0", *flags)
+    assert (code, "n-0: deleted" in out) == (1, True)
+    assert f"The capture {lost} may be there" in err
+
+
+def test_the_doctor_looks_at_each_store(cli, group, away):
+    flags = [word for store in (*group.address("a", "b"), f"c={away}") for word in ("--store", store)]
+    code, out, _ = cli("doctor", "--json", *flags)
+    assert code == 1
+    found = {line["check"]: line["ok"] for line in map(json.loads, out.splitlines())}
+    a, b = (group.stores[name].endpoint for name in "ab")
+    assert (found[f"store {a}: connection"], found[f"store {b}: connection"]) == (True, True)
+    assert found[f"store {away}: connection"] is False
+    assert (found[f"store {a}: health"], found[f"store {b}: room"], found["store answers"]) == (True, True, True)
+    assert f"store {away}: health" not in found
+
+
+def test_older_services_name_endpoints_alone():
+    old = inference_pb2.GetModelInfoResponse(store_endpoints=["h:1", "h:2"])
+    assert residuum.ModelInfo.from_proto(old).stores == {"h:1": "h:1", "h:2": "h:2"}
+    new = inference_pb2.GetModelInfoResponse(
+        store_endpoints=["h:1"], stores=[placement_pb2.StoreAddress(name="a", endpoint="h:1")]
+    )
+    new.store_checks.add(store="a", endpoint="s:1", server_version="7")
+    new.store_checks.add(store="b", endpoint="s:2").error.message = "The store b is away."
+    info = residuum.ModelInfo.from_proto(new)
+    assert info.stores == {"a": "h:1"}
+    assert (info.store_reachable, info.store_detail) == (
+        False,
+        "the store a (s:1), version 7, answers it; The store b is away.",
+    )

@@ -1,0 +1,170 @@
+"""The tokens file, and the command that makes its entries."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import residuum
+from residuum.cli import main
+from residuum.rpc.tokens import Limits, TokenFile, TokensError
+from residuum.wire.tokens import make_token, token_hash
+
+HASH = "sha256:" + "0" * 64
+
+
+def ask(endpoint, token):
+    with residuum.Client("localhost:1", store=endpoint, token=token, timeout=20) as client:
+        return client.stats()
+
+
+BAD = {
+    "no TOML": ("[[token", "is not TOML"),
+    "the token instead of its hash": (
+        '[[token]]\nhash = "rsd_SECRET"\ntenant = "a"\nrights = ["read"]',
+        "token.1.hash: String should match",
+    ),
+    "no tenant": (f'[[token]]\nhash = "{HASH}"\nrights = ["read"]', "token.1.tenant: Field required"),
+    "a bad tenant": (f'[[token]]\nhash = "{HASH}"\ntenant = "a/SECRET"\nrights = ["read"]', "a tenant's name is"),
+    "no rights": (f'[[token]]\nhash = "{HASH}"\ntenant = "a"\nrights = []', "token.1.rights"),
+    "an unknown right": (f'[[token]]\nhash = "{HASH}"\ntenant = "a"\nrights = ["SECRET"]', "token.1.rights"),
+    "any tenant, to read": (f'[[token]]\nhash = "{HASH}"\ntenant = "*"\nrights = ["read"]', r"the tenant '\*' is for"),
+    "a time of nowhere": (
+        f'[[token]]\nhash = "{HASH}"\ntenant = "a"\nrights = ["read"]\nexpires = 2030-01-01T00:00:00',
+        "token.1.expires: Input should have timezone info",
+    ),
+    "twice": (f'[[token]]\nhash = "{HASH}"\ntenant = "a"\nrights = ["read"]\n' * 2, "token 2 stands there twice"),
+    "an unknown key": (
+        f'[[token]]\nhash = "{HASH}"\ntenant = "a"\nrights = ["read"]\nright = "SECRET"',
+        "token.1.right",
+    ),
+    "an unknown limit": ("[tenant.a]\nbytes = 1", "tenant.a.bytes: Extra inputs are not permitted"),
+    "a bad limit": ('[tenant.a]\nmax_bytes = "many"', "tenant.a.max_bytes"),
+    "a negative limit": ("[tenant.a]\nmax_open_captures = -1", "tenant.a.max_open_captures"),
+    "limits of nobody": ('[tenant."a/b"]\nmax_bytes = 1', "is no tenant's name"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), BAD.values(), ids=BAD)
+def test_a_bad_file_is_told_at_the_start(store, tokens, text, words):
+    tokens.replace(text)
+    with pytest.raises(TokensError, match=words) as raised, store(tokens=tokens.path):
+        pass
+    assert "SECRET" not in str(raised.value)
+
+
+def test_no_file(store, tmp_path):
+    with pytest.raises(TokensError, match="cannot be read"), store(tokens=tmp_path / "none"):
+        pass
+
+
+def test_limits(tokens):
+    tokens.limit("alice", max_bytes="1MiB", max_open_captures=3, max_vector_bytes=4096)
+    table = TokenFile(tokens.path).table()
+    assert table.limits_of("alice") == Limits(1 << 20, 3, 4096)
+    assert table.limits_of("bob") == Limits()
+
+
+def test_tokens_come_and_go_while_the_service_runs(store, tokens, capfd):
+    first = tokens.add("alice", "read")
+    with store(tokens=tokens.path) as endpoint:
+        assert ask(endpoint, first)
+        second = tokens.add("alice", "read")
+        assert ask(endpoint, second)
+        tokens.replace("[[token")
+        assert ask(endpoint, first)  # what cannot be used changes nothing
+        entry = f'[[token]]\nhash = "{token_hash(second)}"\ntenant = "alice"\nrights = ["read"]\n'
+        tokens.replace(entry)
+        assert ask(endpoint, second)
+        with pytest.raises(residuum.Unauthenticated, match="not one that this service knows"):
+            ask(endpoint, first)
+        tokens.replace("")
+        with pytest.raises(residuum.Unauthenticated):
+            ask(endpoint, second)
+
+
+def test_a_client_reads_its_file_again(store, tokens, tmp_path):
+    old, new = tokens.add("alice", "read"), tokens.add("alice", "read")
+    file = tmp_path / "token"
+    file.write_text(f"{old}\n")
+    with store(tokens=tokens.path) as endpoint, residuum.Client("localhost:1", store=endpoint, token=file) as client:
+        assert client.stats()
+        text = tokens.path.read_text().replace(token_hash(old), HASH)
+        tokens.replace(text)
+        with pytest.raises(residuum.Unauthenticated):
+            client.stats()
+        file.write_text(new)
+        assert client.stats()
+
+
+@pytest.mark.parametrize("way", ["environment", "file in the environment", "flag"])
+def test_where_the_command_finds_it(store, tokens, tmp_path, monkeypatch, capsys, way):
+    token = tokens.add("alice", "read")
+    file = tmp_path / "token"
+    file.write_text(token)
+    flags = ["--token-file", str(file)] if way == "flag" else []
+    if way == "environment":
+        monkeypatch.setenv("RESIDUUM_TOKEN", token)
+    elif not flags:
+        monkeypatch.setenv("RESIDUUM_TOKEN_FILE", str(file))
+    with store(tokens=tokens.path) as endpoint:
+        assert main(["stats", "--endpoint", "localhost:1", "--store", endpoint, *flags]) == 0
+        monkeypatch.delenv("RESIDUUM_TOKEN", raising=False)
+        monkeypatch.delenv("RESIDUUM_TOKEN_FILE", raising=False)
+        capsys.readouterr()
+        assert main(["stats", "--endpoint", "localhost:1", "--store", endpoint]) == 1
+    assert "This service asks for a token" in capsys.readouterr().err
+
+
+def test_both_in_the_environment(monkeypatch):
+    monkeypatch.setenv("RESIDUUM_TOKEN", "a")
+    monkeypatch.setenv("RESIDUUM_TOKEN_FILE", "b")
+    with pytest.raises(residuum.BadCredentials, match="both set"):
+        residuum.Client("localhost:1")
+
+
+def test_the_command_makes_a_token(store, tokens, capsys):
+    flags = ["--tenant", "alice", "--rights", "generate,read", "--name", 'Alice\'s "laptop"\n', "--days", "1"]
+    assert main(["token", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    token = next(line for line in lines if line.startswith("rsd_"))
+    entry = "\n".join(lines[lines.index("[[token]]") :])
+    assert token not in entry
+    tokens.append(entry)
+    with store(tokens=tokens.path) as endpoint:
+        assert ask(endpoint, token)
+
+
+def test_the_command_adds_it_to_the_file(store, tokens, capsys):
+    assert main(["token", "--tenant", "*", "--rights", "write", "--append", str(tokens.path)]) == 0
+    token = capsys.readouterr().out.strip()
+    assert main(["token", "--tenant", "a", "--rights", "read", "--append", str(tokens.path), "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)["token"]
+    assert token not in tokens.path.read_text()
+    with store(tokens=tokens.path) as endpoint:
+        assert ask(endpoint, token)
+        assert ask(endpoint, other)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tenant", "a/b", "--rights", "read"],
+        ["--tenant", "a", "--rights", "everything"],
+        ["--tenant", "*", "--rights", "read"],
+        ["--tenant", "a", "--rights", "read", "--days", "0"],
+        ["--tenant", "a", "--rights", "read", "--days", "many"],
+    ],
+)
+def test_what_the_command_refuses(flags, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["token", *flags])
+    assert raised.value.code == 2
+    assert "rsd_" not in "".join(capsys.readouterr())
+
+
+def test_tokens_differ_and_their_hash_does_not():
+    assert make_token() != make_token()
+    # A rule that other languages can follow: the SHA-256 of the token's ASCII bytes.
+    assert token_hash("abc") == "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

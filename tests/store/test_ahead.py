@@ -1,0 +1,86 @@
+"""Making the next item of a stream while the one before is dealt with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store_svc.ahead import ahead
+
+_SECONDS = 10.0
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "ahead"]
+
+
+@given(st.lists(st.integers()), st.integers(1, 4))
+def test_all_items_come_in_order(values: list[int], depth: int) -> None:
+    assert list(ahead((value for value in values), depth)) == values
+    assert not _threads()
+
+
+def test_the_next_item_is_made_while_one_is_dealt_with() -> None:
+    made = [threading.Event() for _ in range(6)]
+
+    def items() -> Generator[int, None, None]:
+        for number, event in enumerate(made):
+            event.set()
+            yield number
+
+    stream = ahead(items())
+    for _ in range(3):
+        next(stream)
+    assert made[3].wait(_SECONDS), "nobody makes the fourth while the third is dealt with"
+    assert made[4].wait(_SECONDS), "nobody works on the fifth while the fourth lies ready"
+    assert not made[5].is_set(), "more was made than is to lie ready"
+    stream.close()
+    assert not _threads()
+
+
+def test_short_streams_cost_no_thread() -> None:
+    makers: list[str] = []
+
+    def items() -> Generator[int, None, None]:
+        for number in range(2):
+            makers.append(threading.current_thread().name)
+            yield number
+
+    stream = ahead(items())
+    assert [next(stream), next(stream)] == [0, 1]
+    assert makers == [threading.current_thread().name] * 2
+
+
+@pytest.mark.parametrize("good", [0, 1, 2, 3, 5])
+def test_what_the_items_raise_comes_after_the_items_before_it(good: int) -> None:
+    def items() -> Generator[int, None, None]:
+        yield from range(good)
+        raise LookupError("no more")
+
+    stream = ahead(items())
+    assert [next(stream) for _ in range(good)] == list(range(good))
+    with pytest.raises(LookupError, match="no more"):
+        next(stream)
+    assert not _threads()
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3, 4])
+def test_closing_it_closes_the_items(taken: int) -> None:
+    closed = threading.Event()
+
+    def items() -> Generator[int, None, None]:
+        try:
+            yield from range(1000)
+        finally:
+            closed.set()
+
+    stream = ahead(items())
+    for _ in range(taken):
+        next(stream)
+    stream.close()
+    assert closed.is_set()
+    assert not _threads()
