@@ -116,7 +116,7 @@ class FakeEngine:
         self.forgotten = []
         self.changed = asyncio.Condition()
 
-    def tokenize(self, request):
+    async def tokenize(self, request):
         return list(request.token_ids.ids)
 
     async def generate(self, engine_id, prompt_token_ids, sampling, plan, cache_salt):
@@ -244,14 +244,16 @@ class Service:
 
     def __init__(self, engine, keeper, settings):
         self.engine = engine
-        self.registry = RequestRegistry(settings.registration_seconds, settings.max_registrations)
+        self.registry = RequestRegistry(
+            settings.registration_seconds, settings.max_registrations, max_bytes=settings.max_registration_mib << 20
+        )
         self.cache = VectorCache(settings.max_vectors, HIDDEN, self.registry.is_leased)
         activator = VectorActivator(
             self.cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )
         self.metrics = InferenceMetrics()
         self.metrics.registry.register(ServiceCollector(self.registry, self.cache, activator, keeper))
-        generator = Generator(engine, self.registry, self.cache, activator, keeper, self.metrics)
+        generator = Generator(engine, self.registry, self.cache, activator, keeper, self.metrics, settings.max_requests)
         self.parts = Parts(engine, self.registry, self.cache, generator, keeper, settings)
         self.servicer = InferenceServicer()
         self.endpoint = self.channel = self.stub = None
