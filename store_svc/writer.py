@@ -13,6 +13,7 @@ from typing import TypeVar
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request, get_logger, request_scope
 from residuum.rpc.serving import internal_failure
+from residuum.rpc.tokens import Limits
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.capture import Capture, Wait
 from store_svc.catalog import Catalog
@@ -70,6 +71,8 @@ class WriterOptions:
     """Seconds without progress after which a capture is ended, by what it waits for."""
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     """What is kept of the captures that have ended."""
+    limits_of: Callable[[str], Limits] = lambda _: Limits()
+    """What a tenant may have."""
 
 
 class Writer:
@@ -225,7 +228,7 @@ class Writer:
         return batch, outcomes
 
     def _apply(self, txn: Txn, work: Work) -> tuple[Batch, list[object]]:
-        batch = Batch(txn, self._catalog)
+        batch = Batch(txn, self._catalog, self._options.limits_of)
         outcomes: list[object] = [_outcome(command.run, batch) for command in work.commands]
         outcomes += [_outcome(item.apply, batch) for item in work.appends]
         return batch, outcomes
@@ -316,14 +319,14 @@ class Writer:
         if expired:
             commands = [self._expiry(item) for item in expired]
             self._commit(Work(commands))
-            failed = {command.capture_id for command in commands if command.future.exception()}
-            self._note_expired([item for item in expired if item.capture_id not in failed])
-            if failed:
-                self._retention.give_back(item for item in expired if item.capture_id in failed)
+            done = [command.future.exception() is None for command in commands]
+            self._note_expired([item for item, is_done in zip(expired, done, strict=True) if is_done])
+            if not all(done):
+                self._retention.give_back(item for item, is_done in zip(expired, done, strict=True) if not is_done)
         self._note_excess(self._retention.excess)
 
     def _expiry(self, expired: Expired) -> Command:
-        return Command(partial(Batch.delete, capture_id=expired.capture_id), expired.capture_id, reserve=True)
+        return Command(partial(Batch.delete, name=expired.name), expired.name.capture_id, reserve=True)
 
     def _note_expired(self, expired: list[Expired]) -> None:
         for item in expired:
@@ -334,7 +337,7 @@ class Writer:
             self.counters.bytes_expired += item.num_bytes
             _log.info(
                 "capture expired",
-                request_id=item.capture_id,
+                request_id=item.name.capture_id,
                 cause=item.cause,
                 age_seconds=round(item.age, 1),
                 bytes=item.num_bytes,

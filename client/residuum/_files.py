@@ -12,32 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from residuum._rows import Block
+from residuum._blocks import AnyBlock, Block, EncodedBlock
+from residuum._exports.parts import prefix
+from residuum._exports.safetensors import FORMAT
 from residuum.exceptions import InvalidRequest
 from residuum.manifest import Manifest
 
 if TYPE_CHECKING:
     from residuum.activations import Activations
 
-FORMAT = "residuum.activations.v1"
-"""What the file says it is, in its metadata under "format"."""
-
 Arrays = dict[str, npt.NDArray[Any]]
-
-
-def save(acts: Activations, path: str | os.PathLike[str]) -> None:
-    """Write activations; see `Activations.to_safetensors`."""
-    arrays: Arrays = {}
-    for sequence in acts.sequences:
-        for site in acts.sites:
-            arrays.update(_arrays(acts.select(sequence=sequence, site=site)))
-    metadata = {
-        "format": FORMAT,
-        "manifest": acts.manifest.to_json(),
-        "sites": ",".join(acts.sites),
-        "selected": f"{acts.sequence}/{acts.site}",
-    }
-    write_safetensors(path, arrays, metadata)
 
 
 def write_safetensors(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[str, str]) -> None:
@@ -75,16 +59,6 @@ def _permissions_of(path: str | os.PathLike[str]) -> Iterator[None]:
     target.chmod(mode)
 
 
-def _arrays(acts: Activations) -> Arrays:
-    prefix = _prefix(acts.sequence) + acts.site
-    arrays: Arrays = {f"{prefix}.{layer}": np.ascontiguousarray(acts.raw(layer)) for layer in acts.layers}
-    arrays[f"{prefix}.positions"] = np.ascontiguousarray(acts.positions)
-    arrays[f"{prefix}.token_ids"] = acts.token_ids
-    if not acts.present.all():
-        arrays[f"{prefix}.present"] = np.ascontiguousarray(acts.present)
-    return arrays
-
-
 def load(path: str | os.PathLike[str]) -> Activations:
     """Read activations; see `Activations.from_safetensors`."""
     from residuum.activations import Activations
@@ -98,7 +72,7 @@ def load(path: str | os.PathLike[str]) -> Activations:
     sites = metadata["sites"].split(",") if "sites" in metadata else manifest.sites
     order = {site: index for index, site in enumerate(sites)}
     keys.sort(key=lambda key: (key[0], order.get(key[1], len(order))))
-    acts = Activations(manifest, layers, {key: _block(arrays, key, layers) for key in keys})
+    acts = Activations(manifest, layers, {key: _block(arrays, key, layers, manifest) for key in keys})
     sequence, _, site = metadata.get("selected", "").partition("/")
     return acts.select(sequence=int(sequence), site=site) if site else acts
 
@@ -120,16 +94,36 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, st
         raise InvalidRequest(f"{path} is not a safetensors file: {error}", reason="INVALID_FIELD") from None
 
 
-def _block(arrays: Arrays, key: tuple[int, str], layers: tuple[int, ...]) -> Block:
-    prefix = _prefix(key[0]) + key[1]
-    values = np.stack([arrays[f"{prefix}.{layer}"] for layer in layers])
-    present = arrays.get(f"{prefix}.present", np.ones(values.shape[:2], dtype=np.bool_))
-    return Block(arrays[f"{prefix}.positions"], values, present)
+def _block(arrays: Arrays, key: tuple[int, str], layers: tuple[int, ...], manifest: Manifest) -> AnyBlock:
+    base = prefix(key[0]) + key[1]
+    positions = arrays[f"{base}.positions"]
+    present = arrays.get(f"{base}.present", np.ones((len(layers), len(positions)), dtype=np.bool_))
+    names = [f"{base}.{layer}" for layer in layers]
+    if names[0] in arrays:
+        return Block(positions, np.stack([arrays[name] for name in names]), present)
+    form = manifest.row_format
+    rows = np.empty(present.shape, form.row_dtype)
+    for field in form.row_dtype.names or ():
+        rows[field] = [arrays[f"{name}.{field}"] for name in names]
+    if form.prefix_dtype is None:
+        return EncodedBlock(positions, rows, present, form)
+    return EncodedBlock(positions, rows, present, form, *_prefixes(arrays, names, form.prefix_dtype))
+
+
+def _prefixes(arrays: Arrays, names: list[str], dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    """Return what rows share that were encoded together, of all layers, and which of it goes with which row."""
+    counts = [len(arrays[f"{name}.scale"]) for name in names]
+    prefixes = np.empty(sum(counts), dtype)
+    for field in dtype.names or ():
+        prefixes[field] = np.concatenate([arrays[f"{name}.{field}"] for name in names])
+    firsts = np.cumsum([0, *counts[:-1]])
+    groups = [arrays[f"{name}.group"] + first for name, first in zip(names, firsts, strict=True)]
+    return prefixes, np.stack(groups).astype(np.int32)
 
 
 def _layers(arrays: Arrays, key: tuple[int, str]) -> tuple[int, ...]:
-    prefix = f"{_prefix(key[0])}{key[1]}."
-    names = [name.removeprefix(prefix) for name in arrays if name.startswith(prefix)]
+    base = f"{prefix(key[0])}{key[1]}."
+    names = {name.removeprefix(base).partition(".")[0] for name in arrays if name.startswith(base)}
     return tuple(sorted(int(name) for name in names if name.isdigit()))
 
 
@@ -137,7 +131,3 @@ def _key(name: str) -> tuple[int, str]:
     site = name.removesuffix(".positions")
     sequence, slash, rest = site.partition("/")
     return (int(sequence.removeprefix("sequence")), rest) if slash else (0, site)
-
-
-def _prefix(sequence: int) -> str:
-    return f"sequence{sequence}/" if sequence else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -15,12 +16,14 @@ import grpc.aio
 from residuum import exceptions as exc
 from residuum._connect import READ_CHUNKS, Backoff, Channels, check_endpoint
 from residuum._credentials import Token, check_channel, opener, resolve_credentials
+from residuum._exports.job import Export, ExportJob
 from residuum._failures import from_rpc_error
 from residuum._listing import Listing, check_place, read_token
 from residuum._progress import progress_bar
 from residuum._reading import Piece, Reading, plan_read
 from residuum._requests import RequestLike, check_id
 from residuum._stores import Search, StoreDirectory, silent_store
+from residuum._tenants import check_tenant, for_tenant
 from residuum._waiting import Deadline, get_request, list_request
 from residuum.activations import Activations
 from residuum.manifest import Manifest
@@ -46,7 +49,9 @@ class AsyncCaptureClient:
         token: Token = None,
         tls: TLS | bool | None = None,
         insecure: bool | None = None,
+        tenant: str | None = None,
     ) -> None:
+        self._tenant = check_tenant(tenant)
         self.endpoint = check_endpoint(endpoint)
         self._timeout = timeout
         self._stores = StoreDirectory(store)
@@ -83,6 +88,43 @@ class AsyncCaptureClient:
                 reading.add(data)
                 advance(len(data))
         return reading.activations()
+
+    async def export(
+        self,
+        request_id: RequestLike,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,  # noqa: A002 - what it is
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        overwrite: bool = False,
+        progress: bool = False,
+    ) -> Export:
+        """Write the captured rows of a request to a file; see `Client.export`. Files are written by a thread.
+
+        Example:
+            >>> (await client.export(reply.request_id, "joy.zarr")).num_rows
+            2070
+        """
+        job = ExportJob(path, format, overwrite=overwrite, progress=progress)
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
+            follow=wait, allow_partial=allow_partial,
+        )  # fmt: skip
+        with job.begin() as (place, scratch):
+            reading = Reading(plan, allocate=scratch.allocate)
+            with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
+                async for data in self._read(reading, timeout):
+                    reading.add(data)
+                    advance(len(data))
+                    scratch.touch(len(data))
+            acts = reading.activations()
+            return await asyncio.to_thread(job.write, acts, place, scratch.touch)
 
     async def follow(
         self,
@@ -275,6 +317,7 @@ class AsyncCaptureClient:
         **facts: str,
     ) -> _Answer:
         """Make a unary call with the client's deadline and `extra` seconds on top of it."""
+        for_tenant(request, self._tenant)
         try:
             return await method(request, timeout=None if self._timeout is None else self._timeout + extra)
         except grpc.RpcError as error:
@@ -287,7 +330,7 @@ class AsyncCaptureClient:
         deadline, backoff = Deadline(timeout), Backoff()
         while True:
             reading.begin()
-            call = self._reader(endpoint)(reading.request, timeout=deadline.remaining())
+            call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
             try:
                 async for data in call:
                     backoff.progress()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,12 +14,14 @@ import grpc
 from residuum import exceptions as exc
 from residuum._connect import READ_CHUNKS, Backoff, Channels, check_endpoint
 from residuum._credentials import Token, check_channel, opener, resolve_credentials
+from residuum._exports.job import Export, ExportJob
 from residuum._failures import from_rpc_error
 from residuum._listing import Listing, check_place, read_token
 from residuum._progress import progress_bar
 from residuum._reading import Piece, Reading, plan_read
 from residuum._requests import RequestLike, check_id
 from residuum._stores import Search, StoreDirectory, silent_store
+from residuum._tenants import check_tenant, for_tenant
 from residuum._waiting import Deadline, get_request, list_request
 from residuum.activations import Activations
 from residuum.manifest import Manifest
@@ -44,7 +47,9 @@ class CaptureClient:
         token: Token = None,
         tls: TLS | bool | None = None,
         insecure: bool | None = None,
+        tenant: str | None = None,
     ) -> None:
+        self._tenant = check_tenant(tenant)
         self.endpoint = check_endpoint(endpoint)
         self._timeout = timeout
         self._stores = StoreDirectory(store)
@@ -109,6 +114,65 @@ class CaptureClient:
                 reading.add(data)
                 advance(len(data))
         return reading.activations()
+
+    def export(
+        self,
+        request_id: RequestLike,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,  # noqa: A002 - what it is
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        overwrite: bool = False,
+        progress: bool = False,
+    ) -> Export:
+        """Write the captured rows of a request to a file, however large, without having them in memory.
+
+        Rows come from the store into files beside the target, and from there into the format; nothing stands at `path`
+        before all of it does. docs/exports.md says what the formats hold.
+
+        Args:
+            request_id: The request.
+            path: Where to write; its suffix names the format if nothing else does.
+            format: "safetensors", "npz", "zarr" or "parquet". The last two need the extras of these names.
+            layers: What of it, and `allow_partial`, `wait`, `timeout`: as for `activations`.
+            sites: Only these sites.
+            sequences: Only these sequences.
+            positions: Only these positions.
+            wait: Wait until the capture has ended.
+            timeout: Seconds to wait and read at most; writing comes on top.
+            allow_partial: Write what is there of a capture that is not complete; each format says what is missing.
+            overwrite: Replace what is there.
+            progress: Show progress bars, on a terminal or in Jupyter.
+
+        Raises:
+            FileExistsError: Something is there, and may not be replaced.
+            ImportError: The format's extra is not installed; the message names it.
+            OSError: It cannot be written.
+            InvalidRequest: There is no such format; otherwise as `activations`, like all else.
+
+        Example:
+            >>> client.export(reply.request_id, "joy.zarr").num_rows
+            2070
+        """
+        job = ExportJob(path, format, overwrite=overwrite, progress=progress)
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
+            follow=wait, allow_partial=allow_partial,
+        )  # fmt: skip
+        with job.begin() as (place, scratch):
+            reading = Reading(plan, allocate=scratch.allocate)
+            with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
+                for data in self._read(reading, timeout):
+                    reading.add(data)
+                    advance(len(data))
+                    scratch.touch(len(data))
+            return job.write(reading.activations(), place, scratch.touch)
 
     def follow(
         self,
@@ -356,6 +420,7 @@ class CaptureClient:
         **facts: str,
     ) -> _Answer:
         """Make a unary call with the client's deadline and `extra` seconds on top of it."""
+        for_tenant(request, self._tenant)
         try:
             return method(request, timeout=None if self._timeout is None else self._timeout + extra)
         except grpc.RpcError as error:
@@ -395,7 +460,7 @@ class CaptureClient:
         deadline, backoff = Deadline(timeout), Backoff()
         while True:
             reading.begin()
-            call = self._reader(endpoint)(reading.request, timeout=deadline.remaining())
+            call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
             try:
                 for data in call:
                     backoff.progress()

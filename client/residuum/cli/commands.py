@@ -15,6 +15,7 @@ from typing import Any
 
 import residuum
 from residuum._direction_files import saved_directions
+from residuum._exports.formats import FORMATS
 from residuum.cli.output import Output, size
 from residuum.selections import LayersLike
 from residuum.steering import Operation
@@ -38,7 +39,11 @@ CALL_SECONDS = 30.0
 def open_client(options: argparse.Namespace) -> residuum.Client:
     """Return a client for the endpoints of a command line."""
     return residuum.Client(
-        options.endpoint, store=options.store, timeout=options.timeout or CALL_SECONDS, **credentials_of(options)
+        options.endpoint,
+        store=options.store,
+        timeout=options.timeout or CALL_SECONDS,
+        tenant=options.tenant,
+        **credentials_of(options),
     )
 
 
@@ -96,11 +101,25 @@ def stats(options: argparse.Namespace, output: Output) -> int:
     return 1 if silent else 0
 
 
+_CAPTURE_FLAGS = [
+    "positions",
+    "sites",
+    "before_steering",
+    "encoding",
+    "dimensions",
+    "encoding_seed",
+    "axis",
+    "onto",
+    "reduction",
+]
+"""What says more of a capture."""
+
+
 def generate(options: argparse.Namespace, output: Output) -> int:
     """Generate, printing the text as it is made."""
     if options.capture is None:
-        for flag in ("positions", "sites", "before_steering"):
-            if getattr(options, flag) not in {None, False}:
+        for flag in _CAPTURE_FLAGS:
+            if getattr(options, flag) not in (None, False):
                 options.usage_error(f"--{flag.replace('_', '-')} says what --capture captures; give both")
     if not options.steer and (options.steer_positions or options.keep_norm):
         options.usage_error("--steer-positions and --keep-norm say how it is steered; give --add or another, too")
@@ -143,28 +162,38 @@ def list_captures(options: argparse.Namespace, output: Output) -> int:
 
 def pull(options: argparse.Namespace, output: Output) -> int:
     """Fetch a capture into a file."""
-    path = options.out or f"{options.id}.safetensors"
+    kind = _file_format(options)
+    path = options.out or f"{options.id}.{kind}"
     with open_client(options) as client, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", residuum.EmptyCaptureWarning)
-        acts = client.activations(
+        made = client.export(
             options.id,
+            path,
+            format=kind,
             layers=parse_layers(options.layers) if options.layers else None,
             sites=options.sites,
             wait=not options.no_wait,
             timeout=options.timeout,
             allow_partial=options.allow_partial,
+            overwrite=options.force,
             progress=not output.as_json,
         )
     for warning in caught:
         output.note(f"residuum: {warning.message}")
-    acts.to_safetensors(path)
     if output.as_json:
-        shape = [len(acts.layers), len(acts.positions), acts.hidden_size]
-        facts = {"state": acts.manifest.state, "shape": shape, "sites": acts.sites}
-        output.json({"path": path, "capture_id": options.id, **facts})
+        shape = [len(made.layers), made.num_positions, made.manifest.width]
+        facts = {"state": made.manifest.state, "shape": shape, "sites": made.sites, "missing_rows": made.num_missing}
+        output.json({"path": path, "format": kind, "capture_id": options.id, **facts})
     else:
-        output.say(f"{path}: {acts!r}, {size(acts.nbytes)}")
+        output.say(f"{path}: {made}, {size(made.num_bytes)}")
     return 0
+
+
+def _file_format(options: argparse.Namespace) -> str:
+    """Return the format that the command line names, or the file that it names, or else safetensors."""
+    suffix = Path(options.out or "").suffix[1:]
+    named: str | None = options.format
+    return named or (suffix if suffix in FORMATS else "safetensors")
 
 
 def manifest(options: argparse.Namespace, output: Output) -> int:
@@ -249,6 +278,12 @@ def _capture(options: argparse.Namespace) -> residuum.Capture | None:
         sites="resid_post" if options.sites is None else options.sites,
         positions=options.positions or "all",
         before_steering=options.before_steering,
+        encoding=options.encoding or ("project" if options.onto else None),
+        dimensions=options.dimensions,
+        seed=options.encoding_seed or 0,
+        axis=options.axis,
+        vectors=_load(options.onto or []).values(),
+        reduction=options.reduction,
     )
 
 

@@ -14,9 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import residuum
+from residuum._exports.formats import FORMATS
+from residuum.capture import AXES, REDUCTIONS
 from residuum.cli import commands, doctor, health, token
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
+from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
     _Groups = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - its only name
@@ -32,6 +35,7 @@ _WORDS = {
     "Give a longer timeout, or none with timeout=None": "Give a longer --timeout, or none",
     "wait=False, allow_partial=True": "--no-wait --allow-partial",
     "allow_partial=True": "--allow-partial",
+    "overwrite=True": "--force",
     "wait for it, or follow() it": "wait for it",
     "Client(..., store='host:port')": "--store HOST:PORT",
     "TLS(..., server_name='NAME')": "--tls-server-name NAME",
@@ -39,6 +43,11 @@ _WORDS = {
     "tls=TLS(ca='ca.pem')": "--tls-ca FILE",
     "Connect without (tls=False)": "Leave --tls and --tls-ca, or RESIDUUM_TLS and RESIDUUM_TLS_CA, out",
     "insecure=True": "--insecure",
+    "dimensions= ": "--dimensions ",
+    "vectors= ": "--onto ",
+    "axis= ": "--axis ",
+    "seed= ": "--encoding-seed ",
+    'encoding="': '--encoding "',
     "client.info().num_layers": "num_layers of `residuum info`",
     "sites=client.info().sites names": "`residuum info` names",
 }
@@ -62,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output had enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ResiduumError, OSError, TypeError) as error:
+    except (ResiduumError, ImportError, OSError, TypeError) as error:
         output.error(_in_our_words(str(error)))
         return 1
 
@@ -100,6 +109,9 @@ def _add(
     groups: _Groups, name: str, run: Command, help_text: str, *, timeout: float | None = commands.CALL_SECONDS
 ) -> argparse.ArgumentParser:
     parser = _add_bare(groups, name, run, help_text, endpoint_text="the inference service", timeout=timeout)
+    parser.add_argument(
+        "--tenant", metavar="NAME", help="for admins: whose captures are meant (default: one's own, lists: everybody's)"
+    )
     parser.add_argument(
         "--store",
         action="append",
@@ -189,6 +201,7 @@ def _add_generate(groups: _Groups) -> None:
         action="store_true",
         help="capture rows as they were before they were steered (default: as the model goes on with them)",
     )
+    _add_encoding(parser)
     parser.add_argument(
         "--id", dest="request_id", help="your own name for the request and its capture (default: the server makes one)"
     )
@@ -198,6 +211,36 @@ def _add_generate(groups: _Groups) -> None:
         "--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated (default: at none)"
     )
     _add_steering(parser)
+
+
+def _add_encoding(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--encoding",
+        choices=ENCODINGS,
+        help="how captured rows are stored; docs/encodings.md tells more (default: as the server has it, mostly raw)",
+    )
+    parser.add_argument(
+        "--dimensions",
+        type=_count,
+        metavar="K",
+        help="what rp8 and rp project to, or how many elements topk8 and topk keep (default: as the server has it, "
+        "mostly 512 and 128)",
+    )
+    parser.add_argument("--encoding-seed", type=int, metavar="N", help="the seed of rp8 and rp (default: 0)")
+    parser.add_argument(
+        "--axis", choices=AXES, help="what shares a scale in full8: a row, or a dimension of a block (default: row)"
+    )
+    parser.add_argument(
+        "--onto",
+        action="append",
+        metavar="FILE",
+        help="project captured rows onto the vectors of this file, as for --add; may be repeated (default: onto none)",
+    )
+    parser.add_argument(
+        "--reduction",
+        choices=REDUCTIONS,
+        help="capture this of the prompt's rows and of the generated tokens' instead of all (default: none)",
+    )
 
 
 def _add_steering(parser: argparse.ArgumentParser) -> None:
@@ -248,10 +291,14 @@ def _add_list(groups: _Groups) -> None:
 
 
 def _add_pull(groups: _Groups) -> None:
-    text = "fetch a capture into a safetensors file"
+    text = "fetch a capture into a file"
     parser = _add(groups, "pull", commands.pull, text, timeout=None)
     parser.add_argument("id", metavar="ID", help="the capture's id")
-    parser.add_argument("--out", metavar="FILE", help="where to write (default: ID.safetensors)")
+    parser.add_argument("--out", metavar="FILE", help="where to write (default: ID and the format's suffix)")
+    parser.add_argument(
+        "--format", choices=list(FORMATS), help="what to write (default: as FILE is named, or else safetensors)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE if it is there (default: fail)")
     parser.add_argument("--layers", metavar="LAYERS", help="only these: 12 or 0,5,10-20 (default: all)")
     parser.add_argument("--sites", metavar="SITES", help="only these, separated by commas (default: all)")
     parser.add_argument(

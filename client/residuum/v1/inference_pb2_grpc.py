@@ -30,6 +30,11 @@ class InferenceServiceStub:
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     def __init__(self, channel):
@@ -80,6 +85,11 @@ class InferenceServiceServicer:
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     def GetModelInfo(self, request, context):
@@ -102,7 +112,7 @@ class InferenceServiceServicer:
         * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
         * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
         * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
-        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +166,7 @@ class InferenceServiceServicer:
         * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
         * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
-        the active ones for too long.
+        the active ones for too long; or too many requests run or wait.
         * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
         and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
         * CANCELLED, ABORTED: somebody called Abort.
@@ -248,6 +258,11 @@ class InferenceService:
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     @staticmethod

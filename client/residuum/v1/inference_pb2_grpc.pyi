@@ -31,6 +31,11 @@ class InferenceServiceStub:
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     @_typing.overload
@@ -53,7 +58,7 @@ class InferenceServiceStub:
     * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
     * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
     * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
-    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
     """
     FindMissingVectors: _grpc.UnaryUnaryMultiCallable[_inference_pb2.FindMissingVectorsRequest, _inference_pb2.FindMissingVectorsResponse]
     """Returns which of some vectors the server lacks. Those that it has are kept for another while.
@@ -95,7 +100,7 @@ class InferenceServiceStub:
     * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
     * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
-      the active ones for too long.
+      the active ones for too long; or too many requests run or wait.
     * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
       and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
     * CANCELLED, ABORTED: somebody called Abort.
@@ -131,6 +136,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -150,7 +160,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
     * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
     * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
-    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
     """
     FindMissingVectors: _aio.UnaryUnaryMultiCallable[_inference_pb2.FindMissingVectorsRequest, _inference_pb2.FindMissingVectorsResponse]  # type: ignore[assignment]
     """Returns which of some vectors the server lacks. Those that it has are kept for another while.
@@ -192,7 +202,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
     * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
-      the active ones for too long.
+      the active ones for too long; or too many requests run or wait.
     * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
       and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
     * CANCELLED, ABORTED: somebody called Abort.
@@ -227,6 +237,11 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     @_abc_1.abstractmethod
@@ -256,7 +271,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
         * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
         * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
-        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
         """
 
     @_abc_1.abstractmethod
@@ -316,7 +331,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
         * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
-          the active ones for too long.
+          the active ones for too long; or too many requests run or wait.
         * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
           and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
         * CANCELLED, ABORTED: somebody called Abort.
