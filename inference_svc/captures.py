@@ -1,4 +1,4 @@
-"""The captures of this service's requests, in the store: opened before the first token, sealed after the last."""
+"""The captures of this service's requests in one store: opened before the first token, sealed after the last."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ class NoAnswerError(Failure):
 
 
 class CaptureKeeper:
-    """Speaks to the store for the inference service. Rows do not pass here: shippers send them."""
+    """Speaks to one store for the inference service. Rows do not pass here: shippers send them."""
 
-    def __init__(self, endpoint: str, advertised: str, credentials: Credentials | None = None) -> None:
-        """Connect lazily to the store at `endpoint`, which clients reach as `advertised`."""
+    def __init__(self, store: StoreAddress, credentials: Credentials | None = None, *, is_alone: bool = True) -> None:
+        """Connect lazily to a store; `is_alone` says that there is no other."""
         self._credentials = credentials
-        self.endpoint = endpoint
-        self.advertised = advertised
+        self.store = store
+        self._is_alone = is_alone
+        self.answered: bool | None = None
+        """Whether the store answered when it was last asked; None: it was not asked yet."""
         self._channel = self._connect()
         self._store = store_pb2_grpc.StoreServiceStub(self._channel)
         self._seals: set[asyncio.Task[None]] = set()
@@ -63,6 +65,23 @@ class CaptureKeeper:
     def num_seals(self) -> int:
         """Ends that the store is being told."""
         return len(self._seals)
+
+    async def holds(self, capture_id: str) -> bool:
+        """Tell whether the store has a capture of this id.
+
+        Raises:
+            Failure: It does not answer.
+        """
+        request = store_pb2.GetCaptureRequest(capture_id=capture_id)
+        try:
+            await self._ask(
+                lambda channel: store_pb2_grpc.StoreServiceStub(channel).GetCapture(request, timeout=_OPEN_SECONDS)
+            )
+        except Failure as failure:
+            if failure.reason == Reason.ERROR_REASON_UNKNOWN_CAPTURE:
+                return False
+            raise
+        return True
 
     async def check_reachable(self) -> store_pb2.GetStatsResponse:
         """Make sure that the store answers; return what it says.
@@ -107,12 +126,14 @@ class CaptureKeeper:
                 task.cancel()
             if late:
                 names = sorted(task.get_name() for task in late)
-                _log.error("captures were not sealed: the store did not answer in time", captures=names)
+                _log.error(
+                    "captures were not sealed: the store did not answer in time", store=str(self.store), captures=names
+                )
         await self._channel.close()
 
     def _connect(self) -> grpc.aio.Channel:
         # A store that does not answer is told at once: whoever asked may try again, and seals are tried again below.
-        return open_aio_channel(self.endpoint, credentials=self._credentials, options=[("grpc.enable_retries", 0)])
+        return open_aio_channel(self.store.endpoint, credentials=self._credentials, options=[("grpc.enable_retries", 0)])
 
     async def _ask(self, call: Callable[[grpc.aio.Channel], Awaitable[_T]]) -> _T:
         """Make an idempotent call.
@@ -141,8 +162,14 @@ class CaptureKeeper:
                 await self._store.SealCapture(request, timeout=_SEAL_SECONDS)
             except grpc.aio.AioRpcError as error:
                 if _is_final(error):
-                    _log.warning("capture not sealed", request_id=request.capture_id, cause=error.details())
+                    _log.warning(
+                        "capture not sealed",
+                        store=str(self.store),
+                        request_id=request.capture_id,
+                        cause=error.details(),
+                    )
                     return
+                self.answered = error.code() not in _UNREACHABLE
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, no secret
                 backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
             else:

@@ -58,7 +58,7 @@ class BlockSink:
                 self._keep_probe(block)
             elif block.positions:
                 rows = self._pool.rows(block)
-                extent = self._producer.acquire(rows.nbytes, block=not block.capture.sheds)
+                extent = self._producer.acquire(rows.nbytes, not block.capture.sheds, block.capture.capture_id)
                 if extent is None:
                     self._shed(block)
                 else:
@@ -105,7 +105,7 @@ class BlockSink:
             block.capture,
             block.positions,
             capture_pb2.INCOMPLETE_REASON_OVERFLOW,
-            "The ring between the engine and the store was full, and the capture's policy is SHED.",
+            "The ring had no more room for what goes to its store, and the capture's policy is SHED.",
         )
 
     def _copy(self, rows: Tensor, extent: Extent) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from inference_svc.shipping.producer import RingProducer
     from inference_svc.taps.blocks import Block, BlockPool
+    from inference_svc.taps.plan import Capture
     from inference_svc.taps.sink import RowFormat
 
 _log = get_logger(__name__)
@@ -120,7 +121,7 @@ class StreamedSink(BlockSink):
             self._stream.synchronize()
         elif block.positions:
             rows = self._pool.rows(block)
-            extent = self._acquire(rows.nbytes, sheds=block.capture.sheds)
+            extent = self._acquire(rows.nbytes, block.capture)
             if extent is not None:
                 self._finish()  # one at a time, so that what has come leaves at once
                 self._copy(rows, extent)
@@ -161,11 +162,11 @@ class StreamedSink(BlockSink):
                     "this host's driver or IOMMU does not map shared memory as CUDA promises."
                 )
 
-    def _acquire(self, nbytes: int, *, sheds: bool) -> Extent | None:
-        extent = self._producer.acquire(nbytes, block=False)
+    def _acquire(self, nbytes: int, capture: Capture) -> Extent | None:
+        extent = self._producer.acquire(nbytes, False, capture.capture_id)  # noqa: FBT003 - the overflow policy
         if extent is None:
             self._finish()  # what is under way must be published before its room in the ring can come back
-            extent = self._producer.acquire(nbytes, block=not sheds)
+            extent = self._producer.acquire(nbytes, not capture.sheds, capture.capture_id)
         return extent
 
     def _finish(self) -> None:

@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from inference_svc.logs import configure_worker_logs
+from inference_svc.shipping.allotment import least_ring_bytes, reserve_bytes
 from inference_svc.shipping.producer import RingProducer
 from inference_svc.taps import model as model_taps
 from inference_svc.taps import norms, op, runner_v1, runner_v2
@@ -229,7 +230,9 @@ class _Taps:
         row_bytes = self._format.hidden * config.model_config.dtype.itemsize
         units = self._points.num_layers * len(self._sites)
         least = BLOCK_TOKENS * units * row_bytes
-        ring_bytes = max(settings["ring_bytes"], 2 * least)
+        stores = settings["stores"] or [""]  # without one nothing is captured but the self-test's rows
+        ring_bytes = max(settings["ring_bytes"], 2 * least_ring_bytes(least, len(stores)))
+        largest = min(ring_bytes // _BLOCKS_IN_RING, reserve_bytes(ring_bytes, len(stores)) // 2, _LARGEST_BLOCK_BYTES)
         leaving = _STEPS_LEAVING if device.type == "cuda" else 0
         rows = BlockPool.rows_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, units, leaving)
         self.pool = BlockPool(
@@ -237,10 +240,10 @@ class _Taps:
             self._format.hidden,
             config.model_config.dtype,
             device,
-            largest_block=min(ring_bytes // _BLOCKS_IN_RING, _LARGEST_BLOCK_BYTES) // row_bytes,
+            largest_block=largest // row_bytes,
         )
         self._control_path = os.path.join(settings["control_dir"], f"rank{self._rank}.sock")  # noqa: PTH118
-        self.producer = RingProducer(self._control_path, ring_bytes=ring_bytes)
+        self.producer = RingProducer(self._control_path, ring_bytes=ring_bytes, stores=stores)
         self.producer.start()
         if device.type == "cuda":
             from inference_svc.taps.streamed_sink import StreamedSink
