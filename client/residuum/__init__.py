@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     __version__: str
     from residuum import directions
     from residuum._directions import Directions
+    from residuum._exports.job import Export
     from residuum._reading import Piece
     from residuum._requests import Sampling
     from residuum.activations import Activations
@@ -106,6 +107,7 @@ _HOMES = {
     "Capture": "residuum.capture",
     "Client": "residuum.client",
     "Directions": "residuum._directions",
+    "Export": "residuum._exports.job",
     "Manifest": "residuum.manifest",
     "RowSet": "residuum.manifest",
     "SequenceOutcome": "residuum.manifest",
@@ -162,6 +164,7 @@ __all__ = [
     "EmptyCaptureWarning",
     "EmptyPrompt",
     "EngineDead",
+    "Export",
     "Health",
     "IncompleteCapture",
     "InvalidRequest",

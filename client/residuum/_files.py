@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from residuum._exports.parts import prefix
+from residuum._exports.safetensors import FORMAT
 from residuum._rows import Block
 from residuum.exceptions import InvalidRequest
 from residuum.manifest import Manifest
@@ -19,25 +21,7 @@ from residuum.manifest import Manifest
 if TYPE_CHECKING:
     from residuum.activations import Activations
 
-FORMAT = "residuum.activations.v1"
-"""What the file says it is, in its metadata under "format"."""
-
 Arrays = dict[str, npt.NDArray[Any]]
-
-
-def save(acts: Activations, path: str | os.PathLike[str]) -> None:
-    """Write activations; see `Activations.to_safetensors`."""
-    arrays: Arrays = {}
-    for sequence in acts.sequences:
-        for site in acts.sites:
-            arrays.update(_arrays(acts.select(sequence=sequence, site=site)))
-    metadata = {
-        "format": FORMAT,
-        "manifest": acts.manifest.to_json(),
-        "sites": ",".join(acts.sites),
-        "selected": f"{acts.sequence}/{acts.site}",
-    }
-    write_safetensors(path, arrays, metadata)
 
 
 def write_safetensors(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[str, str]) -> None:
@@ -73,16 +57,6 @@ def _permissions_of(path: str | os.PathLike[str]) -> Iterator[None]:
             target.unlink()
         raise
     target.chmod(mode)
-
-
-def _arrays(acts: Activations) -> Arrays:
-    prefix = _prefix(acts.sequence) + acts.site
-    arrays: Arrays = {f"{prefix}.{layer}": np.ascontiguousarray(acts.raw(layer)) for layer in acts.layers}
-    arrays[f"{prefix}.positions"] = np.ascontiguousarray(acts.positions)
-    arrays[f"{prefix}.token_ids"] = acts.token_ids
-    if not acts.present.all():
-        arrays[f"{prefix}.present"] = np.ascontiguousarray(acts.present)
-    return arrays
 
 
 def load(path: str | os.PathLike[str]) -> Activations:
@@ -121,15 +95,15 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, st
 
 
 def _block(arrays: Arrays, key: tuple[int, str], layers: tuple[int, ...]) -> Block:
-    prefix = _prefix(key[0]) + key[1]
-    values = np.stack([arrays[f"{prefix}.{layer}"] for layer in layers])
-    present = arrays.get(f"{prefix}.present", np.ones(values.shape[:2], dtype=np.bool_))
-    return Block(arrays[f"{prefix}.positions"], values, present)
+    base = prefix(key[0]) + key[1]
+    values = np.stack([arrays[f"{base}.{layer}"] for layer in layers])
+    present = arrays.get(f"{base}.present", np.ones(values.shape[:2], dtype=np.bool_))
+    return Block(arrays[f"{base}.positions"], values, present)
 
 
 def _layers(arrays: Arrays, key: tuple[int, str]) -> tuple[int, ...]:
-    prefix = f"{_prefix(key[0])}{key[1]}."
-    names = [name.removeprefix(prefix) for name in arrays if name.startswith(prefix)]
+    base = f"{prefix(key[0])}{key[1]}."
+    names = [name.removeprefix(base) for name in arrays if name.startswith(base)]
     return tuple(sorted(int(name) for name in names if name.isdigit()))
 
 
@@ -137,7 +111,3 @@ def _key(name: str) -> tuple[int, str]:
     site = name.removesuffix(".positions")
     sequence, slash, rest = site.partition("/")
     return (int(sequence.removeprefix("sequence")), rest) if slash else (0, site)
-
-
-def _prefix(sequence: int) -> str:
-    return f"sequence{sequence}/" if sequence else ""

@@ -14,6 +14,7 @@ from google.protobuf import json_format
 
 from residuum.capture import SITE_NAMES
 from residuum.v1 import capture_pb2
+from residuum.wire.encodings import BY_DIMENSION, ENCODING_NAMES, RAW, RowFormat
 
 _OWN_FIELDS = ("request_id", "tp_rank", "tp_world_size", "mode", "compression")
 """What a document has besides the message."""
@@ -24,7 +25,10 @@ _OUTCOME = ("generated_token_ids", "finish_reason")
 _COUNTS = ("num_rows", "num_bytes")
 """64-bit numbers, which protobuf's JSON writes as texts."""
 
-_MODES = {capture_pb2.ENCODING_UNSPECIFIED: "raw", capture_pb2.ENCODING_RAW: "raw"}
+_PARAMETERS = {"rp": "rp_k", "rp8": "rp_k", "topk": "top_k", "topk8": "top_k", "project": "vectors"}
+"""What the numbers in an encoded row are called, after `vllm_capture`'s "rp_k"."""
+
+_QUANT_BITS = 8
 
 
 def to_document(proto: capture_pb2.CaptureManifest) -> dict[str, Any]:
@@ -41,8 +45,8 @@ def to_document(proto: capture_pb2.CaptureManifest) -> dict[str, Any]:
         "request_id": what.capture_id,
         "tp_rank": 0,
         "tp_world_size": max(what.layout.tensor_parallel_size, 1),
-        "mode": _MODES.get(what.spec.encoding, "unknown"),
-        "compression": {},
+        "mode": _mode(what),
+        "compression": _compression(what),
         **message,
     }
 
@@ -66,6 +70,33 @@ def from_document(document: Any) -> capture_pb2.CaptureManifest:
     return json_format.ParseDict(message, capture_pb2.CaptureManifest(), ignore_unknown_fields=True)
 
 
+def _mode(what: capture_pb2.CaptureDescription) -> str:
+    return ENCODING_NAMES.get(what.spec.encoding or RAW, "unknown")
+
+
+def _compression(what: capture_pb2.CaptureDescription) -> dict[str, Any]:
+    """Return the encoding's parameters, those of `vllm_capture` under its names."""
+    mode, options = _mode(what), what.spec.encoding_options
+    parameters: dict[str, Any] = {}
+    if mode in _PARAMETERS:
+        parameters[_PARAMETERS[mode]] = options.dimensions or len(options.vectors)
+    if mode in {"rp", "rp8"}:
+        parameters["seed"] = options.seed
+    if mode.endswith("8"):
+        parameters["quant_bits"] = _QUANT_BITS
+    if mode == "full8":
+        parameters["axis"] = "dimension" if options.axis == BY_DIMENSION else "row"
+    return parameters
+
+
+def _width(what: capture_pb2.CaptureDescription) -> int:
+    """Return the elements of a row as readers get it."""
+    try:
+        return RowFormat.of_capture(what).decoded_width
+    except ValueError:  # only a newer version knows how its rows are encoded
+        return what.hidden_size
+
+
 def _sequence(proto: capture_pb2.CaptureManifest, number: int) -> dict[str, Any]:
     prompt = len(proto.description.prompt_token_ids)
     entry: dict[str, Any] = {"prompt_len": prompt, "layers": _layers(proto, number)}
@@ -81,6 +112,7 @@ def _layers(proto: capture_pb2.CaptureManifest, sequence: int) -> dict[str, Any]
     """Return the shape of each layer's rows that are there: at each site, and at the first of them."""
     what = proto.description
     sites = list(what.spec.sites) or [capture_pb2.SITE_RESID_POST]
+    width = _width(what)
     counts = dict.fromkeys(itertools.product(what.spec.layers.list.layers, sites), 0)
     for rows in proto.present:
         if rows.sequence == sequence:
@@ -89,7 +121,7 @@ def _layers(proto: capture_pb2.CaptureManifest, sequence: int) -> dict[str, Any]
                 counts[layer, rows.site] = counts.get((layer, rows.site), 0) + count
     layers: dict[str, Any] = {}
     for (layer, site), count in counts.items():
-        shape = [count, what.hidden_size]
+        shape = [count, width]
         entry = layers.setdefault(str(layer), {"shape": shape, "sites": {}})
         entry["sites"][SITE_NAMES.get(site, f"site {site}")] = shape
     return layers

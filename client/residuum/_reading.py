@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from residuum import exceptions as exc
 from residuum._requests import RequestLike, check_id
-from residuum._rows import Block, RowGrid, Wanted, partial_block, whole_block
+from residuum._rows import Allocate, Block, RowGrid, Wanted, partial_block, whole_block
 from residuum.activations import Activations
 from residuum.capture import SITE_NAMES, site_numbers
 from residuum.manifest import Manifest
@@ -86,16 +86,18 @@ def plan_read(
 class Reading:
     """What has come of one read. It may be sent again after a broken connection; what came before is kept."""
 
-    def __init__(self, plan: ReadPlan, *, keep_values: bool = True) -> None:
+    def __init__(self, plan: ReadPlan, *, keep_values: bool = True, allocate: Allocate = np.empty) -> None:
         """Begin.
 
         Args:
             plan: What was asked for.
             keep_values: Keep the rows for `activations`; without, `add` only hands them on as pieces.
+            allocate: Makes the arrays that rows are kept in; in memory, if nothing else is said.
         """
         _let_buffers_be_used_again()
         self._plan = plan
         self._keep_values = keep_values
+        self._allocate = allocate
         self._grids: dict[_Key, RowGrid] = {}
         self._layers: tuple[int, ...] = ()
         self._manifest: capture_pb2.CaptureManifest | None = None
@@ -194,7 +196,9 @@ class Reading:
         sites = [SITE_NAMES[site] for site in self.request.sites] or list(view.sites)
         sequences = list(self.request.sequences) or range(max(manifest.description.num_sequences, 1))
         return {
-            (sequence, site): RowGrid(wanted, _length(view, sequence), keep_values=self._keep_values)
+            (sequence, site): RowGrid(
+                wanted, _length(view, sequence), keep_values=self._keep_values, allocate=self._allocate
+            )
             for sequence in sequences
             for site in sites
         }

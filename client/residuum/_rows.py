@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from residuum.v1 import selection_pb2, tensor_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.frames import ChunkView
 from residuum.wire.selection import wanted_positions
+
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
+"""Makes an array of a shape and a dtype, its elements undefined: in memory, as `np.empty` does, or elsewhere."""
 
 _FIRST_GUESS = 64
 """Generated positions for which room is made while a capture's length is not known."""
@@ -62,20 +65,24 @@ class RowGrid:
     The array is made once if the length is known in advance, and otherwise doubles when it must grow.
     """
 
-    def __init__(self, wanted: Wanted, length: int | None, *, keep_values: bool = True) -> None:
+    def __init__(
+        self, wanted: Wanted, length: int | None, *, keep_values: bool = True, allocate: Allocate = np.empty
+    ) -> None:
         """Make an empty grid.
 
         Args:
             wanted: Which rows are wanted.
             length: The positions that there will be, wanted or not; None if that is not known yet.
             keep_values: Keep the rows themselves, not only which of them came.
+            allocate: Makes the array that they are kept in.
         """
         self._wanted = wanted
+        self._allocate = allocate
         self._dtype = numpy_dtype(wanted.dtype)
         self._layer_index = {layer: index for index, layer in enumerate(wanted.layers)}
         self._column = np.empty(0, dtype=np.int64)  # by position; -1: not wanted
         self.have = np.zeros((len(wanted.layers), 0), dtype=np.bool_)
-        self._values = np.empty((len(wanted.layers), 0, wanted.width), self._dtype) if keep_values else None
+        self._values = allocate((len(wanted.layers), 0, wanted.width), self._dtype) if keep_values else None
         self._cover(wanted.prompt_tokens + _FIRST_GUESS if length is None else length)
 
     @property
@@ -83,6 +90,17 @@ class RowGrid:
         """The rows, [layers, columns, width]; those that `have` denies are undefined."""
         assert self._values is not None, "this grid keeps no values"  # noqa: S101
         return self._values
+
+    def pick(self, columns: npt.NDArray[np.intp]) -> npt.NDArray[Any]:
+        """Return the rows of some columns, [layers, columns, width]: a view if they are consecutive, else a copy."""
+        span = _span(columns) if len(columns) else slice(0)
+        if isinstance(span, slice):
+            view: npt.NDArray[Any] = self.values[:, span]
+            return view
+        picked = self._allocate((len(self.have), len(columns), self._wanted.width), self._dtype)
+        for layer, rows in enumerate(self.values):  # one by one: picking copies once more
+            picked[layer] = rows[span]
+        return picked
 
     def columns(self, length: int) -> npt.NDArray[np.int64]:
         """Return the wanted positions below `length`, in order: the position of each column."""
@@ -154,7 +172,7 @@ class RowGrid:
         have[:, :before] = self.have
         self.have = have
         if self._values is not None:
-            values = np.empty((layers, columns, self._wanted.width), self._dtype)
+            values = self._allocate((layers, columns, self._wanted.width), self._dtype)
             values[:, :before] = self._values
             self._values = values
 
@@ -179,10 +197,10 @@ def whole_block(grid: RowGrid, length: int) -> Block | None:
 
 
 def partial_block(grid: RowGrid, present: npt.NDArray[np.bool_]) -> Block:
-    """Return the rows that `present` names, at every position that has at least one; the others are NaN."""
+    """Return the rows that `present` names, at every position that has at least one; the others become NaN."""
     columns = np.flatnonzero(present.any(axis=0))
     positions = grid.columns(len(grid._column))[columns]  # noqa: SLF001 - both live in this module
-    values = grid.values[:, columns]
+    values = grid.pick(columns)
     values[~present[:, columns]] = np.nan
     return Block(positions, values, present[:, columns])
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from residuum._exports.job import Export, export_activations
 from residuum._rows import Block
 from residuum.manifest import Manifest
 
@@ -165,12 +166,39 @@ class Activations(Mapping[int, FloatArray]):
         The tensors are named `SITE.LAYER` ([positions, hidden]), `SITE.positions` and `SITE.token_ids`, with
         `sequence1/` and so on before those of further sequences. safetensors' own loaders read it.
 
+        What is there already is replaced.
+
         Raises:
             OSError: The file cannot be written.
         """
-        from residuum._files import save
+        self.export(path, "safetensors", overwrite=True)
 
-        save(self, path)
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: str | None = None,  # noqa: A002 - what it is
+        *,
+        overwrite: bool = False,
+    ) -> Export:
+        """Write everything to a file of any format; `client.export` does so without having it in memory.
+
+        Args:
+            path: Where to write; its suffix names the format if nothing else does.
+            format: "safetensors", "npz", "zarr" or "parquet"; see docs/exports.md. The last two need the extras of
+                these names.
+            overwrite: Replace what is there.
+
+        Raises:
+            FileExistsError: Something is there, and may not be replaced.
+            ImportError: The format's extra is not installed; the message names it.
+            OSError: It cannot be written.
+            InvalidRequest: There is no such format.
+
+        Example:
+            >>> acts.export("joy.npz").num_bytes
+            9537230
+        """
+        return export_activations(self, path, format, overwrite=overwrite)
 
     @classmethod
     def from_safetensors(cls, path: str | os.PathLike[str]) -> Activations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ import grpc
 from residuum import exceptions as exc
 from residuum._connect import READ_CHUNKS, Backoff, Channels, check_endpoint
 from residuum._credentials import Token, check_channel, opener, resolve_credentials
+from residuum._exports.job import Export, ExportJob
 from residuum._failures import from_rpc_error
 from residuum._listing import Listing, check_place, read_token
 from residuum._progress import progress_bar
@@ -109,6 +111,65 @@ class CaptureClient:
                 reading.add(data)
                 advance(len(data))
         return reading.activations()
+
+    def export(
+        self,
+        request_id: RequestLike,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,  # noqa: A002 - what it is
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        overwrite: bool = False,
+        progress: bool = False,
+    ) -> Export:
+        """Write the captured rows of a request to a file, however large, without having them in memory.
+
+        Rows come from the store into files beside the target, and from there into the format; nothing stands at `path`
+        before all of it does. docs/exports.md says what the formats hold.
+
+        Args:
+            request_id: The request.
+            path: Where to write; its suffix names the format if nothing else does.
+            format: "safetensors", "npz", "zarr" or "parquet". The last two need the extras of these names.
+            layers: What of it, and `allow_partial`, `wait`, `timeout`: as for `activations`.
+            sites: Only these sites.
+            sequences: Only these sequences.
+            positions: Only these positions.
+            wait: Wait until the capture has ended.
+            timeout: Seconds to wait and read at most; writing comes on top.
+            allow_partial: Write what is there of a capture that is not complete; each format says what is missing.
+            overwrite: Replace what is there.
+            progress: Show progress bars, on a terminal or in Jupyter.
+
+        Raises:
+            FileExistsError: Something is there, and may not be replaced.
+            ImportError: The format's extra is not installed; the message names it.
+            OSError: It cannot be written.
+            InvalidRequest: There is no such format; otherwise as `activations`, like all else.
+
+        Example:
+            >>> client.export(reply.request_id, "joy.zarr").num_rows
+            2070
+        """
+        job = ExportJob(path, format, overwrite=overwrite, progress=progress)
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
+            follow=wait, allow_partial=allow_partial,
+        )  # fmt: skip
+        with job.begin() as (place, scratch):
+            reading = Reading(plan, allocate=scratch.allocate)
+            with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
+                for data in self._read(reading, timeout):
+                    reading.add(data)
+                    advance(len(data))
+                    scratch.touch(len(data))
+            return job.write(reading.activations(), place, scratch.touch)
 
     def follow(
         self,

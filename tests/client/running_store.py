@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 class RunningStore:
     """`python -m store_svc` on a free port."""
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
+    def __init__(self, folder: Path, port: int = 0, max_bytes: str = "64MiB") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         port_file = folder / "port"
         port_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "store_svc", "--listen", f"127.0.0.1:{port}"]
         command += ["--port-file", str(port_file), "--path", str(folder / "db"), "--log-level", "warning"]
-        command += ["--seal-timeout-seconds", "5", "--max-bytes", "64MiB"]
+        command += ["--seal-timeout-seconds", "5", "--max-bytes", max_bytes]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'client'}:{ROOT}"}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment)
         self.port = self._port(port_file)

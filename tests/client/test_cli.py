@@ -64,7 +64,7 @@ def test_pull(cli, captured, tmp_path):
     assert code == 0
     assert "2 layers × 6 positions × 8" in out
     assert residuum.Activations.from_safetensors(path).layers == (1, 4)
-    _, out, _ = cli("pull", captured, "--out", path, "--layers", "4", "--json")
+    _, out, _ = cli("pull", captured, "--out", path, "--layers", "4", "--json", "--force")
     assert json.loads(out)["shape"] == [1, 6, HIDDEN]
 
 
@@ -74,10 +74,10 @@ def test_pull_of_some_sites(cli, endpoint, tmp_path):
         capture = residuum.Capture(layers=[1], sites="resid_post,resid_pre")
         name = client.generate("a bb", max_tokens=3, capture=capture).request_id
     for wanted, there in (("resid_pre", ["resid_pre"]), ("all", ["resid_post", "resid_pre"])):
-        code, out, _ = cli("pull", name, "--out", path, "--sites", wanted, "--json")
+        code, out, _ = cli("pull", name, "--out", path, "--sites", wanted, "--json", "--force")
         assert (code, json.loads(out)["sites"]) == (0, there)
         assert residuum.Activations.from_safetensors(path).sites == tuple(there)
-    code, _, err = cli("pull", name, "--out", path, "--sites", "resid_post,mlp_out")
+    code, _, err = cli("pull", name, "--out", path, "--sites", "resid_post,mlp_out", "--force")
     assert code == 1
     assert "no site mlp_out; it has resid_post, resid_pre." in err
 

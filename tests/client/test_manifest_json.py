@@ -14,6 +14,7 @@ from peer import HIDDEN
 
 import residuum
 from residuum._manifest_json import from_document
+from residuum.v1 import capture_pb2, tensor_pb2
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "protos/residuum/v1/manifest.schema.json").read_text())
 
@@ -97,7 +98,10 @@ def test_a_manifest_of_an_aborted_capture(client, peer):
     peer.script.hold = threading.Event()
     stream = client.stream("a bb ccc", max_tokens=9, capture=residuum.Capture(layers=[1]))
     next(stream)
-    stream.close()
+    client.abort(stream.request_id)
+    peer.script.hold.set()
+    with pytest.raises(residuum.RequestAborted):
+        list(stream)
     document = checked(client.manifest(stream.request_id, wait=True))
     assert document["state"] == "CAPTURE_STATE_ABORTED"
 
@@ -107,6 +111,36 @@ def test_the_messages_own_json_is_read_as_a_manifest_too(client):
     reply = client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[1]))
     manifest = client.manifest(reply.request_id, wait=True)
     assert residuum.Manifest.from_json(json_format.MessageToJson(manifest.proto)) == manifest
+
+
+@pytest.mark.parametrize(
+    ("encoding", "options", "compression", "width"),
+    [
+        ("RAW", {}, {}, 64),
+        ("BF16", {}, {}, 64),
+        ("FULL8", {}, {"quant_bits": 8, "axis": "row"}, 64),
+        ("FULL8", {"axis": 2}, {"quant_bits": 8, "axis": "dimension"}, 64),
+        ("RP8", {"dimensions": 16, "seed": 7}, {"rp_k": 16, "seed": 7, "quant_bits": 8}, 16),
+        ("RP", {"dimensions": 16, "seed": 1 << 63}, {"rp_k": 16, "seed": 1 << 63}, 16),
+        ("TOPK8", {"dimensions": 4}, {"top_k": 4, "quant_bits": 8}, 64),
+        ("TOPK", {"dimensions": 4}, {"top_k": 4}, 64),
+        ("PROJECT", {"vectors": [bytes(32), bytes(32)]}, {"vectors": 2}, 2),
+    ],
+)
+def test_a_manifest_says_how_rows_are_encoded(encoding, options, compression, width):
+    proto = capture_pb2.CaptureManifest(state=capture_pb2.CAPTURE_STATE_COMPLETE)
+    what = proto.description
+    what.capture_id, what.hidden_size, what.num_layers, what.num_sequences = "c", 64, 4, 1
+    what.dtype = tensor_pb2.DATA_TYPE_BFLOAT16
+    what.prompt_token_ids.extend([5, 6])
+    what.spec.layers.list.layers.append(3)
+    what.spec.encoding = capture_pb2.Encoding.Value(f"ENCODING_{encoding}")
+    what.spec.encoding_options.CopyFrom(capture_pb2.EncodingOptions(**options))
+    proto.sequences.add(generated_token_ids=[7], finish_reason="length")
+    proto.present.add(sequence=0, site=capture_pb2.SITE_RESID_POST, layers=[3]).positions.add(first=0, last=1)
+    document = checked(residuum.Manifest.from_proto(proto))
+    assert (document["mode"], document["compression"]) == (encoding.lower(), compression)
+    assert document["sequences"]["0"]["layers"]["3"]["shape"] == [2, width]
 
 
 @pytest.mark.parametrize("text", ["hello", "[]", "{}", '{"description": 3}', '{"description": {}, "sequences": 7}'])

@@ -15,6 +15,7 @@ from typing import Any
 
 import residuum
 from residuum._direction_files import saved_directions
+from residuum._exports.formats import FORMATS
 from residuum.cli.output import Output, size
 from residuum.selections import LayersLike
 from residuum.steering import Operation
@@ -143,28 +144,38 @@ def list_captures(options: argparse.Namespace, output: Output) -> int:
 
 def pull(options: argparse.Namespace, output: Output) -> int:
     """Fetch a capture into a file."""
-    path = options.out or f"{options.id}.safetensors"
+    kind = _file_format(options)
+    path = options.out or f"{options.id}.{kind}"
     with open_client(options) as client, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", residuum.EmptyCaptureWarning)
-        acts = client.activations(
+        made = client.export(
             options.id,
+            path,
+            format=kind,
             layers=parse_layers(options.layers) if options.layers else None,
             sites=options.sites,
             wait=not options.no_wait,
             timeout=options.timeout,
             allow_partial=options.allow_partial,
+            overwrite=options.force,
             progress=not output.as_json,
         )
     for warning in caught:
         output.note(f"residuum: {warning.message}")
-    acts.to_safetensors(path)
     if output.as_json:
-        shape = [len(acts.layers), len(acts.positions), acts.hidden_size]
-        facts = {"state": acts.manifest.state, "shape": shape, "sites": acts.sites}
-        output.json({"path": path, "capture_id": options.id, **facts})
+        shape = [len(made.layers), made.num_positions, made.manifest.hidden_size]
+        facts = {"state": made.manifest.state, "shape": shape, "sites": made.sites, "missing_rows": made.num_missing}
+        output.json({"path": path, "format": kind, "capture_id": options.id, **facts})
     else:
-        output.say(f"{path}: {acts!r}, {size(acts.nbytes)}")
+        output.say(f"{path}: {made}, {size(made.num_bytes)}")
     return 0
+
+
+def _file_format(options: argparse.Namespace) -> str:
+    """Return the format that the command line names, or the file that it names, or else safetensors."""
+    suffix = Path(options.out or "").suffix[1:]
+    named: str | None = options.format
+    return named or (suffix if suffix in FORMATS else "safetensors")
 
 
 def manifest(options: argparse.Namespace, output: Output) -> int:

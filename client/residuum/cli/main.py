@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import residuum
+from residuum._exports.formats import FORMATS
 from residuum.cli import commands, doctor, health, token
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
@@ -32,6 +33,7 @@ _WORDS = {
     "Give a longer timeout, or none with timeout=None": "Give a longer --timeout, or none",
     "wait=False, allow_partial=True": "--no-wait --allow-partial",
     "allow_partial=True": "--allow-partial",
+    "overwrite=True": "--force",
     "wait for it, or follow() it": "wait for it",
     "Client(..., store='host:port')": "--store HOST:PORT",
     "TLS(..., server_name='NAME')": "--tls-server-name NAME",
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output had enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ResiduumError, OSError, TypeError) as error:
+    except (ResiduumError, ImportError, OSError, TypeError) as error:
         output.error(_in_our_words(str(error)))
         return 1
 
@@ -248,10 +250,14 @@ def _add_list(groups: _Groups) -> None:
 
 
 def _add_pull(groups: _Groups) -> None:
-    text = "fetch a capture into a safetensors file"
+    text = "fetch a capture into a file"
     parser = _add(groups, "pull", commands.pull, text, timeout=None)
     parser.add_argument("id", metavar="ID", help="the capture's id")
-    parser.add_argument("--out", metavar="FILE", help="where to write (default: ID.safetensors)")
+    parser.add_argument("--out", metavar="FILE", help="where to write (default: ID and the format's suffix)")
+    parser.add_argument(
+        "--format", choices=list(FORMATS), help="what to write (default: as FILE is named, or else safetensors)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE if it is there (default: fail)")
     parser.add_argument("--layers", metavar="LAYERS", help="only these: 12 or 0,5,10-20 (default: all)")
     parser.add_argument("--sites", metavar="SITES", help="only these, separated by commas (default: all)")
     parser.add_argument(

@@ -1,0 +1,65 @@
+"""Zarr, format 3: an array [layers, positions, hidden] for each sequence and site, in chunks of a block's positions.
+
+Chunks lie in shards, so that a capture is a few files, and a reader of some positions of one layer fetches just their
+chunks. Codecs and dtypes are those of the core specification, which has no bfloat16: it becomes float32, whose second
+half is zeros that the compressor takes away.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from residuum._exports.formats import Advance
+from residuum._exports.parts import portable, selections, slices, small_arrays
+from residuum._exports.safetensors import FORMAT
+
+if TYPE_CHECKING:
+    from residuum.activations import Activations
+
+CHUNK_POSITIONS = 32
+"""Positions in a chunk: as many as a capture block of generated tokens has."""
+
+
+def write(acts: Activations, path: Path, advance: Advance) -> None:
+    """Write a group with a group `SITE` or `sequenceN/SITE` for each sequence and site."""
+    import zarr
+
+    manifest: Any = json.loads(acts.manifest.to_json())
+    root = zarr.open_group(str(path), mode="w", zarr_format=3, attributes={"format": FORMAT, "manifest": manifest})
+    for name, selected in selections(acts):
+        group = root.create_group(name, attributes={"layers": list(selected.layers), "dtype": str(acts.dtype)})
+        for item, array in small_arrays(selected).items():
+            dimensions = ("layer", "position") if item == "present" else ("position",)
+            group.create_array(item, data=array, dimension_names=dimensions)
+        _write_rows(group, selected, advance)
+
+
+def _write_rows(group: Any, acts: Activations, advance: Advance) -> None:
+    from zarr.codecs import BloscCodec
+
+    dtype, count, hidden = portable(acts.dtype), len(acts.positions), acts.hidden_size
+    shard = _shard_positions(count, hidden * dtype.itemsize)
+    array = group.create_array(
+        "activations",
+        shape=(len(acts.layers), count, hidden),
+        dtype=dtype,
+        chunks=(1, CHUNK_POSITIONS, hidden),
+        shards=(1, shard, hidden),
+        compressors=BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=dtype.itemsize),
+        fill_value=float("nan"),
+        dimension_names=("layer", "position", "hidden"),
+    )
+    for index, layer in enumerate(acts.layers):
+        rows = acts.raw(layer)
+        for start in range(0, count, shard):  # a whole shard at a time: one that is added to is written anew
+            part = slice(start, min(start + shard, count))
+            array[index, part] = rows[part].astype(dtype, copy=False)
+            advance(rows[part].nbytes)
+
+
+def _shard_positions(count: int, row_bytes: int) -> int:
+    """Return how many positions a shard has: a multiple of a chunk's, about SLICE_BYTES, and no more than there are."""
+    first: int = next(slices(max(count, 1), row_bytes, multiple=CHUNK_POSITIONS)).stop
+    return -(-first // CHUNK_POSITIONS) * CHUNK_POSITIONS

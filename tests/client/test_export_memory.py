@@ -1,0 +1,97 @@
+"""Exports take as much memory for a large capture as for a small one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from opened import OPENERS
+from running_store import RunningStore
+from shell import environment
+
+from residuum.rpc.channels import open_channel
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
+from residuum.wire.frames import checksum
+
+LAYERS, HIDDEN, TOKENS = 8, 2048, {"small": 2000, "large": 10_000}
+LARGE_BYTES = LAYERS * HIDDEN * TOKENS["large"] * 2  # 328 MB; the small one has 66 MB
+MORE_BYTES = 64_000_000  # buffers of gRPC and pages that the allocator keeps
+POSITIONS = 400  # in a chunk: 1.6 MB
+
+EXPORT = """
+import sys, residuum
+store, kind, folder = sys.argv[1:]
+
+def peak():  # of this process alone; getrusage would tell that of the process that started it
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+with residuum.Client("127.0.0.1:1", store=store) as client:
+    client.export("small", f"{folder}/small.{kind}")
+    before = peak()
+    client.export("large", f"{folder}/large.{kind}")
+    print(peak() - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    running = RunningStore(tmp_path_factory.mktemp("large"), max_bytes="2GiB")
+    with open_channel(running.endpoint) as channel:
+        for name, tokens in TOKENS.items():
+            fill(store_pb2_grpc.StoreServiceStub(channel), name, tokens)
+    yield running
+    running.stop()
+
+
+def value(layer, positions):
+    """The first element of rows: exact in float16."""
+    return np.float32(layer + 1) * 100 + (np.asarray(positions) // POSITIONS)
+
+
+def fill(stub, name, tokens):
+    description = capture_pb2.CaptureDescription(
+        capture_id=name, model="large", hidden_size=HIDDEN, num_layers=LAYERS, dtype=tensor_pb2.DATA_TYPE_FLOAT16,
+        prompt_token_ids=range(tokens), num_sequences=1,
+    )  # fmt: skip
+    description.spec.layers.list.layers.extend(range(LAYERS))
+    description.spec.sites.append(capture_pb2.SITE_RESID_POST)
+    description.spec.encoding = capture_pb2.ENCODING_RAW
+    stub.OpenCapture(store_pb2.OpenCaptureRequest(description=description), timeout=30)
+    list(stub.AppendChunks(messages(name, tokens), timeout=120))
+    seal = store_pb2.SealCaptureRequest(capture_id=name, outcome=capture_pb2.CAPTURE_STATE_COMPLETE)
+    seal.sequences.add(generated_token_ids=[1], finish_reason="length")
+    stub.SealCapture(seal, timeout=30)
+
+
+def messages(name, tokens):
+    noise = np.random.default_rng(0).standard_normal((POSITIONS, HIDDEN)).astype(np.float16)
+    number = 0
+    for start in range(0, tokens, POSITIONS):
+        positions = range(start, min(start + POSITIONS, tokens))
+        for layer in range(LAYERS):
+            rows = noise[: len(positions)].copy()
+            rows[:, 0] = value(layer, positions)
+            header = capture_pb2.ChunkHeader(
+                site=capture_pb2.SITE_RESID_POST, layers=[layer], positions=positions,
+                dtype=tensor_pb2.DATA_TYPE_FLOAT16, width=HIDDEN, encoding=capture_pb2.ENCODING_RAW,
+            )  # fmt: skip
+            payload = rows.tobytes()
+            chunk = capture_pb2.Chunk(header=header, crc32c=checksum(payload), payload=payload)
+            number += 1
+            yield store_pb2.AppendChunksRequest(number=number, capture_id=name, chunk=chunk)
+
+
+@pytest.mark.parametrize("kind", list(OPENERS))
+def test_an_export_of_a_large_capture_takes_the_memory_of_a_small_one(store, tmp_path, kind):
+    command = [sys.executable, "-c", EXPORT, store.endpoint, kind, str(tmp_path)]
+    done = subprocess.run(command, env=environment(store.endpoint), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(item.name for item in tmp_path.iterdir()) == [f"large.{kind}", f"small.{kind}"]
+    assert LARGE_BYTES > 5 * MORE_BYTES
+    assert int(done.stdout) < MORE_BYTES
+    if kind in {"npz", "safetensors"}:
+        one = OPENERS[kind](tmp_path / f"large.{kind}")[0]["resid_post"]
+        for layer, rows in one.rows.items():
+            assert np.array_equal(rows[:, 0], value(layer, range(TOKENS["large"])))
