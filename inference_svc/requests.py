@@ -44,7 +44,11 @@ class RequestRegistry:
     """Every request that the service knows. One event loop uses it, so it needs no lock."""
 
     def __init__(
-        self, time_to_live: float, max_registrations: int, clock: Callable[[], float] = time.monotonic
+        self,
+        time_to_live: float,
+        max_registrations: int,
+        clock: Callable[[], float] = time.monotonic,
+        make_id: Callable[[], str] = make_id,
     ) -> None:
         """Make an empty registry.
 
@@ -52,7 +56,9 @@ class RequestRegistry:
             time_to_live: Seconds until an unused registration lapses.
             max_registrations: Registrations that may wait at once.
             clock: Returns seconds that only grow.
+            make_id: Makes ids for requests that come without one.
         """
+        self.make_id = make_id
         self.time_to_live = time_to_live
         self._max_registrations = max_registrations
         self._clock = clock
@@ -77,8 +83,12 @@ class RequestRegistry:
         """How many registrations wait, those included that have lapsed since the last call."""
         return len(self._registered)
 
-    def register(self, spec: ResolvedSpec) -> str:
+    def register(self, spec: ResolvedSpec, made_id: str = "") -> str:
         """Keep a spec until it is used or lapses, and return its id. The same spec under the same id renews it.
+
+        Args:
+            spec: The spec.
+            made_id: Its id if it comes without one, from `make_id`; empty: make one.
 
         Raises:
             Failure: The id is taken by another spec or was used, or too many registrations wait.
@@ -93,7 +103,7 @@ class RequestRegistry:
                     f"{self._max_registrations} registrations wait for their Generate already; use or abort some.",
                     limit="max_registrations",
                 )
-        request_id = spec.request_id or make_id()
+        request_id = spec.request_id or made_id or self.make_id()
         self._forget_registration(request_id)
         self._remember(request_id, spec)
         return request_id
@@ -119,7 +129,7 @@ class RequestRegistry:
         self._drop_lapsed()
         if spec.request_id:
             self._check_unused(spec.request_id)
-        return self._start(Running(spec.request_id or make_id(), spec, was_registered=False))
+        return self._start(Running(spec.request_id or self.make_id(), spec, was_registered=False))
 
     def end(self, running: Running) -> None:
         """Forget a running request, and remember that its id was used."""

@@ -11,8 +11,8 @@ from typing_extensions import Self
 
 from residuum.rpc.credentials import TLS, Credentials, CredentialsError
 from residuum.rpc.security import SecureSettings
-from residuum.rpc.settings import Endpoint, OptionalEndpoint
 from residuum.rpc.serving import parse_endpoint
+from residuum.rpc.settings import Endpoint, OptionalEndpoint
 from residuum.v1 import capture_pb2
 from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK
 from residuum.wire.placement import StoreAddress, parse_stores

@@ -90,9 +90,7 @@ class Lanes:
 
     def abandon(self) -> dict[str, int]:
         """Give up what is left, at once; return how many parcels that are, by store, of those that left any."""
-        left = {
-            str(lane.store): lane.outbox.abandon() for lane in self._lanes.values() if lane.uploader.is_alive()
-        }
+        left = {str(lane.store): lane.outbox.abandon() for lane in self._lanes.values() if lane.uploader.is_alive()}
         for lane in self._lanes.values():
             lane.uploader.abandon()
         return {store: count for store, count in left.items() if count}

@@ -72,9 +72,7 @@ class RingProducer:
     uncontended lock and, to publish, wake the thread that does the rest.
     """
 
-    def __init__(
-        self, control_path: str | os.PathLike[str], *, ring_bytes: int, stores: Sequence[str] = ("",)
-    ) -> None:
+    def __init__(self, control_path: str | os.PathLike[str], *, ring_bytes: int, stores: Sequence[str] = ("",)) -> None:
         """Take the ring's memory and listen for shippers.
 
         Args:

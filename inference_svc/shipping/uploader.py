@@ -156,7 +156,9 @@ class Uploader:
         parcel = self._outbox.suspect()
         if parcel is not None:
             self.num_rejected += 1
-            _log.error("store cannot read a message", store=self._store, request_id=parcel.capture_id, error=error.details())
+            _log.error(
+                "store cannot read a message", store=self._store, request_id=parcel.capture_id, error=error.details()
+            )
             self._give_up(parcel, f"the store cannot read the chunk: {error.details()}")
 
     def _give_up(self, parcel: Parcel, detail: str) -> None:
@@ -174,7 +176,9 @@ class Uploader:
             self._reported.clear()
         self._reported.add(capture_id)
         reason = errors_pb2.ErrorReason.Name(error.reason)
-        _log.warning("store rejected rows", store=self._store, request_id=capture_id, reason=reason, error=error.message)
+        _log.warning(
+            "store rejected rows", store=self._store, request_id=capture_id, reason=reason, error=error.message
+        )
 
     def _wait_after(self, code: str, error: str | None) -> None:
         delay = self._backoff.next_delay()

@@ -163,7 +163,7 @@ class StreamedSink(BlockSink):
                 )
 
     def _acquire(self, nbytes: int, capture: Capture) -> Extent | None:
-        extent = self._producer.acquire(nbytes, False, capture.capture_id)  # noqa: FBT003 - the overflow policy
+        extent = self._producer.acquire(nbytes, False, capture.capture_id)
         if extent is None:
             self._finish()  # what is under way must be published before its room in the ring can come back
             extent = self._producer.acquire(nbytes, not capture.sheds, capture.capture_id)
