@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import grpc
 
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.tokens import Caller
 from residuum.v1 import store_pb2
 from residuum.wire.frames import ChunkView, FrameError, parse_append, parse_chunk
 from residuum.wire.limits import MAX_CHUNK_BYTES
 from store_svc.checks import invalid
+from store_svc.names import CaptureName, unknown_capture, written_tenant
 from store_svc.work import Append, WorkQueue
 
 _MOST_REJECTIONS = 1024
@@ -28,7 +30,8 @@ class AppendStream:
     they come: a writer that waits for an acknowledgement before it sends on is never kept waiting for itself.
     """
 
-    def __init__(self, queue: WorkQueue) -> None:
+    def __init__(self, queue: WorkQueue, caller: Caller) -> None:
+        self._caller = caller
         self.failed = False
         """Whether the stream has failed; the writer drops what is still queued of it."""
         self._queue = queue
@@ -135,7 +138,11 @@ class AppendStream:
             raise invalid("number", f"numbers must ascend; {message.number} follows {last}")
         content = message.loss if message.chunk is None else _content(message.chunk, message.capture_id)
         assert content is not None  # noqa: S101 - parse_append returns either
-        return Append(self, message.number, message.capture_id, content, len(data) + _ITEM_BYTES)
+        tenant = written_tenant(self._caller, message.tenant)
+        if tenant is None:
+            content = unknown_capture(message.capture_id)
+        name = CaptureName(tenant or "", message.capture_id)
+        return Append(self, message.number, name, content, len(data) + _ITEM_BYTES)
 
 
 def _content(data: memoryview, capture_id: str) -> tuple[memoryview, ChunkView] | Failure:

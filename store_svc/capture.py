@@ -236,6 +236,7 @@ def summarize(manifest: capture_pb2.CaptureManifest, num_rows: int) -> store_pb2
     """Return a capture in short."""
     summary = store_pb2.CaptureSummary(
         capture_id=manifest.description.capture_id,
+        tenant=manifest.description.tenant,
         model=manifest.description.model,
         state=manifest.state,
         num_rows=num_rows,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.limits import MAX_ID_LENGTH
-from store_svc.capture import Capture, Wait
+from store_svc.capture import OPEN, Capture, Wait
+from store_svc.names import CaptureName, name_of, unknown_capture
 
 
 class Feed:
@@ -46,13 +45,34 @@ class Feed:
             self.condition.notify_all()
 
 
+class Holdings:
+    """Some captures, and how much they are: those of a tenant, or all. Changed under the catalog's lock."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        """Their internal numbers, ascending: the order in which they were opened."""
+        self.num_bytes = 0
+        """Bytes of their chunks."""
+        self.states: Counter[capture_pb2.CaptureState.ValueType] = Counter()
+        """How many are in each state."""
+
+    @property
+    def num_open(self) -> int:
+        """How many have not ended."""
+        return self.states[OPEN]
+
+
+_NOTHING = Holdings()
+
+
 class Catalog:
     """All captures. The writer's thread alone changes it; anyone may read it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers: dict[str, int] = {}
-        self._order: list[int] = []
+        self._numbers: dict[CaptureName, int] = {}
+        self._all = Holdings()
+        self._tenants: dict[str, Holdings] = {}
         self._feeds: dict[int, Feed] = {}
         self._ended: dict[int, store_pb2.CaptureSummary] = {}
         self._by_end: list[tuple[int, int]] = []  # (end in ns, number) of the ended
@@ -61,36 +81,42 @@ class Catalog:
         self._waiting: dict[Wait, dict[int, float]] = {wait: {} for wait in Wait}
         self.stopping = False
         """Whether the store is stopping; waits must end."""
-        self.num_bytes = 0
-        """Bytes of chunks of all captures."""
-        self._states: Counter[capture_pb2.CaptureState.ValueType] = Counter()
 
-    def number_of(self, capture_id: str) -> int | None:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of chunks of all captures."""
+        return self._all.num_bytes
+
+    def holdings(self, tenant: str | None = None) -> Holdings:
+        """Return what a tenant has; None: all together."""
+        return self._all if tenant is None else self._tenants.get(tenant, _NOTHING)
+
+    def number_of(self, name: CaptureName) -> int | None:
         """Return the internal number of a capture, or None if there is no such capture."""
-        return self._numbers.get(capture_id)
+        return self._numbers.get(name)
 
     def feed_of(self, number: int) -> Feed | None:
         """Return the feed of a capture, or None if it has ended or is no more."""
         return self._feeds.get(number)
 
-    def require(self, capture_id: str) -> tuple[int, Feed | None]:
+    def require(self, name: CaptureName) -> tuple[int, Feed | None]:
         """Return a capture's number, and its feed unless it has ended.
 
         Raises:
             Failure: UNKNOWN_CAPTURE.
         """
         with self._lock:
-            return self._find(capture_id)
+            return self._find(name)
 
     @contextmanager
-    def reading(self, capture_id: str) -> Iterator[tuple[int, Feed | None]]:
+    def reading(self, name: CaptureName) -> Iterator[tuple[int, Feed | None]]:
         """Give what `require` returns, and keep the capture from expiring for as long as the context lasts.
 
         Raises:
             Failure: UNKNOWN_CAPTURE.
         """
         with self._lock:
-            number, feed = self._find(capture_id)
+            number, feed = self._find(name)
             self._readers[number] += 1
         try:
             yield number, feed
@@ -123,53 +149,51 @@ class Catalog:
     def open(self, capture: Capture, keys: list[bytes]) -> None:
         """Publish a capture that is new here, with the keys of its frames."""
         with self._lock:
-            self._insert(capture.description.capture_id, capture.number)
+            self._insert(name_of(capture.description), capture.number)
             self._feeds[capture.number] = Feed(capture, keys)
-            self._states[capture.state] += 1
-        self.num_bytes += capture.num_bytes
+            self._count(capture.description.tenant, {capture.state: 1}, capture.num_bytes)
         self._note_progress(capture)
 
     def open_ended(self, number: int, summary: store_pb2.CaptureSummary) -> None:
         """Publish an ended capture that is new here."""
         with self._lock:
-            self._insert(summary.capture_id, number)
+            self._insert(name_of(summary), number)
             self._ended[number] = summary
-            self._states[summary.state] += 1
+            self._count(summary.tenant, {summary.state: 1}, summary.num_bytes)
         insort(self._by_end, _place(number, summary))
-        self.num_bytes += summary.num_bytes
 
     def publish(self, capture: Capture, keys: list[bytes]) -> None:
         """Publish what became of a capture, and the keys of its new frames."""
         feed = self._feeds[capture.number]
         before = feed.capture
-        self.num_bytes += capture.num_bytes - before.num_bytes
+        added = capture.num_bytes - before.num_bytes
         feed.publish(capture, keys)
         self._note_progress(capture)
-        if capture.ended:
+        if not capture.ended:
+            with self._lock:
+                self._count(capture.description.tenant, {}, added)
+        else:
             summary = capture.summary()
             with self._lock:
                 self._ended[capture.number] = summary
                 del self._feeds[capture.number]
-                self._states.subtract([before.state])
-                self._states[capture.state] += 1
+                self._count(summary.tenant, {before.state: -1, capture.state: 1}, added)
             insort(self._by_end, _place(capture.number, summary))
 
-    def delete(self, capture_id: str, number: int) -> None:
+    def delete(self, name: CaptureName, number: int) -> None:
         """Forget a capture."""
         with self._lock:
-            del self._numbers[capture_id]
+            del self._numbers[name]
             feed = self._feeds.pop(number, None)
             ended = self._ended.pop(number, None)
             self._expiring.discard(number)
-            del self._order[bisect_left(self._order, number)]
-            for known in (feed.capture if feed else None, ended):
-                if known:
-                    self._states.subtract([known.state])
+            known = feed.capture if feed else ended
+            assert known is not None  # noqa: S101 - it has a number
+            self._count(name.tenant, {known.state: -1}, -known.num_bytes)
+            self._remove(name, number)
         if ended:
-            self.num_bytes -= ended.num_bytes
             del self._by_end[bisect_left(self._by_end, _place(number, ended))]
         if feed:
-            self.num_bytes -= feed.capture.num_bytes
             feed.delete()
             self._waiting[feed.capture.wait].pop(number)
 
@@ -180,16 +204,17 @@ class Catalog:
         """
         return (self._feeds[number].capture for number in self._waiting[wait])
 
-    def states(self) -> dict[capture_pb2.CaptureState.ValueType, int]:
-        """Return how many captures are in each state, of those in which any is."""
+    def states(self, tenant: str | None = None) -> dict[capture_pb2.CaptureState.ValueType, int]:
+        """Return how many captures of a tenant, or of all, are in each state, of those in which any is."""
         with self._lock:
-            return {state: count for state, count in sorted(self._states.items()) if count}
+            return {state: count for state, count in sorted(self.holdings(tenant).states.items()) if count}
 
     def newest(
         self,
         before: int | None = None,
         prefix: str = "",
         states: Collection[capture_pb2.CaptureState.ValueType] = (),
+        tenant: str | None = None,
     ) -> Iterator[tuple[int, store_pb2.CaptureSummary]]:
         """Yield captures with their numbers, the newest first.
 
@@ -197,9 +222,11 @@ class Catalog:
             before: Only those with a number below this.
             prefix: Only those whose id starts with this.
             states: Only those in one of these states; empty means all.
+            tenant: Only those of this tenant; None means of all.
         """
         with self._lock:
-            order = self._order[: None if before is None else bisect_left(self._order, before)]
+            numbers = self.holdings(tenant).numbers
+            order = numbers[: None if before is None else bisect_left(numbers, before)]
         for number in reversed(order):
             summary = self._summary(number)
             if summary is None or not summary.capture_id.startswith(prefix):
@@ -224,15 +251,29 @@ class Catalog:
         if not capture.ended:
             self._waiting[capture.wait][capture.number] = capture.progress
 
-    def _find(self, capture_id: str) -> tuple[int, Feed | None]:
-        number = self._numbers.get(capture_id)
+    def _find(self, name: CaptureName) -> tuple[int, Feed | None]:
+        number = self._numbers.get(name)
         if number is None or number in self._expiring:
-            raise unknown_capture(capture_id)
+            raise unknown_capture(name.capture_id)
         return number, self._feeds.get(number)
 
-    def _insert(self, capture_id: str, number: int) -> None:
-        self._numbers[capture_id] = number
-        insort(self._order, number)
+    def _insert(self, name: CaptureName, number: int) -> None:
+        self._numbers[name] = number
+        for holdings in (self._all, self._tenants.setdefault(name.tenant, Holdings())):
+            insort(holdings.numbers, number)
+
+    def _remove(self, name: CaptureName, number: int) -> None:
+        own = self._tenants[name.tenant]
+        for holdings in (self._all, own):
+            del holdings.numbers[bisect_left(holdings.numbers, number)]
+        if not own.numbers:
+            del self._tenants[name.tenant]
+
+    def _count(self, tenant: str, states: Mapping[capture_pb2.CaptureState.ValueType, int], num_bytes: int) -> None:
+        for holdings in (self._all, self._tenants[tenant]):
+            holdings.num_bytes += num_bytes
+            for state, count in states.items():
+                holdings.states[state] += count
 
     def _summary(self, number: int) -> store_pb2.CaptureSummary | None:
         with self._lock:
@@ -242,10 +283,3 @@ class Catalog:
 
 def _place(number: int, summary: store_pb2.CaptureSummary) -> tuple[int, int]:
     return summary.end_time.ToNanoseconds(), number
-
-
-def unknown_capture(capture_id: str) -> Failure:
-    """Return the Failure that says that there is no such capture."""
-    shown = capture_id[:MAX_ID_LENGTH]  # whatever was asked for, an answer is short
-    message = f"The store holds no capture {shown!r}: it was never opened, or it was deleted, or has expired."
-    return Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, message, capture_id=shown)

@@ -11,11 +11,12 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import ChunkView
 from store_svc.capture import Capture, ended_ledger
-from store_svc.catalog import Catalog, unknown_capture
+from store_svc.catalog import Catalog
 from store_svc.checks import check_chunk, check_loss, check_seal
 from store_svc.db import Table, Txn
 from store_svc.keys import FrameKey, pack_loss, pack_number, unpack_number
 from store_svc.ledger import Cells, Ledger
+from store_svc.names import CaptureName, name_of, unknown_capture
 from store_svc.slicing import cells_of, slice_chunk
 
 
@@ -47,9 +48,9 @@ class Batch:
         self._txn = txn
         self._catalog = catalog
         self._clock = Clock.now()
-        self._numbers: dict[str, int | None] = {}
+        self._numbers: dict[CaptureName, int | None] = {}
         self._opened: set[int] = set()
-        self._deleted: list[tuple[str, int]] = []
+        self._deleted: list[tuple[CaptureName, int]] = []
         self._drafts: dict[int, Capture] = {}
         self._keys: dict[int, list[bytes]] = {}
         self._ended_ledgers: dict[int, tuple[capture_pb2.CaptureManifest, Ledger]] = {}
@@ -70,7 +71,8 @@ class Batch:
         Raises:
             Failure: CAPTURE_EXISTS.
         """
-        number = self._number(description.capture_id)
+        name = name_of(description)
+        number = self._number(name)
         if number is not None:
             draft = self._draft(number)
             if draft is None or draft.ended or not draft.is_of(description):
@@ -78,16 +80,16 @@ class Batch:
             return
         number = self._next_number()
         capture = Capture(number, description, self._clock.wall, self._clock.monotonic)
-        self._numbers[description.capture_id] = number
+        self._numbers[name] = number
         self._opened.add(number)
         self._drafts[number] = capture
         self._put_record(capture)
 
-    def append(self, capture_id: str, frame: memoryview, chunk: ChunkView) -> bool:
+    def append(self, name: CaptureName, frame: memoryview, chunk: ChunkView) -> bool:
         """Store the rows of a chunk that are not there yet.
 
         Args:
-            capture_id: The capture.
+            name: The capture.
             frame: The bytes of the Chunk.
             chunk: The same, parsed; its checksum has been verified.
 
@@ -97,7 +99,7 @@ class Batch:
         Raises:
             Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED or INVALID_FIELD.
         """
-        number = self._require(capture_id)
+        number = self._require(name)
         draft = self._draft(number)
         if draft is None or draft.ended:
             self._check_repeat(number, draft, chunk)
@@ -114,13 +116,13 @@ class Batch:
             self._advance(draft)
         return bool(groups)
 
-    def lose(self, capture_id: str, loss: store_pb2.RowLoss) -> None:
+    def lose(self, name: CaptureName, loss: store_pb2.RowLoss) -> None:
         """Record rows that will never come. An ended capture does not change any more.
 
         Raises:
             Failure: UNKNOWN_CAPTURE or INVALID_FIELD.
         """
-        draft = self._draft(self._require(capture_id))
+        draft = self._draft(self._require(name))
         if draft is None or draft.ended:
             return
         check_loss(loss, draft.description)
@@ -128,13 +130,13 @@ class Batch:
         draft.lose(loss, self._clock.monotonic)
         self._advance(draft)
 
-    def seal(self, seal: store_pb2.SealCaptureRequest) -> capture_pb2.CaptureManifest:
+    def seal(self, name: CaptureName, seal: store_pb2.SealCaptureRequest) -> capture_pb2.CaptureManifest:
         """Seal a capture, unless it was sealed alike already; return its manifest.
 
         Raises:
             Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED or INVALID_FIELD.
         """
-        number = self._require(seal.capture_id)
+        number = self._require(name)
         draft = self._draft(number)
         if draft is None or draft.seal is not None:
             return self._sealed_before(number, draft, seal)
@@ -144,22 +146,22 @@ class Batch:
         self._put_record(draft)
         return draft.manifest()
 
-    def delete(self, capture_id: str) -> int:
+    def delete(self, name: CaptureName) -> int:
         """Delete a capture; its frames are freed bit by bit. Return the bytes of its frames.
 
         Raises:
             Failure: UNKNOWN_CAPTURE.
         """
-        number = self._require(capture_id)
+        number = self._require(name)
         draft = self._draft(number)
         num_bytes = draft.num_bytes if draft else self._ended(number)[0].num_bytes
         key = pack_number(number)
         for table in (Table.LIVE, Table.ENDED, Table.SEALS):
             self._txn.delete(table, key)
         self._txn.put(Table.DOOMED, key, b"")
-        self._numbers[capture_id] = None
+        self._numbers[name] = None
         self._drafts.pop(number, None)
-        self._deleted.append((capture_id, number))
+        self._deleted.append((name, number))
         return num_bytes
 
     def time_out(self, number: int, waited: float) -> None:
@@ -171,24 +173,24 @@ class Batch:
 
     def publish(self) -> list[Capture]:
         """Let everyone see the changes; return the captures that changed."""
-        for capture_id, number in self._deleted:
+        for name, number in self._deleted:
             if number not in self._opened:
-                self._catalog.delete(capture_id, number)
+                self._catalog.delete(name, number)
         for number, draft in self._drafts.items():
             if number in self._opened:
                 self._catalog.open(draft, [])
             self._catalog.publish(draft, self._keys.get(number, []))
         return list(self._drafts.values())
 
-    def _number(self, capture_id: str) -> int | None:
-        if capture_id in self._numbers:
-            return self._numbers[capture_id]
-        return self._catalog.number_of(capture_id)
+    def _number(self, name: CaptureName) -> int | None:
+        if name in self._numbers:
+            return self._numbers[name]
+        return self._catalog.number_of(name)
 
-    def _require(self, capture_id: str) -> int:
-        number = self._number(capture_id)
+    def _require(self, name: CaptureName) -> int:
+        number = self._number(name)
         if number is None:
-            raise unknown_capture(capture_id)
+            raise unknown_capture(name.capture_id)
         return number
 
     def _next_number(self) -> int:

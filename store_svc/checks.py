@@ -23,6 +23,7 @@ from residuum.wire.limits import (
     MAX_STEERING_CHANGES_BYTES,
 )
 from residuum.wire.selection import check_positions, resolve_layers
+from residuum.wire.tokens import is_valid_tenant
 from store_svc.capture import ABORTED, COMPLETE, INCOMPLETE
 from store_svc.keys import MAX_LAYERS
 
@@ -44,6 +45,8 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
     """
     if not is_valid_id(description.capture_id):
         raise invalid("description.capture_id", f"{description.capture_id[:MAX_ID_LENGTH]!r} is not a valid id")
+    if not is_valid_tenant(description.tenant):
+        raise invalid("description.tenant", f"{description.tenant[:MAX_ID_LENGTH]!r} is not a valid name")
     _check_length("description.model", description.model, MAX_NAME_LENGTH)
     _check_size("description", description, MAX_DESCRIPTION_BYTES)
     if not 1 <= description.num_layers <= MAX_LAYERS:

@@ -13,12 +13,20 @@ from store_svc.keys import pack_number, unpack_number
 _MARK_BYTES = 8
 
 
-def make_token(store_id: bytes, request: store_pb2.ListCapturesRequest, last: int) -> str:
-    """Return the token of the page after the capture with this internal number."""
-    return base64.urlsafe_b64encode(pack_number(last) + _mark(store_id, request, pack_number(last))).decode()
+def make_token(store_id: bytes, request: store_pb2.ListCapturesRequest, scope: str | None, last: int) -> str:
+    """Return the token of the page after the capture with this internal number.
+
+    Args:
+        store_id: Binds it to this store.
+        request: The filter.
+        scope: The tenant whose captures are listed; None: all.
+        last: The number. It is hidden in the token, for it tells how many captures others have made.
+    """
+    mark = _mark(store_id, request, scope, pack_number(last))
+    return base64.urlsafe_b64encode(_hide(store_id, mark, pack_number(last)) + mark).decode()
 
 
-def read_token(store_id: bytes, request: store_pb2.ListCapturesRequest) -> int | None:
+def read_token(store_id: bytes, request: store_pb2.ListCapturesRequest, scope: str | None) -> int | None:
     """Return the internal number after which the wanted page starts, or None for the first page.
 
     Raises:
@@ -30,15 +38,23 @@ def read_token(store_id: bytes, request: store_pb2.ListCapturesRequest) -> int |
         data = base64.b64decode(request.page_token.encode(), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
         data = b""
-    number, mark = data[:-_MARK_BYTES], data[-_MARK_BYTES:]
-    if len(number) != _MARK_BYTES or mark != _mark(store_id, request, number):
+    hidden, mark = data[:-_MARK_BYTES], data[-_MARK_BYTES:]
+    number = _hide(store_id, mark, hidden)
+    if len(hidden) != _MARK_BYTES or mark != _mark(store_id, request, scope, number):
         raise invalid(
             "page_token", "is not one of this store's, or goes with another filter; start from the first page"
         )
     return unpack_number(number)
 
 
-def _mark(store_id: bytes, request: store_pb2.ListCapturesRequest, number: bytes) -> bytes:
+def _hide(store_id: bytes, mark: bytes, number: bytes) -> bytes:
+    """Return a number's bytes as nobody without the store's id can read them; done twice, as they were."""
+    mask = hashlib.blake2b(mark, key=store_id, digest_size=_MARK_BYTES).digest()
+    return bytes(a ^ b for a, b in zip(number, mask, strict=False))
+
+
+def _mark(store_id: bytes, request: store_pb2.ListCapturesRequest, scope: str | None, number: bytes) -> bytes:
     states = ",".join(str(int(state)) for state in sorted(set(request.states)))
-    text = b"\0".join((number, states.encode(), request.prefix.encode()))
+    whose = b"\0" if scope is None else scope.encode()
+    text = b"\0".join((number, states.encode(), whose, request.prefix.encode()))
     return hashlib.blake2b(text, key=store_id, digest_size=_MARK_BYTES).digest()

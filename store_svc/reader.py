@@ -7,9 +7,10 @@ from collections.abc import Callable, Generator, Iterator
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import ChunkView, FrameError, parse_chunk, read_prefix
-from store_svc.catalog import Catalog, Feed, unknown_capture
+from store_svc.catalog import Catalog, Feed
 from store_svc.db import Database, Table
 from store_svc.keys import after_group, pack_number, unpack_frame
+from store_svc.names import CaptureName, unknown_capture
 from store_svc.query import Query
 from store_svc.slicing import slice_chunk
 
@@ -28,19 +29,20 @@ class Reader:
         self._db = db
         self._catalog = catalog
 
-    def manifest(self, capture_id: str) -> capture_pb2.CaptureManifest:
+    def manifest(self, name: CaptureName) -> capture_pb2.CaptureManifest:
         """Return the manifest of a capture as it is now.
 
         Raises:
             Failure: UNKNOWN_CAPTURE.
         """
-        number, feed = self._catalog.require(capture_id)
+        number, feed = self._catalog.require(name)
         if feed is not None:
             return feed.capture.manifest()
-        return self._ended_manifest(number, capture_id)
+        return self._ended_manifest(number, name.capture_id)
 
     def read(
         self,
+        name: CaptureName,
         request: store_pb2.ReadChunksRequest,
         is_cancelled: Callable[[], bool],
         feed_seen: Callable[[Feed], object],
@@ -48,14 +50,15 @@ class Reader:
         """Yield the ReadChunksResponses, serialised, that answer a request. The capture does not expire meanwhile.
 
         Args:
-            request: What is wanted.
+            name: The capture.
+            request: What is wanted of it.
             is_cancelled: Tells whether the caller has gone.
             feed_seen: Called with the feed that is waited on, so that a cancellation can wake it.
 
         Raises:
             Failure: UNKNOWN_CAPTURE, UNKNOWN_LAYER, UNKNOWN_SITE, INVALID_FIELD, CHECKSUM_MISMATCH or NOT_SERVING.
         """
-        with self._catalog.reading(request.capture_id) as (number, feed):
+        with self._catalog.reading(name) as (number, feed):
             if feed is None:
                 yield from self._read_ended(number, request)
             else:

@@ -10,6 +10,7 @@ from typing import Literal
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from store_svc.catalog import Catalog
+from store_svc.names import CaptureName, name_of
 
 _MOST_AT_ONCE = 1024
 """Captures that are deleted in one transaction."""
@@ -37,7 +38,7 @@ class Expired:
 
     number: int
     """Its internal number."""
-    capture_id: str
+    name: CaptureName
     """The capture."""
     num_bytes: int
     """Bytes of its chunks."""
@@ -95,7 +96,7 @@ class Retention:
             if not self._catalog.begin_expiry(number):
                 self._look_at = now + _LOOK_AGAIN_SECONDS  # being read
                 continue
-            taken.append(Expired(number, summary.capture_id, summary.num_bytes, age, "age" if is_old else "size"))
+            taken.append(Expired(number, name_of(summary), summary.num_bytes, age, "age" if is_old else "size"))
             excess -= summary.num_bytes
         return taken
 

@@ -94,6 +94,7 @@ class Store:
             retention=retention,
             calls=calls,
             metrics=self._metrics,
+            limits_of=self._access.limits_of,
         )
         self._server = self._make_server()
         self.port = self._listen()

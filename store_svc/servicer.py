@@ -11,17 +11,27 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from residuum.rpc.access import current_caller
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request
+from residuum.rpc.tokens import Caller, Limits, Right
 from residuum.v1 import store_pb2
 from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
 from store_svc.ahead import ahead
 from store_svc.append import AppendStream
 from store_svc.calls import Calls
-from store_svc.catalog import Catalog, unknown_capture
+from store_svc.catalog import Catalog
 from store_svc.checks import check_description, invalid
 from store_svc.db import Database
 from store_svc.metrics import StoreMetrics
+from store_svc.names import (
+    CaptureName,
+    foreign_tenant,
+    resolve_name,
+    resolve_scope,
+    unknown_capture,
+    written_tenant,
+)
 from store_svc.pages import make_token, read_token
 from store_svc.reader import Reader
 from store_svc.retention import RetentionPolicy
@@ -47,6 +57,7 @@ class StoreServicer:
         retention: RetentionPolicy,
         calls: Calls,
         metrics: StoreMetrics,
+        limits_of: Callable[[str], Limits],
     ) -> None:
         """Make a servicer.
 
@@ -59,6 +70,7 @@ class StoreServicer:
             retention: What the writer keeps, to tell it.
             calls: Counts the calls.
             metrics: Counts what is acknowledged and read.
+            limits_of: Tells what a tenant may have.
         """
         self._db = db
         self._catalog = catalog
@@ -70,6 +82,7 @@ class StoreServicer:
         self.calls = calls
         """The calls that run."""
         self._metrics = metrics
+        self._limits_of = limits_of
         self._lock = threading.Lock()
         self._append_streams: set[AppendStream] = set()
         self._stopping = False
@@ -111,15 +124,21 @@ class StoreServicer:
         self, request: store_pb2.OpenCaptureRequest, _context: grpc.ServicerContext
     ) -> store_pb2.OpenCaptureResponse:
         """See store.proto."""
-        check_description(request.description)
-        self._writer.call(request.description.capture_id, lambda batch: batch.open(request.description))
+        description = request.description
+        tenant = written_tenant(current_caller(), description.tenant)
+        if tenant is None:
+            raise foreign_tenant(description.tenant)
+        description.tenant = tenant
+        check_description(description)
+        self._writer.call(description.capture_id, lambda batch: batch.open(description))
         return store_pb2.OpenCaptureResponse()
 
     def append_chunks(
         self, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[store_pb2.AppendChunksResponse]:
         """See store.proto."""
-        with self.calls.running(), self.calls.writing(), self._writing() as stream:
+        caller = current_caller()
+        with self.calls.running(), self.calls.writing(), self._writing(caller) as stream:
             if context.add_callback(stream.cancel):
                 threading.Thread(target=stream.pump, args=(messages,), name="append", daemon=True).start()
                 for response in stream.responses():
@@ -130,38 +149,48 @@ class StoreServicer:
         self, request: store_pb2.SealCaptureRequest, _context: grpc.ServicerContext
     ) -> store_pb2.SealCaptureResponse:
         """See store.proto."""
-        manifest = self._writer.call(request.capture_id, lambda batch: batch.seal(request), reserve=True)
+        tenant = written_tenant(current_caller(), request.tenant)
+        if tenant is None:
+            raise unknown_capture(request.capture_id)
+        name = CaptureName(tenant, request.capture_id)
+        request.tenant = tenant  # it is kept, and compared with the next one
+        manifest = self._writer.call(request.capture_id, lambda batch: batch.seal(name, request), reserve=True)
         return store_pb2.SealCaptureResponse(manifest=manifest)
 
     def get_capture(
         self, request: store_pb2.GetCaptureRequest, context: grpc.ServicerContext
     ) -> store_pb2.GetCaptureResponse:
         """See store.proto."""
+        name = resolve_name(current_caller(), request)
         if _seconds(request) > 0:
             with self.calls.reading():
-                self._wait_for_end(request, context)
-        return store_pb2.GetCaptureResponse(manifest=self._reader.manifest(request.capture_id))
+                self._wait_for_end(name, request, context)
+        return store_pb2.GetCaptureResponse(manifest=self._reader.manifest(name))
 
     def list_captures(
         self, request: store_pb2.ListCapturesRequest, _context: grpc.ServicerContext
     ) -> store_pb2.ListCapturesResponse:
         """See store.proto."""
-        before = read_token(self._store_id, request)
+        scope = resolve_scope(current_caller(), request)
+        before = read_token(self._store_id, request, scope)
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         response = store_pb2.ListCapturesResponse()
-        for number, summary in self._catalog.newest(before, request.prefix, request.states):
+        for number, summary in self._catalog.newest(before, request.prefix, request.states, scope):
             if len(response.captures) == size:
                 response.next_page_token = response.captures[-1].page_token
                 break
-            response.captures.add(page_token=make_token(self._store_id, request, number)).MergeFrom(summary)
+            response.captures.add(page_token=make_token(self._store_id, request, scope, number)).MergeFrom(summary)
         return response
 
     def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See store.proto."""
+        caller = current_caller()
         request = _parse(store_pb2.ReadChunksRequest, data)
         bind_request(request.capture_id)
+        name = resolve_name(caller, request)
         with self.calls.running(), self.calls.reading():
             responses = self._reader.read(
+                name,
                 request,
                 is_cancelled=lambda: not context.is_active(),
                 feed_seen=lambda feed: context.add_callback(feed.wake),
@@ -175,17 +204,41 @@ class StoreServicer:
         self, request: store_pb2.DeleteCaptureRequest, _context: grpc.ServicerContext
     ) -> store_pb2.DeleteCaptureResponse:
         """See store.proto."""
-        freed = self._writer.call(request.capture_id, lambda batch: batch.delete(request.capture_id), reserve=True)
+        name = resolve_name(current_caller(), request)
+        freed = self._writer.call(request.capture_id, lambda batch: batch.delete(name), reserve=True)
         return store_pb2.DeleteCaptureResponse(freed_bytes=freed)
 
     def get_stats(
         self, _request: store_pb2.GetStatsRequest, _context: grpc.ServicerContext
     ) -> store_pb2.GetStatsResponse:
         """See store.proto."""
-        counters, states = self._writer.counters, self._catalog.states()
+        caller = current_caller()
+        response = self._whole_stats() if caller.is_admin else self._tenant_stats(caller)
+        response.start_time.CopyFrom(self._start_time)
+        response.server_version = self._version
+        response.server_time.GetCurrentTime()
+        return response
+
+    def _tenant_stats(self, caller: Caller) -> store_pb2.GetStatsResponse:
+        """Return what a tenant has, for those who may know; how much others have, and do, is nobody else's business."""
+        response = store_pb2.GetStatsResponse(tenant=store_pb2.TenantStats(tenant=caller.own_tenant))
+        if caller.may(Right.READ):
+            self._count_captures(response, caller.own_tenant)
+            limits = self._limits_of(caller.own_tenant)
+            if limits.max_bytes is not None:
+                response.tenant.max_bytes = limits.max_bytes
+            if limits.max_open_captures is not None:
+                response.tenant.max_open_captures = limits.max_open_captures
+        return response
+
+    def _count_captures(self, response: store_pb2.GetStatsResponse, tenant: str | None) -> None:
+        states = self._catalog.states(tenant)
+        response.captures.extend(store_pb2.StateCount(state=state, count=count) for state, count in states.items())
+        response.num_bytes = self._catalog.holdings(tenant).num_bytes
+
+    def _whole_stats(self) -> store_pb2.GetStatsResponse:
+        counters = self._writer.counters
         response = store_pb2.GetStatsResponse(
-            captures=[store_pb2.StateCount(state=state, count=count) for state, count in states.items()],
-            num_bytes=self._catalog.num_bytes,
             num_chunks=self._db.num_chunks(),
             disk_bytes=self._db.disk_bytes(),
             max_bytes=self._db.max_bytes,
@@ -193,14 +246,12 @@ class StoreServicer:
             chunks_repeated=counters.repeated,
             chunks_rejected=counters.rejected,
             commits=counters.commits,
-            start_time=self._start_time,
-            server_version=self._version,
             used_bytes=self._db.used_bytes(),
             free_disk_bytes=self._db.free_disk_bytes(),
             append_limit_bytes=self._db.ordinary_bytes,
             retention=self._retention_stats(),
         )
-        response.server_time.GetCurrentTime()
+        self._count_captures(response, None)
         return response
 
     def _retention_stats(self) -> store_pb2.RetentionStats:
@@ -224,8 +275,8 @@ class StoreServicer:
             stream.fail(_stopping())
 
     @contextmanager
-    def _writing(self) -> Iterator[AppendStream]:
-        stream = AppendStream(self._writer.queue)
+    def _writing(self, caller: Caller) -> Iterator[AppendStream]:
+        stream = AppendStream(self._writer.queue, caller)
         with self._lock:
             if self._stopping:
                 raise _stopping()
@@ -236,8 +287,10 @@ class StoreServicer:
             with self._lock:
                 self._append_streams.discard(stream)
 
-    def _wait_for_end(self, request: store_pb2.GetCaptureRequest, context: grpc.ServicerContext) -> None:
-        _, feed = self._catalog.require(request.capture_id)
+    def _wait_for_end(
+        self, name: CaptureName, request: store_pb2.GetCaptureRequest, context: grpc.ServicerContext
+    ) -> None:
+        _, feed = self._catalog.require(name)
         if feed is None:
             return
         context.add_callback(feed.wake)

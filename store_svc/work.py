@@ -13,6 +13,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
 from residuum.wire.frames import ChunkView
 from store_svc.changes import Batch
+from store_svc.names import CaptureName
 
 _GROUP_BYTES = 32 << 20
 """Chunks in one transaction. More do not make it faster, and hold up acknowledgements."""
@@ -48,12 +49,17 @@ class Append:
     """Where it came from."""
     number: int
     """Its number in the stream."""
-    capture_id: str
+    name: CaptureName
     """The capture."""
     content: tuple[memoryview, ChunkView] | store_pb2.RowLoss | Failure
     """A chunk, as bytes and parsed; or a loss; or why it can never be written."""
     size: int
     """What it takes of the queue's room, in bytes."""
+
+    @property
+    def capture_id(self) -> str:
+        """The id of the capture."""
+        return self.name.capture_id
 
     @property
     def num_bytes(self) -> int:
@@ -69,10 +75,10 @@ class Append:
         if isinstance(self.content, Failure):
             raise self.content
         if isinstance(self.content, store_pb2.RowLoss):
-            batch.lose(self.capture_id, self.content)
+            batch.lose(self.name, self.content)
             return None
         frame, chunk = self.content
-        return batch.append(self.capture_id, frame, chunk)
+        return batch.append(self.name, frame, chunk)
 
 
 @dataclass

@@ -316,14 +316,14 @@ class Writer:
         if expired:
             commands = [self._expiry(item) for item in expired]
             self._commit(Work(commands))
-            failed = {command.capture_id for command in commands if command.future.exception()}
-            self._note_expired([item for item in expired if item.capture_id not in failed])
-            if failed:
-                self._retention.give_back(item for item in expired if item.capture_id in failed)
+            done = [command.future.exception() is None for command in commands]
+            self._note_expired([item for item, is_done in zip(expired, done, strict=True) if is_done])
+            if not all(done):
+                self._retention.give_back(item for item, is_done in zip(expired, done, strict=True) if not is_done)
         self._note_excess(self._retention.excess)
 
     def _expiry(self, expired: Expired) -> Command:
-        return Command(partial(Batch.delete, capture_id=expired.capture_id), expired.capture_id, reserve=True)
+        return Command(partial(Batch.delete, name=expired.name), expired.name.capture_id, reserve=True)
 
     def _note_expired(self, expired: list[Expired]) -> None:
         for item in expired:
@@ -334,7 +334,7 @@ class Writer:
             self.counters.bytes_expired += item.num_bytes
             _log.info(
                 "capture expired",
-                request_id=item.capture_id,
+                request_id=item.name.capture_id,
                 cause=item.cause,
                 age_seconds=round(item.age, 1),
                 bytes=item.num_bytes,

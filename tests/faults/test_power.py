@@ -20,6 +20,7 @@ from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import parse_read
 from store_svc.db import Database
 from store_svc.load import load_catalog
+from store_svc.names import CaptureName
 from store_svc.reader import Reader
 from tests.faults import power
 from tests.faults.power import Recording
@@ -118,7 +119,7 @@ def reopened(folder: Path, image: bytes) -> Iterator[tuple[set[Cell], capture_pb
     db = Database(folder, MAP_BYTES, sync_roots=False)
     try:
         catalog = load_catalog(db)
-        if catalog.number_of("a") is None:
+        if catalog.number_of(CaptureName("", "a")) is None:
             yield set(), None
             return
         rows, manifest = Rows(), None

@@ -21,6 +21,7 @@ from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import checksum, chunk_prefix
 from store_svc.changes import Batch
 from store_svc.db import DamagedError, Database, StoreFullError, Table, Txn
+from store_svc.names import CaptureName
 from store_svc.server import Store
 from store_svc.work import Command
 from tests.store.support import (
@@ -308,10 +309,10 @@ def test_a_store_that_cannot_write_any_more_ends_with_an_error(tmp_path: Path, m
 def test_a_fault_of_ours_fails_only_the_work_that_meets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append = Batch.append
 
-    def stumble(self: Batch, capture_id: str, *content: object) -> bool:
-        if capture_id == "b":
+    def stumble(self: Batch, name: CaptureName, *content: object) -> bool:
+        if name.capture_id == "b":
             raise ZeroDivisionError
-        return append(self, capture_id, *content)
+        return append(self, name, *content)
 
     monkeypatch.setattr(Batch, "append", stumble)
     with serving(tmp_path / "store") as (_, client):

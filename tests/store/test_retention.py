@@ -19,6 +19,7 @@ from residuum.v1 import store_pb2
 from store_svc.capture import Capture
 from store_svc.catalog import Catalog
 from store_svc.ledger import Cells
+from store_svc.names import CaptureName
 from store_svc.positions import Positions
 from store_svc.retention import Retention, RetentionPolicy
 from store_svc.settings import StoreSettings
@@ -58,7 +59,7 @@ def catalog_of(*sizes: int) -> Catalog:
 
 
 def names(retention: Retention) -> list[str]:
-    return [item.capture_id for item in retention.take()]
+    return [item.name.capture_id for item in retention.take()]
 
 
 def test_the_oldest_go_until_the_rest_fits() -> None:
@@ -66,7 +67,10 @@ def test_the_oldest_go_until_the_rest_fits() -> None:
     retention = Retention(RetentionPolicy(max_bytes=25), catalog, lambda: 100.0)
     assert retention.excess == 15
     taken = retention.take()
-    assert [(item.capture_id, item.cause, item.age) for item in taken] == [("1", "size", 99.0), ("2", "size", 98.0)]
+    assert [(item.name.capture_id, item.cause, item.age) for item in taken] == [
+        ("1", "size", 99.0),
+        ("2", "size", 98.0),
+    ]
     assert retention.seconds_to_next() is None, "nothing more is to do before something is written"
 
 
@@ -96,16 +100,16 @@ def test_a_clock_that_is_set_is_noticed_within_a_minute() -> None:
 def test_what_is_read_is_passed_over() -> None:
     catalog = catalog_of(10, 10, 10)
     retention = Retention(RetentionPolicy(max_bytes=15), catalog, lambda: 100.0)
-    with catalog.reading("1"), catalog.reading("1"):
+    with catalog.reading(CaptureName("", "1")), catalog.reading(CaptureName("", "1")):
         assert names(retention) == ["2", "3"]
         assert retention.seconds_to_next() == 1.0, "its reader may go"
     with pytest.raises(Failure) as caught:  # which the writer has not deleted yet
-        catalog.require("2")
+        catalog.require(CaptureName("", "2"))
     assert caught.value.reason == Reason.ERROR_REASON_UNKNOWN_CAPTURE
-    with pytest.raises(Failure), catalog.reading("2"):
+    with pytest.raises(Failure), catalog.reading(CaptureName("", "2")):
         pass
     catalog.cancel_expiry(2)
-    assert catalog.require("2") == (2, None)
+    assert catalog.require(CaptureName("", "2")) == (2, None)
 
 
 def test_many_go_in_several_passes() -> None:
@@ -115,7 +119,7 @@ def test_many_go_in_several_passes() -> None:
     assert len(taken) == 1024
     assert retention.seconds_to_next() == 0
     for item in taken:
-        catalog.delete(item.capture_id, item.number)
+        catalog.delete(item.name, item.number)
     assert (len(retention.take()), catalog.num_bytes) == (476, 476)
 
 
@@ -158,14 +162,14 @@ class Captures:
             self.readers.pop(number).close()
         elif known:
             self.readers[number] = ExitStack()
-            self.readers[number].enter_context(self.catalog.reading(str(number)))
+            self.readers[number].enter_context(self.catalog.reading(CaptureName("", str(number))))
 
     def expire(self, _size: int) -> None:
         taken = [(item.number, item.num_bytes) for item in self.retention.take()]
         free = [item for item in self.ended if item[0] not in self.readers]
         assert taken == free[: len(taken)], "in the order of their ends, but for those that are read"
         for number, _ in taken:
-            self.catalog.delete(str(number), number)
+            self.catalog.delete(CaptureName("", str(number)), number)
         kept = [item for item in self.ended if item not in taken]
         total = sum(self.open.values()) + sum(size for _, size in kept)
         assert self.catalog.num_bytes == total

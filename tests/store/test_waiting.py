@@ -11,6 +11,7 @@ from residuum.v1 import store_pb2
 from store_svc.capture import Capture, Wait
 from store_svc.catalog import Catalog
 from store_svc.ledger import Cells
+from store_svc.names import CaptureName
 from store_svc.positions import Positions
 from tests.store.support import ABORTED, POST, describe, seal_request
 
@@ -96,5 +97,5 @@ def test_those_that_wait_for_rows_are_in_the_order_of_their_progress(catalog: Ca
 def test_what_was_deleted_waits_for_nothing(catalog: Catalog) -> None:
     change(catalog, 1, seal, 9.0)
     for number in (1, 2):
-        catalog.delete(f"c{number}", number)
+        catalog.delete(CaptureName("", f"c{number}"), number)
     assert waiting(catalog) == {Wait.SEAL: [(3, 3.0)], Wait.ROWS: [], Wait.REMNANTS: []}

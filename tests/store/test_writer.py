@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.tokens import ANYBODY
 from residuum.v1 import store_pb2
 from residuum.wire.frames import parse_chunk
 from store_svc.append import AppendStream
@@ -17,6 +18,7 @@ from store_svc.capture import Wait
 from store_svc.catalog import Catalog
 from store_svc.changes import Batch
 from store_svc.db import Database
+from store_svc.names import CaptureName
 from store_svc.work import Append, Command, WorkQueue
 from store_svc.writer import Writer, WriterOptions
 from tests.store.support import cells_of, describe, grid, make_chunk
@@ -77,7 +79,7 @@ def writer(tmp_path: Path, catalog: Catalog) -> Iterator[Writer]:
 def append(writer: Writer, stream: Stream, number: int) -> None:
     """Queue the chunk whose position is its number."""
     frame = memoryview(make_chunk(LAYERS, [number]))
-    writer.queue.append(Append(stream, number, "a", (frame, parse_chunk(frame)), len(frame)))
+    writer.queue.append(Append(stream, number, CaptureName("", "a"), (frame, parse_chunk(frame)), len(frame)))
 
 
 def test_what_is_queued_of_a_failed_stream_is_dropped(writer: Writer, catalog: Catalog) -> None:
@@ -114,7 +116,7 @@ def rejection(number: int) -> store_pb2.ChunkRejection:
 
 @pytest.mark.parametrize("end", ["finished", "failed"])
 def test_no_acknowledgement_passes_a_rejection_that_it_does_not_carry(end: str) -> None:
-    stream = AppendStream(WorkQueue())
+    stream = AppendStream(WorkQueue(), ANYBODY)
     stream.committed(5000, [rejection(number) for number in range(2, 5001, 2)])
     stream.synced(5000)
     if end == "finished":

@@ -13,16 +13,14 @@ from residuum.wire.tokens import ANY_TENANT, RIGHTS, is_valid_tenant, make_token
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
-    parser.add_argument(
-        "--tenant", required=True, type=_tenant, metavar="NAME", help="whose captures it is for; * is any"
-    )
-    parser.add_argument(
-        "--rights", required=True, type=_rights, metavar="RIGHTS", help=f"separated by commas, of {', '.join(RIGHTS)}"
-    )
+    whose = "whose captures it is for; * is any tenant's (no default: name it)"
+    parser.add_argument("--tenant", required=True, type=_tenant, metavar="NAME", help=whose)
+    which = f"what it allows, separated by commas: {', '.join(RIGHTS)} (no default: name them)"
+    parser.add_argument("--rights", required=True, type=_rights, metavar="RIGHTS", help=which)
     parser.add_argument("--days", type=_days, metavar="N", help="let it expire after so many days (default: never)")
     parser.add_argument("--name", default="", help="a note for people: whose it is, and where (default: none)")
     parser.add_argument("--append", metavar="FILE", help="add the entry to this tokens file (default: print it)")
-    parser.add_argument("--json", action="store_true", help="print both as one JSON object (default: for people)")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs (default: for people)")
 
 
 def run(options: argparse.Namespace, output: Output) -> int:

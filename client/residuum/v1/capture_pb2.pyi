@@ -577,6 +577,7 @@ class CaptureDescription(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     VLLM_VERSION_FIELD_NUMBER: _builtins.int
     REQUEST_TIME_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The name of the capture: the id of its request."""
     model: _builtins.str
@@ -591,6 +592,10 @@ class CaptureDescription(_message.Message):
     """How many sequences are generated from the prompt."""
     vllm_version: _builtins.str
     """The version of vLLM that ran the model."""
+    tenant: _builtins.str
+    """The tenant that it belongs to, which is part of its name: tenants may use the same ids. Empty: the default tenant,
+    which is that of servers that ask nobody who they are. In OpenCapture, empty means the tenant of the token.
+    """
     @_builtins.property
     def spec(self) -> Global___CaptureSpec:
         """What was asked for, with every default filled in: layers as a list, sites named."""
@@ -626,10 +631,11 @@ class CaptureDescription(_message.Message):
         layout: Global___ParallelLayout | None = ...,
         vllm_version: _builtins.str = ...,
         request_time: _timestamp_pb2.Timestamp | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "request_time", b"request_time", "spec", b"spec", "steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "spec", b"spec", "steering", b"steering", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,11 @@ class InferenceServiceStub:
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     def __init__(self, channel):
@@ -80,6 +85,11 @@ class InferenceServiceServicer:
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     def GetModelInfo(self, request, context):
@@ -248,6 +258,11 @@ class InferenceService:
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     @staticmethod

@@ -31,6 +31,11 @@ class InferenceServiceStub:
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     @_typing.overload
@@ -131,6 +136,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -227,6 +237,11 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
     Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
+    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
+    exist.
     """
 
     @_abc_1.abstractmethod

@@ -75,12 +75,15 @@ class AppendChunksRequest(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     CAPTURE_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Numbers the messages of a stream, ascending, from 1."""
     capture_id: _builtins.str
     """The capture."""
+    tenant: _builtins.str
+    """The tenant that the capture belongs to. Empty: that of the token, or if it writes for any, the default tenant."""
     @_builtins.property
     def loss(self) -> Global___RowLoss:
         """Rows that were captured and will never be written."""
@@ -94,12 +97,13 @@ class AppendChunksRequest(_message.Message):
         *,
         number: _builtins.int = ...,
         capture_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
         loss: Global___RowLoss | None = ...,
         chunk: _capture_pb2.Chunk | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "chunk", b"chunk", "content", b"content", "loss", b"loss", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "chunk", b"chunk", "content", b"content", "loss", b"loss", "number", b"number", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["loss", "chunk"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
@@ -227,6 +231,7 @@ class SealCaptureRequest(_message.Message):
     INCOMPLETE_REASON_FIELD_NUMBER: _builtins.int
     INCOMPLETE_DETAIL_FIELD_NUMBER: _builtins.int
     STEERING_CHANGES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture."""
     outcome: _capture_pb2.CaptureState.ValueType
@@ -238,6 +243,8 @@ class SealCaptureRequest(_message.Message):
     """With INCOMPLETE: why."""
     incomplete_detail: _builtins.str
     """The same for a person, in at most 4096 characters."""
+    tenant: _builtins.str
+    """The tenant that the capture belongs to. Empty: that of the token, or if it writes for any, the default tenant."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.SequenceOutcome]:
         """The sequences, in order: as many as the description says. Prompt and generated tokens of all sequences, the prompt
@@ -259,10 +266,11 @@ class SealCaptureRequest(_message.Message):
         incomplete_reason: _capture_pb2.IncompleteReason.ValueType = ...,
         incomplete_detail: _builtins.str = ...,
         steering_changes: _abc.Iterable[_steering_pb2.SteeringChange] | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "outcome", b"outcome", "sequences", b"sequences", "steering_changes", b"steering_changes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "outcome", b"outcome", "sequences", b"sequences", "steering_changes", b"steering_changes", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -300,8 +308,11 @@ class GetCaptureRequest(_message.Message):
 
     CAPTURE_ID_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture."""
+    tenant: _builtins.str
+    """The tenant that the capture belongs to. Unset: the caller's own. That of others does not exist but for admins."""
     @_builtins.property
     def wait(self) -> _duration_pb2.Duration:
         """How long to wait for the capture to end before the manifest is returned as it is. Unset: not at all. At most 5
@@ -313,12 +324,15 @@ class GetCaptureRequest(_message.Message):
         *,
         capture_id: _builtins.str = ...,
         wait: _duration_pb2.Duration | None = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_id", b"capture_id", "tenant", b"tenant", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___GetCaptureRequest: _TypeAlias = GetCaptureRequest  # noqa: Y015
 
@@ -356,12 +370,15 @@ class ListCapturesRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """How many at most. 0 means 100; more than 1000 means 1000."""
     page_token: _builtins.str
     """The `next_page_token` of the answer before, with the same filter. Empty: the first page."""
     prefix: _builtins.str
     """Only captures whose id starts with this."""
+    tenant: _builtins.str
+    """Only captures of this tenant. Unset: those of the caller's own, or for admins all."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.CaptureState.ValueType]:
         """Only captures in one of these states. Empty: all."""
@@ -373,12 +390,15 @@ class ListCapturesRequest(_message.Message):
         page_token: _builtins.str = ...,
         prefix: _builtins.str = ...,
         states: _abc.Iterable[_capture_pb2.CaptureState.ValueType] | None = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix", "states", b"states", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___ListCapturesRequest: _TypeAlias = ListCapturesRequest  # noqa: Y015
 
@@ -424,6 +444,7 @@ class CaptureSummary(_message.Message):
     OPEN_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture."""
     model: _builtins.str
@@ -438,6 +459,8 @@ class CaptureSummary(_message.Message):
     """Where the list goes on after this capture: a `page_token` for the same filter. So the lists of several stores can be
     merged, and left off anywhere. Empty: the server is older than this field.
     """
+    tenant: _builtins.str
+    """The tenant that it belongs to. Empty: the default tenant."""
     @_builtins.property
     def open_time(self) -> _timestamp_pb2.Timestamp:
         """When it was opened."""
@@ -457,10 +480,11 @@ class CaptureSummary(_message.Message):
         open_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
         page_token: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "open_time", b"open_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "end_time", b"end_time", "model", b"model", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "page_token", b"page_token", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "end_time", b"end_time", "model", b"model", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "page_token", b"page_token", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -478,10 +502,13 @@ class ReadChunksRequest(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture."""
     follow: _builtins.bool
     """Go on until the capture has ended."""
+    tenant: _builtins.str
+    """The tenant that the capture belongs to. Unset: the caller's own. That of others does not exist but for admins."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Only these layers. Empty: all that were captured."""
@@ -507,12 +534,15 @@ class ReadChunksRequest(_message.Message):
         sequences: _abc.Iterable[_builtins.int] | None = ...,
         positions: _selection_pb2.PositionSelection | None = ...,
         follow: _builtins.bool = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "positions", b"positions", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "follow", b"follow", "layers", b"layers", "positions", b"positions", "sequences", b"sequences", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_id", b"capture_id", "follow", b"follow", "layers", b"layers", "positions", b"positions", "sequences", b"sequences", "sites", b"sites", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___ReadChunksRequest: _TypeAlias = ReadChunksRequest  # noqa: Y015
 
@@ -555,18 +585,24 @@ class DeleteCaptureRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CAPTURE_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture."""
+    tenant: _builtins.str
+    """The tenant that the capture belongs to. Unset: the caller's own. That of others does not exist but for admins."""
     def __init__(
         self,
         *,
         capture_id: _builtins.str = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_id", b"capture_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___DeleteCaptureRequest: _TypeAlias = DeleteCaptureRequest  # noqa: Y015
 
@@ -611,7 +647,9 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 
 @_typing.final
 class GetStatsResponse(_message.Message):
-    """The store's figures."""
+    """The store's figures. To a caller who is no admin, those of its own tenant: its captures, their bytes, its limits, and of
+    the server its version, its clock and when it started. The rest is then unset.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -631,6 +669,7 @@ class GetStatsResponse(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     SERVER_TIME_FIELD_NUMBER: _builtins.int
     APPEND_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     """Bytes of chunks in the store."""
     num_chunks: _builtins.int
@@ -675,6 +714,10 @@ class GetStatsResponse(_message.Message):
     def server_time(self) -> _timestamp_pb2.Timestamp:
         """The server's clock. Unset: the server is older than this field."""
 
+    @_builtins.property
+    def tenant(self) -> Global___TenantStats:
+        """The tenant that the figures are of. Unset: they are of the whole store."""
+
     def __init__(
         self,
         *,
@@ -694,14 +737,52 @@ class GetStatsResponse(_message.Message):
         retention: Global___RetentionStats | None = ...,
         server_time: _timestamp_pb2.Timestamp | None = ...,
         append_limit_bytes: _builtins.int = ...,
+        tenant: Global___TenantStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention", "server_time", b"server_time", "start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention", "server_time", b"server_time", "start_time", b"start_time", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_limit_bytes", b"append_limit_bytes", "captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "free_disk_bytes", b"free_disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "retention", b"retention", "server_time", b"server_time", "server_version", b"server_version", "start_time", b"start_time", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_limit_bytes", b"append_limit_bytes", "captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "free_disk_bytes", b"free_disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "retention", b"retention", "server_time", b"server_time", "server_version", b"server_version", "start_time", b"start_time", "tenant", b"tenant", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class TenantStats(_message.Message):
+    """Whom figures are of, and what it may have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_OPEN_CAPTURES_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant. Empty: the default tenant."""
+    max_bytes: _builtins.int
+    """Bytes of chunks that it may have. Unset: any number."""
+    max_open_captures: _builtins.int
+    """Captures that it may have open. Unset: any number."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        max_bytes: _builtins.int | None = ...,
+        max_open_captures: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes", "_max_open_captures", b"_max_open_captures", "max_bytes", b"max_bytes", "max_open_captures", b"max_open_captures"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes", "_max_open_captures", b"_max_open_captures", "max_bytes", b"max_bytes", "max_open_captures", b"max_open_captures", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_bytes: _TypeAlias = _typing.Literal["max_bytes"]  # noqa: Y015
+    _WhichOneofArgType__max_bytes: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__max_open_captures: _TypeAlias = _typing.Literal["max_open_captures"]  # noqa: Y015
+    _WhichOneofArgType__max_open_captures: _TypeAlias = _typing.Literal["_max_open_captures", b"_max_open_captures"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_bytes) -> _WhichOneofReturnType__max_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_open_captures) -> _WhichOneofReturnType__max_open_captures | None: ...
+
+Global___TenantStats: _TypeAlias = TenantStats  # noqa: Y015
 
 @_typing.final
 class RetentionStats(_message.Message):

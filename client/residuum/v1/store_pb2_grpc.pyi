@@ -39,6 +39,11 @@ class StoreServiceStub:
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
 
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED if it lacks the
+    right: `write` to open, append and seal; `read` to get, list and read; `generate` to delete. Any will do for GetStats,
+    and `admin` for everything. A capture belongs to a tenant: to others it does not exist.
+
     The service also serves grpc.health.v1 and server reflection.
     """
 
@@ -55,6 +60,8 @@ class StoreServiceStub:
     * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
     * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
     * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
+    * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has as many open captures, or bytes, as it may have.
+    * PERMISSION_DENIED: the token does not write for this tenant.
     """
     AppendChunks: _grpc.StreamStreamMultiCallable[_store_pb2.AppendChunksRequest, _store_pb2.AppendChunksResponse]
     """Appends chunks, of any captures, and acknowledges them.
@@ -75,7 +82,8 @@ class StoreServiceStub:
     and nothing doubled. A chunk that can never be written is rejected by itself, in `rejections`, and counts as
     acknowledged; the stream goes on.
 
-    Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD.
+    Rejections: UNKNOWN_CAPTURE (never opened, or deleted, or of a tenant that the token does not write for),
+    CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has as many bytes as it may have).
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: a message cannot be parsed, or numbers do not ascend.
@@ -153,6 +161,11 @@ class StoreServiceAsyncStub(StoreServiceStub):
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
 
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED if it lacks the
+    right: `write` to open, append and seal; `read` to get, list and read; `generate` to delete. Any will do for GetStats,
+    and `admin` for everything. A capture belongs to a tenant: to others it does not exist.
+
     The service also serves grpc.health.v1 and server reflection.
     """
 
@@ -166,6 +179,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
     * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
     * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
+    * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has as many open captures, or bytes, as it may have.
+    * PERMISSION_DENIED: the token does not write for this tenant.
     """
     AppendChunks: _aio.StreamStreamMultiCallable[_store_pb2.AppendChunksRequest, _store_pb2.AppendChunksResponse]  # type: ignore[assignment]
     """Appends chunks, of any captures, and acknowledges them.
@@ -186,7 +201,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     and nothing doubled. A chunk that can never be written is rejected by itself, in `rejections`, and counts as
     acknowledged; the stream goes on.
 
-    Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD.
+    Rejections: UNKNOWN_CAPTURE (never opened, or deleted, or of a tenant that the token does not write for),
+    CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has as many bytes as it may have).
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: a message cannot be parsed, or numbers do not ascend.
@@ -263,6 +279,11 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
     chunks survive the loss of power. Both are reported.
 
+    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
+    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED if it lacks the
+    right: `write` to open, append and seal; `read` to get, list and read; `generate` to delete. Any will do for GetStats,
+    and `admin` for everything. A capture belongs to a tenant: to others it does not exist.
+
     The service also serves grpc.health.v1 and server reflection.
     """
 
@@ -280,6 +301,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
         * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
         * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
+        * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has as many open captures, or bytes, as it may have.
+        * PERMISSION_DENIED: the token does not write for this tenant.
         """
 
     @_abc_1.abstractmethod
@@ -306,7 +329,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         and nothing doubled. A chunk that can never be written is rejected by itself, in `rejections`, and counts as
         acknowledged; the stream goes on.
 
-        Rejections: UNKNOWN_CAPTURE (never opened, or deleted), CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD.
+        Rejections: UNKNOWN_CAPTURE (never opened, or deleted, or of a tenant that the token does not write for),
+        CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has as many bytes as it may have).
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: a message cannot be parsed, or numbers do not ascend.

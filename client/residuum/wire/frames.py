@@ -86,6 +86,8 @@ class AppendView:
     """The news of rows that will never come."""
     chunk: memoryview | None
     """The bytes of the Chunk message; see `parse_chunk`."""
+    tenant: str = ""
+    """The tenant that the capture belongs to, as the writer names it."""
 
 
 def checksum(payload: Buffer) -> int:
@@ -99,9 +101,9 @@ def chunk_prefix(header: capture_pb2.ChunkHeader, crc32c: int, payload_bytes: in
     return head + _tag(_CHUNK_PAYLOAD, _LENGTH_DELIMITED) + _varint(payload_bytes)
 
 
-def append_prefix(number: int, capture_id: str, chunk_bytes: int) -> bytes:
+def append_prefix(number: int, capture_id: str, chunk_bytes: int, tenant: str = "") -> bytes:
     """Return the bytes of an AppendChunksRequest that come before a Chunk of `chunk_bytes` bytes."""
-    head = store_pb2.AppendChunksRequest(number=number, capture_id=capture_id).SerializeToString()
+    head = store_pb2.AppendChunksRequest(number=number, capture_id=capture_id, tenant=tenant).SerializeToString()
     return head + _tag(_APPEND_CHUNK, _LENGTH_DELIMITED) + _varint(chunk_bytes)
 
 
@@ -147,7 +149,7 @@ def parse_append(data: Buffer) -> AppendView:
     loss = message.loss if message.HasField("loss") else None
     if (chunk is None) == (loss is None):
         raise FrameError("the message must carry either a chunk or a loss")
-    return AppendView(message.number, message.capture_id, loss, chunk)
+    return AppendView(message.number, message.capture_id, loss, chunk, message.tenant)
 
 
 def parse_read(data: Buffer) -> capture_pb2.CaptureManifest | ChunkView:

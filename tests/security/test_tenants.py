@@ -1,0 +1,325 @@
+"""Captures belong to tenants: to others they do not exist, in any method of the store."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from itertools import pairwise
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool
+
+from residuum.rpc.channels import open_channel
+from residuum.rpc.credentials import Credentials
+from residuum.rpc.errors import Reason, failure_from_rpc_error
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+from residuum.wire.frames import append_prefix
+from store_svc.server import Store
+from store_svc.settings import StoreSettings
+from tests.store.support import describe, failing_with, make_chunk, rejections, seal_request
+
+LAYERS = [0, 1, 2]
+DENIED, UNKNOWN = Reason.ERROR_REASON_PERMISSION_DENIED, Reason.ERROR_REASON_UNKNOWN_CAPTURE
+
+
+class Caller:
+    """The store as one token has it."""
+
+    def __init__(self, endpoint, token):
+        self.channel = open_channel(endpoint, credentials=Credentials(token=token) if token else None)
+        self.stub = store_pb2_grpc.StoreServiceStub(self.channel)
+        self.raw_append = self.channel.stream_stream(
+            "/residuum.v1.StoreService/AppendChunks", None, store_pb2.AppendChunksResponse.FromString
+        )
+
+    def open(self, name="a", tenant="", **fields):
+        description = describe(name, **fields)
+        description.tenant = tenant
+        self.stub.OpenCapture(store_pb2.OpenCaptureRequest(description=description), timeout=20)
+
+    def append(self, name="a", tenant="", positions=(0, 1, 2, 3, 4)):
+        chunk = make_chunk(LAYERS, positions)
+        return rejections(self.raw_append(iter([append_prefix(1, name, len(chunk), tenant) + chunk]), timeout=20))
+
+    def seal(self, name="a", tenant=""):
+        return self.stub.SealCapture(seal_request(name, tenant=tenant), timeout=20).manifest
+
+    def write(self, name="a", tenant="", **fields):
+        """Bring a capture to its end."""
+        self.open(name, tenant, **fields)
+        assert self.append(name, tenant) == {}
+        assert self.seal(name, tenant).state == capture_pb2.CAPTURE_STATE_COMPLETE
+
+    def get(self, name="a", **tenant):
+        return self.stub.GetCapture(store_pb2.GetCaptureRequest(capture_id=name, **tenant), timeout=20).manifest
+
+    def read(self, name="a", **tenant):
+        request = store_pb2.ReadChunksRequest(capture_id=name, follow=True, **tenant)
+        return list(self.stub.ReadChunks(request, timeout=20))
+
+    def list(self, size=100, **tenant):
+        """All captures as (tenant, id), page by page."""
+        request = store_pb2.ListCapturesRequest(page_size=size, **tenant)
+        found = []
+        while True:
+            page = self.stub.ListCaptures(request, timeout=20)
+            found += [(item.tenant, item.capture_id) for item in page.captures]
+            request.page_token = page.next_page_token
+            if not request.page_token:
+                return found
+
+    def delete(self, name="a", **tenant):
+        request = store_pb2.DeleteCaptureRequest(capture_id=name, **tenant)
+        return self.stub.DeleteCapture(request, timeout=20).freed_bytes
+
+    def stats(self):
+        return self.stub.GetStats(store_pb2.GetStatsRequest(), timeout=20)
+
+
+@pytest.fixture
+def call(store, tokens):
+    """Makes callers of one store: of a tenant, with rights."""
+    callers = []
+    with store(tokens=tokens.path) as endpoint:
+
+        def make(tenant, *rights):
+            callers.append(Caller(endpoint, tokens.add(tenant, *rights)))
+            return callers[-1]
+
+        yield make
+        for caller in callers:
+            caller.channel.close()
+
+
+@pytest.fixture
+def writer(call):
+    """An inference service that writes for all tenants."""
+    return call("*", "write")
+
+
+@pytest.fixture
+def alice(call):
+    return call("alice", "generate", "read")
+
+
+@pytest.fixture
+def bob(call):
+    return call("bob", "generate", "read")
+
+
+@pytest.fixture
+def admin(call):
+    return call("*", "admin")
+
+
+def test_tenants_use_the_same_id_and_never_meet(writer, alice, bob):
+    writer.write(tenant="alice")
+    with failing_with(UNKNOWN):
+        bob.get()
+    writer.open(tenant="bob")
+    assert alice.get().state == capture_pb2.CAPTURE_STATE_COMPLETE
+    assert (alice.get().description.tenant, bob.get().description.tenant) == ("alice", "bob")
+    assert bob.get().state == capture_pb2.CAPTURE_STATE_OPEN
+    assert bob.delete() == 0
+    assert len(alice.read()) == 3
+    assert alice.delete() > 0
+    with failing_with(UNKNOWN):
+        alice.get()
+
+
+def calls_about_a_capture():
+    """Every method of the store whose request names a capture, and how to make it of alice's."""
+    calls = {
+        "SealCapture": lambda caller, tenant: caller.seal(**tenant),
+        "GetCapture": lambda caller, tenant: caller.get(**tenant),
+        "ReadChunks": lambda caller, tenant: caller.read(**tenant),
+        "DeleteCapture": lambda caller, tenant: caller.delete(**tenant),
+        "AppendChunks": lambda caller, tenant: caller.append(**tenant),
+    }
+    methods = descriptor_pool.Default().FindServiceByName("residuum.v1.StoreService").methods
+    naming = {method.name for method in methods if "capture_id" in method.input_type.fields_by_name}
+    assert naming == calls.keys()
+    return calls
+
+
+@pytest.mark.parametrize("method", calls_about_a_capture())
+@pytest.mark.parametrize("state", ["open", "complete"])
+@pytest.mark.parametrize("named", [{}, {"tenant": "alice"}, {"tenant": ""}, {"tenant": "nobody"}])
+def test_the_capture_of_another_tenant_does_not_exist(call, writer, alice, method, state, named):
+    """What bob hears of alice's capture is what he hears of one that never was, to the letter."""
+    bob = call("bob", "generate", "read", "write")
+    heard = []
+    for there in (False, True):
+        if there:
+            (writer.open if state == "open" else writer.write)(tenant="alice")
+        if method == "AppendChunks":
+            heard.append(calls_about_a_capture()[method](bob, named))
+            assert heard[-1] == {1: UNKNOWN}
+        else:
+            with failing_with(UNKNOWN) as caught:
+                calls_about_a_capture()[method](bob, named)
+            assert caught[0].code is grpc.StatusCode.NOT_FOUND
+            heard.append((caught[0].message, caught[0].metadata))
+    assert heard[0] == heard[1]
+    assert (alice.get().num_bytes > 0) == (state == "complete")
+
+
+def test_an_id_that_looks_like_another_tenants_name(writer, bob):
+    writer.write(tenant="alice")
+    for name in ("alice/a", "alice\0a", "../alice/a"):
+        with failing_with(UNKNOWN):
+            bob.get(name)
+
+
+def test_lists_hold_the_callers_own(writer, alice, bob, admin):
+    for number in range(5):
+        writer.open(f"c{number}", "alice")
+        writer.open(f"c{number}", "bob")
+    writer.open("of-nobody")
+    assert alice.list(size=2) == [("alice", f"c{number}") for number in range(4, -1, -1)]
+    assert bob.list(tenant="bob", size=3) == [("bob", f"c{number}") for number in range(4, -1, -1)]
+    for tenant in ("alice", "", "nobody"):
+        with failing_with(DENIED):
+            bob.list(tenant=tenant)
+    assert len(admin.list(size=3)) == 11
+    assert admin.list(tenant="") == [("", "of-nobody")]
+    assert admin.list(tenant="nobody") == []
+
+
+def test_a_page_token_is_its_tenants_own(writer, alice, bob, admin):
+    for number in range(3):
+        writer.open(f"c{number}", "alice")
+        writer.open(f"c{number}", "bob")
+    first = store_pb2.ListCapturesRequest(page_size=1)
+    token = alice.stub.ListCaptures(first).next_page_token
+    for caller in (bob, admin):
+        with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
+            caller.stub.ListCaptures(store_pb2.ListCapturesRequest(page_token=token))
+
+
+def test_page_tokens_do_not_count_the_captures_of_others(call, writer, alice):
+    """Numbers of captures ascend over all tenants; as many must not be seen in what alice is handed."""
+    raw = []
+    for _ in range(2):
+        writer.open(f"x{len(raw)}", "alice")
+        writer.open(f"y{len(raw)}", "alice")
+        page = alice.stub.ListCaptures(store_pb2.ListCapturesRequest(page_size=1))
+        raw.append(page.next_page_token)
+        for number in range(3):
+            writer.open(f"b{len(raw)}-{number}", "bob")
+    assert all(a[:6] != b[:6] for a, b in pairwise(raw))  # the high bytes of small numbers, if they were shown
+
+
+def test_an_admin_sees_and_may_do_everything(writer, admin):
+    writer.write(tenant="alice")
+    assert admin.get(tenant="alice").description.tenant == "alice"
+    assert len(admin.read(tenant="alice")) == 3
+    with failing_with(UNKNOWN):
+        admin.get()  # of the default tenant
+    assert admin.delete(tenant="alice") > 0
+
+
+def test_an_admin_of_a_tenant_is_one_of_the_store(call, writer):
+    carol = call("carol", "admin")
+    carol.write()
+    writer.write(tenant="alice")
+    assert carol.get().description.tenant == "carol"  # if it names none, its own
+    assert carol.list() == [("alice", "a"), ("carol", "a")]
+
+
+def test_a_writer_of_one_tenant(call):
+    writer, reader = call("alice", "write"), call("alice", "read")
+    writer.write()
+    writer.write("b", "alice")
+    assert reader.list() == [("alice", "b"), ("alice", "a")]
+    with failing_with(DENIED) as caught:
+        writer.open("c", "bob")
+    assert "does not act for the tenant 'bob'" in caught[0].message
+
+
+def test_who_writes_does_not_read_and_who_reads_does_not_write(call, writer):
+    reader = call("alice", "read")
+    writer.write(tenant="alice")
+    reads = (writer.list, writer.get, writer.read, writer.delete)
+    for attempt in (*reads, reader.open, reader.append, reader.seal, reader.delete):
+        with failing_with(DENIED):
+            attempt()
+
+
+@pytest.mark.parametrize("tenant", ["*", "a/b", "-a", "a b", "x" * 129])
+def test_bad_names_of_tenants(writer, tenant):
+    with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
+        writer.open(tenant=tenant)
+
+
+def test_figures(call, writer, alice, bob, admin):
+    writer.write(tenant="alice")
+    writer.open("b", tenant="alice")
+    writer.write(tenant="bob")
+    writer.open("c", tenant="bob")
+    bob.delete("a")
+    stats = alice.stats()
+    assert {item.state: item.count for item in stats.captures} == {1: 1, 2: 1}
+    assert stats.num_bytes == alice.get().num_bytes > 0
+    assert stats.tenant.tenant == "alice"
+    assert not stats.tenant.HasField("max_bytes")
+    told = {field.name for field, _ in stats.ListFields()}
+    assert told == {"captures", "num_bytes", "tenant", "start_time", "server_version", "server_time"}
+    assert bob.stats().num_bytes == 0
+    whole = admin.stats()
+    assert {item.state: item.count for item in whole.captures} == {1: 2, 2: 1}
+    assert whole.num_bytes == alice.get().num_bytes
+    assert whole.commits > 0
+    assert not whole.HasField("tenant")
+    for caller in (writer, call("alice", "generate")):  # enough to see that the store is there
+        assert {field.name for field, _ in caller.stats().ListFields()} == told - {"captures", "num_bytes"}
+
+
+@contextmanager
+def anonymous(path, **settings):
+    store = Store(StoreSettings(listen="127.0.0.1:0", path=path, grace_seconds=1, **settings))
+    caller = Caller(f"127.0.0.1:{store.port}", "")
+    try:
+        yield caller
+    finally:
+        caller.channel.close()
+        store.stop()
+
+
+def test_what_was_made_where_nobody_was_asked(tmp_path, tokens):
+    """It is the default tenant's, which tokens may be of; and the names survive restarts."""
+    with anonymous(tmp_path / "db") as caller:
+        caller.write("old")
+        caller.open("live")
+        assert caller.list() == [("", "live"), ("", "old")]
+    store = Store(StoreSettings(listen="127.0.0.1:0", path=tmp_path / "db", grace_seconds=1, tokens=tokens.path))
+    endpoint = f"127.0.0.1:{store.port}"
+    everybody = Caller(endpoint, tokens.add("", "read", "write"))
+    alice = Caller(endpoint, tokens.add("alice", "read", "write"))
+    assert everybody.get("old").state == capture_pb2.CAPTURE_STATE_COMPLETE
+    with failing_with(UNKNOWN):
+        alice.get("old")
+    alice.open("live")
+    alice.write("old")
+    everybody.append("live")
+    everybody.seal("live")
+    for caller in (everybody, alice):
+        caller.channel.close()
+    store.stop()
+    with anonymous(tmp_path / "db") as caller:
+        assert set(caller.list()) == {("alice", "old"), ("alice", "live"), ("", "old"), ("", "live")}
+        assert caller.get("live").state == capture_pb2.CAPTURE_STATE_COMPLETE
+        assert caller.get("live", tenant="alice").state == capture_pb2.CAPTURE_STATE_OPEN
+
+
+def test_without_tokens_nothing_asks(tmp_path):
+    with anonymous(tmp_path / "db") as caller:
+        caller.write(tenant="alice")
+        caller.write()
+        assert caller.list() == [("", "a"), ("alice", "a")]
+        assert caller.list(tenant="alice") == [("alice", "a")]
+        assert caller.get(tenant="alice").description.tenant == "alice"
+        assert caller.stats().commits
+        with pytest.raises(grpc.RpcError) as raised:
+            caller.get("b")
+        assert failure_from_rpc_error(raised.value).reason == UNKNOWN
