@@ -138,9 +138,8 @@ class CaptureKeeper:
 
     def _connect(self) -> grpc.aio.Channel:
         # A store that does not answer is told at once: whoever asked may try again, and seals are tried again below.
-        return open_aio_channel(
-            self.store.endpoint, credentials=self._credentials, options=[("grpc.enable_retries", 0)]
-        )
+        once = [("grpc.enable_retries", 0)]
+        return open_aio_channel(self.store.endpoint, credentials=self._credentials, options=once)
 
     async def _ask(self, call: Callable[[grpc.aio.Channel], Awaitable[_T]]) -> _T:
         """Make an idempotent call.

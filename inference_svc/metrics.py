@@ -14,7 +14,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from inference_svc.shipping.figures import beside, read_figures
+from inference_svc.shipping.figures import beside, figures_by_store, read_figures
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import get_logger
 from residuum.rpc.metrics import SECONDS, CallMetrics, make_registry
@@ -260,13 +260,12 @@ def _families(
 def _families_by_store(
     label: str, processes: Sequence[tuple[str, Figures]], table: Sequence[tuple[str, str, str, bool]]
 ) -> Iterator[Metric]:
-    """Yield the figures that a process has for each store, as "figure:store"."""
+    """Yield the figures that processes have of each store."""
     for key, name, text, grows in table:
         kind = CounterMetricFamily if grows else GaugeMetricFamily
         family = kind(f"residuum_inference_{name}", text, labels=[label, "store"])
         for process, figures in processes:
-            for figure, value in figures.items():
-                found, _, store = figure.partition(":")
-                if found == key:
-                    family.add_metric([process, store], value)
+            for store, own in figures_by_store(figures).items():
+                if key in own:
+                    family.add_metric([process, store], own[key])
         yield family

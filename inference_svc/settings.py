@@ -67,8 +67,8 @@ class InferenceSettings(SecureSettings):
     """The model: a folder with config, weights and tokenizer, or a name on the Hugging Face hub."""
     store: Stores = ()
     """host:port of the store that captures go to, or of several, separated by commas. Each can have a name, as in
-    a=host:port,b=host:port: captures are placed by it, so it must stay the store's wherever that moves; the default is its
-    host:port. Without a store, nothing can be captured."""
+    a=host:port,b=host:port: captures are placed by it, so it must stay the store's wherever that moves; the default is
+    its host:port. Without a store, nothing can be captured."""
     fixed_stores: bool = False
     """No store was ever added to the list, removed or called otherwise since the first capture: so an id that a caller
     chose can only be in its own store, and the others are not asked, before a capture is made, whether they have it."""
@@ -92,8 +92,8 @@ class InferenceSettings(SecureSettings):
     served_model_name: str = ""
     """The name that clients see. Default: the model's."""
     advertise_store: Stores = ()
-    """host:port under which clients reach the store, if it is not the one above; of several, as many and in the same order,
-    or those that differ, as name=host:port."""
+    """host:port under which clients reach the store, if it is not the one above; of several, as many and in the same
+    order, or those that differ, as name=host:port."""
     port_file: str = ""
     """A file to write the port to, once it is known."""
 

@@ -134,8 +134,8 @@ async def _check_free(keeper: CaptureKeeper, description: capture_pb2.CaptureDes
         # Never a NoAnswerError: nothing was asked for that might have been done.
         raise Failure(
             failure.reason,
-            f"The store {keeper.store} may hold a capture {name!r} from before the list of stores was what it is now, and "
-            f"cannot be asked. Leave the id to the service, or try again when that store answers; if the list never "
+            f"The store {keeper.store} may hold a capture {name!r} from before the list of stores was what it is now, "
+            "and cannot be asked. Leave the id to the service, or try again when that store answers; if the list never "
             f"changed, start the service with --fixed-stores. ({failure.message})",
             **{**failure.metadata, "capture_id": name},
         ) from None

@@ -57,7 +57,8 @@ class StoreServiceStub:
     may try again.
 
     Errors:
-    * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
+    * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended; with
+      `check_only`: there is one.
     * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
     * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
     * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has as many open captures, or bytes, as it may have.
@@ -176,7 +177,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     may try again.
 
     Errors:
-    * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
+    * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended; with
+      `check_only`: there is one.
     * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
     * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
     * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has as many open captures, or bytes, as it may have.
@@ -298,7 +300,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         may try again.
 
         Errors:
-        * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
+        * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended; with
+          `check_only`: there is one.
         * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
         * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
         * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has as many open captures, or bytes, as it may have.
