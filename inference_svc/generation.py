@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.metrics import InferenceMetrics
-from inference_svc.plans import engine_id, make_operations, make_plan
+from inference_svc.plans import count_spare_positions, engine_id, make_operations, make_plan
 from inference_svc.specs import (
     check_capture_size,
     check_demand,
@@ -31,7 +31,7 @@ from residuum.v1 import capture_pb2, inference_pb2, steering_pb2, store_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 
     from inference_svc.engine import Delta, Engine
     from inference_svc.requests import RequestRegistry, Running
@@ -86,8 +86,9 @@ class Generator:
         activator: VectorActivator,
         stores: Stores | None,
         metrics: InferenceMetrics | None = None,
+        max_requests: int = 1024,
     ) -> None:
-        """Put the parts together; `stores` is None if there is none."""
+        """Put the parts together; `stores` is None if there is none. At most `max_requests` run or wait."""
         self._engine = engine
         self._registry = registry
         self._cache = cache
@@ -95,6 +96,8 @@ class Generator:
         self._stores = stores
         self._metrics = metrics or InferenceMetrics()
         self._runs: dict[str, _Run] = {}
+        self._max_requests = max_requests
+        self._num_requests = 0
 
     async def run(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Run a request; its events are those of InferenceService.Generate.
@@ -102,10 +105,10 @@ class Generator:
         Raises:
             Failure: It cannot be run, or was aborted.
         """
-        with self._metrics.request() as watch:
+        with self._metrics.request() as watch, self._place():
             check_sampling(request.sampling)
             # Before the registration is used up: a bad prompt leaves it as it is.
-            token_ids = self._engine.tokenize(request)
+            token_ids = await self._engine.tokenize(request)
             check_prompt(token_ids, request.sampling, self._engine.facts)
             running = self._start(request)
             bind_request(running.request_id)
@@ -138,6 +141,25 @@ class Generator:
         if run is None:
             raise _ended_failure(running)
         return await run.change_steering(steering)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """Take a place among the requests that run or wait.
+
+        Raises:
+            Failure: LIMIT_REACHED: there is none.
+        """
+        if self._num_requests >= self._max_requests:
+            raise Failure(
+                Reason.ERROR_REASON_LIMIT_REACHED,
+                f"{self._max_requests} requests run or wait already; try again later.",
+                limit="max_requests",
+            )
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
 
     def _start(self, request: inference_pb2.GenerateRequest) -> Running:
         if request.WhichOneof("target") == "request_id":
@@ -425,7 +447,13 @@ class _Run:
                 self._name(index),
                 self._token_ids,
                 sampling_params(self._sampling, index),
-                make_plan(self.running, index, len(self._token_ids), self._vectors.rows),
+                make_plan(
+                    self.running,
+                    index,
+                    len(self._token_ids),
+                    self._vectors.rows,
+                    count_spare_positions(self._sampling),
+                ),
                 self.running.spec.cache_salt(len(self._token_ids)),
             )
             async for delta in stream:

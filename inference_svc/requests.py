@@ -48,6 +48,7 @@ class RequestRegistry:
         time_to_live: float,
         max_registrations: int,
         clock: Callable[[], float] = time.monotonic,
+        max_bytes: int = 64 << 20,
         make_id: Callable[[], str] = make_id,
     ) -> None:
         """Make an empty registry.
@@ -56,12 +57,15 @@ class RequestRegistry:
             time_to_live: Seconds until an unused registration lapses.
             max_registrations: Registrations that may wait at once.
             clock: Returns seconds that only grow.
+            max_bytes: What the specs of all that wait may take, as messages.
             make_id: Makes ids for requests that come without one.
         """
         self.make_id = make_id
         self.time_to_live = time_to_live
         self._max_registrations = max_registrations
         self._clock = clock
+        self._max_bytes = max_bytes
+        self._bytes = 0
         # Ordered by expiry: every registration lives equally long, and renewing one moves it to the end.
         self._registered: OrderedDict[str, Registration] = OrderedDict()
         self._running: dict[str, Running] = {}
@@ -102,6 +106,13 @@ class RequestRegistry:
                     Reason.ERROR_REASON_LIMIT_REACHED,
                     f"{self._max_registrations} registrations wait for their Generate already; use or abort some.",
                     limit="max_registrations",
+                )
+            if self._bytes + spec.num_bytes > self._max_bytes:
+                raise Failure(
+                    Reason.ERROR_REASON_LIMIT_REACHED,
+                    f"The registrations that wait take {self._bytes >> 10} KiB, and this one {spec.num_bytes >> 10}; "
+                    f"at most {self._max_bytes >> 10} are kept. Use or abort some.",
+                    limit="max_registration_mib",
                 )
         request_id = spec.request_id or made_id or self.make_id()
         self._forget_registration(request_id)
@@ -189,11 +200,13 @@ class RequestRegistry:
 
     def _remember(self, request_id: str, spec: ResolvedSpec) -> None:
         self._registered[request_id] = Registration(spec, self._clock() + self.time_to_live)
+        self._bytes += spec.num_bytes
         self._lease(spec)
 
     def _forget_registration(self, request_id: str) -> Registration | None:
         registration = self._registered.pop(request_id, None)
         if registration is not None:
+            self._bytes -= registration.spec.num_bytes
             self._end_lease(registration.spec)
         return registration
 

@@ -44,6 +44,9 @@ _log = get_logger(__name__)
 
 SERVICE = "residuum.v1.InferenceService"
 
+_OTHER_CALLS = 256
+"""Calls that run at once besides those that generate; beyond, gRPC refuses."""
+
 _WATCH_SECONDS = 0.5
 _SEAL_SECONDS = 10.0
 _STOP_SECONDS = 5.0
@@ -99,6 +102,7 @@ class InferenceServer:
         server = grpc.aio.server(
             interceptors=[AioErrorInterceptor(_log, self._metrics.calls.note), AioAccessInterceptor(self._access)],
             options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=self._settings.max_requests + _OTHER_CALLS,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, server)
         add_health_and_reflection(server, SERVICE, self._health)
@@ -172,7 +176,10 @@ class InferenceServer:
                 settings.stores, settings.advertised_stores, settings.store_credentials, fixed=settings.fixed_stores
             )
         registry = RequestRegistry(
-            settings.registration_seconds, settings.max_registrations, make_id=stores.make_id if stores else make_id
+            settings.registration_seconds,
+            settings.max_registrations,
+            max_bytes=settings.max_registration_mib << 20,
+            make_id=stores.make_id if stores else make_id,
         )
         hidden = engine.facts.hidden_size
         kept = cache_capacity(settings.max_vectors, settings.max_vector_mib, hidden)
@@ -180,7 +187,7 @@ class InferenceServer:
         activator = VectorActivator(
             cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )
-        generator = Generator(engine, registry, cache, activator, stores, self._metrics)
+        generator = Generator(engine, registry, cache, activator, stores, self._metrics, settings.max_requests)
         self._metrics.registry.register(ServiceCollector(registry, cache, activator, stores))
         return Parts(engine, registry, cache, generator, stores, settings)
 

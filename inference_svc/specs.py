@@ -54,6 +54,11 @@ class ResolvedSpec:
         projection = self.capture.encoding_options.vectors if self.capture else []
         return list(dict.fromkeys((*steering, *projection)))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its messages."""
+        return sum(part.ByteSize() for part in (self.capture, self.steering) if part is not None)
+
     def cache_salt(self, prompt_tokens: int) -> str | None:
         """Return what keeps the KV cache of differently steered requests apart; None if the request is not steered.
 

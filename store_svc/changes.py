@@ -53,6 +53,7 @@ class Batch:
         self._deleted: list[tuple[CaptureName, int]] = []
         self._drafts: dict[int, Capture] = {}
         self._keys: dict[int, list[bytes]] = {}
+        self._growth = 0  # of the memory that open captures take
         self._ended_ledgers: dict[int, tuple[capture_pb2.CaptureManifest, Ledger]] = {}
 
     @property
@@ -69,7 +70,7 @@ class Batch:
         """Create a capture, unless there is the same one already.
 
         Raises:
-            Failure: CAPTURE_EXISTS.
+            Failure: CAPTURE_EXISTS or LIMIT_REACHED.
         """
         name = name_of(description)
         number = self._number(name)
@@ -78,8 +79,10 @@ class Batch:
             if draft is None or draft.ended or not draft.is_of(description):
                 raise capture_exists(description.capture_id)
             return
+        self._check_catalog()
         number = self._next_number()
         capture = Capture(number, description, self._clock.wall, self._clock.monotonic)
+        self._growth += capture.account_bytes
         self._numbers[name] = number
         self._opened.add(number)
         self._drafts[number] = capture
@@ -97,7 +100,7 @@ class Batch:
             Whether anything was stored.
 
         Raises:
-            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED or INVALID_FIELD.
+            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED, INVALID_FIELD or LIMIT_REACHED.
         """
         number = self._require(name)
         draft = self._draft(number)
@@ -106,13 +109,17 @@ class Batch:
             return False
         check_chunk(chunk.header, draft.description)
         cells = cells_of(chunk.header)
+        before = draft.account_bytes
         groups = draft.ledger.fresh(cells)
+        if groups:
+            self._check_memory()
         if list(groups.values()) == [list(cells.layers)] and cells.positions in groups:
             self._put_frame(draft, frame, cells)
         else:
             for positions, layers in groups.items():
                 self._put_part(draft, chunk, cells._replace(layers=layers, positions=positions))
         if groups:
+            self._growth += draft.account_bytes - before
             self._advance(draft)
         return bool(groups)
 
@@ -120,14 +127,17 @@ class Batch:
         """Record rows that will never come. An ended capture does not change any more.
 
         Raises:
-            Failure: UNKNOWN_CAPTURE or INVALID_FIELD.
+            Failure: UNKNOWN_CAPTURE, INVALID_FIELD or LIMIT_REACHED.
         """
         draft = self._draft(self._require(name))
         if draft is None or draft.ended:
             return
         check_loss(loss, draft.description)
+        self._check_memory()
+        before = draft.account_bytes
         self._txn.put(Table.LOSSES, pack_loss(draft.number, draft.num_losses), loss.SerializeToString())
         draft.lose(loss, self._clock.monotonic)
+        self._growth += draft.account_bytes - before
         self._advance(draft)
 
     def seal(self, name: CaptureName, seal: store_pb2.SealCaptureRequest) -> capture_pb2.CaptureManifest:
@@ -181,6 +191,21 @@ class Batch:
                 self._catalog.open(draft, [])
             self._catalog.publish(draft, self._keys.get(number, []))
         return list(self._drafts.values())
+
+    def _check_catalog(self) -> None:
+        limit = self._catalog.limits.max_captures
+        if self._catalog.num_captures + len(self._opened) >= limit:
+            message = f"The store keeps {limit} captures; delete some, or let old ones expire (--retain-hours)."
+            raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_captures")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        limit = self._catalog.limits.max_open_bytes
+        if self._catalog.open_bytes + self._growth >= limit:
+            message = (
+                f"Captures that have not ended take all of {limit >> 20} MiB (--max-open-mib); let some end first."
+            )
+            raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_open_mib")
 
     def _number(self, name: CaptureName) -> int | None:
         if name in self._numbers:

@@ -126,6 +126,12 @@ class ExampleReader:
             raise not_complete(manifest)
         self._check_facts(_Facts(name, manifest.model, acts.site, _steering(manifest)))
         self._check_layers(name, acts.layers)
+        if acts.width != acts.hidden_size:
+            raise InvalidRequest(
+                f"{name}: its rows were captured as {acts.encoding!r}, {acts.width} numbers each, and a direction has "
+                f"the model's {acts.hidden_size}. Capture them with an encoding of full width: 'full8', or 'raw'.",
+                reason="INVALID_FIELD",
+            )
         self._check_width(name, acts.hidden_size)
         columns = self._columns(name, acts)
         values = np.zeros((1, len(self.layers), acts.hidden_size))

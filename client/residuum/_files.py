@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from residuum._blocks import Block
 from residuum._exports.parts import prefix
 from residuum._exports.safetensors import FORMAT
-from residuum._rows import Block
 from residuum.exceptions import InvalidRequest
 from residuum.manifest import Manifest
 

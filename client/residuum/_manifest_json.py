@@ -15,6 +15,7 @@ from google.protobuf import json_format
 from residuum.capture import SITE_NAMES
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import BY_DIMENSION, ENCODING_NAMES, RAW, RowFormat
+from residuum.wire.selection import is_reduced
 
 _OWN_FIELDS = ("request_id", "tp_rank", "tp_world_size", "mode", "compression")
 """What a document has besides the message."""
@@ -86,6 +87,8 @@ def _compression(what: capture_pb2.CaptureDescription) -> dict[str, Any]:
         parameters["quant_bits"] = _QUANT_BITS
     if mode == "full8":
         parameters["axis"] = "dimension" if options.axis == BY_DIMENSION else "row"
+    if is_reduced(what.spec):
+        parameters["reduction"] = capture_pb2.Reduction.Name(what.spec.reduction).removeprefix("REDUCTION_").lower()
     return parameters
 
 

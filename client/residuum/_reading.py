@@ -12,13 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum import exceptions as exc
+from residuum._blocks import AnyBlock
 from residuum._requests import RequestLike, check_id
-from residuum._rows import Allocate, Block, RowGrid, Wanted, partial_block, whole_block
+from residuum._rows import Allocate, RowGrid, Wanted, partial_block, whole_block
 from residuum.activations import Activations
 from residuum.capture import SITE_NAMES, site_numbers
 from residuum.manifest import Manifest
 from residuum.selections import LayersLike, Positions, PositionsLike, index_list, layer_selection
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.encodings import RowFormat
 from residuum.wire.frames import ChunkView, FrameError, parse_read
 from residuum.wire.selection import expected_rows
 
@@ -39,7 +41,7 @@ class Piece(NamedTuple):
     positions: npt.NDArray[np.int64]
     """Their positions; shape [positions]."""
     rows: npt.NDArray[np.float32]
-    """The rows; float32 [positions, hidden]."""
+    """The rows, decoded; float32 [positions, width]. See `Activations.width`."""
 
 
 @dataclass(frozen=True)
@@ -188,10 +190,10 @@ class Reading:
         self._layers = tuple(layer for layer in view.layers if not chosen or layer in chosen)
         wanted = Wanted(
             layers=self._layers,
-            positions=(manifest.description.spec.positions, self.request.positions),
+            spec=manifest.description.spec,
+            positions=self.request.positions,
             prompt_tokens=len(view.prompt_token_ids),
-            width=view.hidden_size,
-            dtype=manifest.description.dtype,
+            form=_row_format(view),
         )
         sites = [SITE_NAMES[site] for site in self.request.sites] or list(view.sites)
         sequences = list(self.request.sequences) or range(max(manifest.description.num_sequences, 1))
@@ -228,8 +230,8 @@ class Reading:
         """Check that every row that the store says it has was sent."""
         for key, grid in self._grids.items():
             if manifest.is_complete:
-                length = _length(manifest, key[0]) or 0
-                arrived = bool(grid.have[:, : len(grid.columns(length))].all())
+                _, columns = grid.columns(_length(manifest, key[0]) or 0)
+                arrived = bool(grid.have[:, columns].all())
             elif manifest.is_final:
                 present = _present(key, grid, manifest)
                 arrived = not (present & ~grid.have).any()
@@ -242,7 +244,7 @@ class Reading:
                     metadata=self._facts(),
                 )
 
-    def _block(self, key: _Key, grid: RowGrid, manifest: Manifest) -> Block:
+    def _block(self, key: _Key, grid: RowGrid, manifest: Manifest) -> AnyBlock:
         block = whole_block(grid, _length(manifest, key[0]) or 0) if manifest.is_complete else None
         if block is not None:
             return block
@@ -260,7 +262,7 @@ def _let_buffers_be_used_again() -> None:
     np.empty(_RAISING_BYTES, dtype=np.uint8)
 
 
-def _warn_if_empty(manifest: Manifest, blocks: Mapping[_Key, Block]) -> None:
+def _warn_if_empty(manifest: Manifest, blocks: Mapping[_Key, AnyBlock]) -> None:
     empty = sorted({sequence for (sequence, _), block in blocks.items() if not len(block.positions)})
     if not empty:
         return
@@ -289,6 +291,17 @@ def not_complete(manifest: Manifest) -> exc.CaptureNotComplete:
     return exc.IncompleteCapture(
         f"{name} is incomplete ({why}). Missing: {missing}. {rest}", manifest, reason=manifest.reason
     )
+
+
+def _row_format(manifest: Manifest) -> RowFormat:
+    try:
+        return manifest.row_format
+    except ValueError as error:
+        raise exc.ServerFault(
+            f"The rows of the capture {manifest.capture_id} cannot be decoded: {error}. A newer version of residuum "
+            "may know how; update this one.",
+            metadata={"capture_id": manifest.capture_id},
+        ) from None
 
 
 def _length(manifest: Manifest, sequence: int) -> int | None:

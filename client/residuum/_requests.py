@@ -87,7 +87,8 @@ def plan_spec(
         spec.capture.CopyFrom(capture.to_proto())
     if operations or updatable:
         spec.steering.CopyFrom(steering_spec(operations, updatable=updatable))
-    return SpecPlan(spec, vectors_of(operations))
+    projection = capture.projection_vectors if capture is not None else ()
+    return SpecPlan(spec, distinct((*vectors_of(operations), *projection)))
 
 
 def vectors_of(operations: Iterable[Operation]) -> tuple[Vector, ...]:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from residuum._blocks import AnyBlock, Block, EncodedBlock
 from residuum.exceptions import ServerFault
-from residuum.v1 import selection_pb2, tensor_pb2
-from residuum.wire.dtypes import numpy_dtype
+from residuum.v1 import capture_pb2, selection_pb2
+from residuum.wire.encodings import RowFormat
 from residuum.wire.frames import ChunkView
-from residuum.wire.selection import wanted_positions
+from residuum.wire.selection import captured_positions, wanted_positions
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
 """Makes an array of a shape and a dtype, its elements undefined: in memory, as `np.empty` does, or elsewhere."""
@@ -28,21 +29,25 @@ class Wanted:
 
     layers: tuple[int, ...]
     """The layers, ascending."""
-    positions: tuple[selection_pb2.PositionSelection, ...]
-    """The positions: those that every one of these selections wants."""
+    spec: capture_pb2.CaptureSpec
+    """What was captured: the positions are those of which it has rows,"""
+    positions: selection_pb2.PositionSelection
+    """and that this selection wants."""
     prompt_tokens: int
     """Tokens of the prompt, to which the selections refer."""
-    width: int
-    """Elements in a row."""
-    dtype: tensor_pb2.DataType.ValueType
-    """The element type."""
+    form: RowFormat
+    """How rows are encoded."""
 
-    def mask(self, first: int, count: int) -> npt.NDArray[np.bool_]:
-        """Tell which of the positions first, first + 1, ... are wanted; shape [count]."""
-        mask = np.ones(count, dtype=np.bool_)
-        for selection in self.positions:
-            mask &= wanted_positions(selection, self.prompt_tokens, first, count)
-        return mask
+    def mask(self, first: int, count: int, length: int | None) -> npt.NDArray[np.bool_]:
+        """Tell which of the positions first, first + 1, ... are wanted; shape [count].
+
+        Args:
+            first: The first position.
+            count: How many.
+            length: The positions that there are; None while that is not known.
+        """
+        mask = captured_positions(self.spec, self.prompt_tokens, first, count, length)
+        return mask & wanted_positions(self.positions, self.prompt_tokens, first, count)
 
 
 @dataclass(frozen=True)
@@ -54,15 +59,17 @@ class AddedRows:
     positions: npt.NDArray[np.int64]
     """The positions; shape [positions]."""
     rows: npt.NDArray[Any]
-    """The rows, [layers, positions, width]; they lie in the chunk's own memory."""
+    """The rows: decoded, [layers, positions, width], or as the grid keeps them; they may lie in the chunk's memory."""
     fresh: npt.NDArray[np.bool_]
     """Which of them were not there before; shape [layers, positions]."""
 
 
 class RowGrid:
-    """The rows of one sequence at one site: an array [layers, columns, width], a column for each wanted position.
+    """The rows of one sequence at one site, a column for each wanted position.
 
-    The array is made once if the length is known in advance, and otherwise doubles when it must grow.
+    Plain rows are numbers, [layers, columns, width]; others are kept encoded, [layers, columns] of their format's
+    structure, and with them the prefix of each chunk that they came in, if there are any. The array is made once if the
+    length is known in advance, and otherwise doubles when it must grow.
     """
 
     def __init__(
@@ -78,34 +85,58 @@ class RowGrid:
         """
         self._wanted = wanted
         self._allocate = allocate
-        self._dtype = numpy_dtype(wanted.dtype)
+        self._form = wanted.form
+        self._plain = wanted.form.is_plain
+        self._dtype = wanted.form.decoded_dtype if self._plain else wanted.form.row_dtype
+        self._shape = (wanted.form.width,) if self._plain else ()
+        self._length = length
         self._layer_index = {layer: index for index, layer in enumerate(wanted.layers)}
         self._column = np.empty(0, dtype=np.int64)  # by position; -1: not wanted
         self.have = np.zeros((len(wanted.layers), 0), dtype=np.bool_)
-        self._values = allocate((len(wanted.layers), 0, wanted.width), self._dtype) if keep_values else None
+        self._values = allocate((len(wanted.layers), 0, *self._shape), self._dtype) if keep_values else None
+        self._prefixes: list[npt.NDArray[Any]] = []  # [layers] of each chunk
+        self._group = np.zeros((len(wanted.layers), 0), dtype=np.int32)  # which of all of them goes with a row
         self._cover(wanted.prompt_tokens + _FIRST_GUESS if length is None else length)
 
     @property
     def values(self) -> npt.NDArray[Any]:
-        """The rows, [layers, columns, width]; those that `have` denies are undefined."""
+        """The rows, [layers, columns, ...]; those that `have` denies are undefined."""
         assert self._values is not None, "this grid keeps no values"  # noqa: S101
         return self._values
 
-    def pick(self, columns: npt.NDArray[np.intp]) -> npt.NDArray[Any]:
-        """Return the rows of some columns, [layers, columns, width]: a view if they are consecutive, else a copy."""
-        span = _span(columns) if len(columns) else slice(0)
-        if isinstance(span, slice):
-            view: npt.NDArray[Any] = self.values[:, span]
+    def pick(self, columns: Any) -> npt.NDArray[Any]:
+        """Return the rows of some columns, [layers, columns, ...]: a view of a slice, a copy of indices."""
+        if isinstance(columns, slice):
+            view: npt.NDArray[Any] = self.values[:, columns]
             return view
-        picked = self._allocate((len(self.have), len(columns), self._wanted.width), self._dtype)
+        picked = self._allocate((len(self.have), len(columns), *self._shape), self._dtype)
         for layer, rows in enumerate(self.values):  # one by one: picking copies once more
-            picked[layer] = rows[span]
+            picked[layer] = rows[columns]
         return picked
 
-    def columns(self, length: int) -> npt.NDArray[np.int64]:
-        """Return the wanted positions below `length`, in order: the position of each column."""
+    def columns(self, length: int) -> tuple[npt.NDArray[np.int64], Any]:
+        """Return the wanted positions of a sequence of this length, in order, and the column of each."""
         self._cover(length)
-        return np.flatnonzero(self._column[:length] >= 0)
+        positions = np.flatnonzero(self._wanted.mask(0, length, length))
+        columns = self._column[positions]
+        return positions, _span(columns) if len(columns) else slice(0)
+
+    def block(self, positions: npt.NDArray[np.int64], columns: Any, present: npt.NDArray[np.bool_]) -> AnyBlock:
+        """Return the rows of some columns as they are handed out.
+
+        Args:
+            positions: The positions of the columns.
+            columns: The columns, as indices or as a slice.
+            present: Which rows there are; shape [layers, columns]. Of plain rows the others become NaN here.
+        """
+        values = self.pick(columns)
+        if not self._plain:
+            prefixes = np.concatenate(self._prefixes) if self._prefixes else None
+            group = self._group[:, columns] if self._prefixes else None
+            return EncodedBlock(positions, values, present, self._form, prefixes, group)
+        if not present.all():
+            values[~present] = np.nan
+        return Block(positions, values, present)
 
     def mark(self, sets: Sequence[tuple[Iterable[int], Sequence[tuple[int, int]]]]) -> npt.NDArray[np.bool_]:
         """Return a mask like `have`, true for each (layers, runs of positions) in `sets`; runs include both ends."""
@@ -122,13 +153,11 @@ class RowGrid:
         """Take the wanted rows of a chunk; None if it holds none.
 
         Raises:
-            ServerFault: The chunk's rows are not of the capture's width and type.
+            ServerFault: The chunk's rows are not encoded as the capture's, or of another width or type.
         """
         header = chunk.header
-        if (header.width, header.dtype) != (self._wanted.width, self._wanted.dtype):
-            raise ServerFault(
-                f"A chunk does not hold rows of the capture's width and type ({header.width}, {header.dtype})."
-            )
+        if chunk.format != self._form:
+            raise ServerFault(f"A chunk does not hold rows as the capture has them: {chunk.format}, not {self._form}.")
         positions = np.array(header.positions, dtype=np.int64)
         self._cover(int(positions[-1]) + 1)
         from_layers = [i for i, layer in enumerate(header.layers) if layer in self._layer_index]
@@ -138,10 +167,19 @@ class RowGrid:
         if not len(layers) or not len(from_columns):
             return None
         columns = columns[from_columns]
-        rows = chunk.rows()[_span(np.array(from_layers))][:, _span(from_columns)]
-        return self._place(
-            AddedRows(layers, positions[from_columns], rows, ~self.have[np.ix_(layers, columns)]), columns
-        )
+        kept_encoded = self._values is not None and not self._plain
+        prefixes, rows = chunk.split() if kept_encoded else (None, chunk.rows())
+        rows = rows[_span(np.array(from_layers))][:, _span(from_columns)]
+        added = AddedRows(layers, positions[from_columns], rows, ~self.have[np.ix_(layers, columns)])
+        if prefixes is not None:
+            self._group[np.ix_(layers, columns)] = self._keep_prefixes(prefixes[from_layers])[:, None]
+        return self._place(added, columns)
+
+    def _keep_prefixes(self, prefixes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Keep the prefixes of some layers; return the number of each among all."""
+        before = sum(map(len, self._prefixes))
+        self._prefixes.append(prefixes)
+        return np.arange(before, before + len(prefixes))
 
     def _place(self, added: AddedRows, columns: npt.NDArray[np.int64]) -> AddedRows:
         layers, width = _span(added.layers), _span(columns)
@@ -160,7 +198,7 @@ class RowGrid:
         if length <= known:
             return
         length = max(length, 2 * known)
-        mask = self._wanted.mask(known, length - known)
+        mask = self._wanted.mask(known, length - known, self._length)
         before = int(np.count_nonzero(self._column >= 0))
         numbers = np.where(mask, before + np.cumsum(mask) - 1, -1)
         self._column = np.concatenate([self._column, numbers])
@@ -172,37 +210,26 @@ class RowGrid:
         have[:, :before] = self.have
         self.have = have
         if self._values is not None:
-            values = self._allocate((layers, columns, self._wanted.width), self._dtype)
+            values = self._allocate((layers, columns, *self._shape), self._dtype)
             values[:, :before] = self._values
             self._values = values
+            group = np.zeros((layers, columns), dtype=np.int32)
+            group[:, :before] = self._group
+            self._group = group
 
 
-@dataclass(frozen=True)
-class Block:
-    """The rows of one sequence at one site, as they are handed out."""
-
-    positions: npt.NDArray[np.int64]
-    """The positions; shape [positions]."""
-    values: npt.NDArray[Any]
-    """The rows in the captured dtype, [layers, positions, width]; NaN where `present` is false."""
-    present: npt.NDArray[np.bool_]
-    """Which rows there are; shape [layers, positions]. All true unless the capture is partial."""
+def whole_block(grid: RowGrid, length: int) -> AnyBlock | None:
+    """Return all wanted rows of a sequence of this length, or None if one of them has not come."""
+    positions, columns = grid.columns(length)
+    present = grid.have[:, columns]
+    return grid.block(positions, columns, present) if present.all() else None
 
 
-def whole_block(grid: RowGrid, length: int) -> Block | None:
-    """Return all wanted rows below `length`, or None if one of them has not come."""
-    positions = grid.columns(length)
-    present = grid.have[:, : len(positions)]
-    return Block(positions, grid.values[:, : len(positions)], present) if present.all() else None
-
-
-def partial_block(grid: RowGrid, present: npt.NDArray[np.bool_]) -> Block:
+def partial_block(grid: RowGrid, present: npt.NDArray[np.bool_]) -> AnyBlock:
     """Return the rows that `present` names, at every position that has at least one; the others become NaN."""
     columns = np.flatnonzero(present.any(axis=0))
-    positions = grid.columns(len(grid._column))[columns]  # noqa: SLF001 - both live in this module
-    values = grid.pick(columns)
-    values[~present[:, columns]] = np.nan
-    return Block(positions, values, present[:, columns])
+    positions = np.flatnonzero(grid._column >= 0)[columns]  # noqa: SLF001 - both live in this module
+    return grid.block(positions, _span(columns) if len(columns) else slice(0), present[:, columns])
 
 
 def _span(indices: npt.NDArray[Any]) -> Any:

@@ -9,18 +9,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from residuum._blocks import AnyBlock, EncodedBlock
 from residuum._exports.job import Export, export_activations
-from residuum._rows import Block
+from residuum.exceptions import InvalidRequest
 from residuum.manifest import Manifest
+from residuum.wire.projection import projection_matrix
 
 FloatArray = npt.NDArray[np.float32]
 
 
 class Activations(Mapping[int, FloatArray]):
-    """The captured rows of one request: layer -> float32 [positions, hidden].
+    """The captured rows of one request: layer -> float32 [positions, width].
 
-    Rows are kept once, in the dtype in which they were captured; each `acts[layer]` converts that layer anew, without
-    loss, into an array of your own. `raw` gives the captured values themselves.
+    Rows are kept once, as they were captured; each `acts[layer]` converts or decodes that layer anew into an array of
+    your own. The width is the model's hidden size; of "rp8" and "rp" it is the dimensions of the projection, and of
+    "project" the number of vectors. "topk8" and "topk" have the full width, with 0 where nothing was kept.
+    docs/encodings.md says how far decoded rows are from those that the model computed.
 
     A request with several sequences or sites holds one such mapping for each: `select` switches, and the first of each
     is selected to begin with.
@@ -39,7 +43,7 @@ class Activations(Mapping[int, FloatArray]):
         self,
         manifest: Manifest,
         layers: tuple[int, ...],
-        blocks: Mapping[tuple[int, str], Block],
+        blocks: Mapping[tuple[int, str], AnyBlock],
         selected: tuple[int, str] | None = None,
     ) -> None:
         """Made by `client.activations` and `Activations.from_safetensors`."""
@@ -99,13 +103,23 @@ class Activations(Mapping[int, FloatArray]):
 
     @property
     def hidden_size(self) -> int:
-        """Elements in a row."""
+        """Elements in a row of the residual stream, and in a steering vector."""
         return self._manifest.hidden_size
 
     @property
+    def width(self) -> int:
+        """Numbers in a row: `hidden_size`, unless the rows were projected."""
+        return self._block.width
+
+    @property
+    def encoding(self) -> str:
+        """How the rows were captured, such as "raw" or "rp8"."""
+        return self._manifest.encoding
+
+    @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype in which the rows were captured."""
-        return self._block.values.dtype
+        """The dtype of `raw`: that in which the rows were captured, or float32 if they are decoded."""
+        return self._block.dtype
 
     @property
     def present(self) -> npt.NDArray[np.bool_]:
@@ -114,21 +128,74 @@ class Activations(Mapping[int, FloatArray]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, all sequences and sites."""
-        return sum(block.values.nbytes for block in self._blocks.values())
+        """Bytes of all rows as they are kept, all sequences and sites."""
+        return sum(block.nbytes for block in self._blocks.values())
 
     def raw(self, layer: int) -> npt.NDArray[Any]:
-        """Return a layer's rows as they were captured: [positions, hidden] in `dtype`, read-only, not a copy.
+        """Return a layer's rows in `dtype`, [positions, width], read-only.
+
+        Of "raw", "fp32", "fp16" and "bf16" these are the captured values themselves, not a copy; of the other encodings
+        they are decoded.
 
         Raises:
             KeyError: The layer is not among `layers`.
         """
-        rows: npt.NDArray[Any] = self._block.values[self._index(layer)]
+        rows = self._block.layer(self._index(layer))
         rows.setflags(write=False)
         return rows
 
+    def encoded(self, layer: int) -> dict[str, npt.NDArray[Any]]:
+        """Return a layer's rows as they came from the server, not decoded; read-only.
+
+        | encoding | fields |
+        | --- | --- |
+        | "full8", "rp8" | `q` uint8 [positions, width], `scale` and `zero` float32 [positions] |
+        | "full8" along dimensions | `q` uint8 [positions, width]; `scale` and `zero` float32 [groups, width]; \
+`group` int64 [positions], which of them goes with a row |
+        | "topk8" | `q` uint8 [positions, k], `index` uint16 [positions, k], `scale` and `zero` float32 [positions] |
+        | "topk" | `x` in the model's dtype [positions, k], `index` uint16 [positions, k] |
+        | "rp", "project" | `y` float32 [positions, width] |
+        | "raw", "fp32", "fp16", "bf16" | `x` [positions, width] |
+
+        Rows that are not `present` are undefined.
+
+        Raises:
+            KeyError: The layer is not among `layers`.
+
+        Example:
+            >>> part = acts.encoded(12)
+            >>> rows = part["scale"][:, None] * part["q"] + part["zero"][:, None]
+        """
+        index, block = self._index(layer), self._block
+        fields = block.fields(index) if isinstance(block, EncodedBlock) else {"x": block.layer(index)}
+        for values in fields.values():
+            values.setflags(write=False)
+        return fields
+
+    def projection(self) -> FloatArray:
+        """Return the matrix that rows of "rp8" and "rp" were multiplied with: float32 [hidden, width].
+
+        What is multiplied with it, too, compares with the rows: inner products, and so cosines and distances, are those
+        of the full width, but for the error of the projection (docs/encodings.md).
+
+        Raises:
+            InvalidRequest: The rows were not projected at random.
+
+        Example:
+            >>> direction = joy.values @ acts.projection()
+            >>> scores = acts[12] @ direction  # about the rows of full width @ joy.values
+        """
+        what = self._manifest
+        if self.encoding not in ("rp8", "rp"):
+            raise InvalidRequest(
+                f"The rows of {what.capture_id} are encoded as {self.encoding!r}, which is no random projection; "
+                "those of 'rp8' and 'rp' are.",
+                reason="INVALID_FIELD",
+            )
+        return projection_matrix(what.seed, what.hidden_size, what.dimensions)
+
     def stack(self, layers: Iterable[int] | None = None) -> FloatArray:
-        """Return several layers as one array, float32 [layers, positions, hidden]; `np.asarray(acts)` is all of them.
+        """Return several layers as one array, float32 [layers, positions, width]; `np.asarray(acts)` is all of them.
 
         Args:
             layers: Which, in this order; None means all.
@@ -140,10 +207,7 @@ class Activations(Mapping[int, FloatArray]):
             >>> acts.stack([0, 15, 29]).mean(axis=1).shape
             (3, 576)
         """
-        if layers is None:
-            return self._block.values.astype(np.float32)
-        indices = [self._index(layer) for layer in layers]
-        return self._block.values[indices].astype(np.float32)
+        return self._block.stack([self._index(layer) for layer in (self._layers if layers is None else layers)])
 
     def select(self, *, sequence: int | None = None, site: str | None = None) -> Activations:
         """Return the same activations with another sequence or site selected. Nothing is copied.
@@ -212,13 +276,12 @@ class Activations(Mapping[int, FloatArray]):
 
         return load(path)
 
-    def blocks(self) -> dict[tuple[int, str], Block]:
+    def blocks(self) -> dict[tuple[int, str], AnyBlock]:
         """Return the rows of every sequence and site."""
         return dict(self._blocks)
 
     def __getitem__(self, layer: int) -> FloatArray:
-        rows: npt.NDArray[Any] = self._block.values[self._index(layer)]
-        return rows.astype(np.float32)
+        return self._block.layer(self._index(layer)).astype(np.float32)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._layers)
@@ -243,17 +306,19 @@ class Activations(Mapping[int, FloatArray]):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        shape = f"{len(self)} layers × {len(self.positions)} positions × {self.hidden_size}"
+        shape = f"{len(self)} layers × {len(self.positions)} positions × {self.width}"
         more = f", {len(self.sequences)} sequences" if len(self.sequences) > 1 else ""
         others = [site for site in self.sites if site != self.site]
         more += f", site {self.site}" if others or self.site != "resid_post" else ""
         more += f" (also {', '.join(others)})" if others else ""
         what = self._manifest
         more += ", before steering" if what.before_steering else ""
-        return f"Activations({what.capture_id!r}, {what.state}: {shape}{more}, {what.dtype})"
+        more += f", {what.reduction} of each phase" if what.reduction != "none" else ""
+        kind = what.dtype if self.encoding == "raw" else self.encoding
+        return f"Activations({what.capture_id!r}, {what.state}: {shape}{more}, {kind})"
 
     @property
-    def _block(self) -> Block:
+    def _block(self) -> AnyBlock:
         return self._blocks[self._selected]
 
     def _index(self, layer: int) -> int:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf import json_format, timestamp_pb2
 
 from residuum._manifest_json import from_document, to_document
-from residuum.capture import SITE_NAMES
+from residuum.capture import AXES, REDUCTIONS, SITE_NAMES
 from residuum.exceptions import InvalidRequest
 from residuum.selections import Positions
 from residuum.v1 import capture_pb2, steering_pb2
 from residuum.wire.dtypes import dtype_name
+from residuum.wire.encodings import ENCODING_NAMES, FULL8, RAW, RowFormat
 
 STATES: dict[capture_pb2.CaptureState.ValueType, str] = {
     capture_pb2.CAPTURE_STATE_OPEN: "open",
@@ -140,10 +141,22 @@ class Manifest:
     """The positions that were asked for."""
     before_steering: bool
     """Whether the rows are those of before they were steered, instead of those that the model went on with."""
+    encoding: str
+    """How the rows are encoded, such as "raw" or "rp8"; "unknown" if only a newer version knows."""
+    dimensions: int
+    """Numbers in an encoded row of "rp8", "rp", "topk8", "topk" and "project"; 0 with the other encodings."""
+    seed: int
+    """The seed of the random projection of "rp8" and "rp"."""
+    axis: str
+    """What shares a scale in "full8": "row" or "dimension"; empty with the other encodings."""
+    projected_onto: tuple[str, ...]
+    """The digests of the vectors of "project", hexadecimal, in the order of the numbers in a row."""
+    reduction: str
+    """What stands in the place of many rows: "last", "mean", "max" or "sum" of them; "none": every row is there."""
     dtype: str
-    """The element type of the rows, such as "bfloat16"."""
+    """The element type in which the model computed the rows, such as "bfloat16"."""
     hidden_size: int
-    """Elements in a row."""
+    """Elements in a row as the model computed it."""
     num_layers: int
     """Decoder layers of the model."""
     prompt_token_ids: tuple[int, ...]
@@ -184,6 +197,20 @@ class Manifest:
     def is_complete(self) -> bool:
         """Whether every row that was asked for is there."""
         return self.state == "complete"
+
+    @property
+    def row_format(self) -> RowFormat:
+        """How the rows lie in the store, byte by byte.
+
+        Raises:
+            ValueError: Only a newer version knows.
+        """
+        return RowFormat.of_capture(self.proto.description)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row as readers get it: `hidden_size`, unless rows were projected."""
+        return self.row_format.decoded_width
 
     def describe_missing(self, limit: int = 4) -> str:
         """Say which rows are missing, in one line.
@@ -245,6 +272,12 @@ class Manifest:
             sites=tuple(site_name(site) for site in what.spec.sites) or ("resid_post",),
             positions=Positions.from_proto(what.spec.positions),
             before_steering=what.spec.before_steering,
+            encoding=ENCODING_NAMES.get(what.spec.encoding or RAW, "unknown"),
+            dimensions=what.spec.encoding_options.dimensions or len(what.spec.encoding_options.vectors),
+            seed=what.spec.encoding_options.seed,
+            axis=_name_of(AXES, what.spec.encoding_options.axis) if what.spec.encoding == FULL8 else "",
+            projected_onto=tuple(digest.hex() for digest in what.spec.encoding_options.vectors),
+            reduction=_name_of(REDUCTIONS, what.spec.reduction),
             dtype=dtype_name(what.dtype),
             hidden_size=what.hidden_size,
             num_layers=what.num_layers,
@@ -267,6 +300,11 @@ class Manifest:
             end_time=to_datetime(proto.end_time),
             proto=proto,
         )
+
+
+def _name_of(names: Mapping[str, int], number: int) -> str:
+    """Return the name of a number; that of the first for 0, and "unknown" if this version does not know it."""
+    return next((name for name, known in names.items() if known == (number or 1)), "unknown")
 
 
 def site_name(site: capture_pb2.Site.ValueType) -> str:

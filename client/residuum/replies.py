@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from residuum.capture import REDUCTIONS
 from residuum.manifest import STATES, site_name, to_datetime
 from residuum.v1 import inference_pb2, store_pb2
 from residuum.vector import Vector
 from residuum.wire.dtypes import dtype_name
+from residuum.wire.encodings import ENCODING_NAMES, RAW
 from residuum.wire.placement import StoreAddress
 
 
@@ -126,7 +128,7 @@ class ModelInfo:
     hidden_size: int
     """Elements in a row of the residual stream, and in a steering vector."""
     dtype: str
-    """The element type of captured rows, such as "bfloat16"."""
+    """The element type in which the model computes rows, such as "bfloat16"."""
     sites: tuple[str, ...]
     """The capture sites that the server was started with."""
     steering_operations: tuple[str, ...]
@@ -151,6 +153,12 @@ class ModelInfo:
     """The version of the server."""
     server_time: datetime.datetime | None = None
     """The server's clock when it answered. None: the server is older than this field."""
+    encodings: tuple[str, ...] = ("raw",)
+    """The encodings that a capture may ask for."""
+    default_encoding: str = "raw"
+    """How rows are encoded if a capture does not say so."""
+    reductions: tuple[str, ...] = ("none",)
+    """The reductions that a capture may ask for."""
     store_reachable: bool | None = None
     """Whether all stores answer the inference service; None: they were not asked (`check_store`), or there is none."""
     store_detail: str = ""
@@ -178,6 +186,9 @@ class ModelInfo:
             vllm_version=proto.vllm_version,
             server_version=proto.server_version,
             server_time=to_datetime(proto.server_time),
+            encodings=tuple(ENCODING_NAMES[number] for number in proto.encodings if number in ENCODING_NAMES),
+            default_encoding=ENCODING_NAMES.get(proto.default_encoding or RAW, "unknown"),
+            reductions=tuple(name for name, number in REDUCTIONS.items() if number in proto.reductions) or ("none",),
             store_reachable=not any(check.HasField("error") for check in checks) if checks else None,
             store_detail="; ".join(map(_store_detail, checks)),
         )

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 import residuum
-from residuum._rows import Block
+from residuum._blocks import Block
 from residuum.capture import SITES
 from residuum.v1 import capture_pb2, tensor_pb2
 

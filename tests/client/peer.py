@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import grpc
 import ml_dtypes
@@ -18,6 +19,7 @@ import structlog
 from google.protobuf import duration_pb2, timestamp_pb2
 from grpc_health.v1 import health
 
+from inference_svc.capture_specs import CaptureDefaults, resolve_capture
 from residuum.rpc.channels import SERVER_OPTIONS, open_channel
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.serving import ErrorInterceptor, add_health_and_reflection
@@ -25,22 +27,29 @@ from residuum.v1 import (
     capture_pb2,
     inference_pb2,
     inference_pb2_grpc,
-    selection_pb2,
     steering_pb2,
     store_pb2,
     store_pb2_grpc,
     tensor_pb2,
 )
 from residuum.wire.digests import digest_of_bytes
+from residuum.wire.encodings import ENCODINGS, RowFormat, basis_of
 from residuum.wire.frames import checksum
 from residuum.wire.ids import make_id
 from residuum.wire.placement import parse_stores
-from residuum.wire.selection import expected_rows, resolve_layers, wanted_positions
+from residuum.wire.selection import expected_rows, is_reduced, resolve_layers, wanted_positions
 
 LAYERS, HIDDEN = 6, 8
 SERVICE = "residuum.v1.InferenceService"
 BLOCK = 4
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
+REDUCED = {
+    capture_pb2.REDUCTION_LAST: lambda rows: rows[:, -1],
+    capture_pb2.REDUCTION_MEAN: lambda rows: rows.mean(axis=1),
+    capture_pb2.REDUCTION_MAX: lambda rows: rows.max(axis=1),
+    capture_pb2.REDUCTION_SUM: lambda rows: rows.sum(axis=1),
+}
+"""Rows [layers, positions, HIDDEN] as one a layer."""
 
 
 def row(sequence: int, site: int, layer: int, position: int) -> np.ndarray:
@@ -53,6 +62,15 @@ def row(sequence: int, site: int, layer: int, position: int) -> np.ndarray:
 
 def rows(sequence: int, site: int, layer: int, positions) -> np.ndarray:
     return np.stack([row(sequence, site, layer, int(position)) for position in positions])
+
+
+def facts() -> SimpleNamespace:
+    """What the service's own checks of captures need to know of it."""
+    return SimpleNamespace(
+        name="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+        sites=tuple(capture_pb2.Site.values()), encodings=tuple(ENCODINGS.values()),
+        reductions=tuple(capture_pb2.Reduction.values()[1:]), capture_defaults=CaptureDefaults(),
+    )  # fmt: skip
 
 
 @dataclass
@@ -113,7 +131,8 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         response = inference_pb2.GetModelInfoResponse(
             model="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
             sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
-            steering_operations=["add", "ablate", "cap", "replace"], encodings=[capture_pb2.ENCODING_RAW],
+            steering_operations=["add", "ablate", "cap", "replace"], encodings=ENCODINGS.values(),
+            reductions=facts().reductions, default_encoding=capture_pb2.ENCODING_RAW,
             limits=inference_pb2.Limits(
                 max_model_len=4096, max_operations=256,
                 capture_pool_bytes=3 << 30, ring_bytes=1 << 28, table_bytes=5 << 20,
@@ -246,6 +265,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
                 raise Failure(
                     Reason.ERROR_REASON_UNKNOWN_LAYER, f"No layer {layer}.", layer=layer, layers=LAYERS
                 ) from None
+            resolve_capture(spec.capture, facts())
 
     def _missing(self, digests):
         return [digest for digest in dict.fromkeys(digests) if digest not in self.vectors]
@@ -307,13 +327,10 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         return store_pb2_grpc.StoreServiceStub(self.channel)
 
     def _open(self, name, spec, prompt, sequences):
-        resolved = capture_pb2.CaptureSpec()
-        resolved.CopyFrom(spec.capture)
-        layers = resolve_layers(spec.capture.layers, LAYERS)
-        resolved.layers.CopyFrom(selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=layers)))
         description = capture_pb2.CaptureDescription(
             capture_id=name, model="peer", hidden_size=HIDDEN, num_layers=LAYERS,
-            dtype=tensor_pb2.DATA_TYPE_BFLOAT16, spec=resolved, prompt_token_ids=prompt, num_sequences=sequences,
+            dtype=tensor_pb2.DATA_TYPE_BFLOAT16, spec=resolve_capture(spec.capture, facts()),
+            prompt_token_ids=prompt, num_sequences=sequences,
             layout=capture_pb2.ParallelLayout(tensor_parallel_size=1, pipeline_parallel_size=1),
             steering=spec.steering if spec.HasField("steering") else None, vllm_version="0.0.peer",
             request_time=timestamp_pb2.Timestamp(seconds=1_700_000_000),
@@ -357,11 +374,16 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         for sequence, tokens in enumerate(done):
             count = expected_rows(len(prompt), len(tokens)) + script.extra_rows
             wanted = np.flatnonzero(wanted_positions(spec.capture.positions, len(prompt), 0, count))
+            if is_reduced(spec.capture):
+                yield from self._reduced(spec.capture, name, sequence, wanted, len(prompt))
+                continue
             for site in sites:
                 for at in range(0, len(wanted), BLOCK):
                     part = wanted[at : at + BLOCK]
                     if kept:
-                        yield store_pb2.AppendChunksRequest(capture_id=name, chunk=chunk(sequence, site, kept, part))
+                        values = np.stack([rows(sequence, site, layer, part) for layer in kept])
+                        made = self._encoded(spec.capture, sequence, site, kept, part, values)
+                        yield store_pb2.AppendChunksRequest(capture_id=name, chunk=made)
                 lost = sorted(set(layers) & set(script.lost_layers))
                 if lost and len(wanted):
                     reason = capture_pb2.INCOMPLETE_REASON_OVERFLOW
@@ -369,6 +391,32 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
                         sequence=sequence, sites=[site], layers=lost, positions=wanted.tolist(), reason=reason
                     )
                     yield store_pb2.AppendChunksRequest(capture_id=name, loss=loss)
+
+    def _reduced(self, capture, name, sequence, wanted, prompt_tokens):
+        """The reduction at the prompt's last position, and at all generated ones, of which any may be the last."""
+        reduce = REDUCED[capture.reduction]
+        layers = resolve_layers(capture.layers, LAYERS)
+        for site in list(capture.sites) or [POST]:
+            for phase in (wanted[wanted < prompt_tokens], wanted[wanted >= prompt_tokens]):
+                for count in range(len(phase), 0, -1) if len(phase) and phase[0] >= prompt_tokens else [len(phase)]:
+                    if not count:
+                        continue
+                    covered = np.stack([rows(sequence, site, layer, phase[:count]) for layer in layers])
+                    values = reduce(covered.astype(np.float32)).astype(ml_dtypes.bfloat16)[:, None]
+                    made = self._encoded(capture, sequence, site, layers, phase[count - 1 : count], values)
+                    yield store_pb2.AppendChunksRequest(capture_id=name, chunk=made)
+
+    def _encoded(self, capture, sequence, site, layers, positions, values) -> capture_pb2.Chunk:
+        spec = resolve_capture(capture, facts())
+        what = capture_pb2.CaptureDescription(hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16, spec=spec)
+        form = RowFormat.of_capture(what)
+        vectors = [np.frombuffer(self.vectors[digest], np.float32) for digest in spec.encoding_options.vectors]
+        payload = form.encode(values, basis_of(form, spec.encoding_options, vectors))
+        header = capture_pb2.ChunkHeader(
+            sequence=sequence, site=site, layers=layers, positions=[int(position) for position in positions],
+            dtype=form.dtype, width=form.width, encoding=form.encoding, dimensions=form.dimensions, axis=form.axis,
+        )  # fmt: skip
+        return capture_pb2.Chunk(header=header, crc32c=checksum(payload), payload=payload)
 
 
 def chunk(sequence, site, layers, positions) -> capture_pb2.Chunk:
@@ -391,12 +439,13 @@ def _numbered(message, number):
     return message
 
 
-def _digests(spec):
-    return [
+def _digests(what):
+    steering = [
         digest
-        for operation in spec.steering.operations
+        for operation in what.steering.operations
         for digest in operation.layer_digests or [getattr(operation, operation.WhichOneof("operation")).digest]
     ]
+    return steering + list(what.capture.encoding_options.vectors if hasattr(what, "capture") else ())
 
 
 def _tokens(request) -> list[int]:

@@ -121,7 +121,7 @@ async def test_rows_of_another_width(reader, flaky, capture_id):
         yield from messages[1:]
 
     flaky.change = change
-    with pytest.raises(residuum.ServerFault, match="width"):
+    with pytest.raises(residuum.ServerFault, match="raw, 8 elements of bfloat16, not raw, 9 elements"):
         await reader.activations(capture_id)
 
 

@@ -118,7 +118,7 @@ class FakeEngine:
         self.forgotten = []
         self.changed = asyncio.Condition()
 
-    def tokenize(self, request):
+    async def tokenize(self, request):
         return list(request.token_ids.ids)
 
     async def generate(self, engine_id, prompt_token_ids, sampling, plan, cache_salt):
@@ -247,7 +247,10 @@ class Service:
     def __init__(self, engine, stores, settings):
         self.engine = engine
         self.registry = RequestRegistry(
-            settings.registration_seconds, settings.max_registrations, make_id=stores.make_id if stores else make_id
+            settings.registration_seconds,
+            settings.max_registrations,
+            max_bytes=settings.max_registration_mib << 20,
+            make_id=stores.make_id if stores else make_id,
         )
         self.cache = VectorCache(settings.max_vectors, HIDDEN, self.registry.is_leased)
         activator = VectorActivator(
@@ -255,7 +258,7 @@ class Service:
         )
         self.metrics = InferenceMetrics()
         self.metrics.registry.register(ServiceCollector(self.registry, self.cache, activator, stores))
-        generator = Generator(engine, self.registry, self.cache, activator, stores, self.metrics)
+        generator = Generator(engine, self.registry, self.cache, activator, stores, self.metrics, settings.max_requests)
         self.parts = Parts(engine, self.registry, self.cache, generator, stores, settings)
         self.servicer = InferenceServicer()
         self.endpoint = self.channel = self.stub = None

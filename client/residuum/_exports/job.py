@@ -50,7 +50,7 @@ class Export:
         more += f", sites {', '.join(self.sites)}" if self.sites != ("resid_post",) else ""
         more += ", before steering" if what.before_steering else ""
         more += f", {self.num_missing} rows missing ({what.describe_missing()})" if self.num_missing else ""
-        shape = f"{len(self.layers)} layers × {self.num_positions} positions × {what.hidden_size}"
+        shape = f"{len(self.layers)} layers × {self.num_positions} positions × {what.width}"
         return f"{what.capture_id} as {self.format}, {what.state}: {shape}{more}"
 
 

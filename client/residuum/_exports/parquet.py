@@ -36,7 +36,7 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
             pa.field("layer", pa.int32()),
             pa.field("position", pa.int32()),
             pa.field("token_id", pa.int64()),  # null where it is not known
-            pa.field("activation", pa.list_(pa.from_numpy_dtype(dtype), acts.hidden_size)),
+            pa.field("activation", pa.list_(pa.from_numpy_dtype(dtype), acts.width)),
         ],
         metadata={"residuum.format": FORMAT, "residuum.manifest": acts.manifest.to_json()},
     )
@@ -53,19 +53,25 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
     ) as file:
         for _, selected in selections(acts):
             for index, layer in enumerate(selected.layers):
-                tokens = selected.token_ids
-                for part in slices(len(selected.positions), acts.hidden_size * dtype.itemsize):
-                    batch = _batch(selected, index, part, tokens[part], schema)
+                tokens, rows = selected.token_ids, selected.raw(layer)
+                for part in slices(len(selected.positions), acts.width * dtype.itemsize):
+                    batch = _batch(selected, index, part, rows[part], tokens[part], schema)
                     if batch.num_rows:
                         file.write_batch(batch)
-                    advance(selected.raw(layer)[part].nbytes)
+                    advance(rows[part].nbytes)
 
 
-def _batch(acts: Activations, index: int, part: slice, token_ids: npt.NDArray[np.int64], schema: Any) -> Any:
+def _batch(
+    acts: Activations,
+    index: int,
+    part: slice,
+    rows: npt.NDArray[Any],
+    token_ids: npt.NDArray[np.int64],
+    schema: Any,
+) -> Any:
     import pyarrow as pa
 
     layer, there = acts.layers[index], acts.present[index, part]
-    rows = acts.raw(layer)[part]
     if not there.all():
         rows = rows[there]
     count, tokens = len(rows), token_ids[there]
@@ -77,7 +83,7 @@ def _batch(acts: Activations, index: int, part: slice, token_ids: npt.NDArray[np
         "position": acts.positions[part][there].astype(np.int32),
         "token_id": pa.array(tokens, mask=tokens < 0),
         "activation": pa.FixedSizeListArray.from_arrays(
-            pa.array(rows.astype(portable(acts.dtype), copy=False).reshape(-1)), acts.hidden_size
+            pa.array(rows.astype(portable(acts.dtype), copy=False).reshape(-1)), acts.width
         ),
     }
     return pa.record_batch([_column(columns[field.name], field) for field in schema], schema=schema)

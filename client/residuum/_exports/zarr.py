@@ -39,7 +39,7 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
 def _write_rows(group: Any, acts: Activations, advance: Advance) -> None:
     from zarr.codecs import BloscCodec
 
-    dtype, count, hidden = portable(acts.dtype), len(acts.positions), acts.hidden_size
+    dtype, count, hidden = portable(acts.dtype), len(acts.positions), acts.width
     shard = _shard_positions(count, hidden * dtype.itemsize)
     array = group.create_array(
         "activations",

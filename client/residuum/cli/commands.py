@@ -97,11 +97,25 @@ def stats(options: argparse.Namespace, output: Output) -> int:
     return 1 if silent else 0
 
 
+_CAPTURE_FLAGS = [
+    "positions",
+    "sites",
+    "before_steering",
+    "encoding",
+    "dimensions",
+    "encoding_seed",
+    "axis",
+    "onto",
+    "reduction",
+]
+"""What says more of a capture."""
+
+
 def generate(options: argparse.Namespace, output: Output) -> int:
     """Generate, printing the text as it is made."""
     if options.capture is None:
-        for flag in ("positions", "sites", "before_steering"):
-            if getattr(options, flag) not in {None, False}:
+        for flag in _CAPTURE_FLAGS:
+            if getattr(options, flag) not in (None, False):
                 options.usage_error(f"--{flag.replace('_', '-')} says what --capture captures; give both")
     if not options.steer and (options.steer_positions or options.keep_norm):
         options.usage_error("--steer-positions and --keep-norm say how it is steered; give --add or another, too")
@@ -163,7 +177,7 @@ def pull(options: argparse.Namespace, output: Output) -> int:
     for warning in caught:
         output.note(f"residuum: {warning.message}")
     if output.as_json:
-        shape = [len(made.layers), made.num_positions, made.manifest.hidden_size]
+        shape = [len(made.layers), made.num_positions, made.manifest.width]
         facts = {"state": made.manifest.state, "shape": shape, "sites": made.sites, "missing_rows": made.num_missing}
         output.json({"path": path, "format": kind, "capture_id": options.id, **facts})
     else:
@@ -260,6 +274,12 @@ def _capture(options: argparse.Namespace) -> residuum.Capture | None:
         sites="resid_post" if options.sites is None else options.sites,
         positions=options.positions or "all",
         before_steering=options.before_steering,
+        encoding=options.encoding or ("project" if options.onto else None),
+        dimensions=options.dimensions,
+        seed=options.encoding_seed or 0,
+        axis=options.axis,
+        vectors=_load(options.onto or []).values(),
+        reduction=options.reduction,
     )
 
 

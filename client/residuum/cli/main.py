@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 
 import residuum
 from residuum._exports.formats import FORMATS
+from residuum.capture import AXES, REDUCTIONS
 from residuum.cli import commands, doctor, health, token
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
+from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
     _Groups = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - its only name
@@ -41,6 +43,11 @@ _WORDS = {
     "tls=TLS(ca='ca.pem')": "--tls-ca FILE",
     "Connect without (tls=False)": "Leave --tls and --tls-ca, or RESIDUUM_TLS and RESIDUUM_TLS_CA, out",
     "insecure=True": "--insecure",
+    "dimensions= ": "--dimensions ",
+    "vectors= ": "--onto ",
+    "axis= ": "--axis ",
+    "seed= ": "--encoding-seed ",
+    'encoding="': '--encoding "',
     "client.info().num_layers": "num_layers of `residuum info`",
     "sites=client.info().sites names": "`residuum info` names",
 }
@@ -191,6 +198,7 @@ def _add_generate(groups: _Groups) -> None:
         action="store_true",
         help="capture rows as they were before they were steered (default: as the model goes on with them)",
     )
+    _add_encoding(parser)
     parser.add_argument(
         "--id", dest="request_id", help="your own name for the request and its capture (default: the server makes one)"
     )
@@ -200,6 +208,36 @@ def _add_generate(groups: _Groups) -> None:
         "--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated (default: at none)"
     )
     _add_steering(parser)
+
+
+def _add_encoding(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--encoding",
+        choices=ENCODINGS,
+        help="how captured rows are stored; docs/encodings.md tells more (default: as the server has it, mostly raw)",
+    )
+    parser.add_argument(
+        "--dimensions",
+        type=_count,
+        metavar="K",
+        help="what rp8 and rp project to, or how many elements topk8 and topk keep (default: as the server has it, "
+        "mostly 512 and 128)",
+    )
+    parser.add_argument("--encoding-seed", type=int, metavar="N", help="the seed of rp8 and rp (default: 0)")
+    parser.add_argument(
+        "--axis", choices=AXES, help="what shares a scale in full8: a row, or a dimension of a block (default: row)"
+    )
+    parser.add_argument(
+        "--onto",
+        action="append",
+        metavar="FILE",
+        help="project captured rows onto the vectors of this file, as for --add; may be repeated (default: onto none)",
+    )
+    parser.add_argument(
+        "--reduction",
+        choices=REDUCTIONS,
+        help="capture this of the prompt's rows and of the generated tokens' instead of all (default: none)",
+    )
 
 
 def _add_steering(parser: argparse.ArgumentParser) -> None:

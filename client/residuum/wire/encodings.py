@@ -182,6 +182,11 @@ class RowFormat:
         return np.dtype([("scale", "<f4", (self.width,)), ("zero", "<f4", (self.width,))])
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a row is nothing but its elements, one after the other: RAW and the casts."""
+        return self.encoding == RAW or self.encoding in _CASTS
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return self.row_dtype.itemsize
@@ -229,7 +234,7 @@ class RowFormat:
             rows: Rows of `row_dtype`, of any shape [...].
             prefixes: With a `prefix_dtype`: the prefixes [...] of the rows, or what broadcasts to that.
         """
-        if self.encoding in (RAW, *_CASTS):
+        if self.is_plain:
             return rows["x"]
         if self.encoding in (RP, PROJECT):
             return rows["y"]
@@ -272,7 +277,7 @@ class RowFormat:
         values: npt.NDArray[Any],
         basis: npt.NDArray[np.float32] | None,
     ) -> None:
-        if self.encoding in (RAW, *_CASTS):
+        if self.is_plain:
             rows["x"] = values.astype(rows["x"].dtype)
         elif self.encoding in LARGEST:
             self._encode_largest(rows, values)

@@ -1,0 +1,119 @@
+"""Rows of one sequence at one site, as they are handed out: plain, or still encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Union
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum.wire.encodings import RowFormat
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows that are kept as the numbers they are."""
+
+    positions: npt.NDArray[np.int64]
+    """The positions; shape [positions]."""
+    values: npt.NDArray[Any]
+    """The rows in the captured dtype, [layers, positions, width]; NaN where `present` is false."""
+    present: npt.NDArray[np.bool_]
+    """Which rows there are; shape [layers, positions]. All true unless the capture is partial."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type of `layer`."""
+        return self.values.dtype
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row."""
+        return int(self.values.shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.values.nbytes
+
+    def layer(self, index: int) -> npt.NDArray[Any]:
+        """Return the rows of a layer, [positions, width], as a view."""
+        rows: npt.NDArray[Any] = self.values[index]
+        return rows
+
+    def stack(self, indices: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Return the rows of some layers, float32 [layers, positions, width]; a copy."""
+        return self.values[list(indices)].astype(np.float32)
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """Rows that are kept as they came, and decoded whenever somebody looks at them: that takes far less memory."""
+
+    positions: npt.NDArray[np.int64]
+    """The positions; shape [positions]."""
+    rows: npt.NDArray[Any]
+    """The rows, [layers, positions] of `form.row_dtype`; undefined where `present` is false."""
+    present: npt.NDArray[np.bool_]
+    """Which rows there are; shape [layers, positions]. All true unless the capture is partial."""
+    form: RowFormat
+    """How they are encoded."""
+    prefixes: npt.NDArray[Any] | None = None
+    """What rows have in common that were encoded together, [groups] of `form.prefix_dtype`."""
+    group: npt.NDArray[np.int32] | None = None
+    """Which of the prefixes goes with which row; shape [layers, positions]."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type of `layer`."""
+        return self.form.decoded_dtype
+
+    @property
+    def width(self) -> int:
+        """Numbers in a decoded row."""
+        return self.form.decoded_width
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.rows.nbytes + (self.prefixes.nbytes if self.prefixes is not None else 0)
+
+    @property
+    def values(self) -> npt.NDArray[Any]:
+        """All rows decoded, [layers, positions, width]; NaN where `present` is false."""
+        values = np.empty((*self.rows.shape, self.width), self.dtype)
+        for index in range(len(values)):
+            values[index] = self.layer(index)
+        return values
+
+    def layer(self, index: int) -> npt.NDArray[Any]:
+        """Return the rows of a layer, [positions, width], decoded; NaN where there is none."""
+        there = self.present[index]
+        prefixes = self.prefixes[self.group[index]] if self.prefixes is not None and self.group is not None else None
+        values: npt.NDArray[Any] = self.form.decode(self.rows[index], prefixes)
+        if there.all():
+            return values
+        return np.where(there[:, None], values, values.dtype.type(np.nan))
+
+    def stack(self, indices: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Return the rows of some layers decoded, float32 [layers, positions, width]."""
+        stacked = np.empty((len(indices), len(self.positions), self.width), np.float32)
+        for at, index in enumerate(indices):
+            stacked[at] = self.layer(index)
+        return stacked
+
+    def fields(self, index: int) -> dict[str, npt.NDArray[Any]]:
+        """Return the encoded rows of a layer by the names of capture.proto; see `Activations.encoded`."""
+        rows = self.rows[index]
+        fields: dict[str, npt.NDArray[Any]] = {name: rows[name] for name in rows.dtype.names or ()}
+        if self.prefixes is not None and self.group is not None:
+            used, group = np.unique(self.group[index], return_inverse=True)
+            fields |= {name: self.prefixes[name][used] for name in self.prefixes.dtype.names or ()}
+            fields["group"] = group.reshape(-1)
+        return fields
+
+
+AnyBlock = Union[Block, EncodedBlock]  # noqa: UP007 - evaluated at run time on Python 3.10
+"""The rows of one sequence at one site."""

@@ -1,0 +1,346 @@
+"""Captures of every encoding and reduction as a user meets them: asked for, read, decoded and described."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from peer import HIDDEN, POST, row
+
+import residuum
+from residuum._blocks import EncodedBlock
+from residuum.v1 import capture_pb2
+from residuum.wire.encodings import BY_DIMENSION
+from tests.wire.test_encoding_projection import signs_in_words
+
+LAYERS, PROMPT, ROWS = (1, 4), 3, 6
+"""The layers; tokens of the prompt; rows of a prompt of 3 tokens and a reply of 4."""
+JOY = residuum.Vector([1, 2, 3, 4, 5, 6, 7, 8])
+WOE = residuum.Vector([0, 0, 0.5, 0, 0, 0, 0, -1])
+
+
+def capturing(**fields):
+    return residuum.Capture(layers=LAYERS, **fields)
+
+
+def truth(layer, positions=range(ROWS)):
+    """What the model computed, in float64: [positions, HIDDEN]."""
+    return np.stack([row(0, POST, layer, position).astype(np.float64) for position in positions])
+
+
+async def read(client, **fields):
+    reply = await client.generate("a bb ccc", max_tokens=4, capture=capturing(**fields))
+    return await client.activations(reply.request_id)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "fp32", "fp16", "bf16"])
+async def test_encodings_that_lose_nothing_here(client, encoding):
+    """The peer's rows are small whole numbers, so every cast is exact."""
+    acts = await read(client, encoding=encoding)
+    assert (acts.encoding, acts.width, acts.hidden_size) == (encoding, HIDDEN, HIDDEN)
+    for layer in LAYERS:
+        np.testing.assert_array_equal(acts[layer], truth(layer))
+        assert acts[layer].dtype == np.float32
+        np.testing.assert_array_equal(acts.encoded(layer)["x"].astype(np.float64), truth(layer))
+    assert acts.dtype.itemsize == (4 if encoding == "fp32" else 2)
+
+
+@pytest.mark.parametrize("axis", [None, "row", "dimension"])
+async def test_encoding_full8(client, axis):
+    acts = await read(client, encoding="full8", axis=axis)
+    assert acts.manifest.axis == (axis or "row")
+    for layer in LAYERS:
+        exact, part = truth(layer), acts.encoded(layer)
+        assert part["q"].shape == (ROWS, HIDDEN)
+        if axis == "dimension":  # blocks of four positions
+            assert part["scale"].shape == part["zero"].shape == (2, HIDDEN)
+            assert part["group"].tolist() == [0, 0, 0, 0, 1, 1]
+            spread = np.stack([np.ptp(block, axis=0) for block in (exact[:4], exact[4:])])
+            scale, zero = part["scale"][part["group"]], part["zero"][part["group"]]
+        else:
+            spread = np.ptp(exact, axis=1)
+            scale, zero = part["scale"][:, None], part["zero"][:, None]
+        np.testing.assert_allclose(part["scale"], spread / 255, rtol=1e-6)
+        np.testing.assert_allclose(acts[layer], scale * part["q"] + zero, rtol=1e-6)
+        assert (np.abs(acts[layer] - exact) <= scale / 2 + 1e-5).all()
+    assert acts.nbytes < 2 * len(LAYERS) * ROWS * (HIDDEN + 8) + 1000
+
+
+@pytest.mark.parametrize("encoding", ["topk", "topk8"])
+async def test_encoding_topk(client, encoding):
+    acts = await read(client, encoding=encoding, dimensions=2)
+    assert (acts.width, acts.manifest.dimensions) == (HIDDEN, 2)
+    for layer in LAYERS:
+        exact = truth(layer)
+        for values, whole, index in zip(acts[layer], exact, acts.encoded(layer)["index"], strict=True):
+            kept = sorted(range(HIDDEN), key=lambda at: (-abs(whole[at]), at))[:2]
+            assert index.tolist() == sorted(kept)
+            limit = 0 if encoding == "topk" else np.ptp(whole[kept]) / 255 / 2 + 1e-5
+            expected = np.where(np.isin(np.arange(HIDDEN), kept), whole, 0)
+            assert (np.abs(values - expected) <= limit).all()
+
+
+@pytest.mark.parametrize("encoding", ["rp", "rp8"])
+async def test_encoding_rp_and_its_projection(client, encoding):
+    acts = await read(client, encoding=encoding, dimensions=5, seed=2**64 - 7)
+    assert (acts.width, acts.manifest.seed) == (5, 2**64 - 7)
+    matrix = np.array(signs_in_words(2**64 - 7, HIDDEN, 5)) / np.sqrt(5)
+    np.testing.assert_allclose(acts.projection(), matrix, rtol=1e-6)
+    for layer in LAYERS:
+        exact = truth(layer) @ matrix
+        limit = np.ptp(exact, axis=1, keepdims=True) / 255 / 2 + 1e-5 if encoding == "rp8" else 1e-5
+        assert (np.abs(acts[layer] - exact) <= limit).all()
+        direction = JOY.values @ acts.projection()
+        np.testing.assert_allclose(acts[layer] @ direction, exact @ (matrix.T @ JOY.values), atol=5)
+    assert acts.stack([4, 1]).shape == (2, ROWS, 5)
+    np.testing.assert_array_equal(np.asarray(acts)[1], acts[4])
+
+
+async def test_encoding_project_sends_its_vectors(client, peer):
+    acts = await read(client, encoding="project", vectors=[JOY, WOE])
+    assert peer.vectors.keys() == {JOY.digest, WOE.digest}
+    assert acts.manifest.projected_onto == (JOY.hexdigest, WOE.hexdigest)
+    for layer in LAYERS:
+        expected = truth(layer) @ np.stack([JOY.values, WOE.values], axis=1).astype(np.float64)
+        np.testing.assert_allclose(acts[layer], expected, rtol=1e-6)
+        np.testing.assert_array_equal(acts.encoded(layer)["y"], acts[layer])
+    peer.vectors.clear()  # as a server does that needs room, or was started anew
+    again = await read(client, encoding="project", vectors={1: WOE})
+    np.testing.assert_allclose(again[4], truth(4) @ WOE.values[:, None], rtol=1e-6)
+
+
+async def test_an_encoding_of_a_registered_request(client):
+    registration = await client.register(capture=capturing(encoding="project", vectors=JOY))
+    reply = await client.generate("a bb ccc", registration=registration, max_tokens=4)
+    acts = await client.activations(reply.request_id)
+    assert acts[1].shape == (ROWS, 1)
+
+
+async def test_encodings_while_they_come(client):
+    """Pieces are decoded."""
+    reply = await client.generate("a bb ccc", max_tokens=4, capture=capturing(encoding="full8", axis="dimension"))
+    acts = await client.activations(reply.request_id)
+    pieces = await client.follow(reply.request_id)
+    assert sum(len(piece.positions) for piece in pieces) == len(LAYERS) * ROWS
+    for piece in pieces:
+        np.testing.assert_array_equal(piece.rows, acts[piece.layer][piece.positions])
+
+
+async def test_parts_of_an_encoding(client):
+    whole = await read(client, encoding="full8", axis="dimension")
+    name = whole.manifest.capture_id
+    part = await client.activations(name, layers=[4], positions=[2, 5])
+    assert part.positions.tolist() == [2, 5]
+    np.testing.assert_array_equal(part[4], whole[4][[2, 5]])
+    assert part.encoded(4)["group"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("fields", [{"encoding": "rp8", "dimensions": 5}, {"encoding": "topk", "dimensions": 2}])
+async def test_a_partial_encoding_has_nan_where_rows_are_missing(client, peer, fields):
+    peer.script.lost_layers = (4,)
+    reply = await client.generate("a bb ccc", max_tokens=4, capture=capturing(**fields))
+    acts = await client.activations(reply.request_id, allow_partial=True)
+    assert np.isnan(acts[4]).all()
+    assert np.isfinite(acts[1]).all()
+    assert acts.present.tolist() == [[True] * ROWS, [False] * ROWS]
+    assert np.isnan(acts.stack()[1]).all()
+
+
+async def test_no_positions_of_an_encoding(client):
+    reply = await client.generate("a bb ccc", max_tokens=4, capture=capturing(encoding="rp8"))
+    with pytest.warns(residuum.EmptyCaptureWarning):
+        acts = await client.activations(reply.request_id, positions=[100])
+    assert acts[1].shape == (0, HIDDEN)
+
+
+# Reductions
+
+
+@pytest.mark.parametrize(
+    ("reduction", "function"),
+    [
+        ("last", lambda rows: rows[-1]),
+        ("mean", lambda rows: rows.mean(axis=0)),
+        ("max", lambda rows: rows.max(axis=0)),
+        ("sum", lambda rows: rows.sum(axis=0)),
+    ],
+)
+async def test_a_reduction_with_an_encoding(client, reduction, function):
+    """One row for the prompt and one for the generated tokens, at the last position of each."""
+    acts = await read(client, encoding="fp32", reduction=reduction)
+    assert acts.positions.tolist() == [PROMPT - 1, ROWS - 1]
+    assert acts.manifest.reduction == reduction
+    assert acts.manifest.num_rows == 2 * len(LAYERS)
+    for layer in LAYERS:
+        exact = truth(layer)
+        expected = [function(exact[:PROMPT]), function(exact[PROMPT:])]
+        np.testing.assert_allclose(acts[layer], expected, rtol=2**-8)  # the peer rounds to bfloat16
+    assert f"{reduction} of each phase" in repr(acts)
+
+
+async def test_a_reduction_of_one_phase(client):
+    acts = await read(client, reduction="mean", positions="prompt")
+    assert acts.positions.tolist() == [PROMPT - 1]
+    acts = await read(client, reduction="last", positions="generated")
+    assert acts.positions.tolist() == [ROWS - 1]
+    np.testing.assert_array_equal(acts[4], truth(4, [ROWS - 1]))
+
+
+async def test_a_reduction_that_is_read_while_it_is_open(client, peer):
+    """Generated rows before the last do not count once the last is known."""
+    import threading
+
+    peer.script.delay_seal = threading.Event()
+    reply = await client.generate("a bb ccc", max_tokens=4, capture=capturing(encoding="fp32", reduction="max"))
+    early = await client.activations(reply.request_id, wait=False, allow_partial=True)
+    assert early.positions.tolist() == [PROMPT - 1, 3, 4, 5]
+    peer.script.delay_seal.set()
+    acts = await client.activations(reply.request_id)
+    assert acts.positions.tolist() == [PROMPT - 1, ROWS - 1]
+    np.testing.assert_array_equal(early[1][[0, 3]], acts[1])
+
+
+# What is said about it
+
+
+async def test_the_manifest_says_how_rows_are_encoded(client):
+    acts = await read(client, encoding="rp8", dimensions=4, seed=9, reduction="mean")
+    found = acts.manifest
+    assert (found.encoding, found.dimensions, found.seed, found.reduction) == ("rp8", 4, 9, "mean")
+    assert (found.axis, found.projected_onto) == ("", ())
+    document = json.loads(found.to_json())
+    assert document["mode"] == "rp8"
+    assert document["compression"] == {"rp_k": 4, "seed": 9, "quant_bits": 8, "reduction": "mean"}
+    assert document["sequences"]["0"]["layers"]["1"]["shape"] == [2, 4]
+    assert residuum.Manifest.from_json(found.to_json()) == found
+    assert repr(acts).endswith("2 layers × 2 positions × 4, mean of each phase, rp8)")
+
+
+async def test_what_a_server_encodes_is_told(client):
+    info = await client.info()
+    assert {"raw", "rp8", "project"} <= set(info.encodings)
+    assert info.default_encoding == "raw"
+    assert info.reductions == ("none", "last", "mean", "max", "sum")
+
+
+async def test_saving_keeps_decoded_rows(client, tmp_path):
+    acts = await read(client, encoding="full8")
+    acts.to_safetensors(tmp_path / "x.safetensors")
+    again = residuum.Activations.from_safetensors(tmp_path / "x.safetensors")
+    np.testing.assert_array_equal(again[4], acts[4])
+    assert again.encoding == "full8"
+
+
+async def test_directions_need_rows_of_full_width(client):
+    acts = await read(client, encoding="rp8", dimensions=4)
+    with pytest.raises(residuum.InvalidRequest, match="captured as 'rp8', 4 numbers each, and a direction has the"):
+        residuum.directions.difference_of_means([acts], [acts])
+
+
+async def test_only_random_projections_have_a_matrix(client):
+    acts = await read(client, encoding="full8")
+    with pytest.raises(residuum.InvalidRequest, match="'full8', which is no random projection"):
+        acts.projection()
+
+
+async def test_an_encoding_that_only_newer_versions_know(make, endpoint, flaky, captured):
+    def change(number, messages):
+        from residuum.v1 import store_pb2
+
+        first = store_pb2.ReadChunksResponse.FromString(messages[0])
+        first.manifest.description.spec.encoding = 99
+        yield first.SerializeToString()
+        yield from messages[1:]
+
+    flaky.change = change
+    with pytest.raises(residuum.ServerFault, match=r"unknown encoding 99.*newer version"):
+        await make(endpoint, store=flaky.endpoint, timeout=10).activations(captured)
+
+
+# What is asked for
+
+
+def test_encodings_as_they_travel():
+    spec = capturing(encoding="rp8", dimensions=np.int64(64), seed=3, reduction="max").to_proto()
+    assert spec.encoding == capture_pb2.ENCODING_RP8
+    assert (spec.encoding_options.dimensions, spec.encoding_options.seed) == (64, 3)
+    assert spec.reduction == capture_pb2.REDUCTION_MAX
+    assert capturing(encoding="full8", axis="dimension").to_proto().encoding_options.axis == BY_DIMENSION
+    assert list(capturing(encoding="project", vectors=iter([JOY])).to_proto().encoding_options.vectors) == [JOY.digest]
+    plain = capturing().to_proto()
+    assert (plain.encoding, plain.reduction, plain.HasField("encoding_options")) == (0, 0, False)
+    assert capturing(dimensions=64).to_proto().encoding_options.dimensions == 64  # the server knows its own encoding
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"encoding": "zip"}, "'zip' is not known; there are raw, fp32, fp16"),
+        ({"reduction": "median"}, "'median' is not known; there are none, last, mean, max, sum"),
+        ({"encoding": "full8", "axis": "column"}, "there are row, dimension"),
+        ({"encoding": "raw", "dimensions": 4}, 'dimensions= goes with encoding="rp8" or encoding="rp"'),
+        ({"encoding": "topk", "seed": 4}, 'seed= goes with encoding="rp8"'),
+        ({"encoding": "rp8", "axis": "row"}, 'axis= goes with encoding="full8"'),
+        ({"encoding": "raw", "vectors": [JOY]}, 'vectors= goes with encoding="project"'),
+        ({"vectors": [JOY]}, 'vectors= goes with encoding="project"'),
+        ({"encoding": "project"}, "takes 1 to 256 vectors="),
+        ({"encoding": "project", "vectors": [JOY, JOY]}, "each vector once"),
+        ({"encoding": "rp8", "dimensions": 0}, "at least 1, not 0"),
+        ({"encoding": "rp8", "seed": -1}, "from 0 to"),
+        ({"encoding": "rp8", "seed": 1 << 64}, "from 0 to"),
+    ],
+)
+def test_encodings_that_can_never_be_meant(fields, message):
+    with pytest.raises(residuum.InvalidRequest, match=message):
+        capturing(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"vectors": [np.ones(8)]}, {"encoding": "rp8", "dimensions": 2.5}, {"encoding": "rp8", "seed": "1"}]
+)
+def test_encodings_of_the_wrong_kind(fields):
+    with pytest.raises(TypeError):
+        capturing(**fields)
+
+
+async def test_what_only_the_server_can_refuse(client):
+    with pytest.raises(residuum.InvalidRequest, match="rp8 has 1 to 8 dimensions, not 9"):
+        await client.generate("a", capture=capturing(encoding="rp8", dimensions=9))
+
+
+def test_the_command_line_asks_for_encodings(cli, peer, tmp_path):
+    arguments = ["generate", "a bb ccc", "--max-tokens", 4, "--capture", "1", "--id", "small"]
+    assert cli(*arguments, "--encoding", "rp8", "--dimensions", 4, "--encoding-seed", 5, "--reduction", "mean")[0] == 0
+    sent = peer.requests[-1].spec.capture
+    assert (sent.encoding, sent.reduction) == (capture_pb2.ENCODING_RP8, capture_pb2.REDUCTION_MEAN)
+    assert (sent.encoding_options.dimensions, sent.encoding_options.seed) == (4, 5)
+    code, out, _ = cli("pull", "small", "--out", tmp_path / "small.safetensors", "--json")
+    assert code == 0
+    assert json.loads(out)["shape"] == [1, 2, 4]
+
+    np.save(tmp_path / "joy.npy", JOY.values)
+    assert cli("generate", "a", "--capture", "1", "--onto", tmp_path / "joy.npy")[0] == 0
+    assert list(peer.requests[-1].spec.capture.encoding_options.vectors) == [JOY.digest]
+    assert cli("generate", "a", "--capture", "1", "--encoding", "full8", "--axis", "dimension")[0] == 0
+
+
+def test_the_command_line_refuses_encodings_in_its_own_words(cli):
+    code, _, err = cli("generate", "a", "--capture", "1", "--encoding", "raw", "--dimensions", 4)
+    assert code == 1
+    assert "--dimensions goes with --encoding" in err
+    with pytest.raises(SystemExit):
+        cli("generate", "a", "--encoding", "rp8")
+    with pytest.raises(SystemExit):
+        cli("generate", "a", "--capture", "1", "--encoding", "zip")
+
+
+def test_rows_stay_encoded_in_memory(endpoint):
+    with residuum.Client(endpoint) as client:
+        reply = client.generate("a bb ccc", max_tokens=4, capture=capturing(encoding="rp8", dimensions=4))
+        acts = client.activations(reply.request_id)
+    (block,) = acts.blocks().values()
+    assert isinstance(block, EncodedBlock)
+    assert acts.nbytes == len(LAYERS) * ROWS * (8 + 4)
+    with pytest.raises(ValueError, match="read-only"):
+        acts.encoded(1)["q"][0] = 1
