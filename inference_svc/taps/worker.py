@@ -225,8 +225,8 @@ class _Taps:
         row_bytes = self._format.hidden * config.model_config.dtype.itemsize
         units = self._points.num_layers * len(self._sites)
         least = BLOCK_TOKENS * units * row_bytes
-        # Encoded, rows may be twice as long; those of narrow models, projected to vectors, longer. Of a block that holds
-        # as few positions as can be, so much fits the ring, and what is each store's own of it.
+        # Encoded, rows may be twice as long; those of narrow models, projected to vectors, longer. Of a block that
+        # holds as few positions as can be, so much fits the ring, and what is each store's own of it.
         longer = max(2, -(-4 * MAX_PROJECTION_VECTORS // row_bytes))
         stores = settings["stores"] or [""]  # without one nothing is captured but the self-test's rows
         ring_bytes = max(settings["ring_bytes"], least_ring_bytes(longer * least, len(stores)))
