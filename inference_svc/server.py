@@ -189,7 +189,7 @@ class InferenceServer:
         )
         generator = Generator(engine, registry, cache, activator, stores, self._metrics, settings.max_requests)
         self._metrics.registry.register(ServiceCollector(registry, cache, activator, stores))
-        return Parts(engine, registry, cache, generator, stores, settings)
+        return Parts(engine, registry, cache, generator, stores, settings, self._access.limits_of)
 
     async def _watch_engine(self) -> None:
         assert self._parts is not None  # noqa: S101 - _start came before

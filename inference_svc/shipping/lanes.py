@@ -10,6 +10,7 @@ from inference_svc.shipping.parcels import Parcel
 from inference_svc.shipping.uploader import Uploader
 from residuum.rpc.credentials import Credentials
 from residuum.wire.placement import StoreAddress, first_rank
+from residuum.wire.tokens import split_path
 
 _TICK_SECONDS = 0.5
 
@@ -60,8 +61,14 @@ class Lanes:
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes.values())
 
-    def put(self, capture_id: str, parcels: Iterable[Parcel]) -> None:
-        """Add parcels of a capture, from any thread, to what waits for the store that keeps it; see `Outbox.put`."""
+    def put(self, path: str, parcels: Iterable[Parcel]) -> None:
+        """Add parcels of a capture, from any thread, to what waits for the store that keeps it; see `Outbox.put`.
+
+        Args:
+            path: The capture, and its tenant; see `tenant_path`.
+            parcels: The parcels.
+        """
+        _, capture_id = split_path(path)
         self._lanes[first_rank(self._lanes, capture_id)].outbox.put(parcels)
 
     def start(self) -> None:

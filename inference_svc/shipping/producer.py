@@ -21,6 +21,7 @@ from inference_svc.shipping.ring import Extent, SharedRing
 from residuum.rpc.logs import get_logger
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.placement import first_rank
+from residuum.wire.tokens import split_path
 
 _WARN_AFTER_SECONDS = 5.0
 """A step that has waited this long for room says so in the log."""
@@ -258,11 +259,12 @@ class RingProducer:
             by_store = {f"store_bytes_used:{store}": used for store, used in self._allotment.used.items()}
         return {**asdict(stats), "under_way": stats.published - stats.freed, **by_store}
 
-    def _store_of(self, capture_id: str) -> str:
+    def _store_of(self, path: str) -> str:
         if len(self._stores) == 1:
             return self._stores[0]
-        if not capture_id:
+        if not path:
             raise ValueError("name the capture: there are several stores, and each has room of its own")
+        _, capture_id = split_path(path)
         return first_rank(self._stores, capture_id)
 
     def _wait_for_extent(self, nbytes: int, store: str) -> Extent | None:

@@ -227,10 +227,10 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
 
 
 @asynccontextmanager
-async def listening(add, servicer, port=0, on_end=None):
+async def listening(add, servicer, port=0, on_end=None, access=None):
     """Serve on a port of loopback, by default a free one, and yield the endpoint."""
-    access = AioAccessInterceptor(Access(None, []))
-    interceptors = [AioErrorInterceptor(get_logger("test"), on_end), access]
+    asking = AioAccessInterceptor(access or Access(None, []))
+    interceptors = [AioErrorInterceptor(get_logger("test"), on_end), asking]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -244,7 +244,7 @@ async def listening(add, servicer, port=0, on_end=None):
 class Service:
     """The inference service with its parts in reach, and a client's stub to it."""
 
-    def __init__(self, engine, stores, settings):
+    def __init__(self, engine, stores, settings, access):
         self.engine = engine
         self.registry = RequestRegistry(
             settings.registration_seconds,
@@ -259,7 +259,7 @@ class Service:
         self.metrics = InferenceMetrics()
         self.metrics.registry.register(ServiceCollector(self.registry, self.cache, activator, stores))
         generator = Generator(engine, self.registry, self.cache, activator, stores, self.metrics, settings.max_requests)
-        self.parts = Parts(engine, self.registry, self.cache, generator, stores, settings)
+        self.parts = Parts(engine, self.registry, self.cache, generator, stores, settings, access.limits_of)
         self.servicer = InferenceServicer()
         self.endpoint = self.channel = self.stub = None
 
@@ -300,11 +300,12 @@ async def running_service(store_endpoint=None, engine=None, **settings):
         own = parse_stores([store_endpoint] if isinstance(store_endpoint, str) else store_endpoint)
         told = [StoreAddress(own[0].name, "store.example:1")] if isinstance(store_endpoint, str) else own
         stores = Stores(own, told, fixed=values.fixed_stores)
-    service = Service(engine or FakeEngine(), stores, values)
+    access = Access(values.tokens, [])
+    service = Service(engine or FakeEngine(), stores, values, access)
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     once = [("grpc.enable_retries", 0)]
     async with (
-        listening(add, service.servicer, on_end=service.metrics.calls.note) as service.endpoint,
+        listening(add, service.servicer, on_end=service.metrics.calls.note, access=access) as service.endpoint,
         open_aio_channel(service.endpoint, options=once) as channel,
     ):
         service.stub, service.channel = inference_pb2_grpc.InferenceServiceStub(channel), channel
