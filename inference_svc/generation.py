@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.metrics import InferenceMetrics
-from inference_svc.plans import engine_id, make_operations, make_plan
+from inference_svc.plans import count_spare_positions, engine_id, make_operations, make_plan
 from inference_svc.specs import (
     check_capture_size,
     check_demand,
@@ -425,7 +425,13 @@ class _Run:
                 self._name(index),
                 self._token_ids,
                 sampling_params(self._sampling, index),
-                make_plan(self.running, index, len(self._token_ids), self._vectors.rows),
+                make_plan(
+                    self.running,
+                    index,
+                    len(self._token_ids),
+                    self._vectors.rows,
+                    count_spare_positions(self._sampling),
+                ),
                 self.running.spec.cache_salt(len(self._token_ids)),
             )
             async for delta in stream:
