@@ -21,6 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.capture_specs import CaptureDefaults
+from inference_svc.prompts import PromptReader
 from inference_svc.settings import SITES
 from inference_svc.specs import max_new_tokens
 from inference_svc.taps.reductions import REDUCTIONS
@@ -115,7 +116,8 @@ class Engine:
     def __init__(self, llm: AsyncLLM, tokenizer: Any, facts: ModelFacts) -> None:
         """Wrap a running engine; see `start`. Without a tokenizer (None), it takes and gives token ids alone."""
         self._llm = llm
-        self._tokenizer = tokenizer
+        self._has_tokenizer = tokenizer is not None
+        self._prompts = PromptReader(tokenizer, facts)
         self.facts = facts
 
     @classmethod
@@ -141,22 +143,9 @@ class Engine:
             llm.shutdown()
             raise
 
-    def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Raises:
-            Failure: The prompt is missing or malformed.
-        """
-        kind = request.WhichOneof("prompt")
-        if self._tokenizer is None:
-            _refuse_text(request)
-        if kind == "text":
-            return list(self._tokenizer.encode(request.text)) if request.text else []
-        if kind == "token_ids":
-            return self._checked_ids(list(request.token_ids.ids))
-        if kind == "chat":
-            return self._apply_chat_template(request.chat)
-        raise Failure(Reason.ERROR_REASON_INVALID_FIELD, "Set a prompt: text, token_ids or chat.", field="prompt")
+    async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        """Return the token ids of a prompt; see `PromptReader.read`."""
+        return await self._prompts.read(request)
 
     def generate(
         self,
@@ -171,7 +160,7 @@ class Engine:
         sampling.extra_args = plan.to_extra_args() if plan else None
         # A captured prompt must be computed; reading it from the prefix cache would leave its rows out.
         sampling.skip_reading_prefix_cache = bool(plan and plan.capture)
-        sampling.detokenize = self._tokenizer is not None
+        sampling.detokenize = self._has_tokenizer
         prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_token_ids)}
         if cache_salt:
             prompt["cache_salt"] = cache_salt
@@ -250,29 +239,6 @@ class Engine:
     def shutdown(self) -> None:
         """Stop the engine's processes."""
         self._llm.shutdown()
-
-    def _checked_ids(self, ids: list[int]) -> list[int]:
-        if ids and max(ids) >= self.facts.vocab_size:
-            raise Failure(
-                Reason.ERROR_REASON_INVALID_FIELD,
-                f"Token id {max(ids)} is not below the size of the vocabulary, {self.facts.vocab_size}.",
-                field="token_ids",
-            )
-        return ids
-
-    def _apply_chat_template(self, chat: inference_pb2.Chat) -> list[int]:
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        if not messages:
-            return []
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as error:  # jinja and transformers raise what a template finds wrong, without a common class
-            raise Failure(
-                Reason.ERROR_REASON_INVALID_FIELD, f"The model's chat template refuses this: {error}", field="chat"
-            ) from error
-        return list(ids)
 
 
 async def stream(
@@ -371,19 +337,6 @@ async def _tokenizer(llm: AsyncLLM) -> Any:
         return None
     tokenizer = llm.get_tokenizer()
     return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
-
-
-def _refuse_text(request: inference_pb2.GenerateRequest) -> None:
-    """Refuse what needs a tokenizer: a prompt that is text, and texts to stop at, which would never be found."""
-    kind = request.WhichOneof("prompt")
-    if kind in {"text", "chat"}:
-        raise Failure(Reason.ERROR_REASON_INVALID_FIELD, "This engine has no tokenizer; send token_ids.", field=kind)
-    if request.sampling.stop:
-        raise Failure(
-            Reason.ERROR_REASON_INVALID_FIELD,
-            "This engine has no tokenizer, so it cannot stop at a text.",
-            field="sampling.stop",
-        )
 
 
 def _engine_dead() -> Failure:

@@ -40,9 +40,9 @@ def make_plan(
         return None
     return RequestPlan(
         prompt_tokens,
-        _capture(running.request_id, sequence, spec.capture, rows, spare_positions) if spec.capture else None,
+        _capture(running.path, sequence, spec.capture, rows, spare_positions) if spec.capture else None,
         make_operations(spec.steering, rows) if spec.steering else (),
-        engine_id(running.request_id, sequence) if spec.steering and spec.steering.updatable else "",
+        engine_id(running.path, sequence) if spec.steering and spec.steering.updatable else "",
     )
 
 
@@ -51,9 +51,9 @@ def count_spare_positions(sampling: inference_pb2.SamplingParameters) -> int:
     return _SPARE_POSITIONS_OF_TEXTS if sampling.stop else _SPARE_POSITIONS
 
 
-def engine_id(request_id: str, sequence: int) -> str:
+def engine_id(path: str, sequence: int) -> str:
     """Return what a sequence of a request is called in the engine."""
-    return f"{request_id}#{sequence}"
+    return f"{path}#{sequence}"
 
 
 def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int]) -> tuple[Operation, ...]:

@@ -43,6 +43,9 @@ _log = get_logger(__name__)
 
 SERVICE = "residuum.v1.InferenceService"
 
+_OTHER_CALLS = 256
+"""Calls that run at once besides those that generate; beyond, gRPC refuses."""
+
 _WATCH_SECONDS = 0.5
 _SEAL_SECONDS = 10.0
 _STOP_SECONDS = 5.0
@@ -98,6 +101,7 @@ class InferenceServer:
         server = grpc.aio.server(
             interceptors=[AioErrorInterceptor(_log, self._metrics.calls.note), AioAccessInterceptor(self._access)],
             options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=self._settings.max_requests + _OTHER_CALLS,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, server)
         add_health_and_reflection(server, SERVICE, self._health)
@@ -164,7 +168,9 @@ class InferenceServer:
 
     def _assemble(self, engine: Engine) -> Parts:
         settings = self._settings
-        registry = RequestRegistry(settings.registration_seconds, settings.max_registrations)
+        registry = RequestRegistry(
+            settings.registration_seconds, settings.max_registrations, max_bytes=settings.max_registration_mib << 20
+        )
         hidden = engine.facts.hidden_size
         kept = cache_capacity(settings.max_vectors, settings.max_vector_mib, hidden)
         cache = VectorCache(kept, hidden, registry.is_leased)
@@ -175,9 +181,9 @@ class InferenceServer:
         if settings.store:
             advertised = settings.advertise_store or settings.store
             keeper = CaptureKeeper(settings.store, advertised, settings.store_credentials)
-        generator = Generator(engine, registry, cache, activator, keeper, self._metrics)
+        generator = Generator(engine, registry, cache, activator, keeper, self._metrics, settings.max_requests)
         self._metrics.registry.register(ServiceCollector(registry, cache, activator, keeper))
-        return Parts(engine, registry, cache, generator, keeper, settings)
+        return Parts(engine, registry, cache, generator, keeper, settings, self._access.limits_of)
 
     async def _watch_engine(self) -> None:
         assert self._parts is not None  # noqa: S101 - _start came before

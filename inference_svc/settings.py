@@ -134,6 +134,10 @@ class InferenceSettings(SecureSettings):
     """How long a request waits for room among the active vectors before it fails."""
     max_registrations: int = Field(default=10_000, ge=1)
     """Registrations that may wait for their generation."""
+    max_registration_mib: int = Field(default=64, ge=1)
+    """Memory of the registrations that wait, in MiB of their messages."""
+    max_requests: int = Field(default=1024, ge=1, le=65_536)
+    """Requests that may run, or wait for their turn, at once; more are refused."""
     registration_seconds: float = Field(default=600.0, gt=0)
     """How long a registration lasts if it is not used."""
     grace_seconds: float = Field(default=30.0, ge=0)

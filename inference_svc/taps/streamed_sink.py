@@ -173,11 +173,11 @@ class StreamedSink(BlockSink):
         if extent is None:
             self._shed(batch)
             return False
-        self._finish()  # one at a time, so that what has come leaves at once
         rows, basis = self._rows_and_basis(batch)
         self._encoder.encode(rows, self._form(batch.capture), basis, self._address + extent.offset)
         done = torch.cuda.Event()
         done.record(self._stream)
+        self._finish()  # the one before, so that it leaves as soon as it has come; the stream has work meanwhile
         self._under_way = _Copy(block, batch, extent, (rows, basis), done)
         return True
 

@@ -49,5 +49,5 @@ def test_the_python_of_the_export_page(mine, capsys):
         exec(compile(block, str(PAGE), "exec"), scope)
     assert "mine as zarr, complete: 2 layers × 42 positions × 8" in capsys.readouterr().out
     assert scope["rows"].shape == (10, 8)
-    assert scope["data"].num_rows == 84
+    assert scope["inputs"].shape[1:] == (8,)
     assert scope["again"].layers == (12, 15)

@@ -95,3 +95,29 @@ def test_an_export_of_a_large_capture_takes_the_memory_of_a_small_one(store, tmp
         one = OPENERS[kind](tmp_path / f"large.{kind}")[0]["resid_post"]
         for layer, rows in one.rows.items():
             assert np.array_equal(rows[:, 0], value(layer, range(TOKENS["large"])))
+
+
+STREAM = """
+import sys
+from residuum.torch import ActivationDataset
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+peaks, rows = [], []
+for name in ("small", "large"):
+    data = ActivationDataset("127.0.0.1:1", [name], store=sys.argv[1], batch_size=512, shuffle_buffer=4096)
+    rows.append(sum(len(batch.activations) for batch in data))
+    peaks.append(peak())
+print(*rows, peaks[1] - peaks[0])
+"""
+
+
+def test_a_training_loop_takes_the_memory_of_its_buffer(store):
+    pytest.importorskip("torch")
+    command = [sys.executable, "-c", STREAM, store.endpoint]
+    done = subprocess.run(command, env=environment(store.endpoint), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    small, large, more = map(int, done.stdout.split())
+    assert (small, large) == (LAYERS * TOKENS["small"], LAYERS * TOKENS["large"])
+    assert more < MORE_BYTES

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
@@ -291,3 +293,51 @@ def test_reduced_rows_that_are_shed_are_told():
     engine.run(RequestPlan(40, capture(None, MEAN, spare_positions=2, sheds=True)), 50)
     assert [list(loss.positions) for _, loss in engine.worker.ring.losses] == [[39], [47, 48, 49]]
     assert {loss.reason for _, loss in engine.worker.ring.losses} == {capture_pb2.INCOMPLETE_REASON_OVERFLOW}
+
+
+def test_a_stage_encodes_and_reduces_its_own_layers():
+    torch.manual_seed(4)
+    for reduction in (capture_pb2.REDUCTION_NONE, MEAN):
+        engine = Engine(layers=range(4, 6))
+        asked = Capture("c", 0, (0, 3, 5, 9), select(), (POST, MLP), encoding=RowEncoding(FP32), reduction=reduction)
+        engine.run(RequestPlan(40, asked), 60)
+        assert {layer for _, layer, _ in engine.stored()} == {5}
+        assert len(engine.stored()) == 2 * (60 if reduction == capture_pb2.REDUCTION_NONE else 2)
+
+
+happenings = st.lists(st.one_of(st.integers(1, 45), st.just("preempt")), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    happenings,
+    st.integers(1, 60),
+    st.integers(0, 9),
+    st.sampled_from([LAST, MEAN, MAX, SUM]),
+    st.sampled_from(list(SELECTIONS.values())),
+)
+def test_reductions_however_a_request_is_computed(happenings, prompt, spare, reduction, positions):
+    """In chunks of any length, from the first position again at any time: against all rows, one by one."""
+    engine, position, reached = Engine(), 0, 0
+    admitted = [("a", RequestPlan(prompt, capture(None, reduction, positions, spare_positions=spare)))]
+    for happening in happenings:
+        if happening == "preempt":
+            position = 0
+            continue
+        # A step computes tokens that are known: those of the prompt, those that were generated, and one more.
+        count = min(happening, max(prompt, reached + (reached >= prompt)) - position)
+        engine.compute(("a", position, count), admitted=admitted)
+        admitted, position = (), position + count
+        reached = max(reached, position)
+    engine.compute(finished=["a"], admitted=admitted)
+    wanted = [place for place in range(reached) if is_wanted(positions, prompt, place)]
+    of_prompt, generated = [p for p in wanted if p < prompt], [p for p in wanted if p >= prompt]
+    last = max((p for p in range(prompt) if is_wanted(positions, prompt, p)), default=None)
+    expected = {*generated[-spare - 1 :], *({last} & set(of_prompt))}
+    found = engine.stored()
+    assert {place for _, _, place in found} == expected
+    for (site, layer, place), row in found.items():
+        rows = engine.computed(site, layer, [p for p in (of_prompt if place < prompt else generated) if p <= place])
+        np.testing.assert_allclose(row, reduced(rows, reduction), rtol=1e-5, atol=1e-5)
+    assert engine.worker.pool.free_rows == 16 * 2 * 32
+    assert not engine.worker.ring.losses

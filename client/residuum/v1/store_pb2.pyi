@@ -414,7 +414,9 @@ class ListCapturesResponse(_message.Message):
     """Where the next page starts. Empty: this was the last."""
     @_builtins.property
     def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CaptureSummary]:
-        """The captures."""
+        """The captures. Of a store with many captures that the filter does not let pass, a page may hold fewer than asked for,
+        or none, and not be the last.
+        """
 
     def __init__(
         self,

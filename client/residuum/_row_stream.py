@@ -1,0 +1,126 @@
+"""Rows of many captures as one stream, some read at the same time. Knows nothing of what they are used for."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum._reading import not_complete
+from residuum.exceptions import OpenCapture
+from residuum.manifest import Manifest
+from residuum.selections import LayersLike, PositionsLike
+
+if TYPE_CHECKING:
+    from residuum.reading import CaptureClient
+
+_Item = TypeVar("_Item")
+
+
+class StreamedRows(NamedTuple):
+    """Rows of one layer of one capture, and where they are from."""
+
+    capture: int
+    """The capture, by its place among those that are read."""
+    sequence: int
+    """The sequence."""
+    site: str
+    """The site."""
+    layer: int
+    """The layer."""
+    positions: npt.NDArray[np.int64]
+    """Their positions; shape [rows]."""
+    token_ids: npt.NDArray[np.int64]
+    """The token at each, -1 where it is not known; shape [rows]."""
+    rows: npt.NDArray[np.float32]
+    """The rows; float32 [rows, width]."""
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """Which rows of a capture are read; see `Client.activations`."""
+
+    layers: LayersLike | None
+    sites: str | Sequence[str] | None
+    sequences: tuple[int, ...] | None
+    positions: PositionsLike
+    allow_partial: bool
+
+
+def share(count: int, number: int, of: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
+    """Return which of so many captures fall to the share `number` of `of`, in the order in which they are read.
+
+    All shares together are each capture once. With `shuffle` the order follows from seed and epoch alone, so that all
+    who share agree on it without talking.
+    """
+    order = list(range(count))
+    if shuffle:
+        random.Random(f"{seed}/{epoch}").shuffle(order)  # noqa: S311 - nothing is secret about it
+    return order[number::of]
+
+
+def stream_rows(
+    client: CaptureClient, captures: Sequence[str], order: Iterable[int], choice: RowChoice, concurrent_reads: int
+) -> Iterator[StreamedRows]:
+    """Yield the rows of captures, each once; so many captures are read at the same time, a piece of each in turn.
+
+    Raises:
+        CaptureNotComplete: One is not complete, and partial ones are not allowed: before its first row.
+    """
+
+    def reader(number: int) -> Callable[[], Iterator[StreamedRows]]:
+        return lambda: _rows_of(client, captures[number], number, choice)
+
+    return in_turn((reader(number) for number in order), concurrent_reads)
+
+
+def in_turn(makers: Iterable[Callable[[], Iterator[_Item]]], width: int) -> Iterator[_Item]:
+    """Yield what some iterators yield, of `width` of them in turn; the next one begins when one has ended."""
+    waiting = iter(makers)
+    running: deque[Iterator[_Item]] = deque()
+    while True:
+        while len(running) < width:
+            maker = next(waiting, None)
+            if maker is None:
+                break
+            running.append(maker())
+        if not running:
+            return
+        current = running.popleft()
+        try:
+            item = next(current)
+        except StopIteration:
+            continue
+        running.append(current)
+        yield item
+
+
+def _rows_of(client: CaptureClient, capture_id: str, number: int, choice: RowChoice) -> Iterator[StreamedRows]:
+    manifest = client.manifest(capture_id)
+    if not manifest.is_complete and not choice.allow_partial:
+        raise not_complete(manifest)
+    if not manifest.is_final:  # it could go on for ever, and an epoch is to be the same when it is read again
+        raise OpenCapture(f"The capture {capture_id} is still being written; take it when it has ended.", manifest)
+    sequences = choice.sequences
+    for sequence in range(max(manifest.proto.description.num_sequences, 1)) if sequences is None else sequences:
+        tokens = _tokens(manifest, sequence)
+        pieces = client.follow(
+            capture_id, layers=choice.layers, sites=choice.sites, sequence=sequence, positions=choice.positions,
+            allow_partial=choice.allow_partial,
+        )  # fmt: skip
+        for site, layer, positions, rows in pieces:
+            known = positions < len(tokens)
+            token_ids = np.full(len(positions), -1, dtype=np.int64)
+            token_ids[known] = tokens[positions[known]]
+            yield StreamedRows(number, sequence, site, layer, positions, token_ids, rows)
+
+
+def _tokens(manifest: Manifest, sequence: int) -> npt.NDArray[np.int64]:
+    outcomes = manifest.sequences
+    generated = outcomes[sequence].generated_token_ids if sequence < len(outcomes) else ()
+    return np.array(manifest.prompt_token_ids + generated, dtype=np.int64)

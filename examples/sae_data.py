@@ -1,0 +1,121 @@
+"""Train a small sparse autoencoder on rows that are captured and streamed from the store.
+
+    make serve                                              # in another terminal
+    .venv/bin/python -m examples.sae_data --layer 15
+
+The rows never are on this side as a whole: `residuum.torch.ActivationDataset` reads them from the store as they are
+needed, an epoch after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import DataLoader
+
+import residuum
+from residuum.torch import ActivationDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+THINGS = ("The sea", "A violin", "My grandmother", "The stock market", "A prime number", "The Roman Empire", "Rust")
+ENDINGS = ("is best known for", "was not what I expected:", "can be explained to a child like this:", "reminds me of")
+PROMPTS = [f"{thing} {ending}" for ending in ENDINGS for thing in THINGS]
+
+FEATURES_PER_DIMENSION = 4
+ACTIVE_FEATURES = 32
+
+
+class SparseAutoencoder(torch.nn.Module):
+    """A TopK autoencoder: of many features, the few that fit a row best are kept to build it again."""
+
+    def __init__(self, width: int, mean: torch.Tensor, scale: torch.Tensor) -> None:
+        super().__init__()
+        features = FEATURES_PER_DIMENSION * width
+        decoder = torch.nn.functional.normalize(torch.randn(features, width), dim=1)
+        self.decoder = torch.nn.Parameter(decoder)
+        self.encoder = torch.nn.Parameter(decoder.T.clone())
+        self.bias = torch.nn.Parameter(torch.zeros(features))
+        self.register_buffer("mean", mean)
+        self.register_buffer("scale", scale)
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows, of mean 0 and length about 1, and what is built of their features."""
+        wanted = (rows.float() - self.mean) / self.scale
+        strengths = wanted @ self.encoder + self.bias
+        best = strengths.topk(ACTIVE_FEATURES, dim=1)
+        sparse = torch.zeros_like(strengths).scatter(1, best.indices, best.values.relu())
+        return wanted, sparse @ self.decoder
+
+
+def capture(client: residuum.Client, layer: int, tokens: int) -> list[str]:
+    """Generate replies to the prompts, one layer captured; return the captures' ids."""
+    # The first token's residual stream is an attention sink: large, and nearly the same whatever the prompt.
+    what = residuum.Capture(layers=[layer], positions=slice(1, None))
+    replies = client.generate_many(PROMPTS, max_tokens=tokens, capture=what, temperature=0.8, seed=1, ignore_eos=True)
+    for reply in replies:
+        client.manifest(reply, wait=True)
+    return [reply.request_id for reply in replies]
+
+
+def train(data: ActivationDataset, epochs: int, workers: int) -> Iterator[tuple[SparseAutoencoder, float]]:
+    """Yield the autoencoder, and the part of the rows' variance that it misses, after each epoch."""
+    torch.manual_seed(0)
+    loader = DataLoader(
+        data,
+        batch_size=None,  # the dataset makes the batches
+        num_workers=workers,
+        multiprocessing_context="spawn" if workers else None,
+        persistent_workers=workers > 0,
+    )
+    first = next(iter(data)).activations.float()
+    mean = first.mean(dim=0)
+    model = SparseAutoencoder(data.width, mean, (first - mean).norm(dim=1).mean())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for epoch in range(epochs):
+        data.set_epoch(epoch)
+        missed = total = 0.0
+        for batch in loader:
+            wanted, built = model(batch.activations)
+            loss = (wanted - built).square().sum(dim=1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            missed += float(loss.detach()) * len(wanted)
+            total += float(wanted.square().sum())
+        yield model, missed / total
+
+
+def main() -> None:
+    """Capture, train, and print how much of the rows the autoencoder misses."""
+    parser = argparse.ArgumentParser(prog="examples.sae_data", description=__doc__.splitlines()[0])
+    parser.add_argument("--endpoint", default="localhost:50051", help="the inference service")
+    parser.add_argument("--layer", type=int, default=15, help="the layer whose rows are learnt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each reply")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=2, help="processes that read; 0 reads in this one")
+    options = parser.parse_args()
+    missed = run(options.endpoint, options.layer, options.tokens, options.epochs, options.workers)
+    print(f"missed at first {missed[0]:.3f} of the variance, in the end {missed[-1]:.3f}")
+
+
+def run(endpoint: str, layer: int, tokens: int, epochs: int, workers: int) -> list[float]:
+    """Do it; return the part of the variance that was missed in each epoch."""
+    with residuum.Client(endpoint) as client:
+        captures = capture(client, layer, tokens)
+        data = ActivationDataset(endpoint, captures, layers=[layer], batch_size=256, shuffle_buffer=4096)
+        missed = []
+        for epoch, (_, part) in zip(itertools.count(), train(data, epochs, workers), strict=False):
+            print(f"epoch {epoch}: {part:.3f} of the variance missed")
+            missed.append(part)
+        for name in captures:
+            client.delete(name)
+    return missed
+
+
+if __name__ == "__main__":
+    main()

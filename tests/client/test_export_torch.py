@@ -1,0 +1,261 @@
+"""ActivationDataset: every row once, whoever reads it, in an order that can be had again; nothing else needs torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from peer import HIDDEN, POST, PRE, row
+from shell import environment
+
+import residuum
+from residuum._row_stream import in_turn, share
+
+torch = pytest.importorskip("torch")
+from torch.utils.data import DataLoader  # noqa: E402 - only if torch is there
+
+from residuum.torch import SITES, ActivationDataset  # noqa: E402
+
+SITE_NUMBERS = {"resid_post": POST, "resid_pre": PRE}
+NAMES = [f"torch-{number}" for number in range(5)]
+TOKENS = {name: 20 + 7 * number for number, name in enumerate(NAMES)}  # rows of each sequence, site and layer: 2 more
+
+
+@pytest.fixture(scope="module")
+def endpoint(running_peer):
+    """Five captures of two sequences, sites and layers each."""
+    running_peer.servicer.reset()
+    with residuum.Client(running_peer.endpoint) as client:
+        for name, tokens in TOKENS.items():
+            capture = residuum.Capture(layers=[1, 4], sites=("resid_post", "resid_pre"))
+            client.generate("a bb ccc", max_tokens=tokens, n=2, capture=capture, request_id=name)
+            client.manifest(name, wait=True)
+    yield running_peer.endpoint
+    with residuum.Client(running_peer.endpoint) as client:
+        for name in NAMES:
+            client.delete(name)
+
+
+@pytest.fixture(params=[0, 64], ids=["in order", "shuffled"])
+def shuffle_buffer(request):
+    return request.param
+
+
+def places(batches, names=NAMES):
+    """Where each row is from, in their order; checks that the row is the one of this place."""
+    found = []
+    for batch in batches:
+        facts = (batch.captures, batch.sequences, batch.sites, batch.layers, batch.positions, batch.token_ids)
+        for values, *fact in zip(batch.activations, *(column.tolist() for column in facts), strict=True):
+            capture, sequence, site, layer, position, token = fact
+            expected = row(sequence, SITE_NUMBERS[SITES[site]], layer, position).astype(np.float32)
+            assert np.array_equal(values.float().numpy(), expected)
+            assert token == ([1, 2, 3][position] if position < 3 else 3 + position - 2 + 100 * sequence)
+            found.append((names[capture], sequence, SITES[site], layer, position))
+    return found
+
+
+ALL = [
+    (name, sequence, site, layer, position)
+    for name, tokens in TOKENS.items()
+    for sequence in (0, 1)
+    for site in SITE_NUMBERS
+    for layer in (1, 4)
+    for position in range(tokens + 2)
+]
+
+
+def test_an_epoch_exports_every_row_once(endpoint, shuffle_buffer):
+    data = ActivationDataset(endpoint, prefix="torch-", batch_size=50, shuffle_buffer=shuffle_buffer)
+    assert data.captures == tuple(NAMES)
+    assert (data.width, data.dtype) == (HIDDEN, torch.bfloat16)
+    batches = list(data)
+    assert Counter(places(batches)) == Counter(ALL)
+    assert {len(batch.activations) for batch in batches[:-1]} == {50}
+    assert 0 < len(batches[-1].activations) <= 50
+    assert batches[0].labels is None
+    assert batches[0].activations.is_contiguous()
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_export_disjoint_rows(endpoint, context):
+    """Each worker has a connection of its own; the parent's, opened before the fork, does it no harm."""
+    with residuum.Client(endpoint) as client:
+        client.manifest(NAMES[0])
+        data = ActivationDataset(endpoint, prefix="torch-", batch_size=32, shuffle_buffer=100)
+        loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=context)
+        assert Counter(places(loader)) == Counter(ALL)
+        assert client.manifest(NAMES[0]).is_complete
+
+
+def test_more_workers_than_captures(endpoint):
+    data = ActivationDataset(endpoint, NAMES[:1], batch_size=32)
+    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert Counter(places(loader, NAMES[:1])) == Counter(place for place in ALL if place[0] == NAMES[0])
+
+
+def test_ranks_export_disjoint_rows(endpoint):
+    found = Counter()
+    for rank in range(3):
+        data = ActivationDataset(endpoint, prefix="torch-", batch_size=32, rank=rank, world_size=3)
+        found.update(places(data))
+    assert found == Counter(ALL)
+
+
+def test_the_order_follows_from_seed_and_epoch(endpoint):
+    def order(seed=0, epoch=0):
+        data = ActivationDataset(endpoint, prefix="torch-", batch_size=50, shuffle_buffer=200, seed=seed)
+        data.set_epoch(epoch)
+        return places(data)
+
+    first = order()
+    assert order() == first
+    assert order(epoch=1) != first
+    assert order(seed=1) != first
+    assert first != ALL
+
+
+def test_rows_are_drawn_among_those_of_several_captures(endpoint):
+    data = ActivationDataset(endpoint, prefix="torch-", batch_size=64, shuffle_buffer=512, concurrent_reads=4)
+    first = next(iter(data))
+    assert len(set(first.captures.tolist())) >= 3
+    assert len(set(zip(first.layers.tolist(), first.sites.tolist(), strict=True))) >= 3
+
+
+def test_without_shuffling_rows_come_capture_by_capture(endpoint):
+    data = ActivationDataset(endpoint, prefix="torch-", batch_size=50, shuffle_buffer=0, concurrent_reads=1)
+    found = places(data)
+    assert list(dict.fromkeys(place[0] for place in found)) == NAMES
+    assert found == sorted(found, key=lambda place: NAMES.index(place[0]))
+    own = [place[4] for place in found if place[:4] == (NAMES[0], 0, "resid_post", 4)]
+    assert own == sorted(own)
+
+
+def test_workers_that_live_on_hear_of_the_epoch(endpoint):
+    data = ActivationDataset(endpoint, prefix="torch-", batch_size=50, shuffle_buffer=200)
+    loader = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="spawn", persistent_workers=True)
+    orders = []
+    for epoch in (0, 1, 0):
+        data.set_epoch(epoch)
+        orders.append(places(loader))
+    assert orders[0] == orders[2] != orders[1]
+    assert Counter(orders[1]) == Counter(ALL)
+
+
+def test_an_iteration_goes_on_where_another_stopped(endpoint):
+    def made():
+        return ActivationDataset(endpoint, prefix="torch-", batch_size=50, shuffle_buffer=200)
+
+    data = made()
+    data.set_epoch(3)
+    whole = places(data)
+    data = made()
+    data.set_epoch(3)
+    iterator = iter(data)
+    begun = places([next(iterator) for _ in range(4)])
+    resumed = made()
+    resumed.load_state_dict(data.state_dict())
+    assert begun + places(resumed) == whole
+    assert places(resumed) == whole, "the next epoch begins at its beginning"
+
+
+def test_a_choice_of_rows(endpoint):
+    data = ActivationDataset(
+        endpoint, NAMES[:2], layers=[4], sites="resid_pre", sequences=1, positions="generated", batch_size=16,
+        dtype=torch.float32, labels={"torch-0": 1, "torch-1": 7, "other": 3},
+    )  # fmt: skip
+    batches = list(data)
+    wanted = [place for place in ALL if place[0] in NAMES[:2] and place[1:4] == (1, "resid_pre", 4) and place[4] >= 3]
+    assert Counter(places(batches)) == Counter(wanted)
+    for batch in batches:
+        assert batch.activations.dtype == torch.float32
+        assert batch.labels.dtype == torch.int64
+        assert batch.labels.tolist() == [(1, 7)[capture] for capture in batch.captures.tolist()]
+    labels = ActivationDataset(endpoint, NAMES[:1], labels={"torch-0": 0.5})
+    assert next(iter(labels)).labels.dtype == torch.float32
+
+
+def test_batches_that_are_not_full_can_be_left_out(endpoint):
+    data = ActivationDataset(endpoint, prefix="torch-", batch_size=100, shuffle_buffer=300, drop_last=True)
+    batches = list(data)
+    assert {len(batch.activations) for batch in batches} == {100}
+    assert len(batches) == len(ALL) // 100
+
+
+def test_batches_of_a_loader_can_be_pinned_and_moved(endpoint):
+    batch = next(iter(ActivationDataset(endpoint, prefix="torch-", batch_size=8)))
+    moved = batch._replace(activations=batch.activations.to(torch.float64))
+    assert moved.activations.shape == (8, HIDDEN)
+    assert isinstance(batch, tuple)
+
+
+def test_captures_that_are_not_complete_are_left_out_or_refused(running_peer, endpoint):
+    running_peer.servicer.script.lost_layers = (1,)
+    try:
+        with residuum.Client(endpoint) as client:
+            client.generate("a", max_tokens=3, capture=residuum.Capture(layers=[1, 4]), request_id="torch-broken")
+            client.manifest("torch-broken", wait=True)
+            assert "torch-broken" not in ActivationDataset(endpoint, prefix="torch-").captures
+            with pytest.raises(residuum.IncompleteCapture, match="OVERFLOW"):
+                list(ActivationDataset(endpoint, ["torch-broken"]))
+            data = ActivationDataset(endpoint, prefix="torch-b", allow_partial=True)
+            (batch,) = data
+            assert set(batch.layers.tolist()) == {4}
+            assert not batch.activations.isnan().any()
+            client.delete("torch-broken")
+    finally:
+        running_peer.servicer.reset()
+
+
+def test_a_worker_tells_what_went_wrong(endpoint):
+    data = ActivationDataset(endpoint, [NAMES[0], "never-was"], batch_size=8)
+    with pytest.raises(residuum.UnknownCapture, match="never-was"):
+        list(data)
+    with pytest.raises(residuum.ResiduumError, match="never-was"):
+        list(DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prefix": "nobody-"}, "no capture whose id begins with 'nobody-'"),
+        ({"captures": []}, "no capture to read"),
+        ({"captures": "torch-0"}, "as a list"),
+        ({"captures": NAMES, "prefix": "torch-"}, "as a list"),
+        ({"prefix": "torch-", "batch_size": 0}, "batch_size is 0"),
+        ({"prefix": "torch-", "shuffle_buffer": -1}, "shuffle_buffer is -1"),
+        ({"prefix": "torch-", "rank": 2, "world_size": 2}, "rank 2 is not one of 2"),
+        ({"prefix": "torch-", "concurrent_reads": 0}, "concurrent_reads"),
+        ({"prefix": "torch-", "labels": {"torch-1": 1}}, "no label for torch-0, and 3 more of 5"),
+    ],
+)
+def test_what_cannot_be_meant(endpoint, arguments, message):
+    with pytest.raises(residuum.InvalidRequest, match=re.escape(message)):
+        ActivationDataset(endpoint, **arguments)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_shares_are_disjoint_and_everything(shuffle):
+    for count in (0, 1, 7, 100):
+        for of in (1, 2, 3, 8):
+            parts = [share(count, number, of, shuffle=shuffle, seed=5, epoch=2) for number in range(of)]
+            assert sorted(number for part in parts for number in part) == list(range(count))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_some_are_read_in_turn():
+    makers = [lambda n=n: iter([f"{n}{k}" for k in range(n)]) for n in (2, 0, 3, 1)]
+    assert list(in_turn(makers, 2)) == ["20", "21", "30", "31", "10", "32"]
+    assert list(in_turn(makers, 1)) == ["20", "21", "30", "31", "32", "10"]
+    assert list(in_turn([], 3)) == []
+
+
+def test_only_this_module_needs_torch(endpoint):
+    code = "import sys; sys.modules['torch'] = None; import residuum, residuum.cli; import residuum.torch"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(endpoint), capture_output=True, check=False)
+    assert done.returncode == 1
+    assert b"ImportError: residuum.torch needs torch" in done.stderr.splitlines()[-1]
