@@ -115,7 +115,7 @@ def _seconds(work: Callable[[], object]) -> float:
     for number in range(_WARMUPS + _REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda._sleep(1 << 17)  # noqa: SLF001 - so that the launches lie ready when the clock starts
+        torch.cuda._sleep(1 << 20)  # noqa: SLF001 - so that the launches lie ready when the clock starts
         start.record()
         work()
         end.record()
