@@ -156,17 +156,14 @@ def correlations(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -
 
 
 def compare_with_svd(rows: Rows) -> dict[str, Any]:
-    """Time a truncated SVD of one layer's rows beside a random projection of them to as many dimensions, once each."""
+    """Time a truncated SVD of one layer's rows beside a random projection of them to as many dimensions."""
     layer = rows[len(rows) // 2].astype(np.float32)
     rank = min(_SVD_RANK, *layer.shape)
-    started = time.perf_counter()
-    left, values, right = np.linalg.svd(layer, full_matrices=False)
-    svd_seconds = time.perf_counter() - started
-    kept = (left[:, :rank] * values[:rank]) @ right[:rank]
     matrix = projection_matrix(SEED, layer.shape[1], rank)
-    started = time.perf_counter()
-    layer @ matrix
-    projection_seconds = time.perf_counter() - started
+    svd_seconds = _seconds(lambda: np.linalg.svd(layer, full_matrices=False))
+    projection_seconds = _seconds(lambda: layer @ matrix)
+    left, values, right = np.linalg.svd(layer, full_matrices=False)
+    kept = (left[:, :rank] * values[:rank]) @ right[:rank]
     return {
         "rows": list(layer.shape),
         "dimensions": rank,
