@@ -15,7 +15,7 @@ from bench.capture.options import add_workload_arguments, names, positive, workl
 from bench.capture.processes import run_turn, terminated_as_interrupted
 from bench.capture.report import show_run, show_summary
 from bench.capture.results import ModeSummary, Run, summarise
-from bench.capture.workload import USUAL_MODES, Mode, Runner, Turn, Workload, schedule
+from bench.capture.workload import CHOICES, USUAL_MODES, Mode, Runner, Turn, Workload, schedule
 from bench.children import RunFailedError
 from bench.machine import Machine, Revision, versions
 from examples.services import ServiceFailedError
@@ -101,8 +101,8 @@ def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture"
         help="vLLM's model runners, with each of which all is done: v1,v2 (default: the one that vLLM takes)",
     )  # fmt: skip
     parser.add_argument(
-        "--modes", type=names(Mode, USUAL_MODES), default=list(USUAL_MODES),
-        help="names, separated by commas (default: all)",
+        "--modes", type=names(Mode, CHOICES), default=list(USUAL_MODES),
+        help="names, separated by commas (default: all but all-layers+encoded)",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, help="a JSON file for the result")
     return parser.parse_args(arguments)

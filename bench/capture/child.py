@@ -25,8 +25,9 @@ from bench.capture.worker_extension import EXTENSION
 from bench.capture.workload import Job, Mode, Vectors, Workload, turns
 from bench.gpu import used_mib
 from inference_svc.settings import SITES, InferenceSettings
-from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
+from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import selection_pb2
+from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
@@ -117,7 +118,7 @@ def settings_of(job: Job) -> InferenceSettings:
     defaults = InferenceSettings.model_fields
     return InferenceSettings(
         model=workload.model,
-        store=job.store,
+        store=(job.store,) if job.store else (),
         enforce_eager=workload.eager,
         max_model_len=workload.max_model_len,
         max_num_seqs=max(defaults["max_num_seqs"].default, workload.batch_size),
@@ -165,7 +166,7 @@ class _Driver:
         plans = {name: self._plan(mode, name, index) for index, name in enumerate(prompts)}
         sink = self._sink if mode.captures else None
         if sink:
-            await sink.begin(prompts)
+            await sink.begin(prompts, self._encoding(mode))
         await self._subject.call("bench_synchronise")
         batch = await generate_batch(self._subject, prompts, plans, self._workload.decode)
         await self._subject.call("bench_synchronise")
@@ -227,9 +228,14 @@ class _Driver:
         layers = self._workload.captured_layers(mode, num_layers)
         return RequestPlan(
             prompt_tokens=self._workload.prefill,
-            capture=capture_of(name, layers, self._workload.capture_sites) if layers else None,
+            capture=capture_of(name, layers, self._workload.capture_sites, self._encoding(mode)) if layers else None,
             operations=operations(self._workload.vectors, index, num_layers) if mode.steers else (),
         )
+
+    def _encoding(self, mode: Mode) -> RowEncoding:
+        if not mode.encodes:
+            return RowEncoding()
+        return RowEncoding(ENCODINGS[self._workload.encoding], self._workload.dimensions)
 
 
 class _Times(NamedTuple):
@@ -250,10 +256,12 @@ def request_id(mode: Mode, number: int, index: int) -> str:
     return f"{mode.name.lower()}-{number}-{index}"
 
 
-def capture_of(capture_id: str, layers: Sequence[int], sites: Sequence[str]) -> Capture:
+def capture_of(
+    capture_id: str, layers: Sequence[int], sites: Sequence[str], encoding: RowEncoding | None = None
+) -> Capture:
     """Return the capture of some layers of every token at some sites."""
     numbers = tuple(sorted(SITES[name] for name in sites))
-    return Capture(capture_id, 0, tuple(layers), EVERYWHERE, numbers)
+    return Capture(capture_id, 0, tuple(layers), EVERYWHERE, numbers, encoding=encoding or RowEncoding())
 
 
 def operations(vectors: Vectors, index: int, num_layers: int) -> tuple[Operation, ...]:

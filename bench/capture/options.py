@@ -13,6 +13,7 @@ from bench.capture.workload import Sink, Vectors, Workload
 from examples.model import default_model
 from residuum import ResiduumError
 from residuum.capture import site_list, site_numbers
+from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,6 +58,14 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {','.join(defaults.capture_sites)})",
     )  # fmt: skip
     parser.add_argument(
+        "--encoding", choices=sorted(ENCODINGS.keys() - {"project"}), default=defaults.encoding,
+        help=f"what all-layers+encoded does (default: {defaults.encoding})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dimensions", type=int, default=defaults.dimensions,
+        help=f"its dimensions, 0 for an encoding that has none (default: {defaults.dimensions})",
+    )  # fmt: skip
+    parser.add_argument(
         "--fold-norms", action=argparse.BooleanOptionalAction,
         help="fold taps into the norms that follow them, or do not (default: as the service does)",
     )  # fmt: skip
@@ -80,6 +89,8 @@ def workload_of(options: argparse.Namespace) -> Workload:
         ring_mib=options.ring_mib,
         shippers=options.shippers,
         capture_sites=options.capture_sites,
+        encoding=options.encoding,
+        dimensions=options.dimensions,
         fold_norms=options.fold_norms,
         engine_args={**shaped, **options.engine_args},
     )

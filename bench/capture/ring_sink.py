@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from inference_svc.engine import ModelFacts
+    from inference_svc.taps.plan import RowEncoding
 
 
 class RingSink:
@@ -28,8 +29,9 @@ class RingSink:
         """See `CaptureSink`."""
         self._consumer = await LineProcess.start("bench.capture.ring_consumer", self._arguments)
 
-    async def begin(self, prompts: Mapping[str, Sequence[int]]) -> None:
+    async def begin(self, prompts: Mapping[str, Sequence[int]], encoding: RowEncoding | None = None) -> None:
         """See `CaptureSink`."""
+        del encoding  # the headers say it
         await self._running.ask({"begin": list(prompts)})
 
     async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:

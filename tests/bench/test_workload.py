@@ -118,6 +118,7 @@ def test_only_a_capture_that_leaves_the_ring_needs_a_store():
     assert [job.modes[1] for job in jobs if job.needs_store] == [
         Mode.ALL_LAYERS,
         Mode.ALL_LAYERS_STEER,
+        Mode.ALL_LAYERS_ENCODED,
         Mode.CUSTOM,
     ]
 
