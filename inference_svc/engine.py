@@ -140,6 +140,16 @@ class Engine:
             llm.shutdown()
             raise
 
+    @property
+    def llm(self) -> AsyncLLM:
+        """The engine of vLLM itself, for benchmarks that compare with it."""
+        return self._llm
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether texts are understood, and made."""
+        return self._tokenizer is not None
+
     def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
         """Return the token ids of a prompt.
 
