@@ -107,6 +107,12 @@ class Delta(NamedTuple):
     stop_reason: str = ""
     """The stop text that ended the sequence."""
 
+    def followed_by(self, other: Delta) -> Delta:
+        """Return this and what the next steps added as one."""
+        return Delta(
+            self.text + other.text, [*self.token_ids, *other.token_ids], other.finish_reason, other.stop_reason
+        )
+
 
 class Engine:
     """A running vLLM engine whose workers carry the taps."""
