@@ -21,8 +21,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.capture_specs import CaptureDefaults
+from inference_svc.prompts import PromptReader
 from inference_svc.settings import SITES
 from inference_svc.specs import max_new_tokens
+from inference_svc.taps.reductions import REDUCTIONS
 from inference_svc.taps.worker import REFUSAL_FILE, SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
@@ -120,7 +122,8 @@ class Engine:
     def __init__(self, llm: AsyncLLM, tokenizer: Any, facts: ModelFacts) -> None:
         """Wrap a running engine; see `start`. Without a tokenizer (None), it takes and gives token ids alone."""
         self._llm = llm
-        self._tokenizer = tokenizer
+        self._has_tokenizer = tokenizer is not None
+        self._prompts = PromptReader(tokenizer, facts)
         self.facts = facts
 
     @classmethod
@@ -154,24 +157,11 @@ class Engine:
     @property
     def has_tokenizer(self) -> bool:
         """Whether texts are understood, and made."""
-        return self._tokenizer is not None
+        return self._has_tokenizer
 
-    def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Raises:
-            Failure: The prompt is missing or malformed.
-        """
-        kind = request.WhichOneof("prompt")
-        if self._tokenizer is None:
-            _refuse_text(request)
-        if kind == "text":
-            return list(self._tokenizer.encode(request.text)) if request.text else []
-        if kind == "token_ids":
-            return self._checked_ids(list(request.token_ids.ids))
-        if kind == "chat":
-            return self._apply_chat_template(request.chat)
-        raise Failure(Reason.ERROR_REASON_INVALID_FIELD, "Set a prompt: text, token_ids or chat.", field="prompt")
+    async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        """Return the token ids of a prompt; see `PromptReader.read`."""
+        return await self._prompts.read(request)
 
     def generate(
         self,
@@ -186,7 +176,7 @@ class Engine:
         sampling.extra_args = plan.to_extra_args() if plan else None
         # A captured prompt must be computed; reading it from the prefix cache would leave its rows out.
         sampling.skip_reading_prefix_cache = bool(plan and plan.capture)
-        sampling.detokenize = self._tokenizer is not None
+        sampling.detokenize = self.has_tokenizer
         prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_token_ids)}
         if cache_salt:
             prompt["cache_salt"] = cache_salt
@@ -265,29 +255,6 @@ class Engine:
     def shutdown(self) -> None:
         """Stop the engine's processes."""
         self._llm.shutdown()
-
-    def _checked_ids(self, ids: list[int]) -> list[int]:
-        if ids and max(ids) >= self.facts.vocab_size:
-            raise Failure(
-                Reason.ERROR_REASON_INVALID_FIELD,
-                f"Token id {max(ids)} is not below the size of the vocabulary, {self.facts.vocab_size}.",
-                field="token_ids",
-            )
-        return ids
-
-    def _apply_chat_template(self, chat: inference_pb2.Chat) -> list[int]:
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        if not messages:
-            return []
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as error:  # jinja and transformers raise what a template finds wrong, without a common class
-            raise Failure(
-                Reason.ERROR_REASON_INVALID_FIELD, f"The model's chat template refuses this: {error}", field="chat"
-            ) from error
-        return list(ids)
 
 
 async def stream(
@@ -388,19 +355,6 @@ async def _tokenizer(llm: AsyncLLM) -> Any:
     return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
 
 
-def _refuse_text(request: inference_pb2.GenerateRequest) -> None:
-    """Refuse what needs a tokenizer: a prompt that is text, and texts to stop at, which would never be found."""
-    kind = request.WhichOneof("prompt")
-    if kind in {"text", "chat"}:
-        raise Failure(Reason.ERROR_REASON_INVALID_FIELD, "This engine has no tokenizer; send token_ids.", field=kind)
-    if request.sampling.stop:
-        raise Failure(
-            Reason.ERROR_REASON_INVALID_FIELD,
-            "This engine has no tokenizer, so it cannot stop at a text.",
-            field="sampling.stop",
-        )
-
-
 def _engine_dead() -> Failure:
     return Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died; the service is stopping.")
 
@@ -411,6 +365,7 @@ def _prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
         "control_dir": control_dir,
         "service_pid": os.getpid(),
         "ring_bytes": settings.ring_mib << 20,
+        "stores": [store.name for store in settings.stores],
         "bank_rows": settings.max_active_vectors,
         "sites": sorted(SITES[name] for name in settings.capture_sites),
         "fold_norms": settings.fold_norms,
@@ -470,6 +425,8 @@ def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str,
         control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
         model_runner=model_runner(config),
         folded_norms=sum(rank["folded_norms"] for rank in ranks if rank["captures"]),
+        encodings=tuple(ENCODINGS.values()),
+        reductions=REDUCTIONS,
         capture_defaults=CaptureDefaults(
             ENCODINGS[settings.capture_encoding], settings.capture_rp_k, settings.capture_topk_k
         ),

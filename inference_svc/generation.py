@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.metrics import InferenceMetrics
-from inference_svc.plans import engine_id, make_operations, make_plan
+from inference_svc.plans import count_spare_positions, engine_id, make_operations, make_plan
 from inference_svc.specs import (
     check_capture_size,
     check_demand,
@@ -24,18 +24,18 @@ from inference_svc.specs import (
     resolve_steering,
 )
 from inference_svc.taps.demand import MAX_ENTRIES
-from inference_svc.vectors import VectorHold, missing_vectors
+from inference_svc.vectors import VectorHold, missing_vectors, vector_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2, store_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 
-    from inference_svc.captures import CaptureKeeper
     from inference_svc.engine import Delta, Engine
     from inference_svc.requests import RequestRegistry, Running
+    from inference_svc.stores import Stores
     from inference_svc.vectors import VectorActivator, VectorCache
 
 
@@ -84,30 +84,35 @@ class Generator:
         registry: RequestRegistry,
         cache: VectorCache,
         activator: VectorActivator,
-        keeper: CaptureKeeper | None,
+        stores: Stores | None,
         metrics: InferenceMetrics | None = None,
+        max_requests: int = 1024,
     ) -> None:
-        """Put the parts together; `keeper` is None if there is no store."""
+        """Put the parts together; `stores` is None if there is none. At most `max_requests` run or wait."""
         self._engine = engine
         self._registry = registry
         self._cache = cache
         self._activator = activator
-        self._keeper = keeper
+        self._stores = stores
         self._metrics = metrics or InferenceMetrics()
         self._runs: dict[str, _Run] = {}
+        self._max_requests = max_requests
+        self._num_requests = 0
 
-    async def run(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Run a request; its events are those of InferenceService.Generate.
+    async def run(
+        self, request: inference_pb2.GenerateRequest, tenant: str = ""
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Run a request of a tenant; its events are those of InferenceService.Generate.
 
         Raises:
             Failure: It cannot be run, or was aborted.
         """
-        with self._metrics.request() as watch:
+        with self._metrics.request() as watch, self._place():
             check_sampling(request.sampling)
             # Before the registration is used up: a bad prompt leaves it as it is.
-            token_ids = self._engine.tokenize(request)
+            token_ids = await self._engine.tokenize(request)
             check_prompt(token_ids, request.sampling, self._engine.facts)
-            running = self._start(request)
+            running = self._start(request, tenant)
             bind_request(running.request_id)
             async with self._begun(running, token_ids, request.sampling) as run, aclosing(run.events()) as events:
                 watch.begin(len(token_ids))
@@ -115,8 +120,8 @@ class Generator:
                     watch.add_tokens(len(event.delta.token_ids))
                     yield event
 
-    async def update_steering(self, request_id: str, spec: steering_pb2.SteeringSpec) -> list[int]:
-        """Change the steering of a running request; see InferenceService.UpdateSteering.
+    async def update_steering(self, request_id: str, spec: steering_pb2.SteeringSpec, tenant: str = "") -> list[int]:
+        """Change the steering of a tenant's running request; see InferenceService.UpdateSteering.
 
         Returns:
             The first position of each sequence that is steered so.
@@ -124,7 +129,7 @@ class Generator:
         Raises:
             Failure: It cannot be changed, or not so.
         """
-        running = self._registry.get_running(request_id)
+        running = self._registry.get_running(request_id, tenant)
         if running.spec.steering is None or not running.spec.steering.updatable:
             raise Failure(
                 Reason.ERROR_REASON_NOT_UPDATABLE,
@@ -133,16 +138,35 @@ class Generator:
             )
         steering = resolve_steering(spec, self._engine.facts)
         steering.ClearField("updatable")  # it is so, whatever is said now
-        self._check_vectors(digests_of(steering), steering)
-        run = self._runs.get(request_id)
+        self._check_vectors(tenant, digests_of(steering), steering)
+        run = self._runs.get(running.path)
         if run is None:
             raise _ended_failure(running)
         return await run.change_steering(steering)
 
-    def _start(self, request: inference_pb2.GenerateRequest) -> Running:
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """Take a place among the requests that run or wait.
+
+        Raises:
+            Failure: LIMIT_REACHED: there is none.
+        """
+        if self._num_requests >= self._max_requests:
+            raise Failure(
+                Reason.ERROR_REASON_LIMIT_REACHED,
+                f"{self._max_requests} requests run or wait already; try again later.",
+                limit="max_requests",
+            )
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+
+    def _start(self, request: inference_pb2.GenerateRequest, tenant: str) -> Running:
         if request.WhichOneof("target") == "request_id":
-            return self._registry.start_registered(request.request_id)
-        return self._registry.start_inline(resolve_spec(request.spec, self._engine.facts))
+            return self._registry.start_registered(request.request_id, tenant)
+        return self._registry.start_inline(resolve_spec(request.spec, self._engine.facts), tenant)
 
     @asynccontextmanager
     async def _begun(
@@ -151,36 +175,37 @@ class Generator:
         began = False
         try:
             check_capture_size(running.spec.capture, len(token_ids), sampling)
-            self._check_vectors(running.spec.digests, running.spec.steering)
-            async with VectorHold(self._activator) as hold:
+            self._check_vectors(running.tenant, running.spec.digests, running.spec.steering)
+            async with VectorHold(self._activator, running.tenant) as hold:
                 await _unless(running.aborted, _aborted_failure(running), hold.add(running.spec.digests))
                 handle = await self._open_capture(running, token_ids, sampling)
                 began = True
                 run = _Run(self._engine, running, token_ids, sampling, hold, handle)
-                self._runs[running.request_id] = run
+                self._runs[running.path] = run
                 async with self._sealed(run), run.changeable():
                     yield run
         finally:
-            self._runs.pop(running.request_id, None)
+            self._runs.pop(running.path, None)
             (self._registry.end if began else self._registry.release)(running)
 
-    def _check_vectors(self, digests: Sequence[bytes], steering: steering_pb2.SteeringSpec | None) -> None:
+    def _check_vectors(self, tenant: str, digests: Sequence[bytes], steering: steering_pb2.SteeringSpec | None) -> None:
         self._cache.check_number(len(digests))
-        missing = self._cache.missing(digests)
+        missing = self._cache.missing(vector_name(tenant, digest) for digest in digests)
         if missing:
             raise missing_vectors(missing)
         for digest in directions_of(steering) if steering else ():
-            self._cache.check_direction(digest)
+            self._cache.check_direction(vector_name(tenant, digest))
 
     async def _open_capture(
         self, running: Running, token_ids: Sequence[int], sampling: inference_pb2.SamplingParameters
     ) -> inference_pb2.CaptureHandle | None:
         if running.spec.capture is None:
             return None
-        keeper = require_keeper(self._keeper)
+        stores = require_stores(self._stores)
         facts = self._engine.facts
         description = capture_pb2.CaptureDescription(
             capture_id=running.request_id,
+            tenant=running.tenant,
             model=facts.name,
             hidden_size=facts.hidden_size,
             num_layers=facts.num_layers,
@@ -196,19 +221,19 @@ class Generator:
         )
         description.request_time.GetCurrentTime()
         try:
-            await keeper.open(description)
+            await stores.open(description, is_new_id=not running.spec.request_id)
         except (asyncio.CancelledError, NoAnswerError):
             # The store may have opened the capture: nobody else would ever end it.
             self._registry.end(running)
             unheard = [capture_pb2.SequenceOutcome(finish_reason="abort")] * num_sequences(sampling)
-            keeper.seal(_aborted(running.request_id, unheard))
+            stores.seal(_aborted(running, unheard))
             raise
-        return inference_pb2.CaptureHandle(capture_id=running.request_id, store_endpoint=keeper.advertised)
+        return stores.handle(running.request_id)
 
     @asynccontextmanager
     async def _sealed(self, run: _Run) -> AsyncIterator[None]:
         """Seal the run's capture however the run ends."""
-        seal = _aborted(run.running.request_id, [])
+        seal = _aborted(run.running, [])
         try:
             yield
         except Exception as error:
@@ -222,7 +247,7 @@ class Generator:
             if run.handle is not None:
                 seal.sequences.extend(run.outcomes(default="abort"))
                 seal.steering_changes.extend(run.steering_changes())
-                require_keeper(self._keeper).seal(seal)
+                require_stores(self._stores).seal(seal)
 
 
 class _Run:
@@ -380,7 +405,7 @@ class _Run:
         return demand_of_steering(steering, self.running.spec.capture).entries
 
     def _name(self, index: int) -> str:
-        return engine_id(self.running.request_id, index)
+        return engine_id(self.running.path, index)
 
     def _first_positions(self, firsts: Sequence[int | None]) -> list[int]:
         return [
@@ -443,8 +468,14 @@ class _Run:
                 self._name(index),
                 self._token_ids,
                 sampling_params(self._sampling, index),
-                make_plan(self.running, index, len(self._token_ids), self._vectors.rows),
-                self.running.spec.cache_salt(len(self._token_ids)),
+                make_plan(
+                    self.running,
+                    index,
+                    len(self._token_ids),
+                    self._vectors.rows,
+                    count_spare_positions(self._sampling),
+                ),
+                self.running.cache_salt(len(self._token_ids)),
             )
             async for delta in stream:
                 self._sequences[index].engine_tokens += len(delta.token_ids)
@@ -487,24 +518,27 @@ class _Run:
         )
 
 
-def require_keeper(keeper: CaptureKeeper | None) -> CaptureKeeper:
-    """Return the keeper of captures.
+def require_stores(stores: Stores | None) -> Stores:
+    """Return the stores.
 
     Raises:
         Failure: The service was started without a store.
     """
-    if keeper is None:
+    if stores is None:
         raise Failure(
             Reason.ERROR_REASON_STORE_UNREACHABLE,
             "This server was started without a store and captures nothing; start it with --store HOST:PORT.",
             endpoint="",
         )
-    return keeper
+    return stores
 
 
-def _aborted(capture_id: str, sequences: Sequence[capture_pb2.SequenceOutcome]) -> store_pb2.SealCaptureRequest:
+def _aborted(running: Running, sequences: Sequence[capture_pb2.SequenceOutcome]) -> store_pb2.SealCaptureRequest:
     return store_pb2.SealCaptureRequest(
-        capture_id=capture_id, sequences=sequences, outcome=capture_pb2.CAPTURE_STATE_ABORTED
+        capture_id=running.request_id,
+        tenant=running.tenant,
+        sequences=sequences,
+        outcome=capture_pb2.CAPTURE_STATE_ABORTED,
     )
 
 

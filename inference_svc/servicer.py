@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from inference_svc.generation import Generator, require_keeper
+from inference_svc.generation import Generator, require_stores
 from inference_svc.specs import OPERATIONS, resolve_spec
-from inference_svc.vectors import cache_capacity
+from inference_svc.vectors import cache_capacity, digest_in, vector_name
+from residuum.rpc.access import current_caller
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request
+from residuum.rpc.tokens import Limits
 from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc
 from residuum.wire.limits import (
     DIGEST_BYTES,
@@ -24,15 +26,15 @@ from residuum.wire.limits import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Iterable
     from typing import Any
 
     import grpc.aio
 
-    from inference_svc.captures import CaptureKeeper
     from inference_svc.engine import Engine
     from inference_svc.requests import RequestRegistry
     from inference_svc.settings import InferenceSettings
+    from inference_svc.stores import Stores
     from inference_svc.vectors import VectorCache
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -46,8 +48,10 @@ class Parts:
     registry: RequestRegistry
     vectors: VectorCache
     generator: Generator
-    keeper: CaptureKeeper | None
+    stores: Stores | None
     settings: InferenceSettings
+    limits_of: Callable[[str], Limits] = lambda _: Limits()
+    """What a tenant may have."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -79,8 +83,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if self._parts is None:
             raise _not_serving()
         info = _model_info(self._parts)
-        if request.check_store and self._parts.keeper is not None:
-            info.store_check.CopyFrom(await _check_store(self._parts.keeper))
+        if request.check_store and self._parts.stores is not None:
+            checks = await self._parts.stores.check()
+            info.store_checks.extend(checks)
+            info.store_check.CopyFrom(next((check for check in checks if check.HasField("error")), checks[0]))
         info.server_time.GetCurrentTime()
         return info
 
@@ -89,16 +95,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.RegisterRequestResponse:
         """See inference.proto."""
         del context
-        parts = self._require()
+        parts, tenant = self._require(), current_caller().own_tenant
         if request.spec.request_id:
             bind_request(request.spec.request_id)
         spec = resolve_spec(request.spec, parts.engine.facts)
-        if spec.capture is not None:
-            await require_keeper(parts.keeper).check_reachable()
-        request_id = parts.registry.register(spec)
+        request_id = spec.request_id or parts.registry.make_id()
         bind_request(request_id)
+        if spec.capture is not None:
+            await require_stores(parts.stores).of(request_id).check_reachable()
+        parts.registry.register(spec, tenant, request_id)
         response = inference_pb2.RegisterRequestResponse(
-            request_id=request_id, missing_digests=parts.vectors.missing(spec.digests)
+            request_id=request_id, missing_digests=_missing(parts, tenant, spec.digests)
         )
         response.expire_time.GetCurrentTime()
         seconds = parts.registry.time_to_live
@@ -119,21 +126,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 f"Send at most {MAX_DIGESTS_PER_CALL} digests of {DIGEST_BYTES} bytes each.",
                 field="digests",
             )
-        return inference_pb2.FindMissingVectorsResponse(missing_digests=parts.vectors.missing(digests))
+        return inference_pb2.FindMissingVectorsResponse(
+            missing_digests=_missing(parts, current_caller().own_tenant, digests)
+        )
 
     async def PutVectors(
         self, request_iterator: AsyncIterator[inference_pb2.PutVectorsRequest], context: Context
     ) -> inference_pb2.PutVectorsResponse:
         """See inference.proto."""
         del context
-        parts = self._require()
+        parts, tenant = self._require(), current_caller().own_tenant
+        max_bytes = parts.limits_of(tenant).max_vector_bytes
         response = inference_pb2.PutVectorsResponse()
         async for request in request_iterator:
             if len(response.results) == MAX_VECTORS_PER_CALL:
                 raise _too_many_vectors()
             result = response.results.add(digest=request.vector.digest[:DIGEST_BYTES])
             try:
-                parts.vectors.put(request.vector)
+                parts.vectors.put(request.vector, tenant, max_bytes)
             except Failure as failure:
                 result.error.CopyFrom(failure.to_item_error())
         return response
@@ -143,7 +153,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See inference.proto."""
         del context
-        async with aclosing(self._require().generator.run(request)) as events:
+        async with aclosing(self._require().generator.run(request, current_caller().own_tenant)) as events:
             async for event in events:
                 yield event
 
@@ -156,7 +166,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise _not_serving()
         bind_request(request.request_id)
         firsts = await self._parts.generator.update_steering(
-            request.request_id, request.steering
+            request.request_id, request.steering, current_caller().own_tenant
         )  # also while draining
         return inference_pb2.UpdateSteeringResponse(first_positions=firsts)
 
@@ -166,7 +176,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if self._parts is None:
             raise _not_serving()
         bind_request(request.request_id)
-        self._parts.registry.abort(request.request_id)  # also while the service drains
+        tenant = current_caller().own_tenant
+        self._parts.registry.abort(request.request_id, tenant)  # also while the service drains
         return inference_pb2.AbortResponse()
 
     def _require(self) -> Parts:
@@ -190,16 +201,14 @@ def _not_serving() -> Failure:
     )
 
 
-async def _check_store(keeper: CaptureKeeper) -> inference_pb2.StoreCheck:
-    try:
-        stats = await keeper.check_reachable()
-    except Failure as failure:
-        return inference_pb2.StoreCheck(endpoint=keeper.endpoint, error=failure.to_item_error())
-    return inference_pb2.StoreCheck(endpoint=keeper.endpoint, server_version=stats.server_version)
+def _missing(parts: Parts, tenant: str, digests: Iterable[bytes]) -> list[bytes]:
+    """Return the digests of the vectors that a tenant has not sent; whether another one has is not told."""
+    return [digest_in(name) for name in parts.vectors.missing(vector_name(tenant, digest) for digest in digests)]
 
 
 def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
     facts, settings = parts.engine.facts, parts.settings
+    stores = parts.stores.addresses() if parts.stores else []
     return inference_pb2.GetModelInfoResponse(
         model=facts.name,
         num_layers=facts.num_layers,
@@ -225,7 +234,8 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
         ),
         vllm_version=facts.vllm_version,
         server_version=version("residuum"),
-        store_endpoints=[parts.keeper.advertised] if parts.keeper else [],
+        store_endpoints=[store.endpoint for store in stores],
+        stores=stores,
         layout=capture_pb2.ParallelLayout(
             tensor_parallel_size=facts.tensor_parallel_size, pipeline_parallel_size=facts.pipeline_parallel_size
         ),

@@ -26,9 +26,8 @@ from residuum.wire.limits import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inference_svc.capture_specs import resolve_capture
     from inference_svc.engine import ModelFacts
-from inference_svc.taps.demand import Demand
+    from inference_svc.taps.demand import Demand
 
 OPERATIONS = tuple(field.name for field in steering_pb2.SteeringOperation.DESCRIPTOR.oneofs_by_name["operation"].fields)
 """The names of the steering operations."""
@@ -53,6 +52,11 @@ class ResolvedSpec:
         steering = digests_of(self.steering) if self.steering else []
         projection = self.capture.encoding_options.vectors if self.capture else []
         return list(dict.fromkeys((*steering, *projection)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its messages."""
+        return sum(part.ByteSize() for part in (self.capture, self.steering) if part is not None)
 
     def cache_salt(self, prompt_tokens: int) -> str | None:
         """Return what keeps the KV cache of differently steered requests apart; None if the request is not steered.

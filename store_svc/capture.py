@@ -30,6 +30,15 @@ class Wait(enum.Enum):
     """Rows that were under way when its request was aborted, or failed; others will not come."""
 
 
+_CAPTURE_BYTES = 8 << 10
+_PER_BYTE = 4
+_BLOCK_BYTES = 400
+_FRAME_BYTES = 120
+"""Memory of a capture that has not ended, at the least; of each byte of its description and seal, which are kept more
+than once, and not as varints; of a block of positions of one of its rows, with its places in
+two dictionaries; and of a frame's key."""
+
+
 class Capture:
     """One capture that may still change.
 
@@ -53,10 +62,12 @@ class Capture:
         self.ledger = Ledger(description)
         self.seal: store_pb2.SealCaptureRequest | None = None
         self.num_losses = 0
+        self.num_frames = 0
         self.progress = progress
         """When it was opened or sealed, or a row or a loss came, by the monotonic clock in seconds."""
         self._loss: store_pb2.RowLoss | None = None
         self._record = capture_pb2.CaptureManifest(description=description, state=OPEN, open_time=open_time)
+        self._message_bytes = _CAPTURE_BYTES + _PER_BYTE * description.ByteSize()
 
     def fork(self) -> Capture:
         """Return a copy that can be changed while others read this one."""
@@ -95,6 +106,11 @@ class Capture:
         return self._record.state != OPEN
 
     @property
+    def account_bytes(self) -> int:
+        """About how much memory it takes to keep account of it, until it has ended."""
+        return self._message_bytes + _BLOCK_BYTES * self.ledger.num_blocks + _FRAME_BYTES * self.num_frames
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its frames."""
         return self._record.num_bytes
@@ -114,6 +130,7 @@ class Capture:
         """Record a stored frame."""
         self.ledger.add(cells)
         self._record.num_bytes += frame_bytes
+        self.num_frames += 1
         self.progress = progress
 
     def lose(self, loss: store_pb2.RowLoss, progress: float) -> None:
@@ -128,6 +145,7 @@ class Capture:
     def close(self, seal: store_pb2.SealCaptureRequest, now: Timestamp, progress: float) -> None:
         """Seal it: fix what is expected. It ends at once if nothing of that is outstanding."""
         self.seal = seal
+        self._message_bytes += _PER_BYTE * seal.ByteSize()
         self.progress = progress
         self._record.seal_time.CopyFrom(now)
         self._record.sequences.extend(seal.sequences)

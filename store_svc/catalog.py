@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.capture import OPEN, Capture, Wait
@@ -45,6 +46,20 @@ class Feed:
             self.condition.notify_all()
 
 
+@dataclass(frozen=True)
+class CatalogLimits:
+    """How much is kept in memory."""
+
+    max_captures: int = 1_000_000
+    """Captures, whatever their state."""
+    max_open_bytes: int = 1 << 30
+    """Memory for the account of captures that have not ended, in bytes."""
+
+
+_SCANNED_AT_ONCE = 512
+"""Captures that a list looks at before it lets others have the lock."""
+
+
 class Holdings:
     """Some captures, and how much they are: those of a tenant, or all. Changed under the catalog's lock."""
 
@@ -68,12 +83,17 @@ _NOTHING = Holdings()
 class Catalog:
     """All captures. The writer's thread alone changes it; anyone may read it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: CatalogLimits | None = None) -> None:
+        self.limits = limits or CatalogLimits()
+        """What the writer keeps to."""
+        self.open_bytes = 0
+        """Memory that the account of captures takes that have not ended."""
         self._lock = threading.Lock()
         self._numbers: dict[CaptureName, int] = {}
         self._all = Holdings()
         self._tenants: dict[str, Holdings] = {}
         self._feeds: dict[int, Feed] = {}
+        self._accounts: dict[int, int] = {}  # bytes, of those that have not ended
         self._ended: dict[int, store_pb2.CaptureSummary] = {}
         self._by_end: list[tuple[int, int]] = []  # (end in ns, number) of the ended
         self._readers: Counter[int] = Counter()
@@ -81,6 +101,11 @@ class Catalog:
         self._waiting: dict[Wait, dict[int, float]] = {wait: {} for wait in Wait}
         self.stopping = False
         """Whether the store is stopping; waits must end."""
+
+    @property
+    def num_captures(self) -> int:
+        """How many captures there are."""
+        return len(self._numbers)
 
     @property
     def num_bytes(self) -> int:
@@ -152,6 +177,7 @@ class Catalog:
             self._insert(name_of(capture.description), capture.number)
             self._feeds[capture.number] = Feed(capture, keys)
             self._count(capture.description.tenant, {capture.state: 1}, capture.num_bytes)
+        self.open_bytes += self._accounts.setdefault(capture.number, capture.account_bytes)
         self._note_progress(capture)
 
     def open_ended(self, number: int, summary: store_pb2.CaptureSummary) -> None:
@@ -167,6 +193,10 @@ class Catalog:
         feed = self._feeds[capture.number]
         before = feed.capture
         added = capture.num_bytes - before.num_bytes
+        before_bytes = self._accounts.pop(capture.number, 0)
+        if not capture.ended:
+            self._accounts[capture.number] = capture.account_bytes
+        self.open_bytes += self._accounts.get(capture.number, 0) - before_bytes
         feed.publish(capture, keys)
         self._note_progress(capture)
         if not capture.ended:
@@ -193,6 +223,7 @@ class Catalog:
             self._remove(name, number)
         if ended:
             del self._by_end[bisect_left(self._by_end, _place(number, ended))]
+        self.open_bytes -= self._accounts.pop(number, 0)
         if feed:
             feed.delete()
             self._waiting[feed.capture.wait].pop(number)
@@ -215,8 +246,8 @@ class Catalog:
         prefix: str = "",
         states: Collection[capture_pb2.CaptureState.ValueType] = (),
         tenant: str | None = None,
-    ) -> Iterator[tuple[int, store_pb2.CaptureSummary]]:
-        """Yield captures with their numbers, the newest first.
+    ) -> Iterator[tuple[int, store_pb2.CaptureSummary | None]]:
+        """Yield the numbers of captures, the newest first, and what they are in short, or None for those not wanted.
 
         Args:
             before: Only those with a number below this.
@@ -224,15 +255,22 @@ class Catalog:
             states: Only those in one of these states; empty means all.
             tenant: Only those of this tenant; None means of all.
         """
+        while numbers := self._before(before, tenant):
+            for number in numbers:
+                summary = self._summary(number)
+                if summary is not None and not (
+                    summary.capture_id.startswith(prefix) and (not states or summary.state in states)
+                ):
+                    summary = None
+                yield number, summary
+            before = numbers[-1]
+
+    def _before(self, number: int | None, tenant: str | None) -> list[int]:
+        """Return the next captures with a number below this, the newest first."""
         with self._lock:
             numbers = self.holdings(tenant).numbers
-            order = numbers[: None if before is None else bisect_left(numbers, before)]
-        for number in reversed(order):
-            summary = self._summary(number)
-            if summary is None or not summary.capture_id.startswith(prefix):
-                continue
-            if not states or summary.state in states:
-                yield number, summary
+            end = len(numbers) if number is None else bisect_left(numbers, number)
+            return numbers[max(end - _SCANNED_AT_ONCE, 0) : end][::-1]
 
     def stop(self) -> None:
         """Make every wait end."""

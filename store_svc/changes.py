@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.tokens import Limits
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import ChunkView
 from store_svc.capture import Capture, ended_ledger
@@ -16,7 +18,8 @@ from store_svc.checks import check_chunk, check_loss, check_seal
 from store_svc.db import Table, Txn
 from store_svc.keys import FrameKey, pack_loss, pack_number, unpack_number
 from store_svc.ledger import Cells, Ledger
-from store_svc.names import CaptureName, name_of, unknown_capture
+from store_svc.names import CaptureName, capture_exists, name_of, unknown_capture
+from store_svc.quotas import Quotas
 from store_svc.slicing import cells_of, slice_chunk
 
 
@@ -44,7 +47,8 @@ class Batch:
     A method that raises Failure has changed nothing.
     """
 
-    def __init__(self, txn: Txn, catalog: Catalog) -> None:
+    def __init__(self, txn: Txn, catalog: Catalog, limits_of: Callable[[str], Limits] = lambda _: Limits()) -> None:
+        self._quotas = Quotas(catalog, limits_of)
         self._txn = txn
         self._catalog = catalog
         self._clock = Clock.now()
@@ -53,6 +57,7 @@ class Batch:
         self._deleted: list[tuple[CaptureName, int]] = []
         self._drafts: dict[int, Capture] = {}
         self._keys: dict[int, list[bytes]] = {}
+        self._growth = 0  # of the memory that open captures take
         self._ended_ledgers: dict[int, tuple[capture_pb2.CaptureManifest, Ledger]] = {}
 
     @property
@@ -69,17 +74,20 @@ class Batch:
         """Create a capture, unless there is the same one already.
 
         Raises:
-            Failure: CAPTURE_EXISTS.
+            Failure: CAPTURE_EXISTS, LIMIT_REACHED or QUOTA_EXCEEDED.
         """
         name = name_of(description)
         number = self._number(name)
         if number is not None:
             draft = self._draft(number)
             if draft is None or draft.ended or not draft.is_of(description):
-                raise _exists(description.capture_id)
+                raise capture_exists(description.capture_id)
             return
+        self._check_catalog()
+        self._quotas.open(description.tenant)
         number = self._next_number()
         capture = Capture(number, description, self._clock.wall, self._clock.monotonic)
+        self._growth += capture.account_bytes
         self._numbers[name] = number
         self._opened.add(number)
         self._drafts[number] = capture
@@ -97,7 +105,7 @@ class Batch:
             Whether anything was stored.
 
         Raises:
-            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED or INVALID_FIELD.
+            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED, INVALID_FIELD, LIMIT_REACHED or QUOTA_EXCEEDED.
         """
         number = self._require(name)
         draft = self._draft(number)
@@ -106,13 +114,18 @@ class Batch:
             return False
         check_chunk(chunk.header, draft.description)
         cells = cells_of(chunk.header)
+        before = draft.account_bytes
         groups = draft.ledger.fresh(cells)
+        if groups:
+            self._check_memory()
+            self._quotas.check_room(name.tenant, len(frame))
         if list(groups.values()) == [list(cells.layers)] and cells.positions in groups:
             self._put_frame(draft, frame, cells)
         else:
             for positions, layers in groups.items():
                 self._put_part(draft, chunk, cells._replace(layers=layers, positions=positions))
         if groups:
+            self._growth += draft.account_bytes - before
             self._advance(draft)
         return bool(groups)
 
@@ -120,14 +133,17 @@ class Batch:
         """Record rows that will never come. An ended capture does not change any more.
 
         Raises:
-            Failure: UNKNOWN_CAPTURE or INVALID_FIELD.
+            Failure: UNKNOWN_CAPTURE, INVALID_FIELD or LIMIT_REACHED.
         """
         draft = self._draft(self._require(name))
         if draft is None or draft.ended:
             return
         check_loss(loss, draft.description)
+        self._check_memory()
+        before = draft.account_bytes
         self._txn.put(Table.LOSSES, pack_loss(draft.number, draft.num_losses), loss.SerializeToString())
         draft.lose(loss, self._clock.monotonic)
+        self._growth += draft.account_bytes - before
         self._advance(draft)
 
     def seal(self, name: CaptureName, seal: store_pb2.SealCaptureRequest) -> capture_pb2.CaptureManifest:
@@ -155,6 +171,7 @@ class Batch:
         number = self._require(name)
         draft = self._draft(number)
         num_bytes = draft.num_bytes if draft else self._ended(number)[0].num_bytes
+        self._quotas.delete(name.tenant, num_bytes, was_open=draft is not None and not draft.ended)
         key = pack_number(number)
         for table in (Table.LIVE, Table.ENDED, Table.SEALS):
             self._txn.delete(table, key)
@@ -181,6 +198,21 @@ class Batch:
                 self._catalog.open(draft, [])
             self._catalog.publish(draft, self._keys.get(number, []))
         return list(self._drafts.values())
+
+    def _check_catalog(self) -> None:
+        limit = self._catalog.limits.max_captures
+        if self._catalog.num_captures + len(self._opened) >= limit:
+            message = f"The store keeps {limit} captures; delete some, or let old ones expire (--retain-hours)."
+            raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_captures")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        limit = self._catalog.limits.max_open_bytes
+        if self._catalog.open_bytes + self._growth >= limit:
+            message = (
+                f"Captures that have not ended take all of {limit >> 20} MiB (--max-open-mib); let some end first."
+            )
+            raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_open_mib")
 
     def _number(self, name: CaptureName) -> int | None:
         if name in self._numbers:
@@ -252,6 +284,7 @@ class Batch:
         self._txn.put(Table.FRAMES, key, frame)
         self._keys.setdefault(draft.number, []).append(key)
         draft.add(cells, len(frame), self._clock.monotonic)
+        self._quotas.add(draft.description.tenant, len(frame))
 
     def _advance(self, draft: Capture) -> None:
         draft.advance(self._clock.wall)
@@ -261,6 +294,7 @@ class Batch:
     def _put_record(self, draft: Capture) -> None:
         key = pack_number(draft.number)
         if draft.ended:
+            self._quotas.end(draft.description.tenant)
             self._txn.delete(Table.LIVE, key)
             self._txn.put(Table.ENDED, key, draft.manifest().SerializeToString())
         else:
@@ -275,11 +309,6 @@ def purge_some(txn: Txn, limit: int) -> bool:
     if all(txn.delete_some(table, key, limit) < limit for table in (Table.FRAMES, Table.LOSSES)):
         txn.delete(Table.DOOMED, key)
     return True
-
-
-def _exists(capture_id: str) -> Failure:
-    message = f"The store holds another capture {capture_id!r}, or one that has ended. Choose another id."
-    return Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, message, capture_id=capture_id)
 
 
 def _has_ended(manifest: capture_pb2.CaptureManifest) -> Failure:

@@ -56,6 +56,8 @@ class Ledger:
         """Expected cells that are not stored; 0 before `expect`."""
         self.outstanding = 0
         """Expected cells that are neither stored nor lost; 0 before `expect`."""
+        self.num_blocks = 0
+        """Blocks of positions, of stored and of lost cells: what the ledger's memory follows."""
 
     def fork(self) -> Ledger:
         """Return a copy that can be changed while others read this one."""
@@ -85,7 +87,8 @@ class Ledger:
         served = self.served(cells.sequence, cells.positions)
         for row in cells.rows():
             have = self._stored.get(row)
-            self._stored[row] = have | cells.positions if have else cells.positions
+            now = self._stored[row] = have | cells.positions if have else cells.positions
+            self.num_blocks += now.num_blocks - (have.num_blocks if have else 0)
             self.num_rows += len(served)
             if self._expected is not None:
                 self.missing -= len(served)
@@ -95,7 +98,8 @@ class Ledger:
         """Record cells as never to come. Those that come all the same count as stored."""
         for row in cells.rows():
             before = self._lost.get(row, Positions())
-            self._lost[row] = before | cells.positions
+            now = self._lost[row] = before | cells.positions
+            self.num_blocks += now.num_blocks - before.num_blocks
             if self._expected is not None:
                 news = cells.positions - before - self._stored.get(row, Positions())
                 self.outstanding -= len(news & self._expected[cells.sequence])

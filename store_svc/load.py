@@ -7,16 +7,16 @@ import time
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import parse_chunk
 from store_svc.capture import Capture, restore, summarize
-from store_svc.catalog import Catalog
+from store_svc.catalog import Catalog, CatalogLimits
 from store_svc.db import Database, Table, Txn
 from store_svc.keys import unpack_number
 from store_svc.ledger import Cells
 from store_svc.slicing import cells_of
 
 
-def load_catalog(db: Database) -> Catalog:
+def load_catalog(db: Database, limits: CatalogLimits | None = None) -> Catalog:
     """Return all captures of a database. Of those that may still change, the rows follow from the frames alone."""
-    catalog = Catalog()
+    catalog = Catalog(limits)
     with db.read() as txn:
         for key, value in txn.items(Table.ENDED):
             manifest = capture_pb2.CaptureManifest.FromString(bytes(value))

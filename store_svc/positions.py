@@ -82,6 +82,11 @@ class Positions:
     def __len__(self) -> int:
         return sum(bits.bit_count() for bits in self._blocks.values())
 
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks hold a position: what the memory follows."""
+        return len(self._blocks)
+
     def __bool__(self) -> bool:
         return bool(self._blocks)
 

@@ -16,6 +16,7 @@ from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import configure_logs, get_logger
 from residuum.rpc.memory import keep_memory
 from residuum.rpc.metrics import MetricsListener
+from residuum.rpc.patience import PatienceInterceptor
 from residuum.rpc.security import add_port
 from residuum.rpc.serving import (
     NOT_SERVING,
@@ -27,6 +28,7 @@ from residuum.rpc.serving import (
 from residuum.rpc.settings import load_settings
 from store_svc.calls import Calls
 from store_svc.capture import Wait
+from store_svc.catalog import CatalogLimits
 from store_svc.db import DamagedError, Database, Table, Txn
 from store_svc.ending import Ending
 from store_svc.load import load_catalog
@@ -76,9 +78,11 @@ class Store:
         synced = settings.ack == "synced"
         readers = settings.max_streams + 2 * _SHORT_CALLS
         self._db = Database(settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers)
-        self._catalog = load_catalog(self._db)
+        self._catalog = load_catalog(self._db, CatalogLimits(settings.max_captures, settings.max_open_mib << 20))
         retention = _retention(settings)
-        options = WriterOptions(synced, settings.sync_interval_seconds, _waits(settings), retention)
+        options = WriterOptions(
+            synced, settings.sync_interval_seconds, _waits(settings), retention, self._access.limits_of
+        )
         self._metrics = StoreMetrics()
         self._writer = Writer(
             self._db, self._catalog, options, self._on_death, on_commit=self._metrics.commit_seconds.observe
@@ -96,6 +100,7 @@ class Store:
             metrics=self._metrics,
             limits_of=self._access.limits_of,
         )
+        self._patience = PatienceInterceptor(_log, settings.first_message_seconds, settings.stall_seconds)
         self._server = self._make_server()
         self.port = self._listen()
         self._listener = self._show_metrics()
@@ -119,6 +124,7 @@ class Store:
         self._server.stop(self._settings.grace_seconds)
         self._servicer.calls.wait_until_idle(self._settings.grace_seconds)
         self._server.stop(min(self._settings.grace_seconds, _FLUSH_SECONDS)).wait()
+        self._patience.close()
         self._db.close()
         _log.info("stopped")
 
@@ -126,8 +132,12 @@ class Store:
         calls = self._settings.max_streams + self._settings.max_writers + _SHORT_CALLS
         server = grpc.server(
             ThreadPoolExecutor(calls, thread_name_prefix="call"),
-            interceptors=[ErrorInterceptor(_log, self._metrics.calls.note), AccessInterceptor(self._access)],
-            options=SERVER_OPTIONS,
+            interceptors=[
+                ErrorInterceptor(_log, self._metrics.calls.note),
+                AccessInterceptor(self._access),
+                self._patience,
+            ],
+            options=[*SERVER_OPTIONS, ("grpc.max_concurrent_streams", calls)],
             maximum_concurrent_rpcs=calls,
         )
         server.add_generic_rpc_handlers((self._servicer.handler(),))

@@ -26,7 +26,9 @@ from store_svc.db import Database
 from store_svc.metrics import StoreMetrics
 from store_svc.names import (
     CaptureName,
+    capture_exists,
     foreign_tenant,
+    name_of,
     resolve_name,
     resolve_scope,
     unknown_capture,
@@ -38,6 +40,9 @@ from store_svc.retention import RetentionPolicy
 from store_svc.writer import Writer
 
 _Request = TypeVar("_Request", bound=Message)
+
+_SCANNED_FOR_A_PAGE = 20_000
+"""Captures that one ListCaptures looks at: whatever the filter, it is answered within a fraction of a second."""
 
 SERVICE = "residuum.v1.StoreService"
 """The full name of the service."""
@@ -130,6 +135,10 @@ class StoreServicer:
             raise foreign_tenant(description.tenant)
         description.tenant = tenant
         check_description(description)
+        if request.check_only:
+            if self._catalog.number_of(name_of(description)) is not None:
+                raise capture_exists(description.capture_id)
+            return store_pb2.OpenCaptureResponse()
         self._writer.call(description.capture_id, lambda batch: batch.open(description))
         return store_pb2.OpenCaptureResponse()
 
@@ -175,11 +184,19 @@ class StoreServicer:
         before = read_token(self._store_id, request, scope)
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         response = store_pb2.ListCapturesResponse()
-        for number, summary in self._catalog.newest(before, request.prefix, request.states, scope):
-            if len(response.captures) == size:
+        last = 0
+        scan = self._catalog.newest(before, request.prefix, request.states, scope)
+        for at, (number, summary) in enumerate(scan):
+            if summary is not None and len(response.captures) == size:
                 response.next_page_token = response.captures[-1].page_token
                 break
-            response.captures.add(page_token=make_token(self._store_id, request, scope, number)).MergeFrom(summary)
+            if at >= _SCANNED_FOR_A_PAGE:
+                response.next_page_token = make_token(self._store_id, request, scope, last)
+                break
+            if summary is not None:
+                token = make_token(self._store_id, request, scope, number)
+                response.captures.add(page_token=token).MergeFrom(summary)
+            last = number
         return response
 
     def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:

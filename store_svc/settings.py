@@ -75,6 +75,20 @@ class StoreSettings(SecureSettings):
     max_writers: Annotated[int, Field(ge=1, le=4096)] = 128
     """How many streams of writers may run at once. One inference service opens one for each shipper."""
 
+    max_open_mib: Annotated[int, Field(ge=1)] = 1024
+    """Memory for keeping account of captures that have not ended, in MiB: what they are of, and which rows are there.
+    When it is full, no capture can be opened and no row of an open one written until others have ended."""
+
+    max_captures: Annotated[int, Field(ge=1)] = 1_000_000
+    """How many captures are kept; one more is refused. Each takes about 1.5 KiB of memory."""
+
+    first_message_seconds: PositiveFloat = 20.0
+    """A call that has sent no message for this long is cancelled."""
+
+    stall_seconds: PositiveFloat = 600.0
+    """A stream whose caller reads nothing of what was sent to it for this long is cancelled. Those who wait for rows,
+    or have none to write, may wait as long as they like."""
+
     grace_seconds: NonNegativeFloat = 10.0
     """How long running calls may take to end after SIGTERM or SIGINT."""
 

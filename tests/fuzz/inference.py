@@ -51,6 +51,8 @@ _VECTORS = [vector_message(np.full(HIDDEN, value, np.float32)) for value in (0.5
 class Tokenizer:
     """A token for each character; a chat template that takes two roles."""
 
+    max_chars_per_token = 1
+
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % FACTS.vocab_size for letter in text]
 
@@ -68,8 +70,8 @@ class ScriptedEngine(FakeEngine):
         super().__init__()
         self._real = Engine(None, Tokenizer(), FACTS)
 
-    def tokenize(self, request: inference_pb2.GenerateRequest) -> Any:
-        return self._real.tokenize(request)
+    async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        return await self._real.tokenize(request)
 
     async def note(self, log: list, item: object) -> None:
         """Remember nothing: runs are long."""

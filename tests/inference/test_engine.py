@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from contextlib import aclosing
 from types import SimpleNamespace
 
@@ -30,6 +31,9 @@ from tests.inference.taps_support import capture, select
 
 
 class Tokenizer:
+    def get_vocab(self):
+        return {"a": 1, "long": 2}
+
     def encode(self, text):
         return [1, *text.encode()]
 
@@ -204,8 +208,8 @@ def ids(*numbers):
     ],
     ids=["text", "empty text", "ids", "no ids", "chat", "empty chat"],
 )
-def test_prompts_become_tokens(engine, request_, tokens):
-    assert engine.tokenize(request_) == tokens
+async def test_prompts_become_tokens(engine, request_, tokens):
+    assert await engine.tokenize(request_) == tokens
 
 
 @pytest.mark.parametrize(
@@ -217,10 +221,46 @@ def test_prompts_become_tokens(engine, request_, tokens):
     ],
     ids=["no prompt", "id beyond the vocabulary", "chat that the template refuses"],
 )
-def test_prompts_that_cannot_be_are_refused(engine, request_, field):
+async def test_prompts_that_cannot_be_are_refused(engine, request_, field):
     with pytest.raises(Failure) as caught:
-        engine.tokenize(request_)
+        await engine.tokenize(request_)
     assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
+
+
+LONGEST = 4 * FACTS.max_model_len  # characters: the longest token has four
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        inference_pb2.GenerateRequest(text="x" * (LONGEST + 1)),
+        inference_pb2.GenerateRequest(
+            chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="x" * LONGEST)])
+        ),
+        chat(*["user"] * (FACTS.max_model_len + 1)),
+    ],
+    ids=["text", "chat", "messages"],
+)
+async def test_what_no_model_could_take_is_not_even_read(engine, monkeypatch, request_):
+    for method in ("encode", "apply_chat_template"):
+        monkeypatch.delattr(Tokenizer, method)
+    with pytest.raises(Failure) as caught:
+        await engine.tokenize(request_)
+    assert caught.value.reason_name == "PROMPT_TOO_LONG"
+
+
+async def test_the_service_goes_on_while_a_long_text_is_read(engine, monkeypatch):
+    other_did_run = threading.Event()
+
+    def read_slowly(self, text):
+        assert other_did_run.wait(20), "the event loop stood still"
+        return [1]
+
+    monkeypatch.setattr(Tokenizer, "encode", read_slowly)
+    reading = asyncio.create_task(engine.tokenize(TEXT))
+    await asyncio.sleep(0)
+    other_did_run.set()
+    assert await reading == [1]
 
 
 @pytest.fixture
@@ -228,8 +268,8 @@ def engine_without_tokenizer(llm):
     return Engine(llm, None, FACTS)
 
 
-def test_without_a_tokenizer_ids_are_taken_as_ever(engine_without_tokenizer):
-    assert engine_without_tokenizer.tokenize(ids(5, 6)) == [5, 6]
+async def test_without_a_tokenizer_ids_are_taken_as_ever(engine_without_tokenizer):
+    assert await engine_without_tokenizer.tokenize(ids(5, 6)) == [5, 6]
 
 
 @pytest.mark.parametrize(
@@ -247,9 +287,9 @@ def test_without_a_tokenizer_ids_are_taken_as_ever(engine_without_tokenizer):
     ],
     ids=["text", "empty text", "chat", "stop text"],
 )
-def test_without_a_tokenizer_texts_are_refused(engine_without_tokenizer, request_, field):
+async def test_without_a_tokenizer_texts_are_refused(engine_without_tokenizer, request_, field):
     with pytest.raises(Failure, match="This engine has no tokenizer") as caught:
-        engine_without_tokenizer.tokenize(request_)
+        await engine_without_tokenizer.tokenize(request_)
     assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
 
 
@@ -312,12 +352,15 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "")  # so that it is put back
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
-    settings = InferenceSettings(model="folder", ring_mib=3, max_active_vectors=5, capture_sites="mlp_out,resid_pre")
+    settings = InferenceSettings(
+        model="folder", ring_mib=3, max_active_vectors=5, capture_sites="mlp_out,resid_pre", store="b=h:2,h:1"
+    )
     engine_module._prepare_environment(settings, "/control")
     worker = json.loads(engine_module.os.environ[SETTINGS_VARIABLE])
     assert worker == {
         "control_dir": "/control",
         "ring_bytes": 3 << 20,
+        "stores": ["b", "h:1"],
         "bank_rows": 5,
         "service_pid": os.getpid(),
         "sites": [capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_MLP_OUT],

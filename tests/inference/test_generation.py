@@ -19,6 +19,7 @@ from tests.inference.service_support import (
     LAYERS,
     ask,
     failure_of,
+    running_service,
     spec,
     stuck_after,
     three_tokens,
@@ -32,10 +33,10 @@ ABORTED, COMPLETE, INCOMPLETE = (
 )
 
 
-async def test_events_come_in_order(service):
+async def test_events_come_in_order(service, store):
     request_id = (await service.register(spec("r", CAPTURE))).request_id
     events = await service.events(ask(request_id))
-    handle = inference_pb2.CaptureHandle(capture_id="r", store_endpoint="store.example:1")
+    handle = inference_pb2.CaptureHandle(capture_id="r", store_endpoint="store.example:1", store=store.endpoint)
     started, *deltas, finished = events
     assert started.started == inference_pb2.GenerationStarted(
         request_id="r", prompt_token_ids=[5, 6, 7], capture=handle
@@ -326,3 +327,19 @@ async def test_requests_run_side_by_side(service):
     assert (await service.events(ask(spec("quick"))))[-1].HasField("finished")
     assert [running.request_id for running in service.registry.running] == ["stuck"]
     stuck.cancel()
+
+
+async def test_only_so_many_requests_run_or_wait(store):
+    async with running_service(store.endpoint, max_requests=2) as service:
+        service.engine.script = stuck_after()
+        calls = [service.stub.Generate(ask()) for _ in range(2)]
+        for call in calls:
+            assert (await call.read()).HasField("started")
+        failure = await failure_of(service.events(ask()))
+        assert (failure.reason, failure.metadata) == (Reason.ERROR_REASON_LIMIT_REACHED, {"limit": "max_requests"})
+        calls[0].cancel()
+        while service.parts.generator._num_requests > 1:  # noqa: ASYNC110 - nothing else tells of it
+            await asyncio.sleep(0)
+        service.engine.script = three_tokens
+        assert (await service.events(ask()))[-1].HasField("finished")
+        calls[1].cancel()

@@ -215,3 +215,19 @@ def test_a_lease_ends_once_for_each_request_that_needs_the_vector(registry):
 
 def leased(registry):
     return {name for name in "abc" if registry.is_leased(name.encode() * 32)}
+
+
+def test_registrations_take_only_so_much_memory(clock):
+    registry = RequestRegistry(TIME_TO_LIVE, max_registrations=100, clock=clock, max_bytes=100)
+    size = make_spec("a", b"d" * 32).num_bytes
+    assert 33 < size <= 50
+    for name in "ab":
+        registry.register(make_spec(name, b"d" * 32))
+    registry.register(make_spec("a", b"d" * 32))  # takes no more than before
+    full = ("LIMIT_REACHED", {"limit": "max_registration_mib"})
+    assert reason_of(registry.register, make_spec("c", b"d" * 32)) == full
+    registry.start_registered("a")
+    registry.register(make_spec("c", b"d" * 32))
+    clock.now += TIME_TO_LIVE
+    for name in "de":
+        registry.register(make_spec(name, b"d" * 32))

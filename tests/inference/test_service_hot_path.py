@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import tracemalloc
+from contextlib import aclosing
 
 import pytest
 import structlog
 
+from inference_svc.engine import Engine, sampling_params
 from residuum._events import ReplyBuilder
 from residuum.v1 import inference_pb2
 from tests.inference.service_support import FACTS, ask, spec
+from tests.inference.test_engine import FakeLLM, completion
 from tests.inference.test_steering_service import generating, read_all
 
 LONG = 4000
@@ -111,3 +114,37 @@ async def test_the_engine_has_a_request_before_anybody_reads_its_first_event(ser
         await service.engine.until(lambda: len(service.engine.calls) == 1)
     finally:
         stream.cancel()
+
+
+class CountingTokenizer:
+    """Counts what is asked of it after it was made ready."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getattribute__(self, name):
+        if not name.startswith("__") and name != "asked":
+            self.asked.append(name)
+        return object.__getattribute__(self, name)
+
+    def encode(self, text):
+        return list(range(len(text)))
+
+    def get_vocab(self):
+        return {"a": 0}
+
+
+@pytest.mark.parametrize("prompt", [{"text": "abc"}, {"token_ids": inference_pb2.TokenIds(ids=[0, 1, 2])}])
+async def test_a_request_asks_the_one_tokenizer_for_its_text_alone(prompt):
+    """No copy of it, no look at its special tokens, for a request or a token: only the prompt's text is encoded."""
+    tokenizer = CountingTokenizer()
+    llm = FakeLLM()
+    llm.outputs = [completion("a", [1])] * 100
+    engine = Engine(llm, tokenizer, FACTS)
+    tokenizer.asked.clear()
+    ids = await engine.tokenize(inference_pb2.GenerateRequest(**prompt))
+    assert ids == [0, 1, 2]
+    sampling = sampling_params(inference_pb2.SamplingParameters(), 0)
+    async with aclosing(engine.generate("r#0", ids, sampling, None, None)) as deltas:
+        assert len([delta async for delta in deltas]) == 100
+    assert tokenizer.asked == (["encode"] if "text" in prompt else [])

@@ -71,6 +71,13 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # Who connects must speak HTTP/2 within this time, and a connection without a call is closed after a while: the next
+    # call of its client opens another.
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+    # What a caller's headers may have, tokens and trace included; gRPC's own limits, kept so that no other holds.
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
     # No compressed messages (bit 0 is "none"): gRPC unpacks one before it looks at its size, and 4 MiB unpack to 4 GiB.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     # Two servers must never share a port: the second has to fail, not to take half of the calls.

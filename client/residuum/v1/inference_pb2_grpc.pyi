@@ -58,7 +58,7 @@ class InferenceServiceStub:
     * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
     * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
     * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
-    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
     """
     FindMissingVectors: _grpc.UnaryUnaryMultiCallable[_inference_pb2.FindMissingVectorsRequest, _inference_pb2.FindMissingVectorsResponse]
     """Returns which of some vectors the server lacks. Those that it has are kept for another while.
@@ -100,7 +100,7 @@ class InferenceServiceStub:
     * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
     * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
-      the active ones for too long.
+      the active ones for too long; or too many requests run or wait.
     * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
       and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
     * CANCELLED, ABORTED: somebody called Abort.
@@ -160,7 +160,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
     * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
     * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
-    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
     """
     FindMissingVectors: _aio.UnaryUnaryMultiCallable[_inference_pb2.FindMissingVectorsRequest, _inference_pb2.FindMissingVectorsResponse]  # type: ignore[assignment]
     """Returns which of some vectors the server lacks. Those that it has are kept for another while.
@@ -202,7 +202,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
     * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
-      the active ones for too long.
+      the active ones for too long; or too many requests run or wait.
     * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
       and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
     * CANCELLED, ABORTED: somebody called Abort.
@@ -271,7 +271,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
         * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
         * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
-        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
         """
 
     @_abc_1.abstractmethod
@@ -331,7 +331,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
         * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
-          the active ones for too long.
+          the active ones for too long; or too many requests run or wait.
         * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
           and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
         * CANCELLED, ABORTED: somebody called Abort.

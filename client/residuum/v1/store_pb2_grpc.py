@@ -121,9 +121,11 @@ class StoreServiceServicer:
         may try again.
 
         Errors:
-        * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
+        * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended; with
+        `check_only`: there is one.
         * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
         * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or those that have not ended take too much memory.
         * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has as many open captures, or bytes, as it may have.
         * PERMISSION_DENIED: the token does not write for this tenant.
         """
@@ -151,7 +153,9 @@ class StoreServiceServicer:
         acknowledged; the stream goes on.
 
         Rejections: UNKNOWN_CAPTURE (never opened, or deleted, or of a tenant that the token does not write for),
-        CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has as many bytes as it may have).
+        CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has as many bytes as it may have),
+        LIMIT_REACHED (captures that have not ended take too much memory). A stream of which the store hears nothing at
+        first, or whose answers nobody reads, is cancelled after a while.
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: a message cannot be parsed, or numbers do not ascend.
