@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -86,7 +86,8 @@ class Service:
             return False
         with grpc.insecure_channel(self.endpoint) as channel:
             try:
-                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
+                stub: Any = health_pb2_grpc.HealthStub(channel)  # its types name no method
+                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
             except grpc.RpcError:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -103,7 +104,7 @@ def start_store(folder: Path, arguments: Sequence[str] = (), *, port: int = 0, m
 
 
 def start_inference(folder: Path, model: str, store: str, arguments: Sequence[str] = (), *, port: int = 0) -> Service:
-    """Start the inference service with a model and the endpoint of its store ("" for none)."""
+    """Start the inference service with a model and its store, or stores between commas ("" for none)."""
     flags = ["--model", model, *(["--store", store] if store else []), *arguments]
     return _start("inference", folder, ["-m", "inference_svc", *flags, f"--listen=127.0.0.1:{port}"])
 

@@ -33,9 +33,9 @@ from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTE
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 
-    from inference_svc.captures import CaptureKeeper
     from inference_svc.engine import Delta, Engine
     from inference_svc.requests import RequestRegistry, Running
+    from inference_svc.stores import Stores
     from inference_svc.vectors import VectorActivator, VectorCache
 
 
@@ -84,16 +84,16 @@ class Generator:
         registry: RequestRegistry,
         cache: VectorCache,
         activator: VectorActivator,
-        keeper: CaptureKeeper | None,
+        stores: Stores | None,
         metrics: InferenceMetrics | None = None,
         max_requests: int = 1024,
     ) -> None:
-        """Put the parts together; `keeper` is None if there is no store. At most `max_requests` run or wait."""
+        """Put the parts together; `stores` is None if there is none. At most `max_requests` run or wait."""
         self._engine = engine
         self._registry = registry
         self._cache = cache
         self._activator = activator
-        self._keeper = keeper
+        self._stores = stores
         self._metrics = metrics or InferenceMetrics()
         self._runs: dict[str, _Run] = {}
         self._max_requests = max_requests
@@ -201,7 +201,7 @@ class Generator:
     ) -> inference_pb2.CaptureHandle | None:
         if running.spec.capture is None:
             return None
-        keeper = require_keeper(self._keeper)
+        stores = require_stores(self._stores)
         facts = self._engine.facts
         description = capture_pb2.CaptureDescription(
             capture_id=running.request_id,
@@ -221,14 +221,14 @@ class Generator:
         )
         description.request_time.GetCurrentTime()
         try:
-            await keeper.open(description)
+            await stores.open(description, is_new_id=not running.spec.request_id)
         except (asyncio.CancelledError, NoAnswerError):
             # The store may have opened the capture: nobody else would ever end it.
             self._registry.end(running)
             unheard = [capture_pb2.SequenceOutcome(finish_reason="abort")] * num_sequences(sampling)
-            keeper.seal(_aborted(running, unheard))
+            stores.seal(_aborted(running, unheard))
             raise
-        return inference_pb2.CaptureHandle(capture_id=running.request_id, store_endpoint=keeper.advertised)
+        return stores.handle(running.request_id)
 
     @asynccontextmanager
     async def _sealed(self, run: _Run) -> AsyncIterator[None]:
@@ -247,7 +247,7 @@ class Generator:
             if run.handle is not None:
                 seal.sequences.extend(run.outcomes(default="abort"))
                 seal.steering_changes.extend(run.steering_changes())
-                require_keeper(self._keeper).seal(seal)
+                require_stores(self._stores).seal(seal)
 
 
 class _Run:
@@ -415,23 +415,41 @@ class _Run:
 
     async def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Yield the events of the generation, in the order that the contract gives."""
-        yield inference_pb2.GenerateResponse(
-            started=inference_pb2.GenerationStarted(
-                request_id=self.running.request_id, prompt_token_ids=self._token_ids, capture=self.handle
-            )
-        )
         async with self._generating():
+            yield inference_pb2.GenerateResponse(
+                started=inference_pb2.GenerationStarted(
+                    request_id=self.running.request_id, prompt_token_ids=self._token_ids, capture=self.handle
+                )
+            )
             open_sequences = len(self._sequences)
             while open_sequences:
-                item = await self._queue.get()
-                if isinstance(item, _Ended):
-                    if item.error is not None:
-                        raise item.error
+                deltas, ends = await self._news()
+                for index, delta in deltas.items():
+                    yield self._delta(index, delta)
+                for end in ends:
+                    if end.error is not None:
+                        raise end.error
                     open_sequences -= 1
-                else:
-                    yield self._delta(*item)
         self.has_generated = True
         yield inference_pb2.GenerateResponse(finished=self._finished())
+
+    async def _news(self) -> tuple[dict[int, Delta], list[_Ended]]:
+        """Wait for news, and return all there is: what has come of a sequence meanwhile is one delta.
+
+        So a client that reads slowly, or a service that is behind the engine, has fewer messages instead of a queue.
+        """
+        deltas: dict[int, Delta] = {}
+        ends: list[_Ended] = []
+        item = await self._queue.get()
+        while True:
+            if isinstance(item, _Ended):
+                ends.append(item)
+            else:
+                index, delta = item
+                deltas[index] = deltas[index].followed_by(delta) if index in deltas else delta
+            if self._queue.empty():
+                return deltas, ends
+            item = self._queue.get_nowait()
 
     @asynccontextmanager
     async def _generating(self) -> AsyncIterator[None]:
@@ -500,19 +518,19 @@ class _Run:
         )
 
 
-def require_keeper(keeper: CaptureKeeper | None) -> CaptureKeeper:
-    """Return the keeper of captures.
+def require_stores(stores: Stores | None) -> Stores:
+    """Return the stores.
 
     Raises:
         Failure: The service was started without a store.
     """
-    if keeper is None:
+    if stores is None:
         raise Failure(
             Reason.ERROR_REASON_STORE_UNREACHABLE,
             "This server was started without a store and captures nothing; start it with --store HOST:PORT.",
             endpoint="",
         )
-    return keeper
+    return stores
 
 
 def _aborted(running: Running, sequences: Sequence[capture_pb2.SequenceOutcome]) -> store_pb2.SealCaptureRequest:
