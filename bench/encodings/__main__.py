@@ -45,7 +45,7 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         return part
     if name == "blocks":
         config = SHAPES[options.shape or "qwen2.5-3b"].config
-        part = blocks.measure(config["num_hidden_layers"], config["hidden_size"])
+        part = blocks.measure(config["num_hidden_layers"], config["hidden_size"], blocks.Gpu())
         print(*blocks.lines(part), sep="\n", flush=True)
         return part
     part, bars = generation.measure(options, Sink.RING if name == "overhead" else Sink.STORE)

@@ -8,9 +8,10 @@ a copy within device memory.
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from bench.encodings.forms import CASES, SEED
+from residuum.v1 import tensor_pb2
 from residuum.wire.encodings import PROJECT
 
 if TYPE_CHECKING:
@@ -35,21 +36,77 @@ class Block(NamedTuple):
     width: int
 
 
-def measure(layers: int, width: int) -> dict[str, Any]:
+class Device(Protocol):
+    """Where blocks are encoded."""
+
+    name: str
+
+    def rows(self, block: Block) -> Tensor:
+        """Return a block of rows, bfloat16 [layers, positions, width]."""
+
+    def host_memory(self, size: int) -> Tensor:
+        """Return memory of the host that the device reaches, uint8 [size]."""
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return how long the device takes for what is launched, the median of some times."""
+
+
+class Gpu:
+    """The GPU."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.name = torch.cuda.get_device_name()
+
+    def rows(self, block: Block) -> Tensor:
+        """See `Device`."""
+        import torch
+
+        return torch.randn(*block[1:], dtype=torch.bfloat16, device="cuda")
+
+    def host_memory(self, size: int) -> Tensor:
+        """See `Device`."""
+        import torch
+
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """See `Device`."""
+        import torch
+
+        times: list[float] = []
+        for number in range(_WARMUPS + _REPEATS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda._sleep(1 << 20)  # noqa: SLF001 - so that the launches lie ready when the clock starts
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            if number >= _WARMUPS:
+                times.append(start.elapsed_time(end) / 1e3)
+        return statistics.median(times)
+
+
+def measure(
+    layers: int, width: int, device: Device, positions: tuple[int, int] = (_GENERATED, _PROMPT)
+) -> dict[str, Any]:
     """Measure all encodings on blocks of a model's shape.
 
     Args:
         layers: Decoder layers.
         width: Elements in a row.
+        device: Where.
+        positions: Of a block of generated tokens, and of one of a prompt.
     """
-    import torch
-
-    blocks = (Block("generated", layers, _GENERATED, width), Block("prompt", layers, _PROMPT, width))
+    generated, prompt = positions
+    blocks = (Block("generated", layers, generated, width), Block("prompt", layers, prompt, width))
     return {
-        "device": torch.cuda.get_device_name(),
+        "device": device.name,
         "layers": layers,
         "width": width,
-        "blocks": [_measure_block(block) for block in blocks],
+        "blocks": [_measure_block(device, block) for block in blocks],
     }
 
 
@@ -67,34 +124,30 @@ def lines(part: dict[str, Any]) -> list[str]:
     return found
 
 
-def _measure_block(block: Block) -> dict[str, Any]:
+def _measure_block(device: Device, block: Block) -> dict[str, Any]:
     import torch
 
     from inference_svc.taps.encodings.gpu import GpuEncoder
 
-    device = torch.device("cuda")
-    rows = torch.randn(block.layers, block.positions, block.width, dtype=torch.bfloat16, device=device)
+    rows = device.rows(block)
     copy = torch.empty_like(rows)
-    pinned = torch.empty(2 * rows.nbytes + (1 << 20), dtype=torch.uint8, pin_memory=True)
-    encoder = GpuEncoder(device)
-    raw = _measure_case(encoder, CASES[0], rows, pinned)
-    cases = [raw, *(_measure_case(encoder, case, rows, pinned) for case in CASES[1:])]
-    rate = raw["bytes"] / raw["seconds"]
+    memory = device.host_memory(2 * rows.nbytes + (1 << 20))
+    encoder = GpuEncoder(rows.device)
+
+    def measured(case: Case) -> dict[str, Any]:
+        form = case.form(block.width, tensor_pb2.DATA_TYPE_BFLOAT16)
+        basis = _basis(case, form, rows.device)
+        seconds = device.seconds(lambda: encoder.encode(rows, form, basis, memory.data_ptr()))
+        return {"name": case.name, "bytes": form.payload_bytes(block.layers, block.positions), "seconds": seconds}
+
+    cases = [measured(case) for case in CASES]
+    rate = cases[0]["bytes"] / cases[0]["seconds"]  # raw rows, which are only copied
     return {
         "name": block.name,
         "positions": block.positions,
-        "read_seconds": _seconds(lambda: copy.copy_(rows)) / 2,  # it writes as much as it reads
+        "read_seconds": device.seconds(lambda: copy.copy_(rows)) / 2,  # it writes as much as it reads
         "cases": [{**case, "floor_seconds": case["bytes"] / rate} for case in cases],
     }
-
-
-def _measure_case(encoder: Any, case: Case, rows: Tensor, pinned: Tensor) -> dict[str, Any]:
-    from residuum.v1 import tensor_pb2
-
-    form = case.form(rows.shape[2], tensor_pb2.DATA_TYPE_BFLOAT16)
-    basis = _basis(case, form, rows.device)
-    seconds = _seconds(lambda: encoder.encode(rows, form, basis, pinned.data_ptr()))
-    return {"name": case.name, "bytes": form.payload_bytes(*rows.shape[:2]), "seconds": seconds}
 
 
 def _basis(case: Case, form: RowFormat, device: torch.device) -> Tensor | None:
@@ -105,21 +158,3 @@ def _basis(case: Case, form: RowFormat, device: torch.device) -> Tensor | None:
     if case.projects:
         return SignCache(form.width, device).get(SEED, form.dimensions, torch.bfloat16)
     return torch.randn(form.dimensions, form.width, device=device) if form.encoding == PROJECT else None
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """Return how long the device takes for what is launched, the median of some times."""
-    import torch
-
-    times: list[float] = []
-    for number in range(_WARMUPS + _REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(1 << 20)  # noqa: SLF001 - so that the launches lie ready when the clock starts
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        if number >= _WARMUPS:
-            times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from bench.capture.workload import Mode, Runner, Sink
-from bench.encodings import rows
+from bench.encodings import blocks, rows
 from bench.encodings.__main__ import parse
 from bench.encodings.forms import CASES
 from bench.encodings.generation import MODES, bars
+from bench.machine import ROOT
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.wire.encodings import ENCODINGS, basis_of
 from tests.bench.test_results import make_run
@@ -114,6 +117,24 @@ def test_bars():
     (sooner,) = bars(summarise(runs), Sink.STORE)
     assert sooner.passed
     assert sooner.value == pytest.approx(1.22 / 1.6)
+
+
+def test_blocks_are_encoded_in_every_way():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.bench.interpreted_blocks"],
+        cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=200,
+    )  # fmt: skip
+    part = json.loads(done.stdout)
+    generated, prompt = part["blocks"]
+    assert (generated["positions"], prompt["positions"]) == (3, 20)
+    for block in part["blocks"]:
+        count = 2 * block["positions"]
+        sizes = {item["name"]: item["bytes"] for item in block["cases"]}
+        assert sizes.keys() == {item.name for item in CASES}
+        assert (sizes["raw"], sizes["full8"], sizes["rp8 512"]) == (96 * count, 56 * count, 56 * count)
+        assert sizes["full8, dimension"] == 48 * count + 2 * 8 * 48
+        assert all(item["floor_seconds"] == pytest.approx(item["bytes"] / sizes["raw"]) for item in block["cases"])
+    assert len(blocks.lines(part)) == 2 * (1 + len(CASES))
 
 
 def test_the_command_line():
