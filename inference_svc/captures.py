@@ -14,6 +14,7 @@ from residuum.rpc.credentials import Credentials, CredentialsError
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.rpc.logs import get_logger
 from residuum.v1 import store_pb2, store_pb2_grpc
+from residuum.wire.tokens import tenant_path
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -82,22 +83,24 @@ class CaptureKeeper:
             Failure: The store does not answer, or refuses.
         """
         request = store_pb2.OpenCaptureRequest(description=description)
-        self._open.add(description.capture_id)
+        path = tenant_path(description.tenant, description.capture_id)
+        self._open.add(path)
         try:
             await self._ask(
                 lambda channel: store_pb2_grpc.StoreServiceStub(channel).OpenCapture(request, timeout=_OPEN_SECONDS)
             )
         except Failure as failure:
             if not isinstance(failure, NoAnswerError):  # after which it may be open, and the caller seals it
-                self._open.discard(description.capture_id)
+                self._open.discard(path)
             raise
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
         """Say how a request ended. Returns at once; it is tried until the store has heard it."""
-        task = asyncio.create_task(self._seal(request), name=request.capture_id)
+        path = tenant_path(request.tenant, request.capture_id)
+        task = asyncio.create_task(self._seal(request), name=path)
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
-        task.add_done_callback(lambda _: self._open.discard(request.capture_id))
+        task.add_done_callback(lambda _: self._open.discard(path))
 
     async def close(self, grace_seconds: float) -> None:
         """Wait for seals that are under way, and disconnect."""

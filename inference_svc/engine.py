@@ -24,6 +24,7 @@ from inference_svc.capture_specs import CaptureDefaults
 from inference_svc.prompts import PromptReader
 from inference_svc.settings import SITES
 from inference_svc.specs import max_new_tokens
+from inference_svc.taps.reductions import REDUCTIONS
 from inference_svc.taps.worker import REFUSAL_FILE, SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
@@ -407,6 +408,8 @@ def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str,
         control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
         model_runner=model_runner(config),
         folded_norms=sum(rank["folded_norms"] for rank in ranks if rank["captures"]),
+        encodings=tuple(ENCODINGS.values()),
+        reductions=REDUCTIONS,
         capture_defaults=CaptureDefaults(
             ENCODINGS[settings.capture_encoding], settings.capture_rp_k, settings.capture_topk_k
         ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.metrics import InferenceMetrics
-from inference_svc.plans import engine_id, make_operations, make_plan
+from inference_svc.plans import count_spare_positions, engine_id, make_operations, make_plan
 from inference_svc.specs import (
     check_capture_size,
     check_demand,
@@ -24,7 +24,7 @@ from inference_svc.specs import (
     resolve_steering,
 )
 from inference_svc.taps.demand import MAX_ENTRIES
-from inference_svc.vectors import VectorHold, missing_vectors
+from inference_svc.vectors import VectorHold, missing_vectors, vector_name
 from residuum.rpc import tracing
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request
@@ -100,8 +100,10 @@ class Generator:
         self._max_requests = max_requests
         self._num_requests = 0
 
-    async def run(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Run a request; its events are those of InferenceService.Generate.
+    async def run(
+        self, request: inference_pb2.GenerateRequest, tenant: str = ""
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Run a request of a tenant; its events are those of InferenceService.Generate.
 
         Raises:
             Failure: It cannot be run, or was aborted.
@@ -111,7 +113,7 @@ class Generator:
             # Before the registration is used up: a bad prompt leaves it as it is.
             token_ids = await self._engine.tokenize(request)
             check_prompt(token_ids, request.sampling, self._engine.facts)
-            running = self._start(request)
+            running = self._start(request, tenant)
             bind_request(running.request_id)
             tracing.set_attributes(request_id=running.request_id, prompt_tokens=len(token_ids))
             tracing.add_event("checked")
@@ -127,8 +129,8 @@ class Generator:
                     yield event
                 tracing.add_event("generated")
 
-    async def update_steering(self, request_id: str, spec: steering_pb2.SteeringSpec) -> list[int]:
-        """Change the steering of a running request; see InferenceService.UpdateSteering.
+    async def update_steering(self, request_id: str, spec: steering_pb2.SteeringSpec, tenant: str = "") -> list[int]:
+        """Change the steering of a tenant's running request; see InferenceService.UpdateSteering.
 
         Returns:
             The first position of each sequence that is steered so.
@@ -136,7 +138,7 @@ class Generator:
         Raises:
             Failure: It cannot be changed, or not so.
         """
-        running = self._registry.get_running(request_id)
+        running = self._registry.get_running(request_id, tenant)
         if running.spec.steering is None or not running.spec.steering.updatable:
             raise Failure(
                 Reason.ERROR_REASON_NOT_UPDATABLE,
@@ -145,8 +147,8 @@ class Generator:
             )
         steering = resolve_steering(spec, self._engine.facts)
         steering.ClearField("updatable")  # it is so, whatever is said now
-        self._check_vectors(digests_of(steering), steering)
-        run = self._runs.get(request_id)
+        self._check_vectors(tenant, digests_of(steering), steering)
+        run = self._runs.get(running.path)
         if run is None:
             raise _ended_failure(running)
         return await run.change_steering(steering)
@@ -170,10 +172,10 @@ class Generator:
         finally:
             self._num_requests -= 1
 
-    def _start(self, request: inference_pb2.GenerateRequest) -> Running:
+    def _start(self, request: inference_pb2.GenerateRequest, tenant: str) -> Running:
         if request.WhichOneof("target") == "request_id":
-            return self._registry.start_registered(request.request_id)
-        return self._registry.start_inline(resolve_spec(request.spec, self._engine.facts))
+            return self._registry.start_registered(request.request_id, tenant)
+        return self._registry.start_inline(resolve_spec(request.spec, self._engine.facts), tenant)
 
     @asynccontextmanager
     async def _begun(
@@ -182,26 +184,26 @@ class Generator:
         began = False
         try:
             check_capture_size(running.spec.capture, len(token_ids), sampling)
-            self._check_vectors(running.spec.digests, running.spec.steering)
-            async with VectorHold(self._activator) as hold:
+            self._check_vectors(running.tenant, running.spec.digests, running.spec.steering)
+            async with VectorHold(self._activator, running.tenant) as hold:
                 await _unless(running.aborted, _aborted_failure(running), hold.add(running.spec.digests))
                 handle = await self._open_capture(running, token_ids, sampling)
                 began = True
                 run = _Run(self._engine, running, token_ids, sampling, hold, handle)
-                self._runs[running.request_id] = run
+                self._runs[running.path] = run
                 async with self._sealed(run), run.changeable():
                     yield run
         finally:
-            self._runs.pop(running.request_id, None)
+            self._runs.pop(running.path, None)
             (self._registry.end if began else self._registry.release)(running)
 
-    def _check_vectors(self, digests: Sequence[bytes], steering: steering_pb2.SteeringSpec | None) -> None:
+    def _check_vectors(self, tenant: str, digests: Sequence[bytes], steering: steering_pb2.SteeringSpec | None) -> None:
         self._cache.check_number(len(digests))
-        missing = self._cache.missing(digests)
+        missing = self._cache.missing(vector_name(tenant, digest) for digest in digests)
         if missing:
             raise missing_vectors(missing)
         for digest in directions_of(steering) if steering else ():
-            self._cache.check_direction(digest)
+            self._cache.check_direction(vector_name(tenant, digest))
 
     async def _open_capture(
         self, running: Running, token_ids: Sequence[int], sampling: inference_pb2.SamplingParameters
@@ -212,6 +214,7 @@ class Generator:
         facts = self._engine.facts
         description = capture_pb2.CaptureDescription(
             capture_id=running.request_id,
+            tenant=running.tenant,
             model=facts.name,
             hidden_size=facts.hidden_size,
             num_layers=facts.num_layers,
@@ -232,14 +235,14 @@ class Generator:
             # The store may have opened the capture: nobody else would ever end it.
             self._registry.end(running)
             unheard = [capture_pb2.SequenceOutcome(finish_reason="abort")] * num_sequences(sampling)
-            keeper.seal(_aborted(running.request_id, unheard))
+            keeper.seal(_aborted(running, unheard))
             raise
         return inference_pb2.CaptureHandle(capture_id=running.request_id, store_endpoint=keeper.advertised)
 
     @asynccontextmanager
     async def _sealed(self, run: _Run) -> AsyncIterator[None]:
         """Seal the run's capture however the run ends."""
-        seal = _aborted(run.running.request_id, [])
+        seal = _aborted(run.running, [])
         try:
             yield
         except Exception as error:
@@ -411,7 +414,7 @@ class _Run:
         return demand_of_steering(steering, self.running.spec.capture).entries
 
     def _name(self, index: int) -> str:
-        return engine_id(self.running.request_id, index)
+        return engine_id(self.running.path, index)
 
     def _first_positions(self, firsts: Sequence[int | None]) -> list[int]:
         return [
@@ -456,8 +459,14 @@ class _Run:
                 self._name(index),
                 self._token_ids,
                 sampling_params(self._sampling, index),
-                make_plan(self.running, index, len(self._token_ids), self._vectors.rows),
-                self.running.spec.cache_salt(len(self._token_ids)),
+                make_plan(
+                    self.running,
+                    index,
+                    len(self._token_ids),
+                    self._vectors.rows,
+                    count_spare_positions(self._sampling),
+                ),
+                self.running.cache_salt(len(self._token_ids)),
             )
             async for delta in stream:
                 self._sequences[index].engine_tokens += len(delta.token_ids)
@@ -515,9 +524,12 @@ def require_keeper(keeper: CaptureKeeper | None) -> CaptureKeeper:
     return keeper
 
 
-def _aborted(capture_id: str, sequences: Sequence[capture_pb2.SequenceOutcome]) -> store_pb2.SealCaptureRequest:
+def _aborted(running: Running, sequences: Sequence[capture_pb2.SequenceOutcome]) -> store_pb2.SealCaptureRequest:
     return store_pb2.SealCaptureRequest(
-        capture_id=capture_id, sequences=sequences, outcome=capture_pb2.CAPTURE_STATE_ABORTED
+        capture_id=running.request_id,
+        tenant=running.tenant,
+        sequences=sequences,
+        outcome=capture_pb2.CAPTURE_STATE_ABORTED,
     )
 
 

@@ -6,17 +6,26 @@ import math
 from typing import TYPE_CHECKING
 
 from inference_svc.specs import layer_digests
-from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
+from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from inference_svc.requests import Running
-    from residuum.v1 import steering_pb2
+    from residuum.v1 import inference_pb2, steering_pb2
 
 _KINDS = {"add": Kind.ADD, "ablate": Kind.ABLATE, "cap": Kind.CAP, "replace": Kind.CAP}
 
+_SPARE_POSITIONS = 7
+"""Positions that the engine may compute beyond an end that it finds itself: one for each step that it schedules ahead,
+and it does so for each pipeline stage."""
 
-def make_plan(running: Running, sequence: int, prompt_tokens: int, rows: dict[bytes, int]) -> RequestPlan | None:
+_SPARE_POSITIONS_OF_TEXTS = 31
+"""The same where a text ends the request: that is found by another process, while the engine goes on."""
+
+
+def make_plan(
+    running: Running, sequence: int, prompt_tokens: int, rows: dict[bytes, int], spare_positions: int = 0
+) -> RequestPlan | None:
     """Return the plan of one sequence of a request; None if there is nothing for the taps to do.
 
     Args:
@@ -24,21 +33,27 @@ def make_plan(running: Running, sequence: int, prompt_tokens: int, rows: dict[by
         sequence: Which of its sequences.
         prompt_tokens: Tokens of its prompt.
         rows: The bank's row of each vector, by digest.
+        spare_positions: How many positions the engine may compute beyond the sequence's end.
     """
     spec = running.spec
     if spec.capture is None and spec.steering is None:
         return None
     return RequestPlan(
         prompt_tokens,
-        _capture(running.request_id, sequence, spec.capture) if spec.capture else None,
+        _capture(running.path, sequence, spec.capture, rows, spare_positions) if spec.capture else None,
         make_operations(spec.steering, rows) if spec.steering else (),
-        engine_id(running.request_id, sequence) if spec.steering and spec.steering.updatable else "",
+        engine_id(running.path, sequence) if spec.steering and spec.steering.updatable else "",
     )
 
 
-def engine_id(request_id: str, sequence: int) -> str:
+def count_spare_positions(sampling: inference_pb2.SamplingParameters) -> int:
+    """Return how many positions the engine may compute beyond the end of a sequence."""
+    return _SPARE_POSITIONS_OF_TEXTS if sampling.stop else _SPARE_POSITIONS
+
+
+def engine_id(path: str, sequence: int) -> str:
     """Return what a sequence of a request is called in the engine."""
-    return f"{request_id}#{sequence}"
+    return f"{path}#{sequence}"
 
 
 def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int]) -> tuple[Operation, ...]:
@@ -60,7 +75,10 @@ def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int])
     return tuple(operations)
 
 
-def _capture(capture_id: str, sequence: int, spec: capture_pb2.CaptureSpec) -> Capture:
+def _capture(
+    capture_id: str, sequence: int, spec: capture_pb2.CaptureSpec, rows: dict[bytes, int], spare_positions: int
+) -> Capture:
+    options = spec.encoding_options
     return Capture(
         capture_id=capture_id,
         sequence=sequence,
@@ -69,6 +87,15 @@ def _capture(capture_id: str, sequence: int, spec: capture_pb2.CaptureSpec) -> C
         sites=tuple(sorted(spec.sites)),
         sheds=spec.overflow == capture_pb2.OVERFLOW_POLICY_SHED,
         before_steering=spec.before_steering,
+        encoding=RowEncoding(
+            spec.encoding or capture_pb2.ENCODING_RAW,
+            options.dimensions or len(options.vectors),
+            options.seed,
+            options.axis,
+            tuple(rows[digest] for digest in options.vectors),
+        ),
+        reduction=spec.reduction or capture_pb2.REDUCTION_NONE,
+        spare_positions=spare_positions if spec.reduction > capture_pb2.REDUCTION_NONE else 0,
     )
 
 

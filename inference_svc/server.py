@@ -190,7 +190,7 @@ class InferenceServer:
             keeper = CaptureKeeper(settings.store, advertised, settings.store_credentials)
         generator = Generator(engine, registry, cache, activator, keeper, self._metrics, settings.max_requests)
         self._metrics.registry.register(ServiceCollector(registry, cache, activator, keeper))
-        return Parts(engine, registry, cache, generator, keeper, settings)
+        return Parts(engine, registry, cache, generator, keeper, settings, self._access.limits_of)
 
     async def _watch_engine(self) -> None:
         assert self._parts is not None  # noqa: S101 - _start came before

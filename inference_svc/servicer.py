@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from inference_svc.generation import Generator, require_keeper
 from inference_svc.specs import OPERATIONS, resolve_spec
-from inference_svc.vectors import cache_capacity
+from inference_svc.vectors import cache_capacity, digest_in, vector_name
+from residuum.rpc.access import current_caller
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request
+from residuum.rpc.tokens import Limits
 from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc
 from residuum.wire.limits import (
     DIGEST_BYTES,
@@ -24,7 +26,7 @@ from residuum.wire.limits import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Iterable
     from typing import Any
 
     import grpc.aio
@@ -48,6 +50,8 @@ class Parts:
     generator: Generator
     keeper: CaptureKeeper | None
     settings: InferenceSettings
+    limits_of: Callable[[str], Limits] = lambda _: Limits()
+    """What a tenant may have."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -84,16 +88,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.RegisterRequestResponse:
         """See inference.proto."""
         del context
-        parts = self._require()
+        parts, tenant = self._require(), current_caller().own_tenant
         if request.spec.request_id:
             bind_request(request.spec.request_id)
         spec = resolve_spec(request.spec, parts.engine.facts)
         if spec.capture is not None:
             await require_keeper(parts.keeper).check_reachable()
-        request_id = parts.registry.register(spec)
+        request_id = parts.registry.register(spec, tenant)
         bind_request(request_id)
         response = inference_pb2.RegisterRequestResponse(
-            request_id=request_id, missing_digests=parts.vectors.missing(spec.digests)
+            request_id=request_id, missing_digests=_missing(parts, tenant, spec.digests)
         )
         response.expire_time.GetCurrentTime()
         seconds = parts.registry.time_to_live
@@ -114,21 +118,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 f"Send at most {MAX_DIGESTS_PER_CALL} digests of {DIGEST_BYTES} bytes each.",
                 field="digests",
             )
-        return inference_pb2.FindMissingVectorsResponse(missing_digests=parts.vectors.missing(digests))
+        return inference_pb2.FindMissingVectorsResponse(
+            missing_digests=_missing(parts, current_caller().own_tenant, digests)
+        )
 
     async def PutVectors(
         self, request_iterator: AsyncIterator[inference_pb2.PutVectorsRequest], context: Context
     ) -> inference_pb2.PutVectorsResponse:
         """See inference.proto."""
         del context
-        parts = self._require()
+        parts, tenant = self._require(), current_caller().own_tenant
+        max_bytes = parts.limits_of(tenant).max_vector_bytes
         response = inference_pb2.PutVectorsResponse()
         async for request in request_iterator:
             if len(response.results) == MAX_VECTORS_PER_CALL:
                 raise _too_many_vectors()
             result = response.results.add(digest=request.vector.digest[:DIGEST_BYTES])
             try:
-                parts.vectors.put(request.vector)
+                parts.vectors.put(request.vector, tenant, max_bytes)
             except Failure as failure:
                 result.error.CopyFrom(failure.to_item_error())
         return response
@@ -138,7 +145,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See inference.proto."""
         del context
-        async with aclosing(self._require().generator.run(request)) as events:
+        async with aclosing(self._require().generator.run(request, current_caller().own_tenant)) as events:
             async for event in events:
                 yield event
 
@@ -151,7 +158,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise _not_serving()
         bind_request(request.request_id)
         firsts = await self._parts.generator.update_steering(
-            request.request_id, request.steering
+            request.request_id, request.steering, current_caller().own_tenant
         )  # also while draining
         return inference_pb2.UpdateSteeringResponse(first_positions=firsts)
 
@@ -161,7 +168,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if self._parts is None:
             raise _not_serving()
         bind_request(request.request_id)
-        self._parts.registry.abort(request.request_id)  # also while the service drains
+        tenant = current_caller().own_tenant
+        self._parts.registry.abort(request.request_id, tenant)  # also while the service drains
         return inference_pb2.AbortResponse()
 
     def _require(self) -> Parts:
@@ -183,6 +191,11 @@ def _not_serving() -> Failure:
         Reason.ERROR_REASON_NOT_SERVING,
         "The service is loading the model or stopping; wait until its health says SERVING.",
     )
+
+
+def _missing(parts: Parts, tenant: str, digests: Iterable[bytes]) -> list[bytes]:
+    """Return the digests of the vectors that a tenant has not sent; whether another one has is not told."""
+    return [digest_in(name) for name in parts.vectors.missing(vector_name(tenant, digest) for digest in digests)]
 
 
 async def _check_store(keeper: CaptureKeeper) -> inference_pb2.StoreCheck:

@@ -26,9 +26,8 @@ from residuum.wire.limits import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inference_svc.capture_specs import resolve_capture
     from inference_svc.engine import ModelFacts
-from inference_svc.taps.demand import Demand
+    from inference_svc.taps.demand import Demand
 
 OPERATIONS = tuple(field.name for field in steering_pb2.SteeringOperation.DESCRIPTOR.oneofs_by_name["operation"].fields)
 """The names of the steering operations."""

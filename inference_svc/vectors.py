@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -28,8 +28,21 @@ def cache_capacity(max_vectors: int, max_mib: int, hidden_size: int) -> int:
     return max(1, min(max_vectors, (max_mib << 20) // (4 * hidden_size)))
 
 
+def vector_name(tenant: str, digest: bytes) -> bytes:
+    """Return what a vector is called here: its digest, after the name of its tenant unless that is the default one.
+
+    So nobody learns, by asking or by how long something takes, whether another tenant has a vector.
+    """
+    return b"%s/%s" % (tenant.encode(), digest) if tenant else digest
+
+
+def digest_in(name: bytes) -> bytes:
+    """Return the digest of a `vector_name`."""
+    return name[-DIGEST_BYTES:]
+
+
 class VectorCache:
-    """Vectors on the host, under their digests. Equal vectors from any number of clients are one entry."""
+    """Vectors on the host, under their names. Equal vectors from any number of a tenant's clients are one entry."""
 
     def __init__(self, capacity: int, hidden_size: int, is_leased: Callable[[bytes], bool]) -> None:
         """Make an empty cache.
@@ -37,33 +50,34 @@ class VectorCache:
         Args:
             capacity: Vectors that are kept.
             hidden_size: Elements of each.
-            is_leased: Tells of a digest whether its vector must not be dropped.
+            is_leased: Tells of a name whether its vector must not be dropped.
         """
         self._capacity = capacity
         self._hidden_size = hidden_size
         self._is_leased = is_leased
-        self._values: OrderedDict[bytes, bytes] = OrderedDict()
+        self._values: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
+        self._counts: Counter[bytes] = Counter()  # vectors of each tenant, by what their names begin with
 
     @property
     def num_vectors(self) -> int:
         """How many vectors are kept."""
         return len(self._values)
 
-    def missing(self, digests: Iterable[bytes]) -> list[bytes]:
+    def missing(self, names: Iterable[bytes]) -> list[bytes]:
         """Return those that are not here, each once, in their order. Those that are here count as used now."""
-        wanted = list(dict.fromkeys(digests))
-        for digest in wanted:
-            if digest in self._values:
-                self._values.move_to_end(digest)
-        return [digest for digest in wanted if digest not in self._values]
+        wanted = list(dict.fromkeys(names))
+        for name in wanted:
+            if name in self._values:
+                self._values.move_to_end(name)
+        return [name for name in wanted if name not in self._values]
 
-    def get(self, digest: bytes) -> bytes:
+    def get(self, name: bytes) -> bytes:
         """Return a vector's values, float32 little-endian [hidden].
 
         Raises:
             KeyError: It is not here.
         """
-        return self._values[digest]
+        return self._values[name]
 
     def check_number(self, count: int) -> None:
         """Make sure that so many vectors can be here at once: else sending them again and again would never do.
@@ -78,40 +92,66 @@ class VectorCache:
                 limit="max_vectors",
             )
 
-    def put(self, vector: tensor_pb2.Vector) -> None:
+    def put(self, vector: tensor_pb2.Vector, tenant: str = "", max_bytes: int | None = None) -> None:
         """Check a vector and keep it.
+
+        Args:
+            vector: The vector.
+            tenant: Whose it is.
+            max_bytes: What all vectors of the tenant may take; of more, the one that it did not use for longest goes.
 
         Raises:
             Failure: It is not what it says it is, does not fit the model, or there is no room.
         """
         self._check(vector)
-        self._values[vector.digest] = vector.values
-        self._values.move_to_end(vector.digest)
+        name = vector_name(tenant, vector.digest)
+        if name not in self._values:
+            self._values[name] = vector.values
+            self._counts[_owner(name)] += 1
+        self._values.move_to_end(name)
+        allowed = None if max_bytes is None else max_bytes // (4 * self._hidden_size)
+        if allowed is not None and self._counts[_owner(name)] > allowed:
+            self._evict(name, _quota(max_bytes or 0), owner=_owner(name))
         if len(self._values) > self._capacity:
-            self._evict(keep=vector.digest)
+            self._evict(name, self._no_room())
 
-    def check_direction(self, digest: bytes) -> None:
+    def check_direction(self, name: bytes) -> None:
         """Make sure that a vector that is here has a direction which float32 can tell.
 
         Raises:
             Failure: It is zero, or so short or so long that squares vanish or overflow.
         """
-        norm = float(np.linalg.norm(np.frombuffer(self._values[digest], dtype="<f4").astype(np.float64)))
+        norm = float(np.linalg.norm(np.frombuffer(self._values[name], dtype="<f4").astype(np.float64)))
         if not MIN_DIRECTION_NORM <= norm <= MAX_DIRECTION_NORM:
+            digest = digest_in(name).hex()
             raise Failure(
                 Reason.ERROR_REASON_BAD_VALUES,
-                f"The vector {digest.hex()} has the norm {norm:g}, and so no direction to ablate, cap or replace; its "
+                f"The vector {digest} has the norm {norm:g}, and so no direction to ablate, cap or replace; its "
                 f"norm must be from {MIN_DIRECTION_NORM:g} to {MAX_DIRECTION_NORM:g}.",
-                digest=digest.hex(),
+                digest=digest,
             )
 
-    def _evict(self, keep: bytes) -> None:
-        for digest in self._values:
-            if digest != keep and not self._is_leased(digest):
-                del self._values[digest]
+    def _evict(self, new: bytes, failure: Failure, owner: bytes | None = None) -> None:
+        """Drop the vector that was not used for longest: of one tenant, or of all.
+
+        Raises:
+            Failure: Requests need all of them; then it is the new one that goes.
+        """
+        for name in self._values:
+            if name != new and not self._is_leased(name) and owner in {None, _owner(name)}:
+                self._drop(name)
                 return
-        del self._values[keep]
-        raise Failure(
+        self._drop(new)
+        raise failure
+
+    def _drop(self, name: bytes) -> None:
+        del self._values[name]
+        self._counts[_owner(name)] -= 1
+        if not self._counts[_owner(name)]:
+            del self._counts[_owner(name)]
+
+    def _no_room(self) -> Failure:
+        return Failure(
             Reason.ERROR_REASON_LIMIT_REACHED,
             f"{self._capacity} vectors are kept, and requests need all of them; try again later.",
             limit="max_vectors",
@@ -193,34 +233,34 @@ class VectorActivator:
         return len(self._turns)
 
     @asynccontextmanager
-    async def active(self, digests: Sequence[bytes], held: int = 0) -> AsyncIterator[dict[bytes, int]]:
+    async def active(self, names: Sequence[bytes], held: int = 0) -> AsyncIterator[dict[bytes, int]]:
         """Hold vectors in the banks, and give their rows, for as long as the context lasts.
 
         Args:
-            digests: The vectors, each once.
+            names: The vectors, each once; see `vector_name`.
             held: How many others the request holds already, for as long as these.
 
         Raises:
             Failure: A vector is not here any more, or there was no room for too long.
         """
-        if not digests:
+        if not names:
             yield {}
             return
-        rows = await self._acquire(digests, held)
+        rows = await self._acquire(names, held)
         try:
             yield rows
         finally:
-            await asyncio.shield(self._release(digests))
+            await asyncio.shield(self._release(names))
 
-    async def _acquire(self, digests: Sequence[bytes], held: int) -> dict[bytes, int]:
-        if held + len(digests) > self._total:
-            raise self._full(f"The request uses {held + len(digests)} vectors; at most {self._total} can be active.")
-        async with self._changed, self._turn(digests):
+    async def _acquire(self, names: Sequence[bytes], held: int) -> dict[bytes, int]:
+        if held + len(names) > self._total:
+            raise self._full(f"The request uses {held + len(names)} vectors; at most {self._total} can be active.")
+        async with self._changed, self._turn(names):
             # The lock is held while the banks are written, so nobody uses a row that is only half there.
-            return await self._activate(digests)
+            return await self._activate(names)
 
     @asynccontextmanager
-    async def _turn(self, digests: Sequence[bytes]) -> AsyncIterator[None]:
+    async def _turn(self, names: Sequence[bytes]) -> AsyncIterator[None]:
         """Wait until there is room, and nobody who came before waits for it.
 
         Raises:
@@ -229,19 +269,19 @@ class VectorActivator:
         turn = object()
         self._turns.append(turn)
         try:
-            await self._wait_for_room(turn, digests)
+            await self._wait_for_room(turn, names)
             yield
         finally:
             self._turns.remove(turn)
             self._changed.notify_all()
 
-    async def _wait_for_room(self, turn: object, digests: Sequence[bytes]) -> None:
+    async def _wait_for_room(self, turn: object, names: Sequence[bytes]) -> None:
         is_late = asyncio.Event()
 
         def may_go() -> bool:
-            if all(digest in self._users for digest in digests):
+            if all(name in self._users for name in names):
                 return True
-            return self._turns[0] is turn and self._room(digests) >= self._new(digests)
+            return self._turns[0] is turn and self._room(names) >= self._new(names)
 
         async def tell() -> None:
             is_late.set()
@@ -258,47 +298,47 @@ class VectorActivator:
         if not may_go():
             raise self._full(f"No room among {self._total} active vectors for {self._wait_seconds:g} s.")
 
-    async def _activate(self, digests: Sequence[bytes]) -> dict[bytes, int]:
-        missing = self._cache.missing(digest for digest in digests if digest not in self._rows)
+    async def _activate(self, names: Sequence[bytes]) -> dict[bytes, int]:
+        missing = self._cache.missing(name for name in names if name not in self._rows)
         if missing:
             raise missing_vectors(missing)
-        for digest in digests:
-            self._users[digest] = self._users.get(digest, 0) + 1
-        fresh = {digest: self._take_row() for digest in digests if digest not in self._rows}
+        for name in names:
+            self._users[name] = self._users.get(name, 0) + 1
+        fresh = {name: self._take_row() for name in names if name not in self._rows}
         try:
             if fresh:
-                await self._load([(row, self._cache.get(digest)) for digest, row in fresh.items()])
+                await self._load([(row, self._cache.get(name)) for name, row in fresh.items()])
         except BaseException:
             self._free.extend(fresh.values())
-            self._drop_users(digests)
+            self._drop_users(names)
             raise
         self._rows.update(fresh)
-        for digest in digests:
-            self._rows.move_to_end(digest)
-        return {digest: self._rows[digest] for digest in digests}
+        for name in names:
+            self._rows.move_to_end(name)
+        return {name: self._rows[name] for name in names}
 
-    async def _release(self, digests: Sequence[bytes]) -> None:
+    async def _release(self, names: Sequence[bytes]) -> None:
         async with self._changed:
-            self._drop_users(digests)
+            self._drop_users(names)
             self._changed.notify_all()
 
-    def _drop_users(self, digests: Sequence[bytes]) -> None:
-        for digest in digests:
-            self._users[digest] -= 1
-            if not self._users[digest]:
-                del self._users[digest]
+    def _drop_users(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
 
-    def _new(self, digests: Sequence[bytes]) -> int:
-        return sum(digest not in self._rows for digest in digests)
+    def _new(self, names: Sequence[bytes]) -> int:
+        return sum(name not in self._rows for name in names)
 
-    def _room(self, digests: Sequence[bytes]) -> int:
-        kept = self._users.keys() | set(digests)
-        return len(self._free) + sum(digest not in kept for digest in self._rows)
+    def _room(self, names: Sequence[bytes]) -> int:
+        kept = self._users.keys() | set(names)
+        return len(self._free) + sum(name not in kept for name in self._rows)
 
     def _take_row(self) -> int:
         if self._free:
             return self._free.pop()
-        idle = next(digest for digest in self._rows if digest not in self._users)
+        idle = next(name for name in self._rows if name not in self._users)
         return self._rows.pop(idle)
 
     def _full(self, message: str) -> Failure:
@@ -308,9 +348,10 @@ class VectorActivator:
 class VectorHold:
     """The vectors that one request holds in the banks, until the context ends. More may be added meanwhile."""
 
-    def __init__(self, activator: VectorActivator) -> None:
+    def __init__(self, activator: VectorActivator, tenant: str = "") -> None:
         """Hold nothing yet."""
         self._activator = activator
+        self._tenant = tenant
         self._stack = AsyncExitStack()
         self.rows: dict[bytes, int] = {}
         """The bank's row of each vector, by digest."""
@@ -321,8 +362,9 @@ class VectorHold:
         Raises:
             Failure: A vector is not here any more, or there was no room for too long.
         """
-        new = [digest for digest in digests if digest not in self.rows]
-        self.rows.update(await self._stack.enter_async_context(self._activator.active(new, held=len(self.rows))))
+        new = {vector_name(self._tenant, digest): digest for digest in digests if digest not in self.rows}
+        rows = await self._stack.enter_async_context(self._activator.active(list(new), held=len(self.rows)))
+        self.rows.update({new[name]: row for name, row in rows.items()})
 
     async def __aenter__(self) -> Self:
         return self
@@ -331,11 +373,25 @@ class VectorHold:
         await self._stack.aclose()
 
 
-def missing_vectors(digests: Sequence[bytes]) -> Failure:
+def _owner(name: bytes) -> bytes:
+    return name[:-DIGEST_BYTES]
+
+
+def _quota(max_bytes: int) -> Failure:
+    return Failure(
+        Reason.ERROR_REASON_QUOTA_EXCEEDED,
+        f"The vectors of your tenant may take {max_bytes} bytes, and its requests need all that are there; try again "
+        "when some have ended, or use fewer.",
+        limit="max_vector_bytes",
+        allowed=max_bytes,
+    )
+
+
+def missing_vectors(names: Sequence[bytes]) -> Failure:
     """Return the failure that asks a client to send vectors."""
-    named = ",".join(digest.hex() for digest in digests[:64])
+    named = ",".join(digest_in(name).hex() for name in names[:64])
     return Failure(
         Reason.ERROR_REASON_MISSING_VECTORS,
-        f"{len(digests)} of the request's vectors are not on the server; send them with PutVectors and call again.",
+        f"{len(names)} of the request's vectors are not on the server; send them with PutVectors and call again.",
         digests=named,
     )

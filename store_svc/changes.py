@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.tokens import Limits
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import ChunkView
 from store_svc.capture import Capture, ended_ledger
@@ -17,6 +19,7 @@ from store_svc.db import Table, Txn
 from store_svc.keys import FrameKey, pack_loss, pack_number, unpack_number
 from store_svc.ledger import Cells, Ledger
 from store_svc.names import CaptureName, name_of, unknown_capture
+from store_svc.quotas import Quotas
 from store_svc.slicing import cells_of, slice_chunk
 
 
@@ -44,7 +47,8 @@ class Batch:
     A method that raises Failure has changed nothing.
     """
 
-    def __init__(self, txn: Txn, catalog: Catalog) -> None:
+    def __init__(self, txn: Txn, catalog: Catalog, limits_of: Callable[[str], Limits] = lambda _: Limits()) -> None:
+        self._quotas = Quotas(catalog, limits_of)
         self._txn = txn
         self._catalog = catalog
         self._clock = Clock.now()
@@ -70,7 +74,7 @@ class Batch:
         """Create a capture, unless there is the same one already.
 
         Raises:
-            Failure: CAPTURE_EXISTS or LIMIT_REACHED.
+            Failure: CAPTURE_EXISTS, LIMIT_REACHED or QUOTA_EXCEEDED.
         """
         name = name_of(description)
         number = self._number(name)
@@ -80,6 +84,7 @@ class Batch:
                 raise _exists(description.capture_id)
             return
         self._check_catalog()
+        self._quotas.open(description.tenant)
         number = self._next_number()
         capture = Capture(number, description, self._clock.wall, self._clock.monotonic)
         self._growth += capture.account_bytes
@@ -100,7 +105,7 @@ class Batch:
             Whether anything was stored.
 
         Raises:
-            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED, INVALID_FIELD or LIMIT_REACHED.
+            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED, INVALID_FIELD, LIMIT_REACHED or QUOTA_EXCEEDED.
         """
         number = self._require(name)
         draft = self._draft(number)
@@ -113,6 +118,7 @@ class Batch:
         groups = draft.ledger.fresh(cells)
         if groups:
             self._check_memory()
+            self._quotas.check_room(name.tenant, len(frame))
         if list(groups.values()) == [list(cells.layers)] and cells.positions in groups:
             self._put_frame(draft, frame, cells)
         else:
@@ -165,6 +171,7 @@ class Batch:
         number = self._require(name)
         draft = self._draft(number)
         num_bytes = draft.num_bytes if draft else self._ended(number)[0].num_bytes
+        self._quotas.delete(name.tenant, num_bytes, was_open=draft is not None and not draft.ended)
         key = pack_number(number)
         for table in (Table.LIVE, Table.ENDED, Table.SEALS):
             self._txn.delete(table, key)
@@ -277,6 +284,7 @@ class Batch:
         self._txn.put(Table.FRAMES, key, frame)
         self._keys.setdefault(draft.number, []).append(key)
         draft.add(cells, len(frame), self._clock.monotonic)
+        self._quotas.add(draft.description.tenant, len(frame))
 
     def _advance(self, draft: Capture) -> None:
         draft.advance(self._clock.wall)
@@ -286,6 +294,7 @@ class Batch:
     def _put_record(self, draft: Capture) -> None:
         key = pack_number(draft.number)
         if draft.ended:
+            self._quotas.end(draft.description.tenant)
             self._txn.delete(Table.LIVE, key)
             self._txn.put(Table.ENDED, key, draft.manifest().SerializeToString())
         else:

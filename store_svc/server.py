@@ -82,7 +82,9 @@ class Store:
         self._db = Database(settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers)
         self._catalog = load_catalog(self._db, CatalogLimits(settings.max_captures, settings.max_open_mib << 20))
         retention = _retention(settings)
-        options = WriterOptions(synced, settings.sync_interval_seconds, _waits(settings), retention)
+        options = WriterOptions(
+            synced, settings.sync_interval_seconds, _waits(settings), retention, self._access.limits_of
+        )
         self._metrics = StoreMetrics()
         traces = CaptureTraces()
         self._writer = Writer(

@@ -13,6 +13,7 @@ from typing import TypeVar
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request, get_logger, request_scope
 from residuum.rpc.serving import internal_failure
+from residuum.rpc.tokens import Limits
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.capture import Capture, Wait
 from store_svc.catalog import Catalog
@@ -70,6 +71,8 @@ class WriterOptions:
     """Seconds without progress after which a capture is ended, by what it waits for."""
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     """What is kept of the captures that have ended."""
+    limits_of: Callable[[str], Limits] = lambda _: Limits()
+    """What a tenant may have."""
 
 
 class Writer:
@@ -228,7 +231,7 @@ class Writer:
         return batch, outcomes
 
     def _apply(self, txn: Txn, work: Work) -> tuple[Batch, list[object]]:
-        batch = Batch(txn, self._catalog)
+        batch = Batch(txn, self._catalog, self._options.limits_of)
         outcomes: list[object] = [_outcome(command.run, batch) for command in work.commands]
         outcomes += [_outcome(item.apply, batch) for item in work.appends]
         return batch, outcomes

@@ -38,6 +38,10 @@ class Block:
         """Bytes in memory."""
         return self.values.nbytes
 
+    def part(self, places: slice) -> Block:
+        """Return the same rows at some of the positions only, given by their places; nothing is copied."""
+        return Block(self.positions[places], self.values[:, places], self.present[:, places])
+
     def layer(self, index: int) -> npt.NDArray[Any]:
         """Return the rows of a layer, [positions, width], as a view."""
         rows: npt.NDArray[Any] = self.values[index]
@@ -80,6 +84,13 @@ class EncodedBlock:
         """Bytes in memory."""
         return self.rows.nbytes + (self.prefixes.nbytes if self.prefixes is not None else 0)
 
+    def part(self, places: slice) -> EncodedBlock:
+        """Return the same rows at some of the positions only, given by their places; nothing is copied."""
+        group = self.group[:, places] if self.group is not None else None
+        return EncodedBlock(
+            self.positions[places], self.rows[:, places], self.present[:, places], self.form, self.prefixes, group
+        )
+
     @property
     def values(self) -> npt.NDArray[Any]:
         """All rows decoded, [layers, positions, width]; NaN where `present` is false."""
@@ -91,11 +102,18 @@ class EncodedBlock:
     def layer(self, index: int) -> npt.NDArray[Any]:
         """Return the rows of a layer, [positions, width], decoded; NaN where there is none."""
         there = self.present[index]
-        prefixes = self.prefixes[self.group[index]] if self.prefixes is not None and self.group is not None else None
-        values: npt.NDArray[Any] = self.form.decode(self.rows[index], prefixes)
         if there.all():
-            return values
-        return np.where(there[:, None], values, values.dtype.type(np.nan))
+            return self._decoded(index, slice(None))
+        values: npt.NDArray[Any] = np.full((len(there), self.width), np.nan, self.dtype)
+        values[there] = self._decoded(index, there)  # of the others nothing is known: an index may be beyond the width
+        return values
+
+    def _decoded(self, index: int, places: Any) -> npt.NDArray[Any]:
+        shared = None
+        if self.prefixes is not None and self.group is not None:
+            shared = self.prefixes[self.group[index][places]]
+        decoded: npt.NDArray[Any] = self.form.decode(self.rows[index][places], shared)
+        return decoded
 
     def stack(self, indices: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the rows of some layers decoded, float32 [layers, positions, width]."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from residuum._blocks import Block
+from residuum._blocks import AnyBlock, Block, EncodedBlock
 from residuum._exports.parts import prefix
 from residuum._exports.safetensors import FORMAT
 from residuum.exceptions import InvalidRequest
@@ -72,7 +72,7 @@ def load(path: str | os.PathLike[str]) -> Activations:
     sites = metadata["sites"].split(",") if "sites" in metadata else manifest.sites
     order = {site: index for index, site in enumerate(sites)}
     keys.sort(key=lambda key: (key[0], order.get(key[1], len(order))))
-    acts = Activations(manifest, layers, {key: _block(arrays, key, layers) for key in keys})
+    acts = Activations(manifest, layers, {key: _block(arrays, key, layers, manifest) for key in keys})
     sequence, _, site = metadata.get("selected", "").partition("/")
     return acts.select(sequence=int(sequence), site=site) if site else acts
 
@@ -94,16 +94,36 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, st
         raise InvalidRequest(f"{path} is not a safetensors file: {error}", reason="INVALID_FIELD") from None
 
 
-def _block(arrays: Arrays, key: tuple[int, str], layers: tuple[int, ...]) -> Block:
+def _block(arrays: Arrays, key: tuple[int, str], layers: tuple[int, ...], manifest: Manifest) -> AnyBlock:
     base = prefix(key[0]) + key[1]
-    values = np.stack([arrays[f"{base}.{layer}"] for layer in layers])
-    present = arrays.get(f"{base}.present", np.ones(values.shape[:2], dtype=np.bool_))
-    return Block(arrays[f"{base}.positions"], values, present)
+    positions = arrays[f"{base}.positions"]
+    present = arrays.get(f"{base}.present", np.ones((len(layers), len(positions)), dtype=np.bool_))
+    names = [f"{base}.{layer}" for layer in layers]
+    if names[0] in arrays:
+        return Block(positions, np.stack([arrays[name] for name in names]), present)
+    form = manifest.row_format
+    rows = np.empty(present.shape, form.row_dtype)
+    for field in form.row_dtype.names or ():
+        rows[field] = [arrays[f"{name}.{field}"] for name in names]
+    if form.prefix_dtype is None:
+        return EncodedBlock(positions, rows, present, form)
+    return EncodedBlock(positions, rows, present, form, *_prefixes(arrays, names, form.prefix_dtype))
+
+
+def _prefixes(arrays: Arrays, names: list[str], dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    """Return what rows share that were encoded together, of all layers, and which of it goes with which row."""
+    counts = [len(arrays[f"{name}.scale"]) for name in names]
+    prefixes = np.empty(sum(counts), dtype)
+    for field in dtype.names or ():
+        prefixes[field] = np.concatenate([arrays[f"{name}.{field}"] for name in names])
+    firsts = np.cumsum([0, *counts[:-1]])
+    groups = [arrays[f"{name}.group"] + first for name, first in zip(names, firsts, strict=True)]
+    return prefixes, np.stack(groups).astype(np.int32)
 
 
 def _layers(arrays: Arrays, key: tuple[int, str]) -> tuple[int, ...]:
     base = f"{prefix(key[0])}{key[1]}."
-    names = [name.removeprefix(base) for name in arrays if name.startswith(base)]
+    names = {name.removeprefix(base).partition(".")[0] for name in arrays if name.startswith(base)}
     return tuple(sorted(int(name) for name in names if name.isdigit()))
 
 

@@ -94,7 +94,8 @@ class RowGrid:
         self._column = np.empty(0, dtype=np.int64)  # by position; -1: not wanted
         self.have = np.zeros((len(wanted.layers), 0), dtype=np.bool_)
         self._values = allocate((len(wanted.layers), 0, *self._shape), self._dtype) if keep_values else None
-        self._prefixes: list[npt.NDArray[Any]] = []  # [layers] of each chunk
+        self._prefixes: npt.NDArray[Any] | None = None  # of all chunks and layers, and room for more
+        self._prefix_count = 0
         self._group = np.zeros((len(wanted.layers), 0), dtype=np.int32)  # which of all of them goes with a row
         self._cover(wanted.prompt_tokens + _FIRST_GUESS if length is None else length)
 
@@ -131,8 +132,8 @@ class RowGrid:
         """
         values = self.pick(columns)
         if not self._plain:
-            prefixes = np.concatenate(self._prefixes) if self._prefixes else None
-            group = self._group[:, columns] if self._prefixes else None
+            prefixes = None if self._prefixes is None else self._prefixes[: self._prefix_count]
+            group = None if prefixes is None else self._group[:, columns]
             return EncodedBlock(positions, values, present, self._form, prefixes, group)
         if not present.all():
             values[~present] = np.nan
@@ -177,9 +178,15 @@ class RowGrid:
 
     def _keep_prefixes(self, prefixes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Keep the prefixes of some layers; return the number of each among all."""
-        before = sum(map(len, self._prefixes))
-        self._prefixes.append(prefixes)
-        return np.arange(before, before + len(prefixes))
+        before, count = self._prefix_count, self._prefix_count + len(prefixes)
+        if self._prefixes is None or count > len(self._prefixes):
+            grown = self._allocate((2 * count,), prefixes.dtype)
+            if self._prefixes is not None:
+                grown[:before] = self._prefixes[:before]
+            self._prefixes = grown
+        self._prefixes[before:count] = prefixes
+        self._prefix_count = count
+        return np.arange(before, count)
 
     def _place(self, added: AddedRows, columns: npt.NDArray[np.int64]) -> AddedRows:
         layers, width = _span(added.layers), _span(columns)

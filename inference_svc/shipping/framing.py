@@ -59,11 +59,11 @@ def cut(header: capture_pb2.ChunkHeader, payload: memoryview) -> Iterator[Piece]
     return _by_positions(header, payload, form)
 
 
-def append_message(number: int, capture_id: str, piece: Piece) -> bytes:
+def append_message(number: int, capture_id: str, piece: Piece, tenant: str = "") -> bytes:
     """Return the bytes of an AppendChunksRequest, checksum included. The payload is copied here, once."""
     crc32c = frames.checksum(piece.payload)
     chunk = frames.chunk_prefix(piece.header, crc32c, len(piece.payload))
-    prefix = frames.append_prefix(number, capture_id, len(chunk) + len(piece.payload))
+    prefix = frames.append_prefix(number, capture_id, len(chunk) + len(piece.payload), tenant)
     return b"".join((prefix, chunk, piece.payload))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from inference_svc.shipping.framing import Piece, append_message, cut, payload_bytes
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.tokens import split_path
 
 
 class Delivery:
@@ -41,6 +42,8 @@ class Parcel:
     """Bytes of the delivery that are settled with it; a loss that the worker reported is one."""
     resent: bool = False
     """The store found its checksum wrong once."""
+    tenant: str = ""
+    """Whose capture it is."""
 
     @property
     def num_bytes(self) -> int:
@@ -50,8 +53,10 @@ class Parcel:
     def encode(self, number: int) -> bytes:
         """Return the bytes of the AppendChunksRequest of that number."""
         if isinstance(self.content, Piece):
-            return append_message(number, self.capture_id, self.content)
-        message = store_pb2.AppendChunksRequest(number=number, capture_id=self.capture_id, loss=self.content)
+            return append_message(number, self.capture_id, self.content, self.tenant)
+        message = store_pb2.AppendChunksRequest(
+            number=number, capture_id=self.capture_id, tenant=self.tenant, loss=self.content
+        )
         return message.SerializeToString()
 
     def settle(self) -> None:
@@ -65,22 +70,24 @@ class Parcel:
         """
         if not isinstance(self.content, Piece):
             return None
-        return Parcel(self.capture_id, write_failed(self.content.header, detail), self.delivery, self.share)
+        loss = write_failed(self.content.header, detail)
+        return Parcel(self.capture_id, loss, self.delivery, self.share, tenant=self.tenant)
 
 
 def extent_parcels(
-    capture_id: str, headers: Sequence[capture_pb2.ChunkHeader], rows: memoryview, on_done: Callable[[], None]
+    path: str, headers: Sequence[capture_pb2.ChunkHeader], rows: memoryview, on_done: Callable[[], None]
 ) -> Iterator[Parcel]:
     """Yield the parcels of an extent, made one by one; `on_done` follows the last one's settling.
 
     Rows that no chunk can hold become the news of their loss.
 
     Args:
-        capture_id: The capture that the rows belong to.
+        path: The capture that the rows belong to, and its tenant; see `tenant_path`.
         headers: What the rows are; of known element types.
         rows: The payloads of the headers, one after the other, and nothing else.
         on_done: Called once every row is settled.
     """
+    tenant, capture_id = split_path(path)
     delivery = Delivery(len(rows), on_done)
     end = 0
     for header in headers:
@@ -88,15 +95,16 @@ def extent_parcels(
         try:
             pieces = cut(header, rows[start:end])
         except ValueError as error:
-            yield Parcel(capture_id, write_failed(header, str(error)), delivery, end - start)
+            yield Parcel(capture_id, write_failed(header, str(error)), delivery, end - start, tenant=tenant)
         else:
             for piece in pieces:
-                yield Parcel(capture_id, piece, delivery, len(piece.payload))
+                yield Parcel(capture_id, piece, delivery, len(piece.payload), tenant=tenant)
 
 
-def loss_parcels(capture_id: str, loss: store_pb2.RowLoss, on_done: Callable[[], None]) -> list[Parcel]:
+def loss_parcels(path: str, loss: store_pb2.RowLoss, on_done: Callable[[], None]) -> list[Parcel]:
     """Return the one parcel of a loss."""
-    return [Parcel(capture_id, loss, Delivery(1, on_done), share=1)]
+    tenant, capture_id = split_path(path)
+    return [Parcel(capture_id, loss, Delivery(1, on_done), share=1, tenant=tenant)]
 
 
 def write_failed(header: capture_pb2.ChunkHeader, detail: str) -> store_pb2.RowLoss:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from inference_svc.runs import FreeRuns
-from residuum.wire.limits import BLOCK_TOKENS, MAX_CHUNK_POSITIONS
+from inference_svc.taps.element_types import WIRE_TYPES
+from residuum.wire.limits import BLOCK_TOKENS, MAX_CHUNK_POSITIONS, TARGET_CHUNK_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +66,7 @@ class BlockPool:
         """
         self.memory: Tensor = torch.zeros(rows, hidden, dtype=dtype, device=device)
         self._runs = FreeRuns(rows)
+        self._wire_type = WIRE_TYPES[dtype]
         self._largest_block = largest_block
         self._changed = threading.Condition()
         self._leaving = 0
@@ -89,7 +91,7 @@ class BlockPool:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return int(self.memory[0].nbytes)
+        return int(self.memory.shape[1] * self.memory.itemsize)
 
     @property
     def nbytes(self) -> int:
@@ -118,8 +120,7 @@ class BlockPool:
         Raises:
             PoolExhaustedError: There is no room, and none will come back.
         """
-        most = min(MAX_CHUNK_POSITIONS, self._largest_block // capture.units)
-        capacities = sorted({least, max(least, min(positions, most))}, reverse=True)
+        capacities = sorted({least, max(least, min(positions, self._most_positions(capture)))}, reverse=True)
         with self._changed:
             while True:
                 if self._failed:
@@ -131,6 +132,15 @@ class BlockPool:
                 if not self._leaving:
                     raise PoolExhaustedError("no room is left for captured rows; the pool is too small for this step")
                 self._changed.wait()
+
+    def _most_positions(self, capture: Capture) -> int:
+        """Return how many positions a block holds at most, so that it fits the ring well once it is encoded."""
+        form = capture.encoding.format_of(self.memory.shape[1], self._wire_type)
+        largest = self._largest_block * self.row_bytes // max(form.row_bytes, self.row_bytes)
+        most = min(MAX_CHUNK_POSITIONS, largest // capture.units)
+        if form.prefix_bytes:  # a layer's rows that are encoded together fit a chunk
+            most = min(most, (TARGET_CHUNK_BYTES - form.prefix_bytes) // form.row_bytes)
+        return most
 
     def leaving(self, count: int) -> None:
         """Note that blocks will be given back by another thread."""

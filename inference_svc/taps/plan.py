@@ -5,16 +5,19 @@ vLLM serialises `extra_args` with msgpack, so a plan is plain data; selections t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from residuum.v1 import capture_pb2, selection_pb2
+from residuum.wire.encodings import RowFormat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from inference_svc.taps.points import TapPoints
+    from residuum.v1 import tensor_pb2
 
 KEY = "residuum"
 """The key of the plan in `extra_args`."""
@@ -65,6 +68,38 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class RowEncoding:
+    """How captured rows are encoded; the fields are those of the contract."""
+
+    encoding: capture_pb2.Encoding.ValueType = capture_pb2.ENCODING_RAW
+    dimensions: int = 0
+    seed: int = 0
+    axis: capture_pb2.QuantizationAxis.ValueType = capture_pb2.QUANTIZATION_AXIS_UNSPECIFIED
+    rows: tuple[int, ...] = ()
+    """The bank's rows of the vectors of PROJECT."""
+
+    def format_of(self, width: int, dtype: tensor_pb2.DataType.ValueType) -> RowFormat:
+        """Return the format of rows of so many elements."""
+        return _format(self.encoding, width, dtype, self.dimensions, self.axis)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> RowEncoding:
+        """Return the encoding of its plain data, `vars` of it."""
+        return cls(**{**data, "rows": tuple(data["rows"])})
+
+
+@lru_cache(maxsize=64)
+def _format(
+    encoding: capture_pb2.Encoding.ValueType,
+    width: int,
+    dtype: tensor_pb2.DataType.ValueType,
+    dimensions: int,
+    axis: capture_pb2.QuantizationAxis.ValueType,
+) -> RowFormat:
+    return RowFormat(encoding, width, dtype, dimensions, axis)
+
+
+@dataclass(frozen=True)
 class Capture:
     """What is captured of a request."""
 
@@ -80,11 +115,41 @@ class Capture:
     before_steering: bool = False
     is_probe: bool = False
     """Keep the rows in the worker for the self-test, instead of sending them to the store."""
+    encoding: RowEncoding = field(default_factory=RowEncoding)
+    reduction: capture_pb2.Reduction.ValueType = capture_pb2.REDUCTION_NONE
+    spare_positions: int = 0
+    """With a reduction: how many positions the engine may compute beyond the request's end."""
 
     @property
     def units(self) -> int:
         """Rows that one captured position gives: one for each site and layer, in this order."""
         return len(self.sites) * len(self.layers)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether one row is sent in the place of many."""
+        return self.reduction != capture_pb2.REDUCTION_NONE
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the sink keeps something for it from its request's begin to its end."""
+        return self.is_reduced or bool(self.encoding.rows)
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the capture as plain data."""
+        return {
+            **vars(self),
+            "layers": list(self.layers),
+            "sites": [int(site) for site in self.sites],
+            "positions": self.positions.SerializeToString(),
+            "encoding": {**vars(self.encoding), "rows": list(self.encoding.rows)},
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Capture:
+        """Return the capture of its plain data."""
+        encoding = RowEncoding.from_data(data["encoding"])
+        return cls(**{**_restore(data), "sites": tuple(data["sites"]), "encoding": encoding})
 
 
 @dataclass(frozen=True)
@@ -101,12 +166,7 @@ class RequestPlan:
         """Return the plan as the value of `SamplingParams.extra_args`."""
         data: dict[str, Any] = {"prompt_tokens": self.prompt_tokens, "name": self.name}
         if self.capture:
-            data["capture"] = {
-                **vars(self.capture),
-                "layers": list(self.capture.layers),
-                "sites": [int(site) for site in self.capture.sites],
-                "positions": self.capture.positions.SerializeToString(),
-            }
+            data["capture"] = self.capture.to_data()
         data["operations"] = [operation.to_data() for operation in self.operations]
         return {KEY: data}
 
@@ -119,7 +179,7 @@ class RequestPlan:
         capture = data.get("capture")
         return cls(
             prompt_tokens=data["prompt_tokens"],
-            capture=Capture(**{**_restore(capture), "sites": tuple(capture["sites"])}) if capture else None,
+            capture=Capture.from_data(capture) if capture else None,
             operations=tuple(Operation.from_data(item) for item in data["operations"]),
             name=data["name"],
         )

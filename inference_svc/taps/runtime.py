@@ -166,6 +166,8 @@ class TapRuntime:
 
     def _admit(self, request_id: str, plan: RequestPlan) -> RequestState:
         state = RequestState(plan, first_generated=self._next_size())
+        if plan.capture and plan.capture.is_followed and self._sink:
+            self._sink.begin(plan)
         if plan.name:
             self._names[plan.name] = request_id
             if plan.name in self._changes_ahead:
@@ -189,6 +191,8 @@ class TapRuntime:
             return
         if state.block and self._sink:
             self._sink.send([state.block])
+        if state.plan.capture and state.plan.capture.is_followed and self._sink:
+            self._sink.end(state.plan.capture)
         if self._names.pop(state.plan.name, None):
             self._ended[state.plan.name] = None
             if len(self._ended) > _REMEMBERED_NAMES:

@@ -5,20 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
+from inference_svc.taps.element_types import own_type
+from inference_svc.taps.encodings import cpu
+from inference_svc.taps.encodings.check import check_encodings
+from inference_svc.taps.encodings.signs import SignCache
+from inference_svc.taps.reductions import Batch, Reduction
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.encodings import RANDOM_PROJECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
     from torch import Tensor
 
     from inference_svc.shipping.producer import RingProducer
     from inference_svc.shipping.ring import Extent
+    from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import Block, BlockPool
-    from inference_svc.taps.plan import Capture
+    from inference_svc.taps.plan import Capture, RequestPlan
     from residuum.v1 import tensor_pb2
+    from residuum.wire.encodings import RowFormat as EncodedFormat
+
+    Key = tuple[str, int]
+    """The capture and the sequence."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +53,45 @@ class Probe(NamedTuple):
 
 
 class BlockSink:
-    """Copies blocks out of the pool, as soon as they are sent: for blocks that lie in this process's own memory."""
+    """Encodes blocks into the ring, as soon as they are sent: for blocks that lie in this process's own memory."""
 
-    def __init__(self, pool: BlockPool, row_format: RowFormat, producer: RingProducer) -> None:
+    def __init__(
+        self, pool: BlockPool, row_format: RowFormat, producer: RingProducer, bank: VectorBank | None = None
+    ) -> None:
+        """Make the sink of a pool; without a bank, nothing can be projected to vectors."""
         self._pool = pool
         self._format = row_format
         self._producer = producer
+        self._bank = bank
         self._probes: dict[str, list[Probe]] = {}
+        self._signs = SignCache(row_format.hidden, pool.memory.device)
+        self._vectors: dict[Key, Tensor] = {}  # of captures that are projected to them, [vectors, hidden]
+        self._reductions: dict[Key, Reduction] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it has allotted on the device for good."""
+        return 0
+
+    def check_encodings(self) -> None:
+        """Encode rows in every way and compare with the reference; before anything is sent.
+
+        Raises:
+            CannotEncodeError: They are not what they should be.
+        """
+        memory = self._pool.memory
+        check_encodings(memory.shape[1], memory.dtype, memory.device, self._signs, self._encoded)
+
+    def begin(self, plan: RequestPlan) -> None:
+        """Prepare for the blocks of a request whose capture is followed; they come until `end`."""
+        capture = plan.capture
+        assert capture is not None  # noqa: S101 - it is followed
+        if capture.encoding.rows:
+            assert self._bank is not None  # noqa: S101 - a worker has one
+            # A copy: the last blocks leave when the request has ended, and the bank's rows may be others' by then.
+            self._vectors[_key(capture)] = torch.stack([self._bank.vectors[row] for row in capture.encoding.rows])
+        if capture.is_reduced:
+            self._reductions[_key(capture)] = Reduction(plan)
 
     def send(self, blocks: Sequence[Block]) -> None:
         """Move blocks' rows on and give the blocks back to the pool.
@@ -57,14 +102,17 @@ class BlockSink:
             if block.capture.is_probe:
                 self._keep_probe(block)
             elif block.positions:
-                rows = self._pool.rows(block)
-                extent = self._producer.acquire(rows.nbytes, block=not block.capture.sheds)
-                if extent is None:
-                    self._shed(block)
-                else:
-                    self._copy(rows, extent)
-                    self._publish(block, extent)
+                batch = self._batch_of(block)
+                if batch is not None:
+                    self._ship(batch)
             self._pool.give_back(block)
+
+    def end(self, capture: Capture) -> None:
+        """Send what is still to come of a capture that is followed, and whose last block was sent; forget it."""
+        last = self._last_batch(capture)
+        if last is not None:
+            self._ship(last)
+        self._forget(capture)
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until every block that was sent has left the pool; tell whether it has. Here they leave at once."""
@@ -81,6 +129,21 @@ class BlockSink:
         """Report rows of a capture that will never come."""
         if capture.is_probe or not positions:
             return
+        if capture.is_reduced:
+            self._reductions[_key(capture)].miss(positions)
+        self._report_loss(capture, positions, reason, detail)
+
+    def take_probe(self, capture_id: str) -> list[Probe]:
+        """Return, once, the blocks of a self-test's capture."""
+        return self._probes.pop(capture_id, [])
+
+    def _report_loss(
+        self,
+        capture: Capture,
+        positions: Sequence[int],
+        reason: capture_pb2.IncompleteReason.ValueType,
+        detail: str,
+    ) -> None:
         loss = store_pb2.RowLoss(
             sequence=capture.sequence,
             sites=capture.sites,
@@ -91,40 +154,98 @@ class BlockSink:
         )
         self._producer.report_loss(capture.capture_id, loss)
 
-    def take_probe(self, capture_id: str) -> list[Probe]:
-        """Return, once, the blocks of a self-test's capture."""
-        return self._probes.pop(capture_id, [])
-
     def _keep_probe(self, block: Block) -> None:
         capture = block.capture
         rows = self._pool.rows(block).clone().unflatten(0, (len(capture.sites), len(capture.layers)))
         self._probes.setdefault(capture.capture_id, []).append(Probe(capture, list(block.positions), rows))
 
-    def _shed(self, block: Block) -> None:
-        self.lose(
-            block.capture,
-            block.positions,
+    def _batch_of(self, block: Block) -> Batch | None:
+        """Return what is to be sent now that a block has come."""
+        batch = Batch(block.capture, block.positions, self._pool.rows(block))
+        if not block.capture.is_reduced:
+            return batch
+        return self._told(self._reductions[_key(block.capture)].add(batch))
+
+    def _last_batch(self, capture: Capture) -> Batch | None:
+        return self._told(self._reductions[_key(capture)].finish()) if capture.is_reduced else None
+
+    def _told(self, batch: Batch | None) -> Batch | None:
+        """Return reduced rows; if some that they stand for never came, say that they are lost instead."""
+        if batch is None or self._reductions[_key(batch.capture)].is_whole(batch):
+            return batch
+        detail = "Rows that this one stands for were lost."
+        self._report_loss(batch.capture, batch.positions, capture_pb2.INCOMPLETE_REASON_WRITE_FAILED, detail)
+        return None
+
+    def _forget(self, capture: Capture) -> None:
+        self._vectors.pop(_key(capture), None)
+        self._reductions.pop(_key(capture), None)
+
+    def _ship(self, batch: Batch) -> None:
+        extent = self._producer.acquire(self._nbytes(batch), block=not batch.capture.sheds)
+        if extent is None:
+            self._shed(batch)
+        else:
+            self._encode(batch, extent)
+            self._publish(batch, extent)
+
+    def _shed(self, batch: Batch) -> None:
+        self._report_loss(
+            batch.capture,
+            batch.positions,
             capture_pb2.INCOMPLETE_REASON_OVERFLOW,
             "The ring between the engine and the store was full, and the capture's policy is SHED.",
         )
 
-    def _copy(self, rows: Tensor, extent: Extent) -> None:
-        """Copy a block's rows, [units, positions, hidden], into the ring."""
-        target = torch.from_numpy(self._producer.view(extent))
-        target.view(rows.dtype).view(rows.shape).copy_(rows, non_blocking=True)
+    def _form(self, capture: Capture) -> EncodedFormat:
+        return capture.encoding.format_of(self._format.hidden, self._format.dtype)
 
-    def _publish(self, block: Block, extent: Extent) -> None:
-        capture = block.capture
+    def _nbytes(self, batch: Batch) -> int:
+        return self._form(batch.capture).payload_bytes(batch.capture.units, len(batch.positions))
+
+    def _rows_and_basis(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return rows in the type that they are encoded from, and what they are multiplied with, if they are."""
+        encoding, form, rows = batch.capture.encoding, self._form(batch.capture), batch.rows
+        if encoding.encoding in (capture_pb2.ENCODING_RAW, capture_pb2.ENCODING_TOPK):
+            return rows.to(own_type(form)), None
+        if encoding.encoding in RANDOM_PROJECTIONS:
+            return rows, self._signs.get(encoding.seed, encoding.dimensions, self._signs_type(rows))
+        return rows, self._vectors.get(_key(batch.capture))
+
+    def _encoded(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:
+        """Return rows as they would come to the ring."""
+        data = np.empty(form.payload_bytes(*rows.shape[:2]), dtype=np.uint8)
+        cpu.encode(rows, form, basis, torch.from_numpy(data).view(len(rows), -1))
+        return data
+
+    def _signs_type(self, rows: Tensor) -> torch.dtype:
+        del rows
+        return torch.float32  # 16-bit matrices are slow on a CPU
+
+    def _encode(self, batch: Batch, extent: Extent) -> None:
+        """Encode a batch into the ring."""
+        rows, basis = self._rows_and_basis(batch)
+        target = torch.from_numpy(self._producer.view(extent)).view(batch.capture.units, -1)
+        cpu.encode(rows, self._form(batch.capture), basis, target)
+
+    def _publish(self, batch: Batch, extent: Extent) -> None:
+        capture, form = batch.capture, self._form(batch.capture)
         headers = [
             capture_pb2.ChunkHeader(
                 sequence=capture.sequence,
                 site=site,
                 layers=capture.layers,
-                positions=block.positions,
-                dtype=self._format.dtype,
-                width=self._format.hidden,
-                encoding=capture_pb2.ENCODING_RAW,
+                positions=batch.positions,
+                dtype=form.dtype,
+                width=form.width,
+                encoding=form.encoding,
+                dimensions=form.dimensions,
+                axis=form.axis,
             )
             for site in capture.sites
         ]
         self._producer.publish(extent, capture.capture_id, headers)
+
+
+def _key(capture: Capture) -> Key:
+    return capture.capture_id, capture.sequence

@@ -24,6 +24,7 @@ from inference_svc.taps import norms, op, runner_v1, runner_v2
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
+from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.limits import UnsupportedEngineError, refuse_unsupported
 from inference_svc.taps.plan import Operation
 from inference_svc.taps.points import TapPoints
@@ -33,8 +34,8 @@ from inference_svc.taps.sink import BlockSink, RowFormat
 from inference_svc.taps.structure import CannotTapError, Structure, observe, sum_error
 from inference_svc.taps.watchdog import end_with
 from residuum.rpc.logs import get_logger
-from residuum.v1 import capture_pb2, tensor_pb2
-from residuum.wire.limits import BLOCK_TOKENS
+from residuum.v1 import capture_pb2
+from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,12 +49,6 @@ SETTINGS_VARIABLE = "RESIDUUM_WORKER_SETTINGS"
 """The environment variable that carries `WorkerSettings` to the workers.
 
 Not vLLM's `additional_config`: that is part of the compile cache's key, and these change with every start."""
-
-_DTYPES = {
-    torch.float32: tensor_pb2.DATA_TYPE_FLOAT32,
-    torch.float16: tensor_pb2.DATA_TYPE_FLOAT16,
-    torch.bfloat16: tensor_pb2.DATA_TYPE_BFLOAT16,
-}
 
 
 _log = get_logger(__name__)
@@ -165,7 +160,7 @@ class _Taps:
         self._rank = worker.rank
         self._pipeline_rank = get_pp_group().rank_in_group
         self.bank = VectorBank(settings["bank_rows"], hidden, worker.device)
-        self._format = RowFormat(hidden, _DTYPES[dtype])
+        self._format = RowFormat(hidden, WIRE_TYPES[dtype])
         self.pool: BlockPool | None = None
         self.producer: RingProducer | None = None
         self._sink: BlockSink | None = None
@@ -196,7 +191,7 @@ class _Taps:
             "dtype": int(self._format.dtype),
             "captures": self._sink is not None,
             "pool_bytes": self.pool.nbytes if self.pool else 0,
-            "table_bytes": self._table_bytes + self.bank.nbytes,
+            "table_bytes": self._table_bytes + self.bank.nbytes + (self._sink.nbytes if self._sink else 0),
             "ring_bytes": self.producer.ring_bytes if self.producer else 0,
             "control_path": self._control_path if self.producer else "",
         }
@@ -229,7 +224,9 @@ class _Taps:
         row_bytes = self._format.hidden * config.model_config.dtype.itemsize
         units = self._points.num_layers * len(self._sites)
         least = BLOCK_TOKENS * units * row_bytes
-        ring_bytes = max(settings["ring_bytes"], 2 * least)
+        # Twice what a block takes that holds as few positions as can be: encoded, its rows may be that much longer.
+        # Those of narrow models, projected to vectors, more.
+        ring_bytes = max(settings["ring_bytes"], 2 * least, BLOCK_TOKENS * units * 4 * MAX_PROJECTION_VECTORS)
         leaving = _STEPS_LEAVING if device.type == "cuda" else 0
         rows = BlockPool.rows_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, units, leaving)
         self.pool = BlockPool(
@@ -245,9 +242,10 @@ class _Taps:
         if device.type == "cuda":
             from inference_svc.taps.streamed_sink import StreamedSink
 
-            self._sink = StreamedSink(self.pool, self._format, self.producer)
+            self._sink = StreamedSink(self.pool, self._format, self.producer, self.bank)
         else:
-            self._sink = BlockSink(self.pool, self._format, self.producer)
+            self._sink = BlockSink(self.pool, self._format, self.producer, self.bank)
+        self._sink.check_encodings()
 
     def _make_tap(self, config: Any, device: torch.device) -> Any:
         if device.type == "cuda":

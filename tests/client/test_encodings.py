@@ -224,7 +224,7 @@ async def test_what_a_server_encodes_is_told(client):
     assert info.reductions == ("none", "last", "mean", "max", "sum")
 
 
-async def test_saving_keeps_decoded_rows(client, tmp_path):
+async def test_saving_keeps_encoded_rows(client, tmp_path):
     acts = await read(client, encoding="full8")
     acts.to_safetensors(tmp_path / "x.safetensors")
     again = residuum.Activations.from_safetensors(tmp_path / "x.safetensors")

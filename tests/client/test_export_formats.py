@@ -143,7 +143,7 @@ async def test_zarr_exports_are_chunked_by_block_and_sharded(client, reply, tmp_
     await client.export(reply, tmp_path / "x.zarr")
     metadata = json.loads((tmp_path / "x.zarr/resid_post/activations/zarr.json").read_text())
     assert (metadata["zarr_format"], metadata["shape"]) == (3, [2, 42, HIDDEN])
-    assert metadata["dimension_names"] == ["layer", "position", "hidden"]
+    assert metadata["dimension_names"] == ["layer", "position", "width"]
     (sharding,) = metadata["codecs"]
     assert sharding["name"] == "sharding_indexed"
     assert sharding["configuration"]["chunk_shape"] == [1, 32, HIDDEN]

@@ -225,10 +225,10 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
 
 
 @asynccontextmanager
-async def listening(add, servicer, port=0, on_end=None):
+async def listening(add, servicer, port=0, on_end=None, access=None):
     """Serve on a port of loopback, by default a free one, and yield the endpoint."""
-    access = AioAccessInterceptor(Access(None, []))
-    interceptors = [AioErrorInterceptor(get_logger("test"), on_end), access]
+    asking = AioAccessInterceptor(access or Access(None, []))
+    interceptors = [AioErrorInterceptor(get_logger("test"), on_end), asking]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -242,7 +242,7 @@ async def listening(add, servicer, port=0, on_end=None):
 class Service:
     """The inference service with its parts in reach, and a client's stub to it."""
 
-    def __init__(self, engine, keeper, settings):
+    def __init__(self, engine, keeper, settings, access):
         self.engine = engine
         self.registry = RequestRegistry(
             settings.registration_seconds, settings.max_registrations, max_bytes=settings.max_registration_mib << 20
@@ -254,7 +254,7 @@ class Service:
         self.metrics = InferenceMetrics()
         self.metrics.registry.register(ServiceCollector(self.registry, self.cache, activator, keeper))
         generator = Generator(engine, self.registry, self.cache, activator, keeper, self.metrics, settings.max_requests)
-        self.parts = Parts(engine, self.registry, self.cache, generator, keeper, settings)
+        self.parts = Parts(engine, self.registry, self.cache, generator, keeper, settings, access.limits_of)
         self.servicer = InferenceServicer()
         self.endpoint = self.channel = self.stub = None
 
@@ -288,11 +288,12 @@ async def running_service(store_endpoint=None, engine=None, **settings):
     """Start the service on a fake engine, by default a new one; `store_endpoint` None: without a store."""
     values = InferenceSettings(model="tiny", **settings)
     keeper = CaptureKeeper(store_endpoint, "store.example:1") if store_endpoint else None
-    service = Service(engine or FakeEngine(), keeper, values)
+    access = Access(values.tokens, [])
+    service = Service(engine or FakeEngine(), keeper, values, access)
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     once = [("grpc.enable_retries", 0)]
     async with (
-        listening(add, service.servicer, on_end=service.metrics.calls.note) as service.endpoint,
+        listening(add, service.servicer, on_end=service.metrics.calls.note, access=access) as service.endpoint,
         open_aio_channel(service.endpoint, options=once) as channel,
     ):
         service.stub, service.channel = inference_pb2_grpc.InferenceServiceStub(channel), channel

@@ -44,6 +44,23 @@ def test_exports_of_a_real_capture(
         assert np.array_equal(rows, acts[layer])
 
 
+@pytest.mark.parametrize(("encoding", "width"), [("full8", 576), ("rp8", 512)])
+def test_exports_of_a_real_encoded_capture(client: residuum.Client, tmp_path: Path, encoding: str, width: int) -> None:
+    capture = residuum.Capture(layers=[3, 20], encoding=encoding)
+    reply = client.generate("The capital of France is", max_tokens=40, ignore_eos=True, capture=capture)
+    acts, count = client.activations(reply), len(reply.prompt_token_ids) + 39
+    client.export(reply, tmp_path / "paris.npz")
+    with np.load(tmp_path / "paris.npz") as file:
+        q, scale, zero = (file[f"resid_post.20.{field}"] for field in ("q", "scale", "zero"))
+    assert (q.dtype, q.shape, scale.shape) == (np.uint8, (count, width), (count,))
+    np.testing.assert_allclose(scale[:, None] * q + zero[:, None], acts[20], rtol=1e-5)
+    client.export(reply, tmp_path / "paris.parquet")
+    found, manifest = OPENERS["parquet"](tmp_path / "paris.parquet")
+    assert np.array_equal(found["resid_post"].rows[20], acts[20])
+    assert manifest["mode"] == encoding
+    assert manifest["sequences"]["0"]["layers"]["20"]["shape"] == [count, width]
+
+
 def test_the_manifest_export_of_a_real_capture(
     client: residuum.Client, services: tuple[Service, Service], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,8 @@ import grpc.aio
 
 from inference_svc.captures import CaptureKeeper
 from inference_svc.settings import InferenceSettings
+from residuum.rpc.access import Access
+from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import get_logger
 from residuum.rpc.serving import AioErrorInterceptor
@@ -24,11 +26,12 @@ from tests.inference.service_support import Service
 async def main(store: str) -> None:
     stop_tracing = start_tracing("residuum-inference")
     keeper = CaptureKeeper(store, store)
-    service = Service(ScriptedEngine(), keeper, InferenceSettings(model="tiny"))
+    settings = InferenceSettings(model="tiny")
+    access = Access(settings.tokens, [])
+    service = Service(ScriptedEngine(), keeper, settings, access)
     service.serve()
-    server = grpc.aio.server(
-        interceptors=[AioTracingInterceptor(), AioErrorInterceptor(get_logger("test"))], options=SERVER_OPTIONS
-    )
+    interceptors = [AioTracingInterceptor(), AioErrorInterceptor(get_logger("test")), AioAccessInterceptor(access)]
+    server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service.servicer, server)
     sys.stdout.write(f"{server.add_insecure_port('127.0.0.1:0')}\n")
     sys.stdout.flush()

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum._exports.formats import Advance
-from residuum._exports.parts import portable, selections, slices
+from residuum._exports.parts import Selection, portable, selections, slices
 from residuum._exports.safetensors import FORMAT
 
 if TYPE_CHECKING:
@@ -51,27 +51,21 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
         # two streams of zeros, which take no room.
         use_byte_stream_split=["activation.list.element"],
     ) as file:
-        for _, selected in selections(acts):
-            for index, layer in enumerate(selected.layers):
-                tokens, rows = selected.token_ids, selected.raw(layer)
-                for part in slices(len(selected.positions), acts.width * dtype.itemsize):
-                    batch = _batch(selected, index, part, rows[part], tokens[part], schema)
+        for selection in selections(acts):
+            tokens = selection.acts.token_ids
+            for index in range(len(acts.layers)):
+                for part in slices(len(tokens), acts.width * dtype.itemsize):
+                    batch = _batch(selection, index, part, tokens[part], schema)
                     if batch.num_rows:
                         file.write_batch(batch)
-                    advance(rows[part].nbytes)
+                    advance(int(len(tokens[part]) * selection.kept_bytes))
 
 
-def _batch(
-    acts: Activations,
-    index: int,
-    part: slice,
-    rows: npt.NDArray[Any],
-    token_ids: npt.NDArray[np.int64],
-    schema: Any,
-) -> Any:
+def _batch(selection: Selection, index: int, part: slice, token_ids: npt.NDArray[np.int64], schema: Any) -> Any:
     import pyarrow as pa
 
-    layer, there = acts.layers[index], acts.present[index, part]
+    acts, there = selection.acts, selection.block.present[index, part]
+    rows = selection.rows(index, part)
     if not there.all():
         rows = rows[there]
     count, tokens = len(rows), token_ids[there]
@@ -79,11 +73,11 @@ def _batch(
         "capture_id": [acts.manifest.capture_id] * count,
         "sequence": np.full(count, acts.sequence, np.int32),
         "site": [acts.site] * count,
-        "layer": np.full(count, layer, np.int32),
+        "layer": np.full(count, acts.layers[index], np.int32),
         "position": acts.positions[part][there].astype(np.int32),
         "token_id": pa.array(tokens, mask=tokens < 0),
         "activation": pa.FixedSizeListArray.from_arrays(
-            pa.array(rows.astype(portable(acts.dtype), copy=False).reshape(-1)), acts.width
+            pa.array(rows.astype(portable(rows.dtype), copy=False).reshape(-1)), acts.width
         ),
     }
     return pa.record_batch([_column(columns[field.name], field) for field in schema], schema=schema)

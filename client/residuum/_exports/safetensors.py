@@ -1,4 +1,4 @@
-"""safetensors: the rows in the dtype in which they were captured, with the manifest in the metadata.
+"""safetensors: the rows as they were captured, also those that are encoded, with the manifest in the metadata.
 
 The library's own writer has all of a file in memory, twice; the format is a length, a JSON header and the arrays.
 """
@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from residuum._exports.formats import Advance
-from residuum._exports.parts import selections, slices, small_arrays
+from residuum._exports.parts import Stored, selections, stored
 
 if TYPE_CHECKING:
     from residuum.activations import Activations
@@ -27,6 +25,8 @@ FORMAT = "residuum.activations.v1"
 _ALIGNMENT = 8
 _DTYPES = {
     np.dtype(np.bool_): "BOOL",
+    np.dtype("u1"): "U8",
+    np.dtype("<u2"): "U16",
     np.dtype("<i8"): "I64",
     np.dtype("<f4"): "F32",
     np.dtype("<f2"): "F16",
@@ -34,31 +34,25 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    name: str
-    array: npt.NDArray[Any]
-    is_rows: bool
-
-
 def write(acts: Activations, path: Path, advance: Advance) -> None:
     """Write activations; see `Activations.to_safetensors`."""
-    tensors = sorted(_tensors(acts), key=lambda tensor: -tensor.array.dtype.itemsize)  # so each begins at its multiple
+    tensors = sorted(_tensors(acts), key=lambda tensor: -tensor.values.dtype.itemsize)  # so each begins at its multiple
     with path.open("wb") as file:
         file.write(_header(acts, tensors))
         for tensor in tensors:
-            _write_array(file, tensor, advance)
+            for values, count in tensor.slices():
+                file.write(values.view(np.uint8).data if values.size else b"")
+                advance(count)
 
 
-def _tensors(acts: Activations) -> Iterator[_Tensor]:
-    for name, selected in selections(acts):
-        for layer in selected.layers:
-            yield _Tensor(f"{name}.{layer}", selected.raw(layer), is_rows=True)
-        for item, array in small_arrays(selected).items():
-            yield _Tensor(f"{name}.{item}", array, is_rows=False)
+def _tensors(acts: Activations) -> Iterator[Stored]:
+    for selection in selections(acts):
+        yield from stored(selection)
+        for item, array in selection.small_arrays().items():
+            yield Stored(f"{selection.name}.{item}", array, present=None, kept_bytes=0.0)
 
 
-def _header(acts: Activations, tensors: list[_Tensor]) -> bytes:
+def _header(acts: Activations, tensors: list[Stored]) -> bytes:
     header: dict[str, Any] = {
         "__metadata__": {
             "format": FORMAT,
@@ -69,19 +63,9 @@ def _header(acts: Activations, tensors: list[_Tensor]) -> bytes:
     }
     end = 0
     for tensor in tensors:
-        start, end = end, end + tensor.array.nbytes
-        shape, dtype = list(tensor.array.shape), _DTYPES[tensor.array.dtype]
+        start, end = end, end + tensor.values.nbytes
+        shape, dtype = list(tensor.values.shape), _DTYPES[tensor.values.dtype]
         header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write_array(file: BinaryIO, tensor: _Tensor, advance: Advance) -> None:
-    array = tensor.array
-    if not array.size:
-        return
-    for part in slices(len(array), array.nbytes // len(array)):
-        file.write(np.ascontiguousarray(array[part]).view(np.uint8).data)
-        if tensor.is_rows:
-            advance(array[part].nbytes)

@@ -1,4 +1,4 @@
-"""Zarr, format 3: an array [layers, positions, hidden] for each sequence and site, in chunks of a block's positions.
+"""Zarr, format 3: an array [layers, positions, width] for each sequence and site, in chunks of a block's positions.
 
 Chunks lie in shards, so that a capture is a few files, and a reader of some positions of one layer fetches just their
 chunks. Codecs and dtypes are those of the core specification, which has no bfloat16: it becomes float32, whose second
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residuum._exports.formats import Advance
-from residuum._exports.parts import portable, selections, slices, small_arrays
+from residuum._exports.parts import Selection, portable, selections, slices
 from residuum._exports.safetensors import FORMAT
 
 if TYPE_CHECKING:
@@ -28,35 +28,36 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
 
     manifest: Any = json.loads(acts.manifest.to_json())
     root = zarr.open_group(str(path), mode="w", zarr_format=3, attributes={"format": FORMAT, "manifest": manifest})
-    for name, selected in selections(acts):
-        group = root.create_group(name, attributes={"layers": list(selected.layers), "dtype": str(acts.dtype)})
-        for item, array in small_arrays(selected).items():
+    for selection in selections(acts):
+        attributes = {"layers": list(acts.layers), "encoding": acts.encoding, "dtype": acts.manifest.dtype}
+        group = root.create_group(selection.name, attributes=attributes)
+        for item, array in selection.small_arrays().items():
             dimensions = ("layer", "position") if item == "present" else ("position",)
             group.create_array(item, data=array, dimension_names=dimensions)
-        _write_rows(group, selected, advance)
+        _write_rows(group, selection, advance)
 
 
-def _write_rows(group: Any, acts: Activations, advance: Advance) -> None:
+def _write_rows(group: Any, selection: Selection, advance: Advance) -> None:
     from zarr.codecs import BloscCodec
 
-    dtype, count, hidden = portable(acts.dtype), len(acts.positions), acts.width
-    shard = _shard_positions(count, hidden * dtype.itemsize)
+    layers, count = selection.block.present.shape
+    dtype, width = portable(selection.block.dtype), selection.block.width
+    shard = _shard_positions(count, width * dtype.itemsize)
     array = group.create_array(
         "activations",
-        shape=(len(acts.layers), count, hidden),
+        shape=(layers, count, width),
         dtype=dtype,
-        chunks=(1, CHUNK_POSITIONS, hidden),
-        shards=(1, shard, hidden),
+        chunks=(1, CHUNK_POSITIONS, width),
+        shards=(1, shard, width),
         compressors=BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=dtype.itemsize),
         fill_value=float("nan"),
-        dimension_names=("layer", "position", "hidden"),
+        dimension_names=("layer", "position", "width"),
     )
-    for index, layer in enumerate(acts.layers):
-        rows = acts.raw(layer)
+    for index in range(layers):
         for start in range(0, count, shard):  # a whole shard at a time: one that is added to is written anew
             part = slice(start, min(start + shard, count))
-            array[index, part] = rows[part].astype(dtype, copy=False)
-            advance(rows[part].nbytes)
+            array[index, part] = selection.rows(index, part).astype(dtype, copy=False)
+            advance(int((part.stop - start) * selection.kept_bytes))
 
 
 def _shard_positions(count: int, row_bytes: int) -> int:

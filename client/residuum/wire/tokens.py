@@ -33,6 +33,20 @@ def token_hash(token: str) -> str:
     return "sha256:" + hashlib.sha256(token.encode()).hexdigest()
 
 
+def tenant_path(tenant: str, request_id: str) -> str:
+    """Return one name for a request, or its capture, that no other tenant's has: "alice/req-1", "req-1" by default.
+
+    It is for within a process, and from worker to shipper. Both parts must be valid names, and so hold no slash.
+    """
+    return f"{tenant}/{request_id}" if tenant else request_id
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Return the tenant and the request id of a `tenant_path`."""
+    tenant, _, request_id = path.rpartition("/")
+    return tenant, request_id
+
+
 def is_valid_tenant(name: str) -> bool:
     """Tell whether `name` may name a tenant. The rules are those of request ids; the default tenant's is empty."""
     return name == DEFAULT_TENANT or is_valid_id(name)

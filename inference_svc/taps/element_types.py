@@ -1,0 +1,37 @@
+"""Element types: torch's and the wire's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from residuum.v1 import capture_pb2, tensor_pb2
+
+if TYPE_CHECKING:
+    from residuum.wire.encodings import RowFormat
+
+WIRE_TYPES = {
+    torch.float32: tensor_pb2.DATA_TYPE_FLOAT32,
+    torch.float16: tensor_pb2.DATA_TYPE_FLOAT16,
+    torch.bfloat16: tensor_pb2.DATA_TYPE_BFLOAT16,
+}
+"""The wire's names of torch's types."""
+
+_TORCH_TYPES = {wire: own for own, wire in WIRE_TYPES.items()}
+
+_CASTS = {
+    capture_pb2.ENCODING_FP32: torch.float32,
+    capture_pb2.ENCODING_FP16: torch.float16,
+    capture_pb2.ENCODING_BF16: torch.bfloat16,
+}
+
+
+def cast_of(form: RowFormat) -> torch.dtype | None:
+    """Return the type of the elements of a format that is nothing but elements: RAW and the casts; of others None."""
+    return own_type(form) if form.encoding == capture_pb2.ENCODING_RAW else _CASTS.get(form.encoding)
+
+
+def own_type(form: RowFormat) -> torch.dtype:
+    """Return the type in which the model computed the rows."""
+    return _TORCH_TYPES[form.dtype]

@@ -1,0 +1,207 @@
+# ruff: noqa: ANN001, ANN202, N803 - a Triton kernel is written without annotations, its constants in capitals
+"""The encodings on a GPU: Triton kernels that read rows where they lie in a block and write encoded ones densely.
+
+Numbers are written byte by byte: an encoded row begins anywhere. What they become, to the last bit, capture.proto
+says; divisions and roundings are those of IEEE 754, as in numpy. Sizes that change from block to block are not
+specialised on: the kernels that the start-up check compiles are the ones that serve.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_COLUMNS = 128
+"""Dimensions that a program quantises along."""
+
+_TILE_ROWS, _TILE_VECTORS, _TILE_WIDTH = 32, 16, 64
+"""Inner products: what a program computes, and how much of the width at once."""
+
+_LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
+_ROUNDER = tl.constexpr(12582912.0)
+"""1.5 * 2**23: adding it rounds a float32 to an integer, ties to even."""
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _write(at, bits, mask, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write integers as so many bytes each, little-endian."""
+    for byte in tl.static_range(BYTES):
+        tl.store(at + byte, ((bits >> (8 * byte)) & 0xFF).to(tl.uint8), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _scale_of(low, high, is_finite):  # type: ignore[no-untyped-def]
+    """Return the scale and the zero of lists of numbers, and whether they are numbers."""
+    scale = tl.div_rn(high - low, 255.0)
+    is_finite = is_finite & (scale <= _LARGEST_FLOAT)
+    nan = float("nan")
+    return tl.where(is_finite, scale, nan), tl.where(is_finite, low, nan), is_finite
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _quantized(x, scale, zero, is_finite):  # type: ignore[no-untyped-def]
+    """Return the integers, 0 to 255, of numbers."""
+    is_spread = is_finite & (scale > 0)
+    steps = tl.div_rn(tl.where(is_spread, x - zero, 0.0), tl.where(is_spread, scale, 1.0))
+    rounded = (tl.minimum(steps, 255.0) + _ROUNDER) - _ROUNDER
+    return rounded.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["positions", "capacity"])  # type: ignore[untyped-decorator, unused-ignore]
+def _quantize_rows_kernel(  # type: ignore[no-untyped-def]
+    source, target, positions, capacity, width, factor, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    at = source + ((row // positions) * capacity + row % positions) * width
+    x = tl.load(at + columns, mask=mask, other=0.0).to(tl.float32) * factor
+    low = tl.min(tl.where(mask, x, _LARGEST_FLOAT), axis=0)
+    high = tl.max(tl.where(mask, x, -_LARGEST_FLOAT), axis=0)
+    is_finite = tl.sum((tl.abs(x) <= _LARGEST_FLOAT).to(tl.int32), axis=0) == BLOCK
+    scale, zero, is_finite = _scale_of(low, high, is_finite)
+    encoded = target + row * (8 + width)
+    _write(encoded, scale.to(tl.int32, bitcast=True), True, 4)
+    _write(encoded + 4, zero.to(tl.int32, bitcast=True), True, 4)
+    tl.store(encoded + 8 + columns, _quantized(x, scale, zero, is_finite).to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["positions", "capacity", "unit_bytes"])  # type: ignore[untyped-decorator, unused-ignore]
+def _quantize_columns_kernel(  # type: ignore[no-untyped-def]
+    source, target, positions, capacity, unit_bytes, width, COLUMNS: tl.constexpr
+):
+    unit = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < width
+    first = source + unit * capacity * width + columns
+    x = tl.load(first, mask=mask, other=0.0).to(tl.float32)
+    low, high, is_finite = x, x, tl.abs(x) <= _LARGEST_FLOAT
+    for position in range(1, positions):
+        x = tl.load(first + position * width, mask=mask, other=0.0).to(tl.float32)
+        low, high = tl.minimum(low, x), tl.maximum(high, x)
+        is_finite = is_finite & (tl.abs(x) <= _LARGEST_FLOAT)
+    scale, zero, is_finite = _scale_of(low, high, is_finite)
+    encoded = target + unit * unit_bytes
+    _write(encoded + 4 * columns, scale.to(tl.int32, bitcast=True), mask, 4)
+    _write(encoded + 4 * width + 4 * columns, zero.to(tl.int32, bitcast=True), mask, 4)
+    for position in range(positions):
+        x = tl.load(first + position * width, mask=mask, other=0.0).to(tl.float32)
+        q = _quantized(x, scale, zero, is_finite).to(tl.uint8)
+        tl.store(encoded + (8 + position) * width + columns, q, mask=mask)
+
+
+@triton.jit(do_not_specialize=["positions", "capacity", "count"])  # type: ignore[untyped-decorator, unused-ignore]
+def _keep_largest_kernel(  # type: ignore[no-untyped-def]
+    source, bits, target, positions, capacity, width, count, BITS: tl.constexpr, QUANTIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    at = ((row // positions) * capacity + row % positions) * width + columns
+    x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+    own = tl.load(bits + at, mask=mask, other=0).to(tl.int32)
+    magnitude = tl.where(mask, own & ((1 << (BITS - 1)) - 1), -1)
+    # The magnitude of the last one that is kept, bit by bit: the greatest that so many reach.
+    least = tl.zeros((), dtype=tl.int32)
+    for index in range(BITS - 1):
+        candidate = least | (1 << (BITS - 2 - index))
+        reached = tl.sum((magnitude >= candidate).to(tl.int32), axis=0)
+        least = tl.where(reached >= count, candidate, least)
+    above = magnitude > least
+    equal = magnitude == least
+    room = count - tl.sum(above.to(tl.int32), axis=0)
+    kept = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room))
+    if QUANTIZE:
+        low = tl.min(tl.where(kept, x, _LARGEST_FLOAT), axis=0)
+        high = tl.max(tl.where(kept, x, -_LARGEST_FLOAT), axis=0)
+        is_finite = tl.sum((kept & (tl.abs(x) <= _LARGEST_FLOAT)).to(tl.int32), axis=0) == count
+        scale, zero, is_finite = _scale_of(low, high, is_finite)
+        kept = tl.where(is_finite, kept, columns < count)
+        encoded = target + row * (8 + 3 * count)
+        _write(encoded, scale.to(tl.int32, bitcast=True), True, 4)
+        _write(encoded + 4, zero.to(tl.int32, bitcast=True), True, 4)
+        place = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        _write(encoded + 8 + 2 * place, columns, kept, 2)
+        q = _quantized(x, scale, zero, is_finite).to(tl.uint8)
+        tl.store(encoded + 8 + 2 * count + place, q, mask=kept)
+    else:
+        encoded = target + row * (2 + BITS // 8) * count
+        place = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        _write(encoded + 2 * place, columns, kept, 2)
+        _write(encoded + 2 * count + (BITS // 8) * place, own, kept, BITS // 8)
+
+
+@triton.jit(do_not_specialize=["rows", "positions", "capacity", "count"])  # type: ignore[untyped-decorator, unused-ignore]
+def _inner_products_kernel(  # type: ignore[no-untyped-def]
+    source, vectors, target, rows, positions, capacity, width, count, ROWS: tl.constexpr, VECTORS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    vector = tl.program_id(1) * VECTORS + tl.arange(0, VECTORS)
+    at = source + ((row // positions) * capacity + row % positions) * width
+    total = tl.zeros((ROWS, VECTORS), dtype=tl.float32)
+    for first in range(0, width, WIDTH):
+        column = first + tl.arange(0, WIDTH)
+        inside = column < width
+        x = tl.load(at[:, None] + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+        v_at = vectors + vector[None, :].to(tl.int64) * width + column[:, None]
+        v = tl.load(v_at, mask=(vector < count)[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(x.to(tl.float32), v, total, input_precision="ieee")
+    place = target + row[:, None] * count + vector[None, :]
+    tl.store(place, total, mask=(row < rows)[:, None] & (vector < count)[None, :])
+
+
+def quantize_rows(rows: Tensor, out: Tensor, factor: float = 1.0) -> None:
+    """Write rows, [units, positions, width] and dense but for gaps between units, times `factor`: scale, zero, q."""
+    units, positions, width = rows.shape
+    block = triton.next_power_of_2(width)
+    _quantize_rows_kernel[(units * positions,)](
+        rows, out, positions, _capacity(rows), width, factor, BLOCK=block, num_warps=_warps(block)
+    )
+
+
+def quantize_columns(rows: Tensor, out: Tensor) -> None:
+    """Write units of rows along dimensions: of each unit all scales, all zeros, and then the rows' q."""
+    units, positions, width = rows.shape
+    grid = (units, triton.cdiv(width, _COLUMNS))
+    unit_bytes = (8 + positions) * width
+    _quantize_columns_kernel[grid](
+        rows, out, positions, _capacity(rows), unit_bytes, width, COLUMNS=_COLUMNS, num_warps=4
+    )
+
+
+def keep_largest(rows: Tensor, out: Tensor, count: int, *, quantize: bool) -> None:
+    """Write of each row the `count` elements of greatest magnitude, as TOPK8 or TOPK."""
+    units, positions, width = rows.shape
+    block = triton.next_power_of_2(width)
+    integers = rows.view(torch.int16 if rows.dtype.itemsize == 2 else torch.int32)  # noqa: PLR2004 - bytes
+    _keep_largest_kernel[(units * positions,)](
+        rows, integers, out, positions, _capacity(rows), width, count, BITS=8 * rows.dtype.itemsize, QUANTIZE=quantize,
+        BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+
+
+def inner_products(rows: Tensor, vectors: Tensor, out: Tensor) -> None:
+    """Write the inner products of rows with vectors, float32 [vectors, width], to `out`, float32, densely."""
+    units, positions, width = rows.shape
+    grid = (triton.cdiv(units * positions, _TILE_ROWS), triton.cdiv(len(vectors), _TILE_VECTORS))
+    _inner_products_kernel[grid](
+        rows, vectors, out, units * positions, positions, _capacity(rows), width, len(vectors), ROWS=_TILE_ROWS,
+        VECTORS=_TILE_VECTORS, WIDTH=_TILE_WIDTH,
+    )  # fmt: skip
+
+
+def _capacity(rows: Tensor) -> int:
+    """Return how many rows it is from one unit to the next. Not how many elements: so their alignment is known."""
+    return int(rows.stride(0) // rows.shape[2])
+
+
+def _warps(block: int) -> int:
+    return max(1, min(8, block // 512))

@@ -1,0 +1,137 @@
+"""Reductions: one row in the place of many, kept while a request runs. The rule is written in capture.proto.
+
+The worker does not know where a request ends: the engine may compute a few positions too many, after an end token or a
+stop text. So the last wanted positions are kept as they are, and the row of each of them is sent in the end: whichever
+the last one was, its row is there, and those beyond it count for nothing. If the engine ran further than that, the row
+is missing, and the capture INCOMPLETE.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from residuum.v1 import capture_pb2
+from residuum.wire.selection import wanted_positions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from inference_svc.taps.plan import Capture, RequestPlan
+
+REDUCTIONS = (
+    capture_pb2.REDUCTION_NONE,
+    capture_pb2.REDUCTION_LAST,
+    capture_pb2.REDUCTION_MEAN,
+    capture_pb2.REDUCTION_MAX,
+    capture_pb2.REDUCTION_SUM,
+)
+"""What the taps can do."""
+
+
+class Batch(NamedTuple):
+    """Rows of a capture that are ready to be encoded and sent."""
+
+    capture: Capture
+    positions: Sequence[int]
+    rows: Tensor
+    """[units, positions, width], in the model's dtype; reduced ones may be float32."""
+
+
+class Reduction:
+    """The reductions of one sequence: of its prompt, and of its generated tokens."""
+
+    def __init__(self, plan: RequestPlan) -> None:
+        """Begin with nothing."""
+        assert plan.capture is not None  # noqa: S101 - made only for what captures
+        self._capture = plan.capture
+        self._prompt_tokens = plan.prompt_tokens
+        wanted = wanted_positions(plan.capture.positions, plan.prompt_tokens, 0, plan.prompt_tokens)
+        self._last_of_prompt = int(np.flatnonzero(wanted).max(initial=-1))
+        self._prompt = _Running(plan.capture.reduction, keep=1)
+        self._generated = _Running(plan.capture.reduction, keep=plan.capture.spare_positions + 1)
+
+    def add(self, batch: Batch) -> Batch | None:
+        """Take the rows of a block, all of the prompt or all generated; return the prompt's row if it is known now.
+
+        The batch's rows are not needed any more once what this puts on the device's stream is done.
+        """
+        if batch.positions[0] >= self._prompt_tokens:
+            self._generated.add(batch.positions, batch.rows)
+            return None
+        self._prompt.add(batch.positions, batch.rows)
+        if batch.positions[-1] != self._last_of_prompt:
+            return None
+        return Batch(self._capture, *self._prompt.take())
+
+    def miss(self, positions: Sequence[int]) -> None:
+        """Note that wanted positions never come: what includes them cannot be told."""
+        self._prompt.is_whole &= min(positions) >= self._prompt_tokens
+        self._generated.is_whole &= max(positions) < self._prompt_tokens
+
+    def is_whole(self, batch: Batch) -> bool:
+        """Tell whether all rows came that a batch of this stands for."""
+        return (self._generated if batch.positions[0] >= self._prompt_tokens else self._prompt).is_whole
+
+    def finish(self) -> Batch | None:
+        """Return the rows of the last generated positions; None if there are none."""
+        return Batch(self._capture, *self._generated.take()) if self._generated.positions else None
+
+
+class _Running:
+    """The rows that came so far: the first ones reduced, the last ones as they are."""
+
+    def __init__(self, reduction: capture_pb2.Reduction.ValueType, keep: int) -> None:
+        self._reduction = reduction
+        self._keep = keep
+        self._total: Tensor | None = None  # of those that were folded, float32 [units, 1, width]
+        self._folded = 0
+        self._rows: Tensor | None = None  # [units, positions, width]
+        self.positions: list[int] = []
+        """Those of the rows that are kept as they are."""
+        self.is_whole = True
+        """Whether no row failed to come."""
+
+    def add(self, positions: Sequence[int], rows: Tensor) -> None:
+        old = rows[:, :0] if self._rows is None else self._rows
+        excess = max(len(self.positions) + len(positions) - self._keep, 0)
+        of_old = min(excess, len(self.positions))
+        self._fold(old[:, :of_old])
+        self._fold(rows[:, : excess - of_old])
+        self._rows = torch.cat([old[:, of_old:], rows[:, excess - of_old :]], dim=1)
+        self.positions = [*self.positions, *positions][excess:]
+
+    def take(self) -> tuple[list[int], Tensor]:
+        """Return the positions that are kept, and the reduction up to each of them, [units, positions, width]."""
+        assert self._rows is not None  # noqa: S101 - something was added
+        rows = self._rows
+        if self._reduction == capture_pb2.REDUCTION_LAST:
+            return self.positions, rows
+        running = rows.float()
+        if self._reduction == capture_pb2.REDUCTION_MAX:
+            running = running.cummax(dim=1).values
+        else:
+            running = running.cumsum(dim=1)
+        running = self._joined(running)
+        if self._reduction == capture_pb2.REDUCTION_MEAN:
+            counts = torch.arange(1, len(self.positions) + 1, device=rows.device) + self._folded
+            running = running / counts[:, None]
+        return self.positions, running
+
+    def _fold(self, rows: Tensor) -> None:
+        if not rows.shape[1] or self._reduction == capture_pb2.REDUCTION_LAST:
+            return
+        self._folded += rows.shape[1]
+        if self._reduction == capture_pb2.REDUCTION_MAX:
+            self._total = self._joined(rows.amax(dim=1, keepdim=True).float())
+        else:
+            self._total = self._joined(rows.sum(dim=1, keepdim=True, dtype=torch.float32))
+
+    def _joined(self, rows: Tensor) -> Tensor:
+        if self._total is None:
+            return rows
+        return torch.maximum(self._total, rows) if self._reduction == capture_pb2.REDUCTION_MAX else self._total + rows

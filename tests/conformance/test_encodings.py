@@ -1,0 +1,263 @@
+"""Encoded and reduced captures, of the real engine, through the real store, as the client reads them.
+
+What a row must be is told by RAW rows of the same tokens, which test_rows.py compares with transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+
+import residuum
+from residuum.v1 import store_pb2, store_pb2_grpc
+from residuum.wire.encodings import RowFormat
+from residuum.wire.projection import projection_matrix
+from tests.conformance.engines import KV_BLOCK, KV_BLOCKS
+from tests.conformance.rows import EVERY_LAYER, make_prompt
+from tests.reference.tiny import HIDDEN, LAYERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from residuum import Activations
+    from tests.conformance.engines import Engine
+    from tests.reference.hf import Rows
+
+pytestmark = pytest.mark.engine
+
+PROMPT = make_prompt(np.random.default_rng(40), 150)
+SITES = ("resid_post", "attn_out")
+DIMENSIONS, SEED = 24, 2**63 + 5
+CLOSE = 2e-6
+"""Rows of the same tokens, computed by two requests, as a part of the greatest."""
+
+REDUCTIONS = ("last", "mean", "max", "sum")
+
+
+def vectors() -> list[residuum.Vector]:
+    rng = np.random.default_rng(41)
+    return [residuum.Vector.from_array(rng.standard_normal(HIDDEN).astype(np.float32)) for _ in range(3)]
+
+
+def capture(encoding: str, **options: Any) -> residuum.Capture:
+    """A capture of two sites, with the options that the encoding must have."""
+    if encoding in ("rp", "rp8"):
+        options |= {"dimensions": DIMENSIONS, "seed": SEED}
+    elif encoding in ("topk", "topk8"):
+        options |= {"dimensions": DIMENSIONS}
+    elif encoding == "project":
+        options |= {"vectors": vectors()}
+    return residuum.Capture(sites=SITES, encoding=encoding, **options)  # type: ignore[arg-type]
+
+
+def expected(raw: Rows, encoding: str) -> tuple[Rows, Rows | float]:
+    """Return what rows [rows, hidden] become, float64, and how far from it they may be."""
+    raw = raw.astype(np.float64)
+    noise = CLOSE * np.abs(raw).max()
+    if encoding in ("rp", "rp8"):
+        wanted = raw @ projection_matrix(SEED, HIDDEN, DIMENSIONS).astype(np.float64)
+        noise *= np.sqrt(HIDDEN)
+    elif encoding == "project":
+        wanted = raw @ np.stack([vector.values for vector in vectors()], axis=1).astype(np.float64)
+        noise *= 10 * np.sqrt(HIDDEN)
+    elif encoding in ("topk", "topk8"):
+        least = np.sort(np.abs(raw), axis=1)[:, -DIMENSIONS, None]
+        wanted = np.where(np.abs(raw) >= least, raw, 0.0)
+    else:
+        wanted = raw
+    listed = np.where(wanted == 0, np.nan, wanted) if encoding == "topk8" else wanted
+    spread = np.nanmax(listed, axis=1, keepdims=True) - np.nanmin(listed, axis=1, keepdims=True)
+    steps = {"fp16": 2.0**-11 * np.abs(raw), "bf16": 2.0**-8 * np.abs(raw)}
+    if encoding.endswith("8"):
+        return wanted, spread / 255 / 2 * 1.001 + noise
+    return wanted, steps.get(encoding, 0.0) + noise
+
+
+def check_rows(acts: Activations, raw: Activations, encoding: str) -> None:
+    assert acts.encoding == encoding
+    assert acts.manifest.state == "complete"
+    for site in SITES:
+        one, other = acts.select(site=site), raw.select(site=site)
+        assert one.layers == other.layers
+        assert np.array_equal(one.positions, other.positions)
+        for layer in one.layers:
+            wanted, bound = expected(other[layer], encoding)
+            assert (np.abs(one[layer] - wanted) <= bound).all(), (site, layer)
+
+
+def reduced(rows: Rows, reduction: str) -> Rows:
+    """Return the reduction of rows [rows, hidden], float64."""
+    rows = rows.astype(np.float64)
+    if reduction == "last":
+        return rows[-1]
+    return np.asarray({"mean": rows.mean, "max": rows.max, "sum": rows.sum}[reduction](axis=0))
+
+
+def check_reduced(acts: Activations, raw: Activations, reduction: str, sequence: int = 0) -> None:
+    """Check that there is a row of each phase of which RAW has any, at its last position, and what it is."""
+    assert acts.manifest.state == "complete", acts.manifest.describe_missing()
+    prompt = len(raw.manifest.prompt_token_ids)
+    for site in SITES:
+        one, other = (item.select(site=site, sequence=sequence) for item in (acts, raw))
+        positions = other.positions
+        phases = [phase for phase in (positions < prompt, positions >= prompt) if phase.any()]
+        assert one.positions.tolist() == [positions[phase].max() for phase in phases]
+        for layer in EVERY_LAYER:
+            wanted = np.stack([reduced(other[layer][phase], reduction) for phase in phases])
+            np.testing.assert_allclose(one[layer], wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def stored_bytes(engine: Engine, capture_id: str) -> int:
+    """Return the bytes of the payloads that the store has, each as long as its header says."""
+    total = 0
+    with grpc.insecure_channel(engine.store.endpoint) as channel:
+        request = store_pb2.ReadChunksRequest(capture_id=capture_id)
+        for response in store_pb2_grpc.StoreServiceStub(channel).ReadChunks(request, timeout=60):
+            if response.WhichOneof("content") == "chunk":
+                header, payload = response.chunk.header, response.chunk.payload
+                assert len(payload) == RowFormat.of(header).payload_bytes(len(header.layers), len(header.positions))
+                total += len(payload)
+    return total
+
+
+@pytest.mark.parametrize("encoding", ["raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project"])
+def test_rows_of_every_encoding(engine: Engine, encoding: str) -> None:
+    """A prompt in three chunks, and a reply of more than a block."""
+    reply = engine.client.generate(PROMPT, max_tokens=50, ignore_eos=True, capture=capture(encoding))
+    other = engine.client.generate(PROMPT, max_tokens=50, ignore_eos=True, capture=residuum.Capture(sites=SITES))
+    assert reply.token_ids == other.token_ids
+    acts, raw = (engine.client.activations(item.request_id) for item in (reply, other))
+    assert raw.encoding == "raw"
+    check_rows(acts, raw, encoding)
+    row_bytes = {
+        "raw": 4 * HIDDEN, "fp32": 4 * HIDDEN, "fp16": 2 * HIDDEN, "bf16": 2 * HIDDEN, "full8": 8 + HIDDEN,
+        "rp8": 8 + DIMENSIONS, "rp": 4 * DIMENSIONS, "topk8": 8 + 3 * DIMENSIONS, "topk": 6 * DIMENSIONS, "project": 12,
+    }  # fmt: skip
+    assert stored_bytes(engine, reply.request_id) == 199 * len(SITES) * LAYERS * row_bytes[encoding]
+
+
+def test_rows_along_dimensions(engine: Engine) -> None:
+    """Each number is right to half a step of its dimension's spread over some rows: at most that over all of them."""
+    reply = engine.client.generate(
+        PROMPT, max_tokens=50, ignore_eos=True, capture=capture("full8", axis="dimension")
+    )  # fmt: skip
+    other = engine.client.generate(PROMPT, max_tokens=50, ignore_eos=True, capture=residuum.Capture(sites=SITES))
+    acts, raw = (engine.client.activations(item.request_id) for item in (reply, other))
+    for site in SITES:
+        for layer in EVERY_LAYER:
+            got, wanted = acts.select(site=site)[layer], raw.select(site=site)[layer]
+            spread = wanted.max(axis=0) - wanted.min(axis=0)
+            assert (np.abs(got - wanted) <= spread / 255 / 2 * 1.001 + CLOSE * np.abs(wanted).max()).all()
+            assert np.abs(got - wanted).max() > 0
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("positions", [None, "prompt", "generated", [3, (60, 155)]], ids=str)
+def test_one_row_of_each_phase(engine: Engine, reduction: str, positions: Any) -> None:
+    both = [
+        residuum.Capture(sites=SITES, positions=positions, encoding="fp32", reduction=reduction),  # type: ignore[arg-type]
+        residuum.Capture(sites=SITES, positions=positions),
+    ]
+    replies = [engine.client.generate(PROMPT, max_tokens=70, ignore_eos=True, capture=item) for item in both]
+    acts, raw = (engine.client.activations(reply.request_id) for reply in replies)
+    check_reduced(acts, raw, reduction)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "full8", "rp8", "topk8", "topk", "project"])
+def test_one_row_of_every_encoding(engine: Engine, encoding: str) -> None:
+    reply = engine.client.generate(
+        PROMPT, max_tokens=50, ignore_eos=True, capture=capture(encoding, reduction="mean")
+    )  # fmt: skip
+    plain = residuum.Capture(sites=SITES, encoding="fp32", reduction="mean")
+    other = engine.client.generate(PROMPT, max_tokens=50, ignore_eos=True, capture=plain)
+    acts, raw = (engine.client.activations(item.request_id) for item in (reply, other))
+    assert len(raw.positions) == 2
+    check_rows(acts, raw, encoding)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 9, 40])
+def test_short_replies(engine: Engine, max_tokens: int) -> None:
+    both = [capture("fp32", reduction="sum"), residuum.Capture(sites=SITES)]
+    replies = [engine.client.generate(PROMPT[:5], max_tokens=max_tokens, ignore_eos=True, capture=c) for c in both]
+    acts, raw = (engine.client.activations(reply.request_id) for reply in replies)
+    check_reduced(acts, raw, "sum")
+    assert len(acts.positions) == (1 if max_tokens == 1 else 2)
+
+
+def test_a_stop_text(engine: Engine) -> None:
+    """The engine computes beyond it: those rows are no part of the reduction."""
+    with engine.client.stream(PROMPT[:40], max_tokens=40, ignore_eos=True) as stream:
+        pieces = [delta.text for delta in stream]
+    text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces]).tolist()
+    stop = next(
+        piece
+        for piece, end in zip(pieces[8:], ends[8:], strict=True)
+        if len(piece.strip()) > 2 and piece.isascii() and text.find(piece) + len(piece) == end
+    )
+    both = [capture("fp32", reduction="mean"), residuum.Capture(sites=SITES)]
+    replies = [
+        engine.client.generate(PROMPT[:40], max_tokens=40, ignore_eos=True, stop=[stop], capture=item) for item in both
+    ]
+    assert {reply.finish_reason for reply in replies} == {"stop"}
+    acts, raw = (engine.client.activations(reply.request_id) for reply in replies)
+    check_reduced(acts, raw, "mean")
+    computed = max(first + count for first, count in engine.journal.chunks(replies[0].request_id))
+    assert computed > 1 + acts.positions.max(), "the engine went further"
+
+
+def test_sequences_of_one_prompt(engine: Engine) -> None:
+    settings: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 7, "max_tokens": 40, "ignore_eos": True}
+    both = [capture("fp32", reduction="max"), capture("fp32")]
+    replies = [engine.client.generate(PROMPT[:30], capture=item, **settings) for item in both]
+    assert [item.token_ids for item in replies[0].sequences] == [item.token_ids for item in replies[1].sequences]
+    acts, raw = (engine.client.activations(reply.request_id) for reply in replies)
+    for sequence in range(3):
+        check_reduced(acts, raw, "max", sequence)
+
+
+def test_preempted_requests(engine: Engine) -> None:
+    """Encoded and reduced captures of requests that are computed again from their first position, beside each other."""
+    rng = np.random.default_rng(42)
+    kinds = [("rp8", None), ("full8", None), ("topk", None), ("project", None), *(("fp32", r) for r in REDUCTIONS)]
+    prompts = [make_prompt(rng, int(rng.integers(20, 100))) for _ in range(14)]
+    with engine.held(*vectors()):
+        streams = [
+            engine.client.stream(
+                prompt,
+                max_tokens=200,
+                ignore_eos=True,
+                capture=capture(kinds[index % len(kinds)][0], reduction=kinds[index % len(kinds)][1]),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+    for stream in streams:
+        for _ in stream:
+            pass
+    assert sum(len(prompt) + 200 for prompt in prompts) > KV_BLOCK * KV_BLOCKS
+    assert any(engine.journal.preemptions(stream.reply.request_id) for stream in streams)
+    for index, stream in enumerate(streams):
+        reply = stream.reply
+        tokens = [*reply.prompt_token_ids, *reply.token_ids[:-1]]
+        raw = rows_of(engine, tokens)
+        acts, (encoding, reduction) = engine.client.activations(reply.request_id), kinds[index % len(kinds)]
+        assert acts.manifest.state == "complete"
+        for site in SITES:
+            for layer in EVERY_LAYER:
+                got, rows = acts.select(site=site)[layer], raw[site][layer]
+                if reduction:
+                    phases = rows[: len(reply.prompt_token_ids)], rows[len(reply.prompt_token_ids) :]
+                    wanted = np.stack([reduced(phase, reduction) for phase in phases])
+                    np.testing.assert_allclose(got, wanted, atol=2e-4 * np.abs(wanted).max())
+                elif encoding != "topk":  # which of two nearly equal elements is kept may differ
+                    exact, bound = expected(rows, encoding)
+                    assert (np.abs(got - exact) <= bound + 2e-4 * np.abs(exact).max()).all()
+
+
+def rows_of(engine: Engine, tokens: Iterable[int]) -> dict[str, dict[int, Rows]]:
+    """Return RAW rows of tokens, all of them given as a prompt."""
+    reply = engine.client.generate(list(tokens), max_tokens=1, ignore_eos=True, capture=residuum.Capture(sites=SITES))
+    acts = engine.client.activations(reply.request_id)
+    return {site: {layer: acts.select(site=site)[layer] for layer in EVERY_LAYER} for site in SITES}

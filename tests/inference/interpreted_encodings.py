@@ -1,0 +1,54 @@
+"""Runs the GPU's encoders on the CPU, in Triton's interpreter, beside the reference; fails if they differ.
+
+A program of its own: TRITON_INTERPRET must be set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+
+from inference_svc.taps import kernel
+from inference_svc.taps.encodings.gpu import GpuEncoder
+from tests.inference.encoder_cases import Case, cases
+
+GUARD = 64
+"""Bytes before and after the payload that must stay as they are."""
+
+memory = np.zeros(1 << 16, dtype=np.uint8)
+
+
+def main() -> None:
+    """Encode every case: whole, and in parts, through buffers that are too small for it."""
+    kernel.HostPointer = host_tensor  # type: ignore[assignment,misc]
+    for case in cases(((48, 16), (35, 7))):
+        check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
+        # Of rows along dimensions, a unit's are always encoded together.
+        if not case.form.prefix_bytes and case.name.startswith("random"):
+            row_bytes = max(case.form.row_bytes, 4 * case.form.dimensions)
+            check(case, GpuEncoder(torch.device("cpu"), 4 * (2 * row_bytes // 4 + 1)))
+            check(case, GpuEncoder(torch.device("cpu"), 4 * (20 * row_bytes // 4 + 1)))
+
+
+def check(case: Case, encoder: GpuEncoder) -> None:
+    size = case.form.payload_bytes(*case.rows.shape[:2])
+    memory[:] = 0xEE
+    encoder.encode(case.rows, case.form, case.basis(), memory.ctypes.data + GUARD)
+    assert (memory[:GUARD] == 0xEE).all()
+    assert (memory[GUARD + size :] == 0xEE).all()
+    case.check(memory[GUARD : GUARD + size].copy(), exact_bfloat16=False)  # the interpreter cuts bfloat16 off
+
+
+def host_tensor(address: int, dtype: torch.dtype) -> torch.Tensor:
+    """The interpreter takes tensors alone."""
+    offset = address - memory.ctypes.data
+    rest = memory[offset : len(memory) - (len(memory) - offset) % dtype.itemsize]
+    return torch.from_numpy(rest).view(dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""What becomes of rows on their way into the ring: encoded, projected, reduced; and what is lost on that way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
+from inference_svc.taps.sink import BlockSink
+from residuum.v1 import capture_pb2
+from residuum.wire.encodings import BY_DIMENSION, ENCODINGS, FP32, FULL8, PROJECT, RAW, RP8, TOPK, RowFormat, basis_of
+from residuum.wire.limits import MAX_CHUNK_BYTES
+from tests.inference.taps_support import CPU, DTYPES, GENERATED, MLP, POST, PROMPT, Ring, Worker, is_wanted, select
+
+HIDDEN, VECTORS = 24, 3
+LAST, MEAN, MAX, SUM = (getattr(capture_pb2, f"REDUCTION_{name}") for name in ("LAST", "MEAN", "MAX", "SUM"))
+
+
+class EncodedRing(Ring):
+    """A ring that keeps payloads as they are."""
+
+    def publish(self, extent, capture_id, headers):
+        data, at = self._taken.pop(extent), 0
+        for header in headers:
+            form = RowFormat.of(header)
+            size = form.payload_bytes(len(header.layers), len(header.positions))
+            self.chunks.append((header, form, data[at : at + size]))
+            at += size
+        assert at == len(data)
+
+
+def make_worker(dtype=torch.float32, layers=range(2), **options):
+    rng = np.random.default_rng(3)
+    worker = Worker(hidden=HIDDEN, dtype=dtype, layers=layers, vectors=rng.standard_normal((8, HIDDEN)), **options)
+    worker.ring = EncodedRing(options.get("ring_bytes"))
+    worker.sink = BlockSink(worker.pool, worker.sink._format, worker.ring, worker.bank)
+    worker.runtime._sink = worker.sink
+    return worker
+
+
+class Engine:
+    """A worker whose model computes random rows, and a record of all of them."""
+
+    def __init__(self, dtype=torch.float32, **options):
+        self.worker = make_worker(dtype, **options)
+        self.dtype = dtype
+        self.rows = {}
+        """(request, site, layer, position): what was computed for it first."""
+
+    def compute(self, *parts, admitted=(), finished=()):
+        """Run a step of (request, first position, count)."""
+        total = sum(count for _, _, count in parts)
+        tensors = {}
+        for site in (POST, MLP):
+            for layer in self.worker.layers:
+                values = torch.randn(total, HIDDEN).to(self.dtype)
+                tensors[site, layer] = (values, None)
+                names = [(name, first + i) for name, first, count in parts for i in range(count)]
+                for (name, position), value in zip(names, values, strict=True):
+                    self.rows.setdefault((name, site, layer, position), value.clone())
+        self.worker.step(parts, admitted=admitted, finished=finished, tensors=tensors)
+
+    def run(self, plan, tokens, chunk=50):
+        """Compute one request from its first position to the last, in chunks of the prompt and then one by one."""
+        prompt, admitted = plan.prompt_tokens, [("a", plan)]
+        for first in range(0, prompt, chunk):
+            self.compute(("a", first, min(chunk, prompt - first)), admitted=admitted)
+            admitted = ()
+        for position in range(prompt, tokens):
+            self.compute(("a", position, 1))
+        self.compute(finished=["a"])
+
+    def stored(self):
+        """Return {(site, layer, position): decoded row}, none of them twice."""
+        found = {}
+        for header, form, payload in self.worker.ring.chunks:
+            prefixes, rows = form.split(payload, len(header.layers), len(header.positions))
+            values = form.decode(rows, None if prefixes is None else prefixes[:, None])
+            for i, layer in enumerate(header.layers):
+                for j, position in enumerate(header.positions):
+                    assert (header.site, layer, position) not in found
+                    found[header.site, layer, position] = values[i, j].astype(np.float64)
+        return found
+
+    def computed(self, site, layer, positions):
+        rows = [self.rows["a", site, layer, position] for position in positions]
+        return torch.stack(rows).double().numpy()
+
+
+def capture(encoding=None, reduction=capture_pb2.REDUCTION_NONE, positions=None, **options):
+    return Capture(
+        "c", 0, (0, 1), positions or select(), (POST, MLP), encoding=encoding or RowEncoding(), reduction=reduction,
+        **options,
+    )  # fmt: skip
+
+
+def encoding_of(name):
+    dimensions = {"rp": 7, "rp8": 7, "topk": 5, "topk8": 5, "project": VECTORS}.get(name, 0)
+    rows = (6, 0, 2) if name == "project" else ()
+    return RowEncoding(ENCODINGS[name], dimensions, 11 if "rp" in name else 0, rows=rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_a_capture_is_encoded_as_it_asks(name, dtype):
+    torch.manual_seed(0)
+    engine, encoding = Engine(dtype), encoding_of(name)
+    engine.run(RequestPlan(70, capture(encoding)), 110)
+    found = engine.stored()
+    assert found.keys() == {(site, layer, p) for site in (POST, MLP) for layer in (0, 1) for p in range(110)}
+    vectors = engine.worker.bank.vectors[list(encoding.rows)].numpy()
+    for header, form, payload in engine.worker.ring.chunks:
+        assert form == RowFormat(ENCODINGS[name], HIDDEN, DTYPES[dtype][1], encoding.dimensions)
+        values = np.stack([engine.computed(header.site, layer, header.positions) for layer in header.layers])
+        options = capture_pb2.EncodingOptions(seed=encoding.seed)
+        expected = form.encode(values.astype(DTYPES[dtype][0]), basis_of(form, options, list(vectors)))
+        wanted = form.decode(form.split(expected, *values.shape[:2])[1])
+        got = form.decode(form.split(payload, *values.shape[:2])[1])
+        step = 0.02 if form.encoding == RP8 else 0.0  # where a number may fall to the next one
+        np.testing.assert_allclose(got.astype(float), wanted.astype(float), atol=1e-5 + step)
+
+
+def test_rows_along_dimensions_are_encoded_together_as_far_as_a_chunk_takes_them():
+    torch.manual_seed(0)
+    engine = Engine(rows=8 * 400, largest_block=8 * 100)
+    encoding = RowEncoding(FULL8, axis=BY_DIMENSION)
+    engine.run(RequestPlan(70, capture(encoding)), 80, chunk=70)
+    (header, form, payload) = engine.worker.ring.chunks[0]
+    assert list(header.positions) == [*range(70)]
+    assert form.axis == BY_DIMENSION
+    values = np.stack([engine.computed(POST, layer, header.positions) for layer in (0, 1)]).astype(np.float32)
+    assert payload.tobytes() == form.encode(values)
+    assert len(engine.stored()) == 4 * 80
+    wide = BlockPool(4000, 4096, torch.float32, CPU, largest_block=4000)
+    block = wide.take(Capture("c", 0, (0,), select(), encoding=encoding), 2000)
+    form = encoding.format_of(4096, header.dtype)
+    assert form.payload_bytes(1, block.capacity) <= MAX_CHUNK_BYTES < form.payload_bytes(1, 600)
+
+
+def test_a_block_holds_fewer_positions_where_encoded_rows_are_longer():
+    pool = BlockPool(20_000, HIDDEN, torch.bfloat16, CPU, largest_block=4000)
+    capacities = {
+        name: pool.take(capture(encoding), 3000).capacity
+        for name, encoding in {
+            "raw": RowEncoding(RAW),
+            "rp8": RowEncoding(RP8, 8),
+            "fp32": RowEncoding(FP32),
+            "project": RowEncoding(PROJECT, 120, rows=(0,) * 120),
+        }.items()
+    }
+    assert capacities == {"raw": 1000, "rp8": 1000, "fp32": 500, "project": 100}
+
+
+def test_vectors_are_those_of_the_requests_begin():
+    """The bank's row may be another's before the last block has left."""
+    engine = Engine()
+    encoding = RowEncoding(PROJECT, 1, rows=(4,))
+    vector = engine.worker.bank.vectors[4].double().numpy()
+    engine.compute(("a", 0, 3), admitted=[("a", RequestPlan(2, capture(encoding)))])
+    engine.worker.bank.load([(4, np.zeros(HIDDEN, dtype="<f4").tobytes())])
+    engine.compute(finished=["a"])
+    found = engine.stored()
+    for position in range(3):
+        expected = engine.computed(POST, 0, [position]) @ vector
+        np.testing.assert_allclose(found[POST, 0, position], expected, rtol=1e-5)
+    assert not engine.worker.sink._vectors
+
+
+def test_a_full_ring_sheds_encoded_rows_by_their_own_size():
+    engine = Engine(ring_bytes=4 * 40 * (8 + HIDDEN))
+    engine.run(RequestPlan(70, capture(RowEncoding(FULL8), sheds=True)), 70, chunk=70)
+    assert [list(header.positions) for header, _, _ in engine.worker.ring.chunks[::2]] == [
+        [*range(32)],
+        [*range(64, 70)],
+    ]
+    ((_, loss),) = engine.worker.ring.losses
+    assert list(loss.positions) == [*range(32, 64)]
+
+
+def reduced(rows, reduction):
+    """The rows' reduction, float64."""
+    return {LAST: rows[-1], MEAN: rows.mean(0), MAX: rows.max(0), SUM: rows.sum(0)}[reduction]
+
+
+SELECTIONS = {
+    "all": select(),
+    "prompt": select(phases=(PROMPT,)),
+    "generated": select(phases=(GENERATED,)),
+    "every fifth": select(every=5),
+    "some": select((3, 60), (75, 90)),
+    "the first": select((0, 0)),
+}
+
+
+@pytest.mark.parametrize("reduction", [LAST, MEAN, MAX, SUM])
+@pytest.mark.parametrize("positions", SELECTIONS.values(), ids=SELECTIONS)
+@pytest.mark.parametrize(("prompt", "tokens"), [(70, 115), (64, 65), (1, 40), (33, 33), (70, 74)])
+def test_one_row_stands_for_all_of_a_phase(reduction, positions, prompt, tokens):
+    torch.manual_seed(1)
+    engine = Engine()
+    engine.run(RequestPlan(prompt, capture(None, reduction, positions, spare_positions=7)), tokens)
+    wanted = [position for position in range(tokens) if is_wanted(positions, prompt, position)]
+    of_prompt, generated = [p for p in wanted if p < prompt], [p for p in wanted if p >= prompt]
+    expected = {*of_prompt[-1:], *generated[-8:]}
+    found = engine.stored()
+    assert found.keys() == {(site, layer, p) for site in (POST, MLP) for layer in (0, 1) for p in expected}
+    for (site, layer, position), row in found.items():
+        phase = of_prompt if position < prompt else generated
+        rows = engine.computed(site, layer, [p for p in phase if p <= position])
+        np.testing.assert_allclose(row, reduced(rows, reduction), rtol=1e-5, atol=1e-5)
+    assert engine.worker.pool.free_rows == 16 * 2 * 32
+    assert not engine.worker.sink._reductions
+
+
+@pytest.mark.parametrize("reduction", [LAST, MEAN, MAX, SUM])
+def test_reduced_rows_are_encoded_as_others_are(reduction):
+    torch.manual_seed(2)
+    engine = Engine(torch.bfloat16)
+    engine.run(RequestPlan(70, capture(RowEncoding(FP32), reduction)), 120)
+    for (site, layer, position), row in engine.stored().items():
+        assert position in (69, 119)
+        rows = engine.computed(site, layer, range(70) if position == 69 else range(70, 120))
+        np.testing.assert_allclose(row, reduced(rows, reduction), rtol=1e-5, atol=1e-5)
+    for name in ENCODINGS:
+        if name != "fp32":
+            engine = Engine(torch.bfloat16)
+            engine.run(RequestPlan(70, capture(encoding_of(name), reduction)), 120)
+            assert {position for _, _, position in engine.stored()} == {69, 119}
+    rounded = Engine(torch.bfloat16)
+    rounded.run(RequestPlan(70, capture(RowEncoding(TOPK, HIDDEN), reduction)), 120)
+    for (site, layer, position), row in rounded.stored().items():
+        rows = rounded.computed(site, layer, range(70) if position == 69 else range(70, 120))
+        np.testing.assert_allclose(row, reduced(rows, reduction), rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", [MEAN, MAX, SUM])
+def test_what_is_not_finite_is_not_hidden(reduction):
+    engine = Engine()
+    plan = RequestPlan(3, capture(None, reduction))
+    values = torch.ones(3, HIDDEN)
+    values[1, 4] = float("nan")
+    tensors = {(site, layer): (values.clone(), None) for site in (POST, MLP) for layer in (0, 1)}
+    engine.worker.step([("a", 0, 3)], admitted=[("a", plan)], tensors=tensors)
+    for row in engine.stored().values():
+        assert np.isnan(row[4])
+        assert np.isfinite(np.delete(row, 4)).all()
+
+
+@pytest.mark.parametrize("reduction", [LAST, MEAN, MAX, SUM])
+def test_a_position_that_is_computed_again_counts_once(reduction):
+    torch.manual_seed(3)
+    engine = Engine()
+    engine.compute(("a", 0, 40), admitted=[("a", RequestPlan(60, capture(None, reduction)))])
+    engine.compute(("a", 0, 60))  # preempted in its prompt
+    for position in range(60, 100):
+        engine.compute(("a", position, 1))
+    engine.compute(("a", 0, 64))  # and in its reply
+    engine.compute(("a", 64, 40))
+    engine.compute(finished=["a"])
+    found = engine.stored()
+    assert {position for _, _, position in found} == {59, 103}
+    for (site, layer, position), row in found.items():
+        rows = engine.computed(site, layer, range(60) if position == 59 else range(60, 104))
+        np.testing.assert_allclose(row, reduced(rows, reduction), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_never_come_make_no_reduction():
+    engine = Engine()
+    engine.compute(("a", 0, 20), admitted=[("a", RequestPlan(60, capture(None, MEAN)))])
+    engine.compute(("a", 25, 35))  # five positions were taken from a cache
+    engine.compute(("a", 60, 1))
+    engine.compute(finished=["a"])
+    assert {position for _, _, position in engine.stored()} == {60}, "the reply's row is whole"
+    lost = [list(loss.positions) for _, loss in engine.worker.ring.losses]
+    assert lost == [[20, 21, 22, 23, 24], [59]]
+
+
+def test_an_aborted_prompt_has_no_row():
+    engine = Engine()
+    engine.compute(("a", 0, 20), admitted=[("a", RequestPlan(60, capture(None, SUM)))])
+    engine.compute(finished=["a"])
+    assert not engine.worker.ring.chunks
+    assert engine.worker.pool.free_rows == 16 * 2 * 32
+    assert not engine.worker.sink._reductions
+
+
+def test_reduced_rows_that_are_shed_are_told():
+    engine = Engine(ring_bytes=10)
+    engine.run(RequestPlan(40, capture(None, MEAN, spare_positions=2, sheds=True)), 50)
+    assert [list(loss.positions) for _, loss in engine.worker.ring.losses] == [[39], [47, 48, 49]]
+    assert {loss.reason for _, loss in engine.worker.ring.losses} == {capture_pb2.INCOMPLETE_REASON_OVERFLOW}
+
+
+def test_a_stage_encodes_and_reduces_its_own_layers():
+    torch.manual_seed(4)
+    for reduction in (capture_pb2.REDUCTION_NONE, MEAN):
+        engine = Engine(layers=range(4, 6))
+        asked = Capture("c", 0, (0, 3, 5, 9), select(), (POST, MLP), encoding=RowEncoding(FP32), reduction=reduction)
+        engine.run(RequestPlan(40, asked), 60)
+        assert {layer for _, layer, _ in engine.stored()} == {5}
+        assert len(engine.stored()) == 2 * (60 if reduction == capture_pb2.REDUCTION_NONE else 2)
+
+
+happenings = st.lists(st.one_of(st.integers(1, 45), st.just("preempt")), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    happenings,
+    st.integers(1, 60),
+    st.integers(0, 9),
+    st.sampled_from([LAST, MEAN, MAX, SUM]),
+    st.sampled_from(list(SELECTIONS.values())),
+)
+def test_reductions_however_a_request_is_computed(happenings, prompt, spare, reduction, positions):
+    """In chunks of any length, from the first position again at any time: against all rows, one by one."""
+    engine, position, reached = Engine(), 0, 0
+    admitted = [("a", RequestPlan(prompt, capture(None, reduction, positions, spare_positions=spare)))]
+    for happening in happenings:
+        if happening == "preempt":
+            position = 0
+            continue
+        # A step computes tokens that are known: those of the prompt, those that were generated, and one more.
+        count = min(happening, max(prompt, reached + (reached >= prompt)) - position)
+        engine.compute(("a", position, count), admitted=admitted)
+        admitted, position = (), position + count
+        reached = max(reached, position)
+    engine.compute(finished=["a"], admitted=admitted)
+    wanted = [place for place in range(reached) if is_wanted(positions, prompt, place)]
+    of_prompt, generated = [p for p in wanted if p < prompt], [p for p in wanted if p >= prompt]
+    last = max((p for p in range(prompt) if is_wanted(positions, prompt, p)), default=None)
+    expected = {*generated[-spare - 1 :], *({last} & set(of_prompt))}
+    found = engine.stored()
+    assert {place for _, _, place in found} == expected
+    for (site, layer, place), row in found.items():
+        rows = engine.computed(site, layer, [p for p in (of_prompt if place < prompt else generated) if p <= place])
+        np.testing.assert_allclose(row, reduced(rows, reduction), rtol=1e-5, atol=1e-5)
+    assert engine.worker.pool.free_rows == 16 * 2 * 32
+    assert not engine.worker.ring.losses

@@ -1,0 +1,167 @@
+"""What a tenant may have: of a store, and of an inference service. Others are not concerned."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from residuum.rpc.errors import Reason
+from residuum.v1 import capture_pb2, errors_pb2
+from tests.security.test_tenants import Caller
+from tests.store.support import failing_with
+
+EXCEEDED = Reason.ERROR_REASON_QUOTA_EXCEEDED
+OPEN, COMPLETE = capture_pb2.CAPTURE_STATE_OPEN, capture_pb2.CAPTURE_STATE_COMPLETE
+
+
+@pytest.fixture
+def call(store, tokens):
+    callers = []
+    with store(tokens=tokens.path) as endpoint:
+
+        def make(tenant, *rights):
+            callers.append(Caller(endpoint, tokens.add(tenant, *rights)))
+            return callers[-1]
+
+        yield make
+        for caller in callers:
+            caller.channel.close()
+
+
+@pytest.fixture
+def alice(call):
+    return call("alice", "read", "write", "generate")
+
+
+@pytest.fixture
+def bob(call):
+    return call("bob", "read", "write", "generate")
+
+
+def test_open_captures(tokens, alice, bob):
+    tokens.limit("alice", max_open_captures=2)
+    alice.open("a")
+    alice.open("b")
+    alice.open("b")  # again: it is there
+    with failing_with(EXCEEDED) as caught:
+        alice.open("c")
+    assert caught[0].metadata == {"limit": "max_open_captures", "allowed": "2"}
+    bob.open("c")
+    alice.append("a")
+    assert alice.seal("a").state == COMPLETE
+    alice.open("c")
+    with failing_with(EXCEEDED):
+        alice.open("d")
+    alice.delete("b")
+    alice.open("d")
+    assert alice.stats().tenant.max_open_captures == 2
+    assert not bob.stats().tenant.HasField("max_open_captures")
+
+
+def test_bytes(tokens, alice, bob):
+    alice.open("a")
+    assert alice.append("a", positions=[0, 1]) == {}
+    used = alice.get("a").num_bytes
+    tokens.limit("alice", max_bytes=2 * used)
+    assert alice.append("a", positions=[2, 3]) == {}
+    assert alice.append("a", positions=[4]) == {1: EXCEEDED}
+    assert alice.append("a", positions=[0, 1]) == {}  # there already: it takes nothing
+    with failing_with(EXCEEDED) as caught:
+        alice.open("b")
+    assert caught[0].metadata == {"limit": "max_bytes", "allowed": str(2 * used)}
+    assert "residuum rm" in caught[0].message
+    assert alice.get("a").state == OPEN
+    bob.write("a")
+    stats = alice.stats()
+    assert (stats.num_bytes, stats.tenant.max_bytes) == (2 * used, 2 * used)
+    alice.delete("a")
+    alice.open("b")
+    assert alice.append("b", positions=[0, 1]) == {}
+
+
+def test_within_one_transaction(tokens, alice):
+    """Chunks that are written together count together."""
+    alice.open("a")
+    alice.append("a", positions=[0])
+    used = alice.get("a").num_bytes
+    tokens.limit("alice", max_bytes=3 * used)
+    stored = [alice.append("a", positions=[position]) for position in range(1, 5)]
+    assert stored == [{}, {}, {1: EXCEEDED}, {1: EXCEEDED}]
+    assert alice.get("a").num_bytes <= 3 * used
+
+
+def test_no_captures_at_all(tokens, alice):
+    tokens.limit("alice", max_open_captures=0)
+    with failing_with(EXCEEDED):
+        alice.open("a")
+
+
+def test_limits_outlast_a_restart(store, tokens):
+    token = tokens.add("alice", "read", "write")
+    tokens.limit("alice", max_open_captures=1)
+    for name in ("a", "b"):
+        with store(tokens=tokens.path) as endpoint:
+            caller = Caller(endpoint, token)
+            if name == "a":
+                caller.open(name)
+            else:
+                with failing_with(EXCEEDED):
+                    caller.open(name)
+            caller.channel.close()
+
+
+class TestVectors:
+    """In the cache of an inference service."""
+
+    BYTES = 16  # four elements, as the tests' model has them
+
+    @pytest.fixture
+    def cache(self):
+        from inference_svc.vectors import VectorCache
+
+        self.leased = set()
+        return VectorCache(100, 4, lambda name: name in self.leased)
+
+    def vector(self, number):
+        from residuum.wire.digests import vector_message
+
+        return vector_message(np.full(4, number, np.float32))
+
+    def put(self, cache, number, tenant="alice", vectors=2):
+        cache.put(self.vector(number), tenant, vectors * self.BYTES)
+
+    def has(self, cache, number, tenant="alice"):
+        from inference_svc.vectors import vector_name
+
+        return not cache.missing([vector_name(tenant, self.vector(number).digest)])
+
+    def test_a_tenants_oldest_goes_first(self, cache):
+        self.put(cache, 9, "bob")
+        for number in (1, 2, 3):
+            self.put(cache, number)
+        assert [self.has(cache, number) for number in (1, 2, 3)] == [False, True, True]
+        assert self.has(cache, 9, "bob")
+        self.put(cache, 3)
+        assert self.has(cache, 2)
+
+    def test_what_its_requests_need_stays(self, cache):
+        from inference_svc.vectors import vector_name
+        from residuum.rpc.errors import Failure
+
+        for number in (1, 2):
+            self.put(cache, number)
+            self.leased.add(vector_name("alice", self.vector(number).digest))
+        with pytest.raises(Failure) as raised:
+            self.put(cache, 3)
+        assert raised.value.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED
+        assert raised.value.metadata == {"limit": "max_vector_bytes", "allowed": "32"}
+        assert [self.has(cache, number) for number in (1, 2, 3)] == [True, True, False]
+        self.put(cache, 3, "bob")
+
+    def test_less_than_one_vector_is_none(self, cache):
+        from residuum.rpc.errors import Failure
+
+        with pytest.raises(Failure):
+            cache.put(self.vector(1), "alice", 15)
+        assert not self.has(cache, 1)
+        assert cache.num_vectors == 0
