@@ -103,7 +103,7 @@ def start_store(folder: Path, arguments: Sequence[str] = (), *, port: int = 0, m
 
 
 def start_inference(folder: Path, model: str, store: str, arguments: Sequence[str] = (), *, port: int = 0) -> Service:
-    """Start the inference service with a model and the endpoint of its store ("" for none)."""
+    """Start the inference service with a model and its store, or stores between commas ("" for none)."""
     flags = ["--model", model, *(["--store", store] if store else []), *arguments]
     return _start("inference", folder, ["-m", "inference_svc", *flags, f"--listen=127.0.0.1:{port}"])
 

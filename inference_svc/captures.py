@@ -1,9 +1,11 @@
-"""The captures of this service's requests, in the store: opened before the first token, sealed after the last."""
+"""The captures of this service's requests in one store: opened before the first token, sealed after the last."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import time
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -14,6 +16,7 @@ from residuum.rpc.credentials import Credentials, CredentialsError
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.rpc.logs import get_logger
 from residuum.v1 import store_pb2, store_pb2_grpc
+from residuum.wire.placement import StoreAddress
 from residuum.wire.tokens import tenant_path
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ _T = TypeVar("_T")
 _log = get_logger(__name__)
 
 _OPEN_SECONDS = 5.0
+_AVOIDED_SECONDS = 5.0
+"""How long a store that did not answer gets no captures of which the service chooses the store."""
 _SEAL_SECONDS = 10.0
 _MAX_BACKOFF_SECONDS = 5.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -43,17 +48,25 @@ class NoAnswerError(Failure):
 
 
 class CaptureKeeper:
-    """Speaks to the store for the inference service. Rows do not pass here: shippers send them."""
+    """Speaks to one store for the inference service. Rows do not pass here: shippers send them."""
 
-    def __init__(self, endpoint: str, advertised: str, credentials: Credentials | None = None) -> None:
-        """Connect lazily to the store at `endpoint`, which clients reach as `advertised`."""
+    def __init__(self, store: StoreAddress, credentials: Credentials | None = None, *, is_alone: bool = True) -> None:
+        """Connect lazily to a store; `is_alone` says that there is no other."""
         self._credentials = credentials
-        self.endpoint = endpoint
-        self.advertised = advertised
+        self.store = store
+        self._is_alone = is_alone
+        self.answered: bool | None = None
+        """Whether the store answered when it was last asked; None: it was not asked yet."""
+        self._silent_since = -math.inf
         self._channel = self._connect()
         self._store = store_pb2_grpc.StoreServiceStub(self._channel)
         self._seals: set[asyncio.Task[None]] = set()
         self._open: set[str] = set()
+
+    @property
+    def is_avoided(self) -> bool:
+        """Whether to keep new captures from the store where there is a choice: it has just failed to answer."""
+        return time.monotonic() - self._silent_since < _AVOIDED_SECONDS
 
     @property
     def num_open(self) -> int:
@@ -64,6 +77,17 @@ class CaptureKeeper:
     def num_seals(self) -> int:
         """Ends that the store is being told."""
         return len(self._seals)
+
+    async def check_free(self, description: capture_pb2.CaptureDescription) -> None:
+        """Make sure that the store has no capture of this id; nothing is created.
+
+        Raises:
+            Failure: It has one (CAPTURE_EXISTS), or does not answer.
+        """
+        request = store_pb2.OpenCaptureRequest(description=description, check_only=True)
+        await self._ask(
+            lambda channel: store_pb2_grpc.StoreServiceStub(channel).OpenCapture(request, timeout=_OPEN_SECONDS)
+        )
 
     async def check_reachable(self) -> store_pb2.GetStatsResponse:
         """Make sure that the store answers; return what it says.
@@ -110,12 +134,15 @@ class CaptureKeeper:
                 task.cancel()
             if late:
                 names = sorted(task.get_name() for task in late)
-                _log.error("captures were not sealed: the store did not answer in time", captures=names)
+                _log.error(
+                    "captures were not sealed: the store did not answer in time", store=str(self.store), captures=names
+                )
         await self._channel.close()
 
     def _connect(self) -> grpc.aio.Channel:
         # A store that does not answer is told at once: whoever asked may try again, and seals are tried again below.
-        return open_aio_channel(self.endpoint, credentials=self._credentials, options=[("grpc.enable_retries", 0)])
+        once = [("grpc.enable_retries", 0)]
+        return open_aio_channel(self.store.endpoint, credentials=self._credentials, options=once)
 
     async def _ask(self, call: Callable[[grpc.aio.Channel], Awaitable[_T]]) -> _T:
         """Make an idempotent call.
@@ -124,18 +151,30 @@ class CaptureKeeper:
             Failure: The store does not answer, or refuses.
         """
         try:
-            try:
-                return await call(self._channel)
-            except grpc.aio.AioRpcError as error:
-                if error.code() != grpc.StatusCode.UNAVAILABLE:
-                    raise
-                # The channel may be waiting to connect again. A new one does so now, and finds a store that is back.
-                async with self._connect() as fresh:
-                    return await call(fresh)
+            answer = await self._call(call)
         except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from error
+            failure = self._failure(error)
+            self._note(answered=failure.reason != Reason.ERROR_REASON_STORE_UNREACHABLE)
+            raise failure from error
         except CredentialsError as error:
+            self._note(answered=False)
             raise self._unreachable(str(error)) from error
+        self._note(answered=True)
+        return answer
+
+    def _note(self, *, answered: bool) -> None:
+        self.answered = answered
+        self._silent_since = -math.inf if answered else time.monotonic()
+
+    async def _call(self, call: Callable[[grpc.aio.Channel], Awaitable[_T]]) -> _T:
+        try:
+            return await call(self._channel)
+        except grpc.aio.AioRpcError as error:
+            if error.code() != grpc.StatusCode.UNAVAILABLE:
+                raise
+            # The channel may be waiting to connect again. A new one does so now, and finds a store that is back.
+            async with self._connect() as fresh:
+                return await call(fresh)
 
     async def _seal(self, request: store_pb2.SealCaptureRequest) -> None:
         backoff = 0.1
@@ -144,8 +183,14 @@ class CaptureKeeper:
                 await self._store.SealCapture(request, timeout=_SEAL_SECONDS)
             except grpc.aio.AioRpcError as error:
                 if _is_final(error):
-                    _log.warning("capture not sealed", request_id=request.capture_id, cause=error.details())
+                    _log.warning(
+                        "capture not sealed",
+                        store=str(self.store),
+                        request_id=request.capture_id,
+                        cause=error.details(),
+                    )
                     return
+                self._note(answered=error.code() not in _UNREACHABLE)
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, no secret
                 backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
             else:
@@ -162,11 +207,17 @@ class CaptureKeeper:
         return self._unreachable(error.details(), kind)
 
     def _unreachable(self, cause: str | None, kind: type[Failure] = Failure) -> Failure:
+        place = f"at {self.store}" if self.store.name == self.store.endpoint else str(self.store)
+        consequence = (
+            "Nothing can be captured until it does; requests without a capture are served."
+            if self._is_alone
+            else "Until it does, no capture can be made whose id belongs there; those of other ids are."
+        )
         return kind(
             Reason.ERROR_REASON_STORE_UNREACHABLE,
-            f"The store at {self.endpoint} does not answer ({cause}). Nothing can be captured until it does; "
-            "requests without a capture are served.",
-            endpoint=self.endpoint,
+            f"The store {place} does not answer ({cause}). {consequence}",
+            endpoint=self.store.endpoint,
+            store=self.store.name,
         )
 
 

@@ -349,6 +349,7 @@ def _prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
         "control_dir": control_dir,
         "service_pid": os.getpid(),
         "ring_bytes": settings.ring_mib << 20,
+        "stores": [store.name for store in settings.stores],
         "bank_rows": settings.max_active_vectors,
         "sites": sorted(SITES[name] for name in settings.capture_sites),
         "fold_norms": settings.fold_norms,

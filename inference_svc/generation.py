@@ -34,9 +34,9 @@ from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTE
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 
-    from inference_svc.captures import CaptureKeeper
     from inference_svc.engine import Delta, Engine
     from inference_svc.requests import RequestRegistry, Running
+    from inference_svc.stores import Stores
     from inference_svc.vectors import VectorActivator, VectorCache
 
 
@@ -85,16 +85,16 @@ class Generator:
         registry: RequestRegistry,
         cache: VectorCache,
         activator: VectorActivator,
-        keeper: CaptureKeeper | None,
+        stores: Stores | None,
         metrics: InferenceMetrics | None = None,
         max_requests: int = 1024,
     ) -> None:
-        """Put the parts together; `keeper` is None if there is no store. At most `max_requests` run or wait."""
+        """Put the parts together; `stores` is None if there is none. At most `max_requests` run or wait."""
         self._engine = engine
         self._registry = registry
         self._cache = cache
         self._activator = activator
-        self._keeper = keeper
+        self._stores = stores
         self._metrics = metrics or InferenceMetrics()
         self._runs: dict[str, _Run] = {}
         self._max_requests = max_requests
@@ -210,7 +210,7 @@ class Generator:
     ) -> inference_pb2.CaptureHandle | None:
         if running.spec.capture is None:
             return None
-        keeper = require_keeper(self._keeper)
+        stores = require_stores(self._stores)
         facts = self._engine.facts
         description = capture_pb2.CaptureDescription(
             capture_id=running.request_id,
@@ -230,14 +230,14 @@ class Generator:
         )
         description.request_time.GetCurrentTime()
         try:
-            await keeper.open(description)
+            await stores.open(description, is_new_id=not running.spec.request_id)
         except (asyncio.CancelledError, NoAnswerError):
             # The store may have opened the capture: nobody else would ever end it.
             self._registry.end(running)
             unheard = [capture_pb2.SequenceOutcome(finish_reason="abort")] * num_sequences(sampling)
-            keeper.seal(_aborted(running, unheard))
+            stores.seal(_aborted(running, unheard))
             raise
-        return inference_pb2.CaptureHandle(capture_id=running.request_id, store_endpoint=keeper.advertised)
+        return stores.handle(running.request_id)
 
     @asynccontextmanager
     async def _sealed(self, run: _Run) -> AsyncIterator[None]:
@@ -256,7 +256,7 @@ class Generator:
             if run.handle is not None:
                 seal.sequences.extend(run.outcomes(default="abort"))
                 seal.steering_changes.extend(run.steering_changes())
-                require_keeper(self._keeper).seal(seal)
+                require_stores(self._stores).seal(seal)
 
 
 class _Run:
@@ -509,19 +509,19 @@ class _Run:
         )
 
 
-def require_keeper(keeper: CaptureKeeper | None) -> CaptureKeeper:
-    """Return the keeper of captures.
+def require_stores(stores: Stores | None) -> Stores:
+    """Return the stores.
 
     Raises:
         Failure: The service was started without a store.
     """
-    if keeper is None:
+    if stores is None:
         raise Failure(
             Reason.ERROR_REASON_STORE_UNREACHABLE,
             "This server was started without a store and captures nothing; start it with --store HOST:PORT.",
             endpoint="",
         )
-    return keeper
+    return stores
 
 
 def _aborted(running: Running, sequences: Sequence[capture_pb2.SequenceOutcome]) -> store_pb2.SealCaptureRequest:

@@ -14,7 +14,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from inference_svc.shipping.figures import beside, read_figures
+from inference_svc.shipping.figures import beside, figures_by_store, read_figures
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import get_logger
 from residuum.rpc.metrics import SECONDS, CallMetrics, make_registry
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
     from typing_extensions import Self
 
-    from inference_svc.captures import CaptureKeeper
     from inference_svc.requests import RequestRegistry
     from inference_svc.shipping.figures import Figures
     from inference_svc.shipping.supervisor import ShipperSupervisor
+    from inference_svc.stores import Stores
     from inference_svc.vectors import VectorActivator, VectorCache
 
 _log = get_logger(__name__)
@@ -150,17 +150,16 @@ class ServiceCollector(Collector):
         registry: RequestRegistry,
         cache: VectorCache,
         activator: VectorActivator,
-        keeper: CaptureKeeper | None,
+        stores: Stores | None,
     ) -> None:
-        """Look at these parts; `keeper` is None if there is no store."""
+        """Look at these parts; `stores` is None if there is none."""
         self._registry = registry
         self._cache = cache
         self._activator = activator
-        self._keeper = keeper
+        self._stores = stores
 
     def collect(self) -> Iterator[Metric]:
         """Yield the figures as they are now."""
-        keeper = self._keeper
         for name, text, value in (
             ("running_requests", "Requests that generate, or wait for their turn to.", self._registry.num_running),
             ("registrations", "Registrations that wait for their Generate.", self._registry.num_registered),
@@ -168,10 +167,27 @@ class ServiceCollector(Collector):
             ("active_vectors", "Steering vectors that running requests use.", self._activator.num_active),
             ("active_vectors_limit", "How many may be used at once.", self._activator.num_rows),
             ("waiting_for_vectors", "Requests that wait for room among them.", self._activator.num_waiting),
-            ("open_captures", "Captures whose end the store has not heard.", keeper.num_open if keeper else 0),
-            ("unheard_seals", "Ends that the store is being told.", keeper.num_seals if keeper else 0),
         ):
             yield GaugeMetricFamily(f"residuum_inference_{name}", text, value)
+        yield from self._collect_stores()
+
+    def _collect_stores(self) -> Iterator[Metric]:
+        label = ["store"]
+        opened = GaugeMetricFamily(
+            "residuum_inference_open_captures", "Captures whose end the store has not heard.", labels=label
+        )
+        unheard = GaugeMetricFamily(
+            "residuum_inference_unheard_seals", "Ends that the store is being told.", labels=label
+        )
+        answers = GaugeMetricFamily(
+            "residuum_inference_store_up", "1: it answered when it was last asked; 0: it did not.", labels=label
+        )
+        for name, keeper in self._stores.keepers.items() if self._stores else ():
+            opened.add_metric([name], keeper.num_open)
+            unheard.add_metric([name], keeper.num_seals)
+            if keeper.answered is not None:
+                answers.add_metric([name], keeper.answered)
+        yield from (opened, unheard, answers)
 
 
 _RINGS: tuple[tuple[str, str, str, bool], ...] = (
@@ -185,6 +201,10 @@ _RINGS: tuple[tuple[str, str, str, bool], ...] = (
     ("seconds_waited", "ring_wait_seconds", "How long it waited, together.", True),
 )
 """A worker's figure, its name for Prometheus, what it is, and whether it only grows."""
+
+_RING_SHARES: tuple[tuple[str, str, str, bool], ...] = (
+    ("store_bytes_used", "ring_store_used_bytes", "Bytes of the ring that hold what is for the store.", False),
+)
 
 _SHIPPERS: tuple[tuple[str, str, str, bool], ...] = (
     ("unacked_bytes", "shipper_unacked_bytes", "Bytes under way to the store without an acknowledgement.", False),
@@ -208,8 +228,10 @@ class ShippingCollector(Collector):
         """Yield the figures of a second ago or less, but of a process that hangs."""
         workers = [(str(at), read_figures(beside(path))) for at, path in enumerate(self._control_paths)]
         yield from _families("worker", workers, _RINGS)
+        yield from _families_by_store("worker", workers, _RING_SHARES)
         statuses = self._shippers.status()
-        yield from _families("shipper", [(str(at), status.figures) for at, status in enumerate(statuses)], _SHIPPERS)
+        shippers = [(str(at), status.figures) for at, status in enumerate(statuses)]
+        yield from _families_by_store("shipper", shippers, _SHIPPERS)
         running = GaugeMetricFamily(
             "residuum_inference_shipper_up", "1: it runs; 0: it is being restarted.", labels=["shipper"]
         )
@@ -232,4 +254,18 @@ def _families(
         for process, figures in processes:
             if key in figures:
                 family.add_metric([process], figures[key])
+        yield family
+
+
+def _families_by_store(
+    label: str, processes: Sequence[tuple[str, Figures]], table: Sequence[tuple[str, str, str, bool]]
+) -> Iterator[Metric]:
+    """Yield the figures that processes have of each store."""
+    for key, name, text, grows in table:
+        kind = CounterMetricFamily if grows else GaugeMetricFamily
+        family = kind(f"residuum_inference_{name}", text, labels=[label, "store"])
+        for process, figures in processes:
+            for store, own in figures_by_store(figures).items():
+                if key in own:
+                    family.add_metric([process, store], own[key])
         yield family

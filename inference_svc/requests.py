@@ -75,6 +75,7 @@ class RequestRegistry:
         max_registrations: int,
         clock: Callable[[], float] = time.monotonic,
         max_bytes: int = 64 << 20,
+        make_id: Callable[[], str] = make_id,
     ) -> None:
         """Make an empty registry.
 
@@ -83,7 +84,9 @@ class RequestRegistry:
             max_registrations: Registrations that may wait at once.
             clock: Returns seconds that only grow.
             max_bytes: What the specs of all that wait may take, as messages.
+            make_id: Makes ids for requests that come without one.
         """
+        self.make_id = make_id
         self.time_to_live = time_to_live
         self._max_registrations = max_registrations
         self._clock = clock
@@ -110,8 +113,13 @@ class RequestRegistry:
         """How many registrations wait, those included that have lapsed since the last call."""
         return len(self._registered)
 
-    def register(self, spec: ResolvedSpec, tenant: str = "") -> str:
+    def register(self, spec: ResolvedSpec, tenant: str = "", made_id: str = "") -> str:
         """Keep a spec until it is used or lapses, and return its id. The same spec under the same id renews it.
+
+        Args:
+            spec: The spec.
+            tenant: Whose it is.
+            made_id: Its id if it comes without one, from `make_id`; empty: make one.
 
         Raises:
             Failure: The id is taken by another spec or was used, or too many registrations wait.
@@ -133,7 +141,7 @@ class RequestRegistry:
                     f"at most {self._max_bytes >> 10} are kept. Use or abort some.",
                     limit="max_registration_mib",
                 )
-        request_id = spec.request_id or make_id()
+        request_id = spec.request_id or made_id or self.make_id()
         self._forget_registration((tenant, request_id))
         self._remember((tenant, request_id), spec)
         return request_id
@@ -159,7 +167,7 @@ class RequestRegistry:
         self._drop_lapsed()
         if spec.request_id:
             self._check_unused((tenant, spec.request_id))
-        return self._start(Running(spec.request_id or make_id(), spec, was_registered=False, tenant=tenant))
+        return self._start(Running(spec.request_id or self.make_id(), spec, was_registered=False, tenant=tenant))
 
     def end(self, running: Running) -> None:
         """Forget a running request, and remember that its id was used."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from grpc_health.v1 import health
 
-from inference_svc.captures import CaptureKeeper
 from inference_svc.engine import Engine
 from inference_svc.generation import Generator
 from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
@@ -18,6 +17,7 @@ from inference_svc.requests import RequestRegistry
 from inference_svc.selftest import run_self_test
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.shipping.supervisor import ShipperSupervisor
+from inference_svc.stores import Stores
 from inference_svc.vectors import VectorActivator, VectorCache, cache_capacity
 from residuum.rpc.access import Access
 from residuum.rpc.admission import AioAccessInterceptor
@@ -34,6 +34,7 @@ from residuum.rpc.serving import (
 )
 from residuum.rpc.tracing import AioTracingInterceptor, TracingError, is_on, start_tracing
 from residuum.v1 import capture_pb2, inference_pb2_grpc
+from residuum.wire.ids import make_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -166,7 +167,8 @@ class InferenceServer:
             model_runner=engine.facts.model_runner,
             folded_norms=engine.facts.folded_norms,
             capturing_ranks=len(engine.facts.control_paths),
-            store=settings.store or None,
+            stores=[str(store) for store in settings.stores],
+            advertised=[store.endpoint for store in settings.advertised_stores],
             capture_pool_bytes=engine.facts.pool_bytes,
             table_bytes=engine.facts.table_bytes,
             ring_bytes=engine.facts.ring_bytes,
@@ -175,8 +177,16 @@ class InferenceServer:
 
     def _assemble(self, engine: Engine) -> Parts:
         settings = self._settings
+        stores = None
+        if settings.store:
+            stores = Stores(
+                settings.stores, settings.advertised_stores, settings.store_credentials, fixed=settings.fixed_stores
+            )
         registry = RequestRegistry(
-            settings.registration_seconds, settings.max_registrations, max_bytes=settings.max_registration_mib << 20
+            settings.registration_seconds,
+            settings.max_registrations,
+            max_bytes=settings.max_registration_mib << 20,
+            make_id=stores.make_id if stores else make_id,
         )
         hidden = engine.facts.hidden_size
         kept = cache_capacity(settings.max_vectors, settings.max_vector_mib, hidden)
@@ -184,13 +194,9 @@ class InferenceServer:
         activator = VectorActivator(
             cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )
-        keeper = None
-        if settings.store:
-            advertised = settings.advertise_store or settings.store
-            keeper = CaptureKeeper(settings.store, advertised, settings.store_credentials)
-        generator = Generator(engine, registry, cache, activator, keeper, self._metrics, settings.max_requests)
-        self._metrics.registry.register(ServiceCollector(registry, cache, activator, keeper))
-        return Parts(engine, registry, cache, generator, keeper, settings, self._access.limits_of)
+        generator = Generator(engine, registry, cache, activator, stores, self._metrics, settings.max_requests)
+        self._metrics.registry.register(ServiceCollector(registry, cache, activator, stores))
+        return Parts(engine, registry, cache, generator, stores, settings, self._access.limits_of)
 
     async def _watch_engine(self) -> None:
         assert self._parts is not None  # noqa: S101 - _start came before
@@ -219,9 +225,9 @@ class InferenceServer:
 
     async def _hand_over(self, parts: Parts) -> None:
         """Deliver what is left to the store, each part by itself: one that fails must not keep the others from it."""
-        if parts.keeper is None:
+        if parts.stores is None:
             return
-        steps: list[tuple[str, Awaitable[object]]] = [("seals", parts.keeper.close(_SEAL_SECONDS))]
+        steps: list[tuple[str, Awaitable[object]]] = [("seals", parts.stores.close(_SEAL_SECONDS))]
         if self._shippers:
             steps.append(("shippers", self._shippers.stop(_STOP_SECONDS)))
         if not parts.engine.is_dead:
@@ -234,7 +240,7 @@ class InferenceServer:
 
     async def _drain(self, engine: Engine) -> None:
         if not await engine.drain(_SEAL_SECONDS):
-            _log.error("rows are left in the ring: the store did not take them in time")
+            _log.error("rows are left in the ring: their stores did not take them in time")
 
     async def _finish_requests(self, parts: Parts) -> None:
         deadline = asyncio.get_running_loop().time() + self._settings.grace_seconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from inference_svc.generation import Generator, require_keeper
+from inference_svc.generation import Generator, require_stores
 from inference_svc.specs import OPERATIONS, resolve_spec
 from inference_svc.vectors import cache_capacity, digest_in, vector_name
 from residuum.rpc.access import current_caller
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     import grpc.aio
 
-    from inference_svc.captures import CaptureKeeper
     from inference_svc.engine import Engine
     from inference_svc.requests import RequestRegistry
     from inference_svc.settings import InferenceSettings
+    from inference_svc.stores import Stores
     from inference_svc.vectors import VectorCache
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -48,7 +48,7 @@ class Parts:
     registry: RequestRegistry
     vectors: VectorCache
     generator: Generator
-    keeper: CaptureKeeper | None
+    stores: Stores | None
     settings: InferenceSettings
     limits_of: Callable[[str], Limits] = lambda _: Limits()
     """What a tenant may have."""
@@ -78,8 +78,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if self._parts is None:
             raise _not_serving()
         info = _model_info(self._parts)
-        if request.check_store and self._parts.keeper is not None:
-            info.store_check.CopyFrom(await _check_store(self._parts.keeper))
+        if request.check_store and self._parts.stores is not None:
+            checks = await self._parts.stores.check()
+            info.store_checks.extend(checks)
+            info.store_check.CopyFrom(next((check for check in checks if check.HasField("error")), checks[0]))
         info.server_time.GetCurrentTime()
         return info
 
@@ -92,10 +94,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if request.spec.request_id:
             bind_request(request.spec.request_id)
         spec = resolve_spec(request.spec, parts.engine.facts)
-        if spec.capture is not None:
-            await require_keeper(parts.keeper).check_reachable()
-        request_id = parts.registry.register(spec, tenant)
+        request_id = spec.request_id or parts.registry.make_id()
         bind_request(request_id)
+        if spec.capture is not None:
+            await require_stores(parts.stores).of(request_id).check_reachable()
+        parts.registry.register(spec, tenant, request_id)
         response = inference_pb2.RegisterRequestResponse(
             request_id=request_id, missing_digests=_missing(parts, tenant, spec.digests)
         )
@@ -198,16 +201,9 @@ def _missing(parts: Parts, tenant: str, digests: Iterable[bytes]) -> list[bytes]
     return [digest_in(name) for name in parts.vectors.missing(vector_name(tenant, digest) for digest in digests)]
 
 
-async def _check_store(keeper: CaptureKeeper) -> inference_pb2.StoreCheck:
-    try:
-        stats = await keeper.check_reachable()
-    except Failure as failure:
-        return inference_pb2.StoreCheck(endpoint=keeper.endpoint, error=failure.to_item_error())
-    return inference_pb2.StoreCheck(endpoint=keeper.endpoint, server_version=stats.server_version)
-
-
 def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
     facts, settings = parts.engine.facts, parts.settings
+    stores = parts.stores.addresses() if parts.stores else []
     return inference_pb2.GetModelInfoResponse(
         model=facts.name,
         num_layers=facts.num_layers,
@@ -233,7 +229,8 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
         ),
         vllm_version=facts.vllm_version,
         server_version=version("residuum"),
-        store_endpoints=[parts.keeper.advertised] if parts.keeper else [],
+        store_endpoints=[store.endpoint for store in stores],
+        stores=stores,
         layout=capture_pb2.ParallelLayout(
             tensor_parallel_size=facts.tensor_parallel_size, pipeline_parallel_size=facts.pipeline_parallel_size
         ),

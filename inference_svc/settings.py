@@ -11,9 +11,11 @@ from typing_extensions import Self
 
 from residuum.rpc.credentials import TLS, Credentials, CredentialsError
 from residuum.rpc.security import SecureSettings
+from residuum.rpc.serving import parse_endpoint
 from residuum.rpc.settings import Endpoint, OptionalEndpoint
 from residuum.v1 import capture_pb2
 from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK
+from residuum.wire.placement import StoreAddress, parse_stores
 
 _TAPS_OWN = {"model", "worker_cls", "additional_config", "speculative_config"}
 """Engine arguments that the taps depend on."""
@@ -29,7 +31,17 @@ SITES = {
 
 
 def _split(value: Any) -> Any:
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    return [name.strip() for name in value.split(",")] if value and isinstance(value, str) else value or ()
+
+
+def _stores(texts: tuple[str, ...]) -> tuple[str, ...]:
+    for store in parse_stores(texts):
+        parse_endpoint(store.endpoint)
+    return texts
+
+
+Stores = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_stores)]
+"""Stores, each host:port or name=host:port."""
 
 
 def _known_sites(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -53,8 +65,13 @@ class InferenceSettings(SecureSettings):
 
     model: str = Field(min_length=1)
     """The model: a folder with config, weights and tokenizer, or a name on the Hugging Face hub."""
-    store: OptionalEndpoint = ""
-    """host:port of the store that captures go to. Without it, nothing can be captured."""
+    store: Stores = ()
+    """host:port of the store that captures go to, or of several, separated by commas. Each can have a name, as in
+    a=host:port,b=host:port: captures are placed by it, so it must stay the store's wherever that moves; the default is
+    its host:port. Without a store, nothing can be captured."""
+    fixed_stores: bool = False
+    """No store was ever added to the list, removed or called otherwise since the first capture: so an id that a caller
+    chose can only be in its own store, and the others are not asked, before a capture is made, whether they have it."""
     listen: Endpoint = "127.0.0.1:50051"
     """host:port to serve on. Port 0 takes any free one; see port-file."""
     metrics: OptionalEndpoint = ""
@@ -74,8 +91,9 @@ class InferenceSettings(SecureSettings):
     """The name that the store's certificate must have, if it is not the host in `store`."""
     served_model_name: str = ""
     """The name that clients see. Default: the model's."""
-    advertise_store: OptionalEndpoint = ""
-    """host:port under which clients reach the store, if it is not the one above."""
+    advertise_store: Stores = ()
+    """host:port under which clients reach the store, if it is not the one above; of several, as many and in the same
+    order, or those that differ, as name=host:port."""
     port_file: str = ""
     """A file to write the port to, once it is known."""
 
@@ -121,9 +139,10 @@ class InferenceSettings(SecureSettings):
     if that is less."""
 
     ring_mib: int = Field(default=256, ge=1)
-    """Shared memory between each capturing worker and the shippers, in MiB."""
+    """Shared memory between each capturing worker and the shippers, in MiB. With several stores, half of it is divided
+    among them, so that one that is away leaves room for the others."""
     shippers: int = Field(default=1, ge=1, le=64)
-    """Processes that send captured rows to the store."""
+    """Processes that send captured rows to the stores, each by one stream to every store."""
     max_vectors: int = Field(default=4096, ge=1)
     """Steering vectors that are kept; the one that was not used for longest goes first. No request can use more."""
     max_vector_mib: int = Field(default=256, ge=1)
@@ -146,6 +165,39 @@ class InferenceSettings(SecureSettings):
     """What is logged."""
 
     @property
+    def stores(self) -> tuple[StoreAddress, ...]:
+        """The stores as this service reaches them."""
+        return parse_stores(self.store)
+
+    @property
+    def advertised_stores(self) -> tuple[StoreAddress, ...]:
+        """The same stores, in the same order, as clients reach them.
+
+        Raises:
+            ValueError: What is advertised does not go with the stores.
+        """
+        stores, told = self.stores, parse_stores(self.advertise_store)
+        if not told:
+            return stores
+        if any("=" in text for text in self.advertise_store):
+            known = {store.name: store.endpoint for store in stores}
+            strangers = [store.name for store in told if store.name not in known]
+            if strangers:
+                raise ValueError(f"--advertise-store names {', '.join(strangers)}; the stores are {', '.join(known)}")
+            known.update(told)
+            return tuple(StoreAddress(name, endpoint) for name, endpoint in known.items())
+        if len(told) != len(stores):
+            raise ValueError(f"--advertise-store has {len(told)} endpoints without names, for {len(stores)} stores")
+        return tuple(StoreAddress(store.name, item.endpoint) for store, item in zip(stores, told, strict=True))
+
+    @model_validator(mode="after")
+    def _check_advertised_stores(self) -> Self:
+        if self.advertise_store and not self.store:
+            raise ValueError("--advertise-store says where clients reach a store; give --store, too")
+        self.advertised_stores  # noqa: B018 - raises what there is to say
+        return self
+
+    @property
     def store_credentials(self) -> Credentials:
         """What the store is shown.
 
@@ -162,8 +214,8 @@ class InferenceSettings(SecureSettings):
         try:
             credentials = self.store_credentials
             credentials.check_files()
-            if self.store:
-                credentials.check_endpoint(self.store)
+            for store in self.stores:
+                credentials.check_endpoint(store.endpoint)
         except CredentialsError as error:
             raise ValueError(f"--store-tls-ca, --store-tls-cert, --store-token-file: {error}") from None
         return self

@@ -18,7 +18,7 @@ from store_svc.checks import check_chunk, check_loss, check_seal
 from store_svc.db import Table, Txn
 from store_svc.keys import FrameKey, pack_loss, pack_number, unpack_number
 from store_svc.ledger import Cells, Ledger
-from store_svc.names import CaptureName, name_of, unknown_capture
+from store_svc.names import CaptureName, capture_exists, name_of, unknown_capture
 from store_svc.quotas import Quotas
 from store_svc.slicing import cells_of, slice_chunk
 
@@ -81,7 +81,7 @@ class Batch:
         if number is not None:
             draft = self._draft(number)
             if draft is None or draft.ended or not draft.is_of(description):
-                raise _exists(description.capture_id)
+                raise capture_exists(description.capture_id)
             return
         self._check_catalog()
         self._quotas.open(description.tenant)
@@ -309,11 +309,6 @@ def purge_some(txn: Txn, limit: int) -> bool:
     if all(txn.delete_some(table, key, limit) < limit for table in (Table.FRAMES, Table.LOSSES)):
         txn.delete(Table.DOOMED, key)
     return True
-
-
-def _exists(capture_id: str) -> Failure:
-    message = f"The store holds another capture {capture_id!r}, or one that has ended. Choose another id."
-    return Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, message, capture_id=capture_id)
 
 
 def _has_ended(manifest: capture_pb2.CaptureManifest) -> Failure:

@@ -63,6 +63,12 @@ def unknown_capture(capture_id: str) -> Failure:
     return Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, message, capture_id=shown)
 
 
+def capture_exists(capture_id: str) -> Failure:
+    """Return the Failure that says that an id is taken."""
+    message = f"The store holds another capture {capture_id!r}, or one that has ended. Choose another id."
+    return Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, message, capture_id=capture_id)
+
+
 def foreign_tenant(tenant: str) -> Failure:
     """Return the Failure that says that a token does not act for a tenant, whether or not there is one."""
     shown = tenant[:MAX_ID_LENGTH]

@@ -26,6 +26,7 @@ from store_svc.db import Database
 from store_svc.metrics import StoreMetrics
 from store_svc.names import (
     CaptureName,
+    capture_exists,
     foreign_tenant,
     name_of,
     resolve_name,
@@ -138,6 +139,10 @@ class StoreServicer:
             raise foreign_tenant(description.tenant)
         description.tenant = tenant
         check_description(description)
+        if request.check_only:
+            if self._catalog.number_of(name_of(description)) is not None:
+                raise capture_exists(description.capture_id)
+            return store_pb2.OpenCaptureResponse()
         self._traces.opens(name_of(description))
         self._writer.call(description.capture_id, lambda batch: batch.open(description))
         return store_pb2.OpenCaptureResponse()

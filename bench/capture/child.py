@@ -94,7 +94,7 @@ def settings_of(job: Job) -> InferenceSettings:
     defaults = InferenceSettings.model_fields
     return InferenceSettings(
         model=workload.model,
-        store=job.store,
+        store=(job.store,) if job.store else (),
         enforce_eager=workload.eager,
         max_model_len=workload.max_model_len,
         max_num_seqs=max(defaults["max_num_seqs"].default, workload.batch_size),

@@ -61,8 +61,9 @@ class AsyncClient(AsyncCaptureClient):
         token: Token = None,
         tls: TLS | bool | None = None,
         insecure: bool | None = None,
+        tenant: str | None = None,
     ) -> None:
-        super().__init__(endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure)
+        super().__init__(endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure, tenant=tenant)
         self._ledger = _vectors.VectorLedger()
 
     async def generate(

@@ -23,6 +23,7 @@ from residuum._progress import progress_bar
 from residuum._reading import Piece, Reading, plan_read
 from residuum._requests import RequestLike, check_id
 from residuum._stores import Search, StoreDirectory, silent_store
+from residuum._tenants import check_tenant, for_tenant
 from residuum._waiting import Deadline, get_request, list_request
 from residuum.activations import Activations
 from residuum.manifest import Manifest
@@ -48,7 +49,9 @@ class AsyncCaptureClient:
         token: Token = None,
         tls: TLS | bool | None = None,
         insecure: bool | None = None,
+        tenant: str | None = None,
     ) -> None:
+        self._tenant = check_tenant(tenant)
         self.endpoint = check_endpoint(endpoint)
         self._timeout = timeout
         self._stores = StoreDirectory(store)
@@ -314,6 +317,7 @@ class AsyncCaptureClient:
         **facts: str,
     ) -> _Answer:
         """Make a unary call with the client's deadline and `extra` seconds on top of it."""
+        for_tenant(request, self._tenant)
         try:
             return await method(request, timeout=None if self._timeout is None else self._timeout + extra)
         except grpc.RpcError as error:
@@ -326,7 +330,7 @@ class AsyncCaptureClient:
         deadline, backoff = Deadline(timeout), Backoff()
         while True:
             reading.begin()
-            call = self._reader(endpoint)(reading.request, timeout=deadline.remaining())
+            call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
             try:
                 async for data in call:
                     backoff.progress()

@@ -58,6 +58,8 @@ class Client(CaptureClient):
         tls: A `residuum.TLS`; True trusts public CAs; False speaks plain text. Default: RESIDUUM_TLS_CA,
             RESIDUUM_CLIENT_CERT, RESIDUUM_CLIENT_KEY, RESIDUUM_TLS_SERVER_NAME, or RESIDUUM_TLS=1 for public CAs.
         insecure: Let a token go to another machine in plain text. Default: RESIDUUM_INSECURE, or not.
+        tenant: Whose captures are read, listed and deleted; for tokens of admins. Default: the token's own, for lists
+            everybody's.
 
     Raises:
         BadCredentials: A file of these cannot be read, or the token would go to another machine in plain text.
@@ -78,8 +80,9 @@ class Client(CaptureClient):
         token: Token = None,
         tls: TLS | bool | None = None,
         insecure: bool | None = None,
+        tenant: str | None = None,
     ) -> None:
-        super().__init__(endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure)
+        super().__init__(endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure, tenant=tenant)
         self._ledger = _vectors.VectorLedger()
 
     def generate(

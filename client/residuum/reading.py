@@ -21,6 +21,7 @@ from residuum._progress import progress_bar
 from residuum._reading import Piece, Reading, plan_read
 from residuum._requests import RequestLike, check_id
 from residuum._stores import Search, StoreDirectory, silent_store
+from residuum._tenants import check_tenant, for_tenant
 from residuum._waiting import Deadline, get_request, list_request
 from residuum.activations import Activations
 from residuum.manifest import Manifest
@@ -46,7 +47,9 @@ class CaptureClient:
         token: Token = None,
         tls: TLS | bool | None = None,
         insecure: bool | None = None,
+        tenant: str | None = None,
     ) -> None:
+        self._tenant = check_tenant(tenant)
         self.endpoint = check_endpoint(endpoint)
         self._timeout = timeout
         self._stores = StoreDirectory(store)
@@ -417,6 +420,7 @@ class CaptureClient:
         **facts: str,
     ) -> _Answer:
         """Make a unary call with the client's deadline and `extra` seconds on top of it."""
+        for_tenant(request, self._tenant)
         try:
             return method(request, timeout=None if self._timeout is None else self._timeout + extra)
         except grpc.RpcError as error:
@@ -456,7 +460,7 @@ class CaptureClient:
         deadline, backoff = Deadline(timeout), Backoff()
         while True:
             reading.begin()
-            call = self._reader(endpoint)(reading.request, timeout=deadline.remaining())
+            call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
             try:
                 for data in call:
                     backoff.progress()

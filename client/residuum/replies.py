@@ -221,6 +221,8 @@ class CaptureSummary:
     """When it ended."""
     store: str = ""
     """The name of the store that keeps it."""
+    tenant: str = ""
+    """Whose it is; empty: the default tenant's."""
 
     @classmethod
     def from_proto(cls, proto: store_pb2.CaptureSummary, store: str = "") -> CaptureSummary:
@@ -234,6 +236,7 @@ class CaptureSummary:
             open_time=to_datetime(proto.open_time),
             end_time=to_datetime(proto.end_time),
             store=store,
+            tenant=proto.tenant,
         )
 
 

@@ -1,12 +1,13 @@
 """From the worker's ring to the store: what the model's process hands over, and the processes that send it.
 
 A worker (a process of vLLM) fills extents of a ring in shared memory; shippers (processes that the inference service
-starts) send them to the store by AppendChunks and give each one back when the store has acknowledged all of it.
+starts) send them to the store of their capture by AppendChunks, and give each one back when the store has acknowledged
+all of it.
 
 * `ring`: the shared memory. `allotment`: its extents. `protocol`: the words between a worker and its shippers.
 * `producer`: the worker's end, with `dispatcher`, its thread for the sockets.
-* `framing`, `parcels`, `outbox`, `uploader`: from an extent to acknowledged frames. `control`, `shipper`: their
-  process.
+* `framing`, `parcels`, `outbox`, `uploader`: from an extent to acknowledged frames. `lanes`: these for each of several
+  stores. `control`, `shipper`: their process.
 * `supervisor`: starts shippers and keeps them running.
 
 Nothing here imports vllm or torch.

@@ -13,16 +13,22 @@ from inference_svc.shipping import credentials
 from inference_svc.shipping.shipper import Shipper, ShipperSettings
 from residuum.rpc.logs import configure_logs
 from residuum.rpc.memory import keep_memory
+from residuum.wire.placement import parse_stores
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a shipper until it is told to stop; return its exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        stores = parse_stores(options.store)
+    except ValueError as error:
+        parser.error(f"--store: {error}")
     configure_logs(options.log_level)
     keep_memory()
     settings = ShipperSettings(
         control_paths=tuple(options.control),
-        store_endpoint=options.store,
+        stores=stores,
         max_unacked_bytes=options.max_unacked_bytes,
         ack_timeout_seconds=options.ack_timeout,
         grace_seconds=options.grace,
@@ -36,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m inference_svc.shipping",
-        description="Send captured rows from the rings of vLLM's workers to a store.",
+        description="Send captured rows from the rings of vLLM's workers to stores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -47,13 +53,19 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="control socket of a worker; repeat it for several. It need not exist yet",
     )
-    parser.add_argument("--store", metavar="HOST:PORT", required=True, help="the store service")
+    parser.add_argument(
+        "--store",
+        metavar="[NAME=]HOST:PORT",
+        action="append",
+        required=True,
+        help="a store service; repeat it for several: each capture goes to the one that hashing of its id names",
+    )
     parser.add_argument(
         "--max-unacked-bytes",
         metavar="N",
         type=int,
         default=ShipperSettings.max_unacked_bytes,
-        help="payload under way to the store without an acknowledgement, at most",
+        help="payload under way to each store without an acknowledgement, at most",
     )
     parser.add_argument(
         "--ack-timeout",

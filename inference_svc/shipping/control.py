@@ -7,12 +7,12 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from inference_svc.shipping.backoff import Backoff
 from inference_svc.shipping.framing import payload_bytes
-from inference_svc.shipping.outbox import Outbox
-from inference_svc.shipping.parcels import extent_parcels, loss_parcels
+from inference_svc.shipping.parcels import Parcel, extent_parcels, loss_parcels
 from inference_svc.shipping.protocol import (
     PROTOCOL_VERSION,
     Done,
@@ -33,6 +33,9 @@ _RECEIVE_BYTES = 1 << 16
 _SEND_TIMEOUT = struct.pack("@ll", 10, 0)
 """A timeval. A worker that reads nothing for so long, stopped in a debugger perhaps, must not hold up the others."""
 
+Put = Callable[[str, Iterable[Parcel]], None]
+"""Takes a capture's id and its parcels, which are made as they are asked for, and never waits."""
+
 _log = get_logger(__name__)
 
 
@@ -42,10 +45,10 @@ class ControlClient:
     A worker that goes leaves its ring behind: the mapping here keeps the memory, so what was handed over is still sent.
     """
 
-    def __init__(self, path: Path, outbox: Outbox) -> None:
-        """Put what the worker behind the path hands over into the outbox, from `start` on."""
+    def __init__(self, path: Path, put: Put) -> None:
+        """Give what the worker behind the path hands over to `put`, from `start` on."""
         self._path = path
-        self._outbox = outbox
+        self._put = put
         self._leaving = threading.Event()
         self._lock = threading.Lock()  # guards the session
         self._session: _Session | None = None
@@ -86,7 +89,7 @@ class ControlClient:
             self._serve(connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        session = _Session(connection, self._outbox)
+        session = _Session(connection, self._put)
         with self._lock:
             if self._leaving.is_set():
                 connection.close()
@@ -108,9 +111,9 @@ class ControlClient:
 class _Session:
     """One connection to a worker, and that worker's ring."""
 
-    def __init__(self, connection: socket.socket, outbox: Outbox) -> None:
+    def __init__(self, connection: socket.socket, put: Put) -> None:
         self._connection = connection
-        self._outbox = outbox
+        self._put = put
         self._sending = threading.Lock()
         self._ring: SharedRing | None = None
 
@@ -158,14 +161,16 @@ class _Session:
         elif isinstance(message, ExtentReady) and self._ring is not None:
             self._take_extent(message, self._ring)
         elif isinstance(message, LossReport):
-            self._outbox.put(loss_parcels(message.capture_id, message.loss, lambda: self.send(Done(message.ticket))))
+            done = Done(message.ticket)
+            self._put(message.capture_id, loss_parcels(message.capture_id, message.loss, lambda: self.send(done)))
         else:
             raise ProtocolError(f"{type(message).__name__} was not expected from a worker")
 
     def _take_extent(self, message: ExtentReady, ring: SharedRing) -> None:
         rows = ring.view(Extent(message.offset, sum(map(payload_bytes, message.headers)))).data
-        self._outbox.put(
-            extent_parcels(message.capture_id, message.headers, rows, lambda: self.send(Done(message.ticket)))
+        self._put(
+            message.capture_id,
+            extent_parcels(message.capture_id, message.headers, rows, lambda: self.send(Done(message.ticket))),
         )
 
 

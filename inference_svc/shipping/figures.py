@@ -61,3 +61,13 @@ def read_figures(path: str | os.PathLike[str]) -> Figures:
 def beside(control_path: str | os.PathLike[str]) -> Path:
     """Return where the worker of a control socket leaves its figures."""
     return Path(control_path).with_suffix(".figures")
+
+
+def figures_by_store(figures: Figures) -> dict[str, dict[str, float]]:
+    """Return the figures that a process has of each store, which stand there as "figure:store", by the store's name."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in figures.items():
+        name, colon, store = key.partition(":")
+        if colon:
+            found.setdefault(store, {})[name] = value
+    return found

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from inference_svc.shipping.allotment import Allotment
+from inference_svc.shipping.allotment import SharedAllotment
 from inference_svc.shipping.dispatcher import Dispatcher, Item
 from inference_svc.shipping.figures import FigureFile, beside
 from inference_svc.shipping.framing import payload_bytes
@@ -20,6 +20,8 @@ from inference_svc.shipping.protocol import MAX_BODY_BYTES, ExtentReady, Hello, 
 from inference_svc.shipping.ring import Extent, SharedRing
 from residuum.rpc.logs import get_logger
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.placement import first_rank
+from residuum.wire.tokens import split_path
 
 _WARN_AFTER_SECONDS = 5.0
 """A step that has waited this long for room says so in the log."""
@@ -71,13 +73,14 @@ class RingProducer:
     uncontended lock and, to publish, wake the thread that does the rest.
     """
 
-    def __init__(self, control_path: str | os.PathLike[str], *, ring_bytes: int) -> None:
+    def __init__(self, control_path: str | os.PathLike[str], *, ring_bytes: int, stores: Sequence[str] = ("",)) -> None:
         """Take the ring's memory and listen for shippers.
 
         Args:
             control_path: The Unix domain socket to listen on, at most about 100 characters, in a directory that only
                 this user can enter. A socket left there by a worker before is replaced.
             ring_bytes: Bytes of the ring at least; they are rounded up to whole pages.
+            stores: The names of the stores that captures go to; each has a reserve of the ring, see `SharedAllotment`.
 
         Raises:
             ValueError: The size is not positive.
@@ -85,7 +88,8 @@ class RingProducer:
         """
         self._ring, self._ring_descriptor = SharedRing.create(ring_bytes)
         self._changed = threading.Condition()  # guards everything below
-        self._allotment = Allotment(self._ring.ring_bytes)
+        self._stores = tuple(stores)
+        self._allotment = SharedAllotment(self._ring.ring_bytes, self._stores)
         self._acquired: set[Extent] = set()  # not published yet
         self._handed_over: dict[int, Extent] = {}  # by ticket
         self._closed = False
@@ -127,7 +131,12 @@ class RingProducer:
         """Begin to serve shippers, on a thread of its own. Call it after any fork."""
         self._dispatcher.start()
 
-    def acquire(self, nbytes: int, block: bool) -> Extent | None:  # noqa: FBT001 - the overflow policy
+    def acquire(
+        self,
+        nbytes: int,
+        block: bool,  # noqa: FBT001 - the overflow policy
+        capture_id: str = "",
+    ) -> Extent | None:
         """Take a free run of bytes.
 
         A wait ends only when others' extents come back: what the caller itself holds it must publish or release before.
@@ -135,19 +144,21 @@ class RingProducer:
         Args:
             nbytes: How many.
             block: With no run that long, wait for one (the policy WAIT) rather than return None (SHED).
+            capture_id: The capture that it is for, if there are several stores: room is its store's.
 
         Returns:
             The extent, or None.
 
         Raises:
-            ValueError: The size is not positive, or more than the ring.
+            ValueError: The size is not positive, or more than the ring or its largest part; or the capture is missing.
             ProducerClosedError: The producer is closed, or was while this waited.
         """
+        store = self._store_of(capture_id)
         with self._changed:
             self._check_open()
-            extent = self._allotment.take(nbytes)
+            extent = self._allotment.take(nbytes, store)
             if extent is None and block:
-                extent = self._wait_for_extent(nbytes)
+                extent = self._wait_for_extent(nbytes, store)
             if extent is not None:
                 self._acquired.add(extent)
             return extent
@@ -244,13 +255,23 @@ class RingProducer:
 
     def _figures(self) -> dict[str, float]:
         stats = self.stats()
-        return {**asdict(stats), "under_way": stats.published - stats.freed}
+        with self._changed:
+            by_store = {f"store_bytes_used:{store}": used for store, used in self._allotment.used.items()}
+        return {**asdict(stats), "under_way": stats.published - stats.freed, **by_store}
 
-    def _wait_for_extent(self, nbytes: int) -> Extent | None:
-        """Wait for a run that is long enough: the whole ring is one, once all that was published has come back."""
+    def _store_of(self, path: str) -> str:
+        if len(self._stores) == 1:
+            return self._stores[0]
+        if not path:
+            raise ValueError("name the capture: there are several stores, and each has room of its own")
+        _, capture_id = split_path(path)
+        return first_rank(self._stores, capture_id)
+
+    def _wait_for_extent(self, nbytes: int, store: str) -> Extent | None:
+        """Wait for a run that is long enough: there is one, once all that was published has come back."""
 
         def found() -> Extent | bool:
-            return self._allotment.take(nbytes) or self._closed
+            return self._allotment.take(nbytes, store) or self._closed
 
         self._waits += 1
         start = time.monotonic()
@@ -258,8 +279,10 @@ class RingProducer:
         if not extent:
             _log.warning(
                 "the ring is full: the model waits for the store",
+                store=store or None,
                 wanted_bytes=nbytes,
                 bytes_used=self._allotment.bytes_used,
+                store_bytes_used=self._allotment.used[store],
                 ring_bytes=self._ring.ring_bytes,
                 shippers=self._dispatcher.num_links,
             )

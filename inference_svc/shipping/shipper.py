@@ -1,4 +1,4 @@
-"""The shipper process: from the control sockets of workers to one stream to the store."""
+"""The shipper process: from the control sockets of workers to one stream to each store."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from inference_svc.shipping.control import ControlClient
 from inference_svc.shipping.figures import FigureFile
-from inference_svc.shipping.outbox import Outbox
-from inference_svc.shipping.uploader import Uploader
+from inference_svc.shipping.lanes import Lanes
 from residuum.rpc.credentials import Credentials
 from residuum.rpc.logs import get_logger
+from residuum.wire.placement import StoreAddress
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TICK_SECONDS = 0.5
@@ -29,10 +29,10 @@ class ShipperSettings:
 
     control_paths: tuple[Path, ...]
     """The control sockets of the workers. They need not exist yet."""
-    store_endpoint: str
-    """The store, host:port."""
+    stores: tuple[StoreAddress, ...]
+    """The stores, of different names."""
     max_unacked_bytes: int = 64 << 20
-    """Payload that may be under way to the store without an acknowledgement."""
+    """Payload that may be under way to each store without an acknowledgement."""
     ack_timeout_seconds: float = 30.0
     """A store that owes an acknowledgement and gives none for this long is tried on a new connection."""
     grace_seconds: float = 10.0
@@ -40,7 +40,7 @@ class ShipperSettings:
     parent_pid: int | None = None
     """The process that started this one: without it, the shipper ends. None: it may live alone."""
     credentials: Credentials = field(default_factory=Credentials)
-    """What the store is shown."""
+    """What the stores are shown."""
     figures_path: Path | None = None
     """Where to keep figures of this process. None: nowhere."""
 
@@ -55,11 +55,10 @@ class Shipper:
     def __init__(self, settings: ShipperSettings) -> None:
         """Prepare; nothing is connected before `run`."""
         self._settings = settings
-        self._outbox = Outbox(settings.max_unacked_bytes)
-        self._uploader = Uploader(settings.store_endpoint, self._outbox, settings.credentials)
+        self._lanes = Lanes(settings.stores, settings.max_unacked_bytes, settings.credentials)
         path = settings.figures_path
-        self._file = FigureFile(path, self.figures) if path else None
-        self._clients = [ControlClient(path, self._outbox) for path in settings.control_paths]
+        self._file = FigureFile(path, self._lanes.figures) if path else None
+        self._clients = [ControlClient(path, self._lanes.put) for path in settings.control_paths]
 
     def run(self) -> int:
         """Ship until told to stop.
@@ -68,22 +67,11 @@ class Shipper:
             The exit status: 0 if all that was handed over was delivered.
         """
         signals = _signal_socket()
-        self._uploader.start()
+        self._lanes.start()
         for client in self._clients:
             client.start()
-        _log.info("shipper started", store=self._settings.store_endpoint, workers=len(self._clients))
+        _log.info("shipper started", stores=[str(store) for store in self._settings.stores], workers=len(self._clients))
         return self._stop(self._watch(signals))
-
-    def figures(self) -> dict[str, float]:
-        """Return what this process has done and is at, for whoever watches over it."""
-        return {
-            "settled": self._uploader.num_settled,
-            "rejected": self._uploader.num_rejected,
-            "acked_bytes": self._uploader.acked_bytes,
-            "streams": self._uploader.num_streams,
-            "unacked_bytes": self._outbox.unacked_bytes,
-            "ack_lag_seconds": round(self._outbox.seconds_without_ack(), 3),
-        }
 
     def _watch(self, signals: socket.socket) -> str:
         """Wait for a reason to stop, and keep an eye on the stream; return the reason."""
@@ -92,14 +80,12 @@ class Shipper:
                 return signal.Signals(signals.recv(1)[0]).name
             if self._settings.parent_pid not in (None, os.getppid()):
                 return "the parent is gone"
-            if not (self._uploader.is_alive() and all(client.is_alive() for client in self._clients)):
+            if not (self._lanes.are_alive() and all(client.is_alive() for client in self._clients)):
                 return "a thread failed"
             self._check_progress()
 
     def _check_progress(self) -> None:
-        limit = self._settings.ack_timeout_seconds
-        if self._outbox.seconds_without_ack() > limit:
-            self._uploader.restart_stream(f"no acknowledgement for {limit:g} s")
+        self._lanes.check_progress(self._settings.ack_timeout_seconds)
         if self._file:
             self._file.refresh()
 
@@ -107,28 +93,29 @@ class Shipper:
         _log.info("shipper stopping", why=why)
         for client in self._clients:
             client.leave()
-        self._outbox.close()
-        undelivered = 0 if self._delivered_in_time() else self._outbox.abandon()
-        self._uploader.abandon()
+        self._lanes.close()
+        self._deliver()
+        undelivered = self._lanes.abandon()
         for client in self._clients:
             client.close()
-        self._uploader.wait(_TICK_SECONDS)
+        self._lanes.wait(_TICK_SECONDS)
+        figures = [lane.figures() for lane in self._lanes]
         log = _log.error if undelivered else _log.info
         log(
             "shipper stopped",
             undelivered=undelivered,
-            settled=self._uploader.num_settled,
-            rejected=self._uploader.num_rejected,
+            settled=sum(item["settled"] for item in figures),
+            rejected=sum(item["rejected"] for item in figures),
         )
         return 1 if undelivered else 0
 
-    def _delivered_in_time(self) -> bool:
+    def _deliver(self) -> None:
+        """Go on until all is delivered, or the grace is over."""
         end = time.monotonic() + self._settings.grace_seconds
-        while not self._uploader.wait(min(_TICK_SECONDS, max(0.0, end - time.monotonic()))):
+        while not self._lanes.wait(min(_TICK_SECONDS, max(0.0, end - time.monotonic()))):
             if time.monotonic() >= end:
-                return False
+                return
             self._check_progress()
-        return True
 
 
 def _signal_socket() -> socket.socket:

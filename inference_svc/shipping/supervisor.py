@@ -56,7 +56,7 @@ class ShipperSupervisor:
     def __init__(
         self,
         control_paths: Sequence[str | os.PathLike[str]],
-        store_endpoint: str,
+        stores: str | Sequence[str],
         count: int,
         *,
         credentials: Credentials | None = None,
@@ -67,17 +67,17 @@ class ShipperSupervisor:
 
         Args:
             control_paths: The control sockets of the workers, which may come up later.
-            store_endpoint: The store, host:port.
-            count: How many shippers.
-            credentials: What the store is shown.
+            stores: The store, or several: host:port or name=host:port each.
+            count: How many shippers. Each has a stream to every store.
+            credentials: What the stores are shown.
             folder: Where they leave figures of themselves. None: they do not.
             arguments: More arguments for each; see `python -m inference_svc.shipping --help`.
         """
         controls = [word for path in control_paths for word in ("--control", os.fspath(Path(path)))]
+        named = [stores] if isinstance(stores, str) else stores
         self._arguments = [
             *controls,
-            "--store",
-            store_endpoint,
+            *(word for store in named for word in ("--store", store)),
             *to_arguments(credentials or Credentials()),
             *arguments,
         ]

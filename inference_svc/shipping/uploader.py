@@ -15,6 +15,7 @@ from residuum.rpc.credentials import Credentials, CredentialsError
 from residuum.rpc.errors import Reason
 from residuum.rpc.logs import get_logger
 from residuum.v1 import errors_pb2, store_pb2
+from residuum.wire.placement import StoreAddress
 
 _METHOD = "/residuum.v1.StoreService/AppendChunks"
 _FIRST_DELAY_SECONDS = 0.1
@@ -35,9 +36,12 @@ class Uploader:
     attempts is only the one here.
     """
 
-    def __init__(self, endpoint: str, outbox: Outbox, credentials: Credentials | None = None) -> None:
-        """Send to host:port what the outbox holds, from `start` on."""
+    def __init__(
+        self, endpoint: str, outbox: Outbox, credentials: Credentials | None = None, *, name: str = ""
+    ) -> None:
+        """Send to host:port, the store of that name, what the outbox holds, from `start` on."""
         self._endpoint = endpoint
+        self._store = str(StoreAddress(name or endpoint, endpoint))
         self._credentials = credentials
         self._outbox = outbox
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
@@ -72,7 +76,7 @@ class Uploader:
         """Give up the current stream, from any thread; the next one sends again what it left unacknowledged."""
         call = self._call
         if call is not None:
-            _log.warning("store stream given up", store=self._endpoint, why=why)
+            _log.warning("store stream given up", store=self._store, why=why)
             call.cancel()
 
     def abandon(self) -> None:
@@ -152,7 +156,9 @@ class Uploader:
         parcel = self._outbox.suspect()
         if parcel is not None:
             self.num_rejected += 1
-            _log.error("store cannot read a message", request_id=parcel.capture_id, error=error.details())
+            _log.error(
+                "store cannot read a message", store=self._store, request_id=parcel.capture_id, error=error.details()
+            )
             self._give_up(parcel, f"the store cannot read the chunk: {error.details()}")
 
     def _give_up(self, parcel: Parcel, detail: str) -> None:
@@ -170,14 +176,16 @@ class Uploader:
             self._reported.clear()
         self._reported.add(capture_id)
         reason = errors_pb2.ErrorReason.Name(error.reason)
-        _log.warning("store rejected rows", request_id=capture_id, reason=reason, error=error.message)
+        _log.warning(
+            "store rejected rows", store=self._store, request_id=capture_id, reason=reason, error=error.message
+        )
 
     def _wait_after(self, code: str, error: str | None) -> None:
         delay = self._backoff.next_delay()
         if self._backoff.worth_logging() and not self._abandoned.is_set():
             _log.warning(
                 "store stream ended; what is not acknowledged will be sent again",
-                store=self._endpoint,
+                store=self._store,
                 code=code,
                 error=error,
                 failures=self._backoff.failures,

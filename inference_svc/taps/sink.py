@@ -182,7 +182,7 @@ class BlockSink:
         self._reductions.pop(_key(capture), None)
 
     def _ship(self, batch: Batch) -> None:
-        extent = self._producer.acquire(self._nbytes(batch), block=not batch.capture.sheds)
+        extent = self._producer.acquire(self._nbytes(batch), not batch.capture.sheds, batch.capture.capture_id)
         if extent is None:
             self._shed(batch)
         else:
@@ -194,7 +194,7 @@ class BlockSink:
             batch.capture,
             batch.positions,
             capture_pb2.INCOMPLETE_REASON_OVERFLOW,
-            "The ring between the engine and the store was full, and the capture's policy is SHED.",
+            "The ring had no more room for what goes to its store, and the capture's policy is SHED.",
         )
 
     def _form(self, capture: Capture) -> EncodedFormat:

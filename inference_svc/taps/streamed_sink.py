@@ -169,7 +169,7 @@ class StreamedSink(BlockSink):
 
     def _start_batch(self, batch: Batch, block: Block | None = None) -> bool:
         """Begin to encode a batch, and to copy it; tell whether it is under way rather than shed."""
-        extent = self._acquire(self._nbytes(batch), sheds=batch.capture.sheds)
+        extent = self._acquire(self._nbytes(batch), batch.capture)
         if extent is None:
             self._shed(batch)
             return False
@@ -221,11 +221,11 @@ class StreamedSink(BlockSink):
                     "this host's driver or IOMMU does not map shared memory as CUDA promises."
                 )
 
-    def _acquire(self, nbytes: int, *, sheds: bool) -> Extent | None:
-        extent = self._producer.acquire(nbytes, block=False)
+    def _acquire(self, nbytes: int, capture: Capture) -> Extent | None:
+        extent = self._producer.acquire(nbytes, False, capture.capture_id)
         if extent is None:
             self._finish()  # what is under way must be published before its room in the ring can come back
-            extent = self._producer.acquire(nbytes, block=not sheds)
+            extent = self._producer.acquire(nbytes, not capture.sheds, capture.capture_id)
         return extent
 
     def _finish(self) -> None:

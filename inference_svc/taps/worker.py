@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from inference_svc.logs import configure_worker_logs
+from inference_svc.shipping.allotment import least_ring_bytes, reserve_bytes
 from inference_svc.shipping.producer import RingProducer
 from inference_svc.taps import model as model_taps
 from inference_svc.taps import norms, op, runner_v1, runner_v2
@@ -224,9 +225,13 @@ class _Taps:
         row_bytes = self._format.hidden * config.model_config.dtype.itemsize
         units = self._points.num_layers * len(self._sites)
         least = BLOCK_TOKENS * units * row_bytes
-        # Twice what a block takes that holds as few positions as can be: encoded, its rows may be that much longer.
-        # Those of narrow models, projected to vectors, more.
-        ring_bytes = max(settings["ring_bytes"], 2 * least, BLOCK_TOKENS * units * 4 * MAX_PROJECTION_VECTORS)
+        # Encoded, rows may be twice as long; those of narrow models, projected to vectors, longer. Of a block that
+        # holds as few positions as can be, so much fits the ring, and what is each store's own of it.
+        longer = max(2, -(-4 * MAX_PROJECTION_VECTORS // row_bytes))
+        stores = settings["stores"] or [""]  # without one nothing is captured but the self-test's rows
+        ring_bytes = max(settings["ring_bytes"], least_ring_bytes(longer * least, len(stores)))
+        own = reserve_bytes(ring_bytes, len(stores)) // longer
+        largest = min(ring_bytes // _BLOCKS_IN_RING, own, _LARGEST_BLOCK_BYTES)
         leaving = _STEPS_LEAVING if device.type == "cuda" else 0
         rows = BlockPool.rows_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, units, leaving)
         self.pool = BlockPool(
@@ -234,10 +239,10 @@ class _Taps:
             self._format.hidden,
             config.model_config.dtype,
             device,
-            largest_block=min(ring_bytes // _BLOCKS_IN_RING, _LARGEST_BLOCK_BYTES) // row_bytes,
+            largest_block=largest // row_bytes,
         )
         self._control_path = os.path.join(settings["control_dir"], f"rank{self._rank}.sock")  # noqa: PTH118
-        self.producer = RingProducer(self._control_path, ring_bytes=ring_bytes)
+        self.producer = RingProducer(self._control_path, ring_bytes=ring_bytes, stores=stores)
         self.producer.start()
         if device.type == "cuda":
             from inference_svc.taps.streamed_sink import StreamedSink

@@ -5,6 +5,7 @@ What a row must be is told by RAW rows of the same tokens, which test_rows.py co
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -15,7 +16,7 @@ import residuum
 from residuum.v1 import store_pb2, store_pb2_grpc
 from residuum.wire.encodings import RowFormat
 from residuum.wire.projection import projection_matrix
-from tests.conformance.engines import KV_BLOCK, KV_BLOCKS
+from tests.conformance.engines import KV_BLOCK, KV_BLOCKS, RING_MIB
 from tests.conformance.rows import EVERY_LAYER, make_prompt
 from tests.reference.tiny import HIDDEN, LAYERS
 
@@ -254,6 +255,39 @@ def test_preempted_requests(engine: Engine) -> None:
                 elif encoding != "topk":  # which of two nearly equal elements is kept may differ
                     exact, bound = expected(rows, encoding)
                     assert (np.abs(got - exact) <= bound + 2e-4 * np.abs(exact).max()).all()
+
+
+def test_encoded_rows_that_are_shed_are_named(engine: Engine) -> None:
+    """The store stands still until the ring is full. What is complete then is right, and what is not says so."""
+    shed = [capture("full8", overflow="shed"), capture("fp32", reduction="sum", overflow="shed")]
+    held = (RING_MIB << 20) // (len(SITES) * LAYERS * (8 + HIDDEN))  # positions that the ring holds
+    assert held < 11 * 400
+    try:
+        with engine.held():
+            streams = [
+                engine.client.stream(PROMPT[:20], max_tokens=400, ignore_eos=True, capture=shed[index == 11])
+                for index in range(12)
+            ]
+            engine.store.process.send_signal(signal.SIGSTOP)
+        for stream in streams:
+            for _ in stream:
+                pass
+    finally:
+        engine.store.process.send_signal(signal.SIGCONT)
+    manifests = [engine.client.manifest(stream.reply, wait=60) for stream in streams]
+    assert {manifest.state for manifest in manifests} <= {"complete", "incomplete"}
+    incomplete = [manifest for manifest in manifests if manifest.state == "incomplete"]
+    assert incomplete
+    for manifest in incomplete:
+        assert manifest.reason == "OVERFLOW"
+        assert manifest.missing
+    other = engine.client.generate(PROMPT[:20], max_tokens=400, ignore_eos=True, capture=residuum.Capture(sites=SITES))
+    raw = engine.client.activations(other.request_id)
+    for stream, manifest in zip(streams, manifests, strict=True):
+        assert stream.reply.token_ids == other.token_ids
+        if manifest.state == "complete" and stream is not streams[11]:
+            acts = engine.client.activations(stream.request_id)
+            assert len(acts.positions) == len(raw.positions)
 
 
 def rows_of(engine: Engine, tokens: Iterable[int]) -> dict[str, dict[int, Rows]]:

@@ -274,8 +274,8 @@ def named_rows(row_sets: Sequence[capture_pb2.RowSet]) -> set[Row]:
 class Ring(RingProducer):
     """A worker's ring that remembers what came back: those rows the store has acknowledged."""
 
-    def __init__(self, control_path: Path, *, ring_bytes: int) -> None:
-        super().__init__(control_path, ring_bytes=ring_bytes)
+    def __init__(self, control_path: Path, *, ring_bytes: int, stores: Sequence[str] = ("",)) -> None:
+        super().__init__(control_path, ring_bytes=ring_bytes, stores=stores)
         self._acked: dict[str, set[Row]] = {}
         self._acks = threading.Condition()
         self.num_acked = 0
@@ -285,7 +285,7 @@ class Ring(RingProducer):
         """Publish a block; waits for room, as the policy WAIT does."""
         header = capture.header(positions)
         payload = capture.values(LAYERS, positions).tobytes()
-        extent = self.acquire(len(payload), block=True)
+        extent = self.acquire(len(payload), block=True, capture_id=capture.name)
         assert extent is not None
         self.view(extent)[:] = np.frombuffer(payload, np.uint8)
         self.publish(extent, capture.name, [header])
@@ -323,8 +323,8 @@ class Shippers:
     They inherit this process's environment, in which PYTHONPATH should be ENVIRONMENT's.
     """
 
-    def __init__(self, control_path: Path, endpoint: str, count: int = 1, *arguments: str) -> None:
-        self._supervisor = ShipperSupervisor([control_path], endpoint, count, arguments=arguments)
+    def __init__(self, control_path: Path, stores: str | Sequence[str], count: int = 1, *arguments: str) -> None:
+        self._supervisor = ShipperSupervisor([control_path], stores, count, arguments=arguments)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="supervisor")
         self._thread.start()

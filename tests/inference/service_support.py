@@ -12,13 +12,13 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from inference_svc.captures import CaptureKeeper
 from inference_svc.engine import Delta, ModelFacts
 from inference_svc.generation import Generator
 from inference_svc.metrics import InferenceMetrics, ServiceCollector
 from inference_svc.requests import RequestRegistry
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.settings import InferenceSettings
+from inference_svc.stores import Stores
 from inference_svc.vectors import VectorActivator, VectorCache
 from residuum.rpc.access import Access
 from residuum.rpc.admission import AioAccessInterceptor
@@ -37,6 +37,8 @@ from residuum.v1 import (
     tensor_pb2,
 )
 from residuum.wire.digests import vector_message
+from residuum.wire.ids import make_id
+from residuum.wire.placement import StoreAddress, parse_stores
 
 HIDDEN = 4
 FACTS = ModelFacts(
@@ -225,10 +227,10 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
 
 
 @asynccontextmanager
-async def listening(add, servicer, port=0, on_end=None, access=None):
-    """Serve on a port of loopback, by default a free one, and yield the endpoint."""
+async def listening(add, servicer, port=0, on_end=None, access=None, before=()):
+    """Serve on a port of loopback, by default a free one, and yield the endpoint; `before` are interceptors."""
     asking = AioAccessInterceptor(access or Access(None, []))
-    interceptors = [AioErrorInterceptor(get_logger("test"), on_end), asking]
+    interceptors = [*before, AioErrorInterceptor(get_logger("test"), on_end), asking]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -242,19 +244,22 @@ async def listening(add, servicer, port=0, on_end=None, access=None):
 class Service:
     """The inference service with its parts in reach, and a client's stub to it."""
 
-    def __init__(self, engine, keeper, settings, access):
+    def __init__(self, engine, stores, settings, access):
         self.engine = engine
         self.registry = RequestRegistry(
-            settings.registration_seconds, settings.max_registrations, max_bytes=settings.max_registration_mib << 20
+            settings.registration_seconds,
+            settings.max_registrations,
+            max_bytes=settings.max_registration_mib << 20,
+            make_id=stores.make_id if stores else make_id,
         )
         self.cache = VectorCache(settings.max_vectors, HIDDEN, self.registry.is_leased)
         activator = VectorActivator(
             self.cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )
         self.metrics = InferenceMetrics()
-        self.metrics.registry.register(ServiceCollector(self.registry, self.cache, activator, keeper))
-        generator = Generator(engine, self.registry, self.cache, activator, keeper, self.metrics, settings.max_requests)
-        self.parts = Parts(engine, self.registry, self.cache, generator, keeper, settings, access.limits_of)
+        self.metrics.registry.register(ServiceCollector(self.registry, self.cache, activator, stores))
+        generator = Generator(engine, self.registry, self.cache, activator, stores, self.metrics, settings.max_requests)
+        self.parts = Parts(engine, self.registry, self.cache, generator, stores, settings, access.limits_of)
         self.servicer = InferenceServicer()
         self.endpoint = self.channel = self.stub = None
 
@@ -284,23 +289,31 @@ class Service:
 
 
 @asynccontextmanager
-async def running_service(store_endpoint=None, engine=None, **settings):
-    """Start the service on a fake engine, by default a new one; `store_endpoint` None: without a store."""
+async def running_service(store_endpoint=None, engine=None, before=(), **settings):
+    """Start the service on a fake engine, by default a new one.
+
+    `store_endpoint` None: without a store; a list: several, each "name=host:port". `before` are interceptors.
+    """
     values = InferenceSettings(model="tiny", **settings)
-    keeper = CaptureKeeper(store_endpoint, "store.example:1") if store_endpoint else None
+    stores = None
+    if store_endpoint:
+        own = parse_stores([store_endpoint] if isinstance(store_endpoint, str) else store_endpoint)
+        told = [StoreAddress(own[0].name, "store.example:1")] if isinstance(store_endpoint, str) else own
+        stores = Stores(own, told, fixed=values.fixed_stores)
     access = Access(values.tokens, [])
-    service = Service(engine or FakeEngine(), keeper, values, access)
+    service = Service(engine or FakeEngine(), stores, values, access)
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     once = [("grpc.enable_retries", 0)]
     async with (
-        listening(add, service.servicer, on_end=service.metrics.calls.note, access=access) as service.endpoint,
-        open_aio_channel(service.endpoint, options=once) as channel,
+        listening(add, service.servicer, on_end=service.metrics.calls.note, access=access, before=before) as endpoint,
+        open_aio_channel(endpoint, options=once) as channel,
     ):
+        service.endpoint = endpoint
         service.stub, service.channel = inference_pb2_grpc.InferenceServiceStub(channel), channel
         service.serve()
         yield service
-    if keeper:
-        await keeper.close(0)
+    if stores:
+        await stores.close(0)
 
 
 async def failure_of(call):

@@ -96,7 +96,7 @@ class Ring:
         self.losses = []
         self._taken = {}
 
-    def acquire(self, nbytes, block):
+    def acquire(self, nbytes, block, capture_id=""):
         if self.free is not None and self.free < nbytes:
             assert not block, "a producer would wait for the store here"
             return None

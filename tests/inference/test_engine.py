@@ -352,12 +352,15 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "")  # so that it is put back
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
-    settings = InferenceSettings(model="folder", ring_mib=3, max_active_vectors=5, capture_sites="mlp_out,resid_pre")
+    settings = InferenceSettings(
+        model="folder", ring_mib=3, max_active_vectors=5, capture_sites="mlp_out,resid_pre", store="b=h:2,h:1"
+    )
     engine_module._prepare_environment(settings, "/control")
     worker = json.loads(engine_module.os.environ[SETTINGS_VARIABLE])
     assert worker == {
         "control_dir": "/control",
         "ring_bytes": 3 << 20,
+        "stores": ["b", "h:1"],
         "bank_rows": 5,
         "service_pid": os.getpid(),
         "sites": [capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_MLP_OUT],

@@ -33,10 +33,10 @@ ABORTED, COMPLETE, INCOMPLETE = (
 )
 
 
-async def test_events_come_in_order(service):
+async def test_events_come_in_order(service, store):
     request_id = (await service.register(spec("r", CAPTURE))).request_id
     events = await service.events(ask(request_id))
-    handle = inference_pb2.CaptureHandle(capture_id="r", store_endpoint="store.example:1")
+    handle = inference_pb2.CaptureHandle(capture_id="r", store_endpoint="store.example:1", store=store.endpoint)
     started, *deltas, finished = events
     assert started.started == inference_pb2.GenerationStarted(
         request_id="r", prompt_token_ids=[5, 6, 7], capture=handle

@@ -89,9 +89,10 @@ async def test_a_request_that_finishes(service, store, scrape):
     await service.register(spec("waits", CAPTURE))
     await service.events(ask(spec("r", CAPTURE, [ADD_JOY]), num_sequences=2))
     await store.seal()
-    await until(scrape, ("residuum_inference_open_captures",), 0)
+    await until(scrape, ("residuum_inference_open_captures", store.endpoint), 0)
     found = await scrape()
     expected = {
+        ("residuum_inference_store_up", store.endpoint): 1,
         ("residuum_inference_requests_total", "finished"): 1,
         ("residuum_inference_requests_total", "failed"): 0,
         ("residuum_inference_running_requests",): 0,
@@ -99,7 +100,7 @@ async def test_a_request_that_finishes(service, store, scrape):
         ("residuum_inference_kept_vectors",): 1,
         ("residuum_inference_active_vectors",): 0,
         ("residuum_inference_active_vectors_limit",): 1024,
-        ("residuum_inference_unheard_seals",): 0,
+        ("residuum_inference_unheard_seals", store.endpoint): 0,
         ("residuum_inference_prompt_tokens_total",): 3,
         ("residuum_inference_generated_tokens_total",): 6,
         ("residuum_inference_first_token_seconds_count",): 1,
@@ -123,7 +124,7 @@ async def test_a_request_that_runs_and_is_aborted(service, store, scrape):
     running = {
         ("residuum_inference_running_requests",): 1,
         ("residuum_inference_active_vectors",): 1,
-        ("residuum_inference_open_captures",): 1,
+        ("residuum_inference_open_captures", store.endpoint): 1,
         ("residuum_inference_generated_tokens_total",): 1,
         ("residuum_inference_first_token_seconds_count",): 1,
     }
@@ -131,7 +132,7 @@ async def test_a_request_that_runs_and_is_aborted(service, store, scrape):
     await service.abort("r")
     with pytest.raises(grpc.aio.AioRpcError):
         await call.read()
-    await until(scrape, ("residuum_inference_open_captures",), 0)
+    await until(scrape, ("residuum_inference_open_captures", store.endpoint), 0)
     ended = {
         ("residuum_inference_requests_total", "aborted"): 1,
         ("residuum_inference_request_seconds_count",): 0,
@@ -155,7 +156,7 @@ async def test_a_capture_that_cannot_be_opened_is_not_open(service, store, scrap
     store.refuse = Reason.ERROR_REASON_STORE_FULL
     await failure_of(service.events(ask(spec("r", CAPTURE))))
     expected = {
-        ("residuum_inference_open_captures",): 0,
+        ("residuum_inference_open_captures", store.endpoint): 0,
         ("residuum_inference_requests_total", "refused"): 1,
         ("residuum_call_errors_total", "Generate", "STORE_FULL"): 1,
     }
@@ -188,11 +189,19 @@ async def test_names_follow_prometheus(service, scrape):
 def test_workers_and_shippers(tmp_path):
     """One worker has left figures and one has not; one shipper runs and one is being restarted."""
     controls = [str(tmp_path / f"rank{rank}.sock") for rank in (0, 2)]
-    ring = {"ring_bytes": 100, "bytes_used": 60, "under_way": 3, "published": 8, "seconds_waited": 1.5}
+    ring = {
+        "ring_bytes": 100,
+        "bytes_used": 60,
+        "store_bytes_used:a": 20,
+        "store_bytes_used:h:1": 40,
+        "under_way": 3,
+        "published": 8,
+        "seconds_waited": 1.5,
+    }
     beside(controls[0]).write_text(json.dumps(ring))
     shippers = SimpleNamespace(
         status=lambda: [
-            ShipperStatus(7, 0, None, {"acked_bytes": 50, "ack_lag_seconds": 0.5, "unacked_bytes": 9}),
+            ShipperStatus(7, 0, None, {"acked_bytes:a": 50, "ack_lag_seconds:a": 0.5, "unacked_bytes:h:1": 9}),
             ShipperStatus(None, 2, 1, {}),
         ]
     )
@@ -207,16 +216,19 @@ def test_workers_and_shippers(tmp_path):
         ("residuum_inference_ring_extents", "0"): 3,
         ("residuum_inference_ring_extents_published_total", "0"): 8,
         ("residuum_inference_ring_wait_seconds_total", "0"): 1.5,
-        ("residuum_inference_shipper_acked_bytes_total", "0"): 50,
-        ("residuum_inference_shipper_ack_lag_seconds", "0"): 0.5,
-        ("residuum_inference_shipper_unacked_bytes", "0"): 9,
+        ("residuum_inference_ring_store_used_bytes", "a", "0"): 20,
+        ("residuum_inference_ring_store_used_bytes", "h:1", "0"): 40,
+        ("residuum_inference_shipper_acked_bytes_total", "0", "a"): 50,
+        ("residuum_inference_shipper_ack_lag_seconds", "0", "a"): 0.5,
+        ("residuum_inference_shipper_unacked_bytes", "0", "h:1"): 9,
         ("residuum_inference_shipper_up", "0"): 1,
         ("residuum_inference_shipper_up", "1"): 0,
         ("residuum_inference_shipper_restarts_total", "1"): 2,
     }
     assert some(found, expected) == expected
     assert ("residuum_inference_ring_bytes", "1") not in found
-    assert ("residuum_inference_shipper_acked_bytes_total", "1") not in found
+    assert ("residuum_inference_shipper_acked_bytes_total", "1", "a") not in found
+    assert ("residuum_inference_shipper_acked_bytes_total", "0", "h:1") not in found
 
 
 def test_an_address_that_is_taken_is_told():

@@ -212,7 +212,7 @@ async def test_a_store_that_is_away_refuses_captures_alone(call):
     async with running_service(NOWHERE) as service:
         wanted = spec("r", CAPTURE)
         failure = await failure_of(service.register(wanted) if call == "register" else service.events(ask(wanted)))
-        assert (failure.reason_name, failure.metadata) == ("STORE_UNREACHABLE", {"endpoint": NOWHERE})
+        assert (failure.reason_name, failure.metadata) == ("STORE_UNREACHABLE", {"endpoint": NOWHERE, "store": NOWHERE})
         assert failure.code == grpc.StatusCode.UNAVAILABLE
         assert NOWHERE in failure.message
         assert not service.engine.calls
@@ -223,7 +223,7 @@ async def test_a_store_that_is_away_is_asked_once_more_over_a_new_connection(ser
     """And then whoever asked for the capture is told at once, and may try again."""
     store.away = True
     with pytest.raises(Failure) as caught:
-        await service.parts.keeper.check_reachable()
+        await service.parts.stores.of("x").check_reachable()
     assert caught.value.reason_name == "STORE_UNREACHABLE"
     assert store.checks == 2
 

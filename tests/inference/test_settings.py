@@ -133,4 +133,4 @@ def test_the_default_encoding_stands_in_the_environment(monkeypatch):
 
 
 def test_no_store_is_the_default():
-    assert load_settings(InferenceSettings, "program", ["--model", "x"]).store == ""
+    assert load_settings(InferenceSettings, "program", ["--model", "x"]).store == ()

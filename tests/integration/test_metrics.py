@@ -42,7 +42,8 @@ def test_figures_follow_a_captured_request(services: tuple[Service, Service], cl
     reply = client.generate("The capital of France is", max_tokens=8, capture=residuum.Capture(), request_id="watched")
     acts = client.activations(reply.request_id)
     rows = acts.manifest.num_rows * acts.hidden_size * 2
-    acked = "residuum_inference_shipper_acked_bytes_total", "0"
+    where = client.store_endpoints()[0]
+    acked = "residuum_inference_shipper_acked_bytes_total", "0", where
     deadline = time.monotonic() + DEADLINE
     while True:  # workers and shippers tell of themselves once a second
         now = scrape(inference), scrape(store)
@@ -59,7 +60,7 @@ def test_figures_follow_a_captured_request(services: tuple[Service, Service], cl
     assert grown(0, "residuum_inference_generated_tokens_total") == len(reply.token_ids)
     assert grown(0, "residuum_inference_prompt_tokens_total") == len(reply.prompt_token_ids)
     assert grown(0, "residuum_inference_first_token_seconds_count") == 1
-    assert now[0]["residuum_inference_open_captures",] == 0
+    assert now[0]["residuum_inference_open_captures", where] == 0
     assert now[0]["residuum_inference_ring_extents", "0"] == 0
     assert now[0]["residuum_inference_ring_bytes", "0"] >= 256 << 20
     assert now[0]["residuum_inference_shipper_up", "0"] == 1

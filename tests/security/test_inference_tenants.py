@@ -13,6 +13,7 @@ from residuum.rpc.credentials import Credentials
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2, inference_pb2_grpc, steering_pb2, store_pb2_grpc
 from residuum.wire.digests import vector_message
+from residuum.wire.placement import StoreAddress
 from tests.inference.service_support import (
     FakeEngine,
     FakeStore,
@@ -199,7 +200,7 @@ async def test_a_store_that_refuses_the_service_is_told_as_that(tokens, tmp_path
     own = tmp_path / "own"
     own.write_text(tokens.add("alice", right) if right else "rsd_unknown")
     with store(tokens=tokens.path) as endpoint:
-        keeper = CaptureKeeper(endpoint, endpoint, Credentials(token_file=own))
+        keeper = CaptureKeeper(StoreAddress(endpoint, endpoint), Credentials(token_file=own))
         with pytest.raises(Failure, match=words) as raised:
             await keeper.open(describe())
         await keeper.close(0)

@@ -34,8 +34,8 @@ def control_path(tmp_path_factory):
 def start_producer(control_path):
     producers = []
 
-    def start(ring_bytes=4 << 20, path=control_path):
-        producer = RingProducer(path, ring_bytes=ring_bytes)
+    def start(ring_bytes=4 << 20, path=control_path, stores=("",)):
+        producer = RingProducer(path, ring_bytes=ring_bytes, stores=stores)
         producers.append(producer)
         producer.start()
         return producer

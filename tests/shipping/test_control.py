@@ -40,7 +40,7 @@ def descriptor():
 def outbox(worker, control_path, monkeypatch):
     monkeypatch.setattr(control, "_LONGEST_DELAY_SECONDS", 0.05)
     outbox = Outbox(1 << 20)
-    client = ControlClient(control_path, outbox)
+    client = ControlClient(control_path, lambda _, parcels: outbox.put(parcels))
     client.start()
     yield outbox
     client.close()

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from inference_svc.shipping import figures
-from inference_svc.shipping.figures import FigureFile, beside, read_figures
+from inference_svc.shipping.figures import FigureFile, beside, figures_by_store, read_figures
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
 
@@ -66,11 +66,15 @@ async def test_a_worker_and_a_shipper_tell_what_they_did(
         ring = await asyncio.to_thread(wait_until, lambda: _settled(beside(control_path)))
         assert (ring["published"], ring["freed"], ring["under_way"], ring["bytes_used"]) == (4, 4, 0, 0)
         assert (ring["ring_bytes"], ring["connected_shippers"]) == (work.producer.ring_bytes, 1)
-        await asyncio.to_thread(wait_until, lambda: supervisor.status()[0].figures.get("settled") == store.messages)
-        (status,) = supervisor.status()
-        assert status.figures["acked_bytes"] == sum(map(len, work.expected.values()))
-        assert (status.figures["rejected"], status.figures["unacked_bytes"], status.figures["streams"]) == (0, 0, 1)
-        assert status.figures["ack_lag_seconds"] == 0
+
+        def settled():
+            own = _of(supervisor, store)
+            return own.get("settled") == store.messages and own
+
+        own = await asyncio.to_thread(wait_until, settled)
+        assert own["acked_bytes"] == sum(map(len, work.expected.values()))
+        assert (own["rejected"], own["unacked_bytes"], own["streams"]) == (0, 0, 1)
+        assert own["ack_lag_seconds"] == 0
     finally:
         await supervisor.stop(DEADLINE)
 
@@ -88,8 +92,8 @@ async def test_a_store_that_owes_an_acknowledgement_shows(
         work.publish("capture", range(32))
 
         def lags():
-            figures = supervisor.status()[0].figures
-            return figures.get("ack_lag_seconds", 0) > 0.5 and figures
+            own = _of(supervisor, store)
+            return own.get("ack_lag_seconds", 0) > 0.5 and own
 
         shipper = await asyncio.to_thread(wait_until, lags)
         assert (shipper["settled"], shipper["unacked_bytes"]) == (0, sum(map(len, work.expected.values())))
@@ -108,6 +112,12 @@ def test_nothing_is_left_behind(start_producer, control_path):
     wait_until(lambda: beside(control_path).exists())
     producer.close()
     assert not beside(control_path).exists()
+
+
+def _of(supervisor, store):
+    """What the only shipper says of a store."""
+    (status,) = supervisor.status()
+    return figures_by_store(status.figures).get(store.endpoint, {})
 
 
 def _settled(path):

@@ -24,7 +24,8 @@ def start_uploader(control_path, monkeypatch):
 
     def start(endpoint, max_unacked_bytes=64 << 20):
         outbox = Outbox(max_unacked_bytes)
-        uploader, client = Uploader(endpoint, outbox), ControlClient(control_path, outbox)
+        uploader = Uploader(endpoint, outbox)
+        client = ControlClient(control_path, lambda _, parcels: outbox.put(parcels))
         uploader.start()
         client.start()
         started.append((outbox, uploader, client))

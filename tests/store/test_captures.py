@@ -363,6 +363,26 @@ def test_lists_come_newest_first_in_pages(client: Client) -> None:
             listed(client, page_token=token, **wrong)
 
 
+def test_whether_an_id_is_free_is_told_and_nothing_created(client: Client) -> None:
+    def check(name: str, **changes: object) -> None:
+        request = store_pb2.OpenCaptureRequest(description=describe(name, **changes), check_only=True)
+        client.stub.OpenCapture(request)
+
+    for _ in range(2):
+        check("a")
+    assert listed(client) == ([], "")
+    client.open(describe("a"))
+    for changes in ({}, {"prompt": 0}):  # the very same description is as much a capture as another
+        with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
+            check("a", **changes)
+    check("b")
+    client.seal("a", generated=[0], outcome=ABORTED)
+    with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
+        check("a")
+    with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
+        check("-bad")
+
+
 def test_a_list_can_be_left_off_after_any_capture(client: Client) -> None:
     for name in ("a1", "b1", "a2", "a3"):
         client.open(describe(name, prompt=0))

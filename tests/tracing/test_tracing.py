@@ -42,7 +42,7 @@ def start_service() -> Iterator[Callable[[str, dict[str, str]], str]]:
         command = [sys.executable, "-m", "tests.tracing.inference_service", store]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
-        return f"127.0.0.1:{processes[-1].stdout.readline().strip()}"
+        return processes[-1].stdout.readline().strip()
 
     yield start
     for process in processes:

@@ -39,7 +39,11 @@ CALL_SECONDS = 30.0
 def open_client(options: argparse.Namespace) -> residuum.Client:
     """Return a client for the endpoints of a command line."""
     return residuum.Client(
-        options.endpoint, store=options.store, timeout=options.timeout or CALL_SECONDS, **credentials_of(options)
+        options.endpoint,
+        store=options.store,
+        timeout=options.timeout or CALL_SECONDS,
+        tenant=options.tenant,
+        **credentials_of(options),
     )
 
 

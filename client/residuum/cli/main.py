@@ -115,6 +115,9 @@ def _add(
 ) -> argparse.ArgumentParser:
     parser = _add_bare(groups, name, run, help_text, endpoint_text="the inference service", timeout=timeout)
     parser.add_argument(
+        "--tenant", metavar="NAME", help="for admins: whose captures are meant (default: one's own, lists: everybody's)"
+    )
+    parser.add_argument(
         "--store",
         action="append",
         metavar="[NAME=]HOST:PORT",

@@ -31,6 +31,11 @@ class OpenCaptureRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DESCRIPTION_FIELD_NUMBER: _builtins.int
+    CHECK_ONLY_FIELD_NUMBER: _builtins.int
+    check_only: _builtins.bool
+    """Create nothing: only say whether there is a capture of this id, of whatever description. OK: there is none. So an
+    inference service with several stores makes sure that an id does not get two captures.
+    """
     @_builtins.property
     def description(self) -> _capture_pb2.CaptureDescription:
         """What it is of. `capture_id` is that of the request, and follows the same rules. At most 1 MiB, the model's name at
@@ -41,10 +46,11 @@ class OpenCaptureRequest(_message.Message):
         self,
         *,
         description: _capture_pb2.CaptureDescription | None = ...,
+        check_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_only", b"check_only", "description", b"description"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

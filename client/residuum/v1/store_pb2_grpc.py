@@ -121,7 +121,8 @@ class StoreServiceServicer:
         may try again.
 
         Errors:
-        * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended.
+        * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended; with
+        `check_only`: there is one.
         * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
         * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or those that have not ended take too much memory.

@@ -1,0 +1,83 @@
+"""How several stores share a ring: what one does not give back leaves the others their reserves."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.shipping.allotment import SharedAllotment, least_ring_bytes, reserve_bytes
+from inference_svc.shipping.ring import EXTENT_ALIGNMENT
+
+UNIT = EXTENT_ALIGNMENT
+
+
+def spans(extents):
+    return sorted((extent.offset, extent.offset + extent.nbytes) for extent in extents)
+
+
+def test_a_single_store_has_all_of_it():
+    allotment = SharedAllotment(8 * UNIT, ["a"])
+    whole = allotment.take(8 * UNIT, "a")
+    assert whole == (0, 8 * UNIT)
+    assert allotment.take(1, "a") is None
+    allotment.give_back(whole)
+    assert allotment.bytes_used == 0
+
+
+def test_half_is_for_each_and_half_for_whoever_comes_first():
+    allotment = SharedAllotment(16 * UNIT, ["a", "b"])
+    held = [allotment.take(UNIT, "a") for _ in range(12)]
+    assert None not in held
+    assert allotment.take(1, "a") is None, "a has its reserve and the common half"
+    theirs = [allotment.take(2 * UNIT, "b") for _ in range(2)]
+    assert None not in theirs, "b has its reserve"
+    assert allotment.take(1, "b") is None
+    assert allotment.used == {"a": 12 * UNIT, "b": 4 * UNIT}
+    taken = spans([*held, *theirs])
+    assert all(end <= start for (_, end), (start, _) in pairwise(taken))
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 8 * UNIT + 1])
+def test_what_can_never_be_had(nbytes):
+    allotment = SharedAllotment(16 * UNIT, ["a", "b"])
+    assert allotment.largest == 8 * UNIT
+    with pytest.raises(ValueError, match="the largest has 2048"):
+        allotment.take(nbytes, "a")
+
+
+@given(st.integers(1, 1 << 20), st.integers(1, 9))
+def test_the_least_ring_has_room_for_an_extent_in_each_reserve(nbytes, stores):
+    assert reserve_bytes(least_ring_bytes(nbytes, stores), stores) >= nbytes
+
+
+@given(
+    st.integers(2, 5),
+    st.integers(40, 400),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40), st.booleans()), max_size=150),
+)
+def test_stores_that_give_nothing_back_leave_the_others_their_reserves(count, units, steps):
+    """Store 0 gives everything back, the others nothing: 0 gets any extent that fits its reserve."""
+    names = [f"s{at}" for at in range(count)]
+    allotment = SharedAllotment(units * UNIT, names)
+    reserve = reserve_bytes(units * UNIT, count)
+    held, own = [], []
+    for at, size, returns in steps:
+        name = names[at % count]
+        nbytes = size * UNIT - 7
+        if nbytes > allotment.largest:
+            continue
+        extent = allotment.take(nbytes, name)
+        if extent is not None:
+            (own if name == "s0" else held).append(extent)
+        if returns and own:
+            allotment.give_back(own.pop(0))
+        taken = spans([*held, *own])
+        assert all(end <= start for (_, end), (start, _) in pairwise(taken)), "none overlap"
+        assert not taken or 0 <= taken[0][0] <= taken[-1][1] <= units * UNIT
+        assert allotment.bytes_used == sum(-(-extent.nbytes // UNIT) * UNIT for extent in [*held, *own])
+    for extent in own:
+        allotment.give_back(extent)
+    assert allotment.take(reserve, "s0") is not None, "however the others' extents lie"
