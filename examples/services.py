@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -86,7 +86,8 @@ class Service:
             return False
         with grpc.insecure_channel(self.endpoint) as channel:
             try:
-                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
+                stub: Any = health_pb2_grpc.HealthStub(channel)  # its types name no method
+                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
             except grpc.RpcError:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -109,6 +109,12 @@ class Delta(NamedTuple):
     stop_reason: str = ""
     """The stop text that ended the sequence."""
 
+    def followed_by(self, other: Delta) -> Delta:
+        """Return this and what the next steps added as one."""
+        return Delta(
+            self.text + other.text, [*self.token_ids, *other.token_ids], other.finish_reason, other.stop_reason
+        )
+
 
 class Engine:
     """A running vLLM engine whose workers carry the taps."""
@@ -143,6 +149,16 @@ class Engine:
             llm.shutdown()
             raise
 
+    @property
+    def llm(self) -> AsyncLLM:
+        """The engine of vLLM itself, for benchmarks that compare with it."""
+        return self._llm
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether texts are understood, and made."""
+        return self._has_tokenizer
+
     async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
         """Return the token ids of a prompt; see `PromptReader.read`."""
         return await self._prompts.read(request)
@@ -160,7 +176,7 @@ class Engine:
         sampling.extra_args = plan.to_extra_args() if plan else None
         # A captured prompt must be computed; reading it from the prefix cache would leave its rows out.
         sampling.skip_reading_prefix_cache = bool(plan and plan.capture)
-        sampling.detokenize = self._has_tokenizer
+        sampling.detokenize = self.has_tokenizer
         prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_token_ids)}
         if cache_salt:
             prompt["cache_salt"] = cache_salt

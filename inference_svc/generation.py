@@ -424,23 +424,41 @@ class _Run:
 
     async def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Yield the events of the generation, in the order that the contract gives."""
-        yield inference_pb2.GenerateResponse(
-            started=inference_pb2.GenerationStarted(
-                request_id=self.running.request_id, prompt_token_ids=self._token_ids, capture=self.handle
-            )
-        )
         async with self._generating():
+            yield inference_pb2.GenerateResponse(
+                started=inference_pb2.GenerationStarted(
+                    request_id=self.running.request_id, prompt_token_ids=self._token_ids, capture=self.handle
+                )
+            )
             open_sequences = len(self._sequences)
             while open_sequences:
-                item = await self._queue.get()
-                if isinstance(item, _Ended):
-                    if item.error is not None:
-                        raise item.error
+                deltas, ends = await self._news()
+                for index, delta in deltas.items():
+                    yield self._delta(index, delta)
+                for end in ends:
+                    if end.error is not None:
+                        raise end.error
                     open_sequences -= 1
-                else:
-                    yield self._delta(*item)
         self.has_generated = True
         yield inference_pb2.GenerateResponse(finished=self._finished())
+
+    async def _news(self) -> tuple[dict[int, Delta], list[_Ended]]:
+        """Wait for news, and return all there is: what has come of a sequence meanwhile is one delta.
+
+        So a client that reads slowly, or a service that is behind the engine, has fewer messages instead of a queue.
+        """
+        deltas: dict[int, Delta] = {}
+        ends: list[_Ended] = []
+        item = await self._queue.get()
+        while True:
+            if isinstance(item, _Ended):
+                ends.append(item)
+            else:
+                index, delta = item
+                deltas[index] = deltas[index].followed_by(delta) if index in deltas else delta
+            if self._queue.empty():
+                return deltas, ends
+            item = self._queue.get_nowait()
 
     @asynccontextmanager
     async def _generating(self) -> AsyncIterator[None]:

@@ -78,6 +78,11 @@ class InferenceServer:
         self._listener: MetricsListener | None = None
         self._stop_tracing: Callable[[], None] = lambda: None
 
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, from when the service is SERVING."""
+        return self._parts.engine if self._parts is not None and self._servicer.is_serving else None
+
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT.
 

@@ -66,6 +66,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Give the servicer its parts: the model's facts can be told from now on."""
         self._parts = parts
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether new calls are accepted."""
+        return self._serving
+
     def set_serving(self, *, serving: bool) -> None:
         """Accept calls, or refuse new ones."""
         self._serving = serving

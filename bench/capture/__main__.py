@@ -23,6 +23,7 @@ from examples.model import default_model
 from examples.services import ServiceFailedError
 from residuum import ResiduumError
 from residuum.capture import site_list, site_numbers
+from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,8 +118,17 @@ def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture"
     compiling.add_argument("--eager", action="store_true", help="do not compile the model")
     compiling.add_argument("--compiled", dest="eager", action="store_false", help="compile the model (the default)")
     parser.add_argument(
-        "--modes", type=_names(Mode), default=list(Mode), help="names, separated by commas (default: all)"
-    )
+        "--modes", type=_names(Mode), default=[mode for mode in Mode if not mode.encodes],
+        help="names, separated by commas (default: all but all-layers+encoded)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--encoding", choices=sorted(ENCODINGS.keys() - {"project"}), default=defaults.encoding,
+        help=f"what all-layers+encoded does (default: {defaults.encoding})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dimensions", type=int, default=defaults.dimensions,
+        help=f"its dimensions, 0 for an encoding that has none (default: {defaults.dimensions})",
+    )  # fmt: skip
     parser.add_argument(
         "--sink", type=Sink, choices=list(Sink), default=defaults.sink, metavar="{store,ring}",
         help="where captured rows go: through shippers into a store (the default), or no further than the ring",
@@ -168,6 +178,8 @@ def workload_of(options: argparse.Namespace) -> Workload:
         ring_mib=options.ring_mib,
         shippers=options.shippers,
         capture_sites=options.capture_sites,
+        encoding=options.encoding,
+        dimensions=options.dimensions,
         fold_norms=options.fold_norms,
         engine_args={**shaped, **options.engine_args},
     )

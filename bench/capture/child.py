@@ -23,8 +23,9 @@ from bench.capture.subjects import Batch, StockSubject, Subject, TappedSubject, 
 from bench.capture.workload import Job, Mode, Vectors, Workload, turns
 from bench.gpu import used_mib
 from inference_svc.settings import SITES, InferenceSettings
-from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
+from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import selection_pb2
+from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
@@ -134,7 +135,7 @@ class _Driver:
         plans = {name: self._plan(mode, name, index) for index, name in enumerate(prompts)}
         sink = self._sink if mode.captures else None
         if sink:
-            await sink.begin(prompts)
+            await sink.begin(prompts, self._encoding(mode))
         batch = await generate_batch(self._subject, prompts, plans, self._workload.decode)
         settled = completed = batch.ended
         if sink and self._tapped:
@@ -180,9 +181,16 @@ class _Driver:
         num_layers = self._subject.num_layers
         return RequestPlan(
             prompt_tokens=self._workload.prefill,
-            capture=everything(name, num_layers, self._workload.capture_sites) if mode.captures else None,
+            capture=everything(name, num_layers, self._workload.capture_sites, self._encoding(mode))
+            if mode.captures
+            else None,
             operations=operations(self._workload.vectors, index, num_layers) if mode.steers else (),
         )
+
+    def _encoding(self, mode: Mode) -> RowEncoding:
+        if not mode.encodes:
+            return RowEncoding()
+        return RowEncoding(ENCODINGS[self._workload.encoding], self._workload.dimensions)
 
 
 async def _time_after(awaitable: Awaitable[None]) -> float:
@@ -195,10 +203,10 @@ def request_id(mode: Mode, number: int, index: int) -> str:
     return f"{mode.name.lower()}-{number}-{index}"
 
 
-def everything(capture_id: str, num_layers: int, sites: Sequence[str]) -> Capture:
+def everything(capture_id: str, num_layers: int, sites: Sequence[str], encoding: RowEncoding | None = None) -> Capture:
     """Return the capture of every layer of every token at some sites."""
     numbers = tuple(sorted(SITES[name] for name in sites))
-    return Capture(capture_id, 0, tuple(range(num_layers)), EVERYWHERE, numbers)
+    return Capture(capture_id, 0, tuple(range(num_layers)), EVERYWHERE, numbers, encoding=encoding or RowEncoding())
 
 
 def operations(vectors: Vectors, index: int, num_layers: int) -> tuple[Operation, ...]:

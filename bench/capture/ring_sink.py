@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from inference_svc.engine import ModelFacts
+    from inference_svc.taps.plan import RowEncoding
 
 _STOP_SECONDS = 10.0
 _LINE_BYTES = 1 << 20
@@ -40,8 +41,9 @@ class RingSink:
         )
         await self._read(self._process)
 
-    async def begin(self, prompts: Mapping[str, Sequence[int]]) -> None:
+    async def begin(self, prompts: Mapping[str, Sequence[int]], encoding: RowEncoding | None = None) -> None:
         """See `CaptureSink`."""
+        del encoding  # the headers say it
         await self._ask({"begin": list(prompts)})
 
     async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:

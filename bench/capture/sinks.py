@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from google.protobuf.duration_pb2 import Duration
 
 from inference_svc.shipping.supervisor import ShipperSupervisor
+from inference_svc.taps.plan import RowEncoding
 from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
 
@@ -42,8 +43,8 @@ class CaptureSink(Protocol):
     async def start(self) -> None:
         """Begin to take rows."""
 
-    async def begin(self, prompts: Mapping[str, Sequence[int]]) -> None:
-        """Expect captures, given by id with their prompts."""
+    async def begin(self, prompts: Mapping[str, Sequence[int]], encoding: RowEncoding | None = None) -> None:
+        """Expect captures, given by id with their prompts, of rows that are encoded so; None: raw."""
 
     async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
         """End captures whose replies are these, and wait until each is COMPLETE. This is measured.
@@ -78,10 +79,10 @@ class StoreSink:
         """See `CaptureSink`."""
         await self._supervisor.start()
 
-    async def begin(self, prompts: Mapping[str, Sequence[int]]) -> None:
+    async def begin(self, prompts: Mapping[str, Sequence[int]], encoding: RowEncoding | None = None) -> None:
         """See `CaptureSink`."""
         for capture_id, prompt in prompts.items():
-            description = self._describe(capture_id, prompt)
+            description = self._describe(capture_id, prompt, encoding or RowEncoding())
             await self._store.OpenCapture(store_pb2.OpenCaptureRequest(description=description))
 
     async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
@@ -117,11 +118,16 @@ class StoreSink:
             raise RowsMissingError(f"{capture_id} ended as {state}: {answer.manifest.incomplete_detail}")
         return answer.manifest
 
-    def _describe(self, capture_id: str, prompt: Sequence[int]) -> capture_pb2.CaptureDescription:
+    def _describe(
+        self, capture_id: str, prompt: Sequence[int], encoding: RowEncoding
+    ) -> capture_pb2.CaptureDescription:
         facts = self._facts
         spec = capture_pb2.CaptureSpec(
             sites=facts.sites,
-            encoding=capture_pb2.ENCODING_RAW,
+            encoding=encoding.encoding,
+            encoding_options=capture_pb2.EncodingOptions(
+                dimensions=encoding.dimensions, seed=encoding.seed, axis=encoding.axis
+            ),
             overflow=capture_pb2.OVERFLOW_POLICY_WAIT,
         )
         spec.layers.list.layers.extend(range(facts.num_layers))

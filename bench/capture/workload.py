@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from residuum.wire.limits import DEFAULT_PROJECTION
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -24,11 +26,18 @@ class Mode(str, Enum):
     """Each request is steered after every layer, by the workload's `Vectors`."""
     ALL_LAYERS_STEER = "all-layers+steer"
     """Both."""
+    ALL_LAYERS_ENCODED = "all-layers+encoded"
+    """Every layer of every token is captured, encoded as the workload says instead of raw."""
 
     @property
     def captures(self) -> bool:
         """Whether rows are captured."""
-        return self in {Mode.ALL_LAYERS, Mode.ALL_LAYERS_STEER}
+        return self in {Mode.ALL_LAYERS, Mode.ALL_LAYERS_STEER, Mode.ALL_LAYERS_ENCODED}
+
+    @property
+    def encodes(self) -> bool:
+        """Whether captured rows are encoded."""
+        return self is Mode.ALL_LAYERS_ENCODED
 
     @property
     def steers(self) -> bool:
@@ -93,6 +102,10 @@ class Workload:
     shippers: int = 1
     capture_sites: tuple[str, ...] = ("resid_post",)
     """The sites that are armed, and that the modes which capture capture."""
+    encoding: str = "rp8"
+    """How the mode that encodes does it; see capture.proto."""
+    dimensions: int = DEFAULT_PROJECTION
+    """Its dimensions; 0 for an encoding that has none."""
     fold_norms: bool | None = None
     """Whether taps are folded into norms; None: as the service does by default."""
     engine_args: dict[str, Any] = field(default_factory=dict)

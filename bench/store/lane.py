@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import residuum
 from bench.children import RunFailedError
 from bench.machine import ROOT
+from bench.talker import Talker, reap
 from examples.services import Service, ServiceFailedError, start_store
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
@@ -25,63 +25,8 @@ if TYPE_CHECKING:
     from bench.store.captures import Shape
 
 _START_SECONDS = 60.0
-_STOP_SECONDS = 20.0
 _PURGE_SECONDS = 120.0
 _POLL_SECONDS = 0.02
-_LOG_LINES = 30
-
-
-class Talker:
-    """A process that answers lines on its standard input, and ends with that."""
-
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
-        """Start `python -m ARGUMENTS`, and wait for its first line."""
-        self._name = name
-        self._log = folder / f"{name}.log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        self.first = self.read()
-
-    def ask(self, request: dict[str, Any]) -> None:
-        """Send a line."""
-        pipe = self._pipe(self._process.stdin)
-        try:
-            pipe.write(json.dumps(request) + "\n")
-            pipe.flush()
-        except OSError as error:
-            raise RunFailedError(f"{self._name} has ended\n{_end_of(self._log)}") from error
-
-    def read(self) -> Any:
-        """Return the next answer.
-
-        Raises:
-            RunFailedError: There is none, or it is an error.
-        """
-        line = self._pipe(self._process.stdout).readline()
-        if not line:
-            raise RunFailedError(f"{self._name} has ended\n{_end_of(self._log)}")
-        answer = json.loads(line)
-        if isinstance(answer, dict) and "error" in answer:
-            raise RunFailedError(f"{self._name}: {answer['error']}\n{_end_of(self._log)}")
-        return answer
-
-    def stop(self) -> None:
-        """End it."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):
-                self._pipe(pipe).close()
-        _reap(self._process)
-
-    def _pipe(self, pipe: IO[str] | None) -> IO[str]:
-        assert pipe is not None  # noqa: S101 - both are pipes
-        return pipe
 
 
 @dataclass(frozen=True)
@@ -202,7 +147,7 @@ def _running_shipper(folder: Path, number: int, control: str, store: Service) ->
         yield
     finally:
         process.terminate()
-        _reap(process)
+        reap(process)
 
 
 @contextmanager
@@ -213,15 +158,3 @@ def running_peer(kind: str, folder: Path) -> Iterator[int]:
         yield int(talker.first)
     finally:
         talker.stop()
-
-
-def _reap(process: subprocess.Popen[Any]) -> None:
-    try:
-        process.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])

@@ -104,16 +104,15 @@ class EncodedBlock:
         there = self.present[index]
         if there.all():
             return self._decoded(index, slice(None))
-        values: npt.NDArray[Any] = np.full((len(there), self.width), np.nan, self.dtype)
-        values[there] = self._decoded(index, there)  # of the others nothing is known: an index may be beyond the width
+        values = np.full((len(there), self.width), np.nan, self.dtype)
+        values[there] = self._decoded(index, there)  # alone: what is not there may be anything, and no row at all
         return values
 
-    def _decoded(self, index: int, places: Any) -> npt.NDArray[Any]:
-        shared = None
+    def _decoded(self, index: int, columns: Any) -> npt.NDArray[Any]:
+        prefixes = None
         if self.prefixes is not None and self.group is not None:
-            shared = self.prefixes[self.group[index][places]]
-        decoded: npt.NDArray[Any] = self.form.decode(self.rows[index][places], shared)
-        return decoded
+            prefixes = self.prefixes[self.group[index, columns]]
+        return self.form.decode(self.rows[index, columns], prefixes)
 
     def stack(self, indices: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the rows of some layers decoded, float32 [layers, positions, width]."""

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,17 +88,22 @@ def plan_read(
 class Reading:
     """What has come of one read. It may be sent again after a broken connection; what came before is kept."""
 
-    def __init__(self, plan: ReadPlan, *, keep_values: bool = True, allocate: Allocate = np.empty) -> None:
+    def __init__(
+        self, plan: ReadPlan, *, keep_values: bool = True, as_float32: bool = True, allocate: Allocate = np.empty
+    ) -> None:
         """Begin.
 
         Args:
             plan: What was asked for.
             keep_values: Keep the rows for `activations`; without, `add` only hands them on as pieces.
+            as_float32: Convert the rows of pieces. Otherwise they are as they were captured or decoded, and those that
+                are plain lie in the message's own memory.
             allocate: Makes the arrays that rows are kept in; in memory, if nothing else is said.
         """
         _let_buffers_be_used_again()
         self._plan = plan
         self._keep_values = keep_values
+        self._as_float32 = as_float32
         self._allocate = allocate
         self._grids: dict[_Key, RowGrid] = {}
         self._layers: tuple[int, ...] = ()
@@ -221,10 +226,22 @@ class Reading:
         if added is None or self._keep_values:
             return []
         return [
-            Piece(site, self._layers[layer], added.positions[fresh], rows[fresh].astype(np.float32))
+            self._piece(site, self._layers[layer], added.positions, rows, fresh)
             for layer, rows, fresh in zip(added.layers, added.rows, added.fresh, strict=True)
             if fresh.any()
         ]
+
+    def _piece(
+        self,
+        site: str,
+        layer: int,
+        positions: npt.NDArray[np.int64],
+        rows: npt.NDArray[Any],
+        fresh: npt.NDArray[np.bool_],
+    ) -> Piece:
+        if not fresh.all():  # only after a broken connection
+            positions, rows = positions[fresh], rows[fresh]
+        return Piece(site, layer, positions, rows.astype(np.float32) if self._as_float32 else rows)
 
     def _check_arrived(self, manifest: Manifest) -> None:
         """Check that every row that the store says it has was sent."""

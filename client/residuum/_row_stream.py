@@ -6,12 +6,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from residuum._reading import not_complete
+from residuum._reading import Reading, not_complete, plan_read
 from residuum.exceptions import OpenCapture
 from residuum.manifest import Manifest
 from residuum.selections import LayersLike, PositionsLike
@@ -37,8 +37,8 @@ class StreamedRows(NamedTuple):
     """Their positions; shape [rows]."""
     token_ids: npt.NDArray[np.int64]
     """The token at each, -1 where it is not known; shape [rows]."""
-    rows: npt.NDArray[np.float32]
-    """The rows; float32 [rows, width]."""
+    rows: npt.NDArray[Any]
+    """The rows as they were captured, or decoded; [rows, width]."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,12 @@ def _rows_of(client: CaptureClient, capture_id: str, number: int, choice: RowCho
     sequences = choice.sequences
     for sequence in range(max(manifest.proto.description.num_sequences, 1)) if sequences is None else sequences:
         tokens = _tokens(manifest, sequence)
-        pieces = client.follow(
-            capture_id, layers=choice.layers, sites=choice.sites, sequence=sequence, positions=choice.positions,
-            allow_partial=choice.allow_partial,
+        plan = plan_read(
+            capture_id, layers=choice.layers, sites=choice.sites, sequences=sequence, positions=choice.positions,
+            follow=True, allow_partial=choice.allow_partial,
         )  # fmt: skip
-        for site, layer, positions, rows in pieces:
+        reading = Reading(plan, keep_values=False, as_float32=False)
+        for site, layer, positions, rows in client._follow(reading):  # noqa: SLF001 - `follow` would convert each row
             known = positions < len(tokens)
             token_ids = np.full(len(positions), -1, dtype=np.int64)
             token_ids[known] = tokens[positions[known]]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from residuum._blocks import AnyBlock, Block, EncodedBlock
 from residuum.exceptions import ServerFault
 from residuum.v1 import capture_pb2, selection_pb2
-from residuum.wire.encodings import RowFormat
+from residuum.wire.encodings import EncodingError, RowFormat
 from residuum.wire.frames import ChunkView
 from residuum.wire.selection import captured_positions, wanted_positions
 
@@ -168,13 +168,23 @@ class RowGrid:
         if not len(layers) or not len(from_columns):
             return None
         columns = columns[from_columns]
-        kept_encoded = self._values is not None and not self._plain
-        prefixes, rows = chunk.split() if kept_encoded else (None, chunk.rows())
+        prefixes, rows = self._rows_of(chunk)
         rows = rows[_span(np.array(from_layers))][:, _span(from_columns)]
         added = AddedRows(layers, positions[from_columns], rows, ~self.have[np.ix_(layers, columns)])
         if prefixes is not None:
             self._group[np.ix_(layers, columns)] = self._keep_prefixes(prefixes[from_layers])[:, None]
         return self._place(added, columns)
+
+    def _rows_of(self, chunk: ChunkView) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any]]:
+        """Return a chunk's rows as they are kept, and the prefixes that go with them; decoded if none are kept."""
+        try:
+            if self._values is None or self._plain:
+                return None, chunk.rows()
+            prefixes, rows = chunk.split()
+            self._form.check(rows)
+        except EncodingError as error:
+            raise ServerFault(f"A chunk cannot be decoded: {error}.") from None
+        return prefixes, rows
 
     def _keep_prefixes(self, prefixes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Keep the prefixes of some layers; return the number of each among all."""

@@ -448,7 +448,7 @@ class CaptureClient:
             raise error from None
         warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
 
-    def _follow(self, reading: Reading, timeout: float | None) -> Iterator[Piece]:
+    def _follow(self, reading: Reading, timeout: float | None = None) -> Iterator[Piece]:
         for data in self._read(reading, timeout):
             yield from reading.add(data)
         reading.manifest()

@@ -288,11 +288,18 @@ class StoreStats:
     """The store's clock when it answered. None: the store is older than this field."""
     store: str = ""
     """The store's name."""
+    tenant: str | None = None
+    """Whom the figures are of: who is no admin is told of their own captures and bytes, and no more. None: of the whole
+    store."""
+    tenant_max_bytes: int | None = None
+    """Bytes of chunks that the tenant may have there. None: any number."""
+    tenant_max_open_captures: int | None = None
+    """Captures that the tenant may have open there. None: any number."""
 
     @classmethod
     def from_proto(cls, store: StoreAddress, proto: store_pb2.GetStatsResponse) -> StoreStats:
         """Return the value of a message that a store sent."""
-        retention = proto.retention
+        retention, own, told = proto.retention, proto.tenant, proto.HasField("tenant")
         return cls(
             endpoint=store.endpoint,
             store=store.name,
@@ -311,6 +318,9 @@ class StoreStats:
             expired_by_size=retention.captures_expired_by_size,
             bytes_expired=retention.bytes_expired,
             server_time=to_datetime(proto.server_time),
+            tenant=own.tenant if told else None,
+            tenant_max_bytes=own.max_bytes if own.HasField("max_bytes") else None,
+            tenant_max_open_captures=own.max_open_captures if own.HasField("max_open_captures") else None,
         )
 
     @classmethod

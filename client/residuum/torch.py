@@ -243,6 +243,7 @@ class _Buffer:
     def __init__(self, capacity: int, width: int, dtype: torch.dtype, rng: np.random.Generator | None) -> None:
         """Make an empty buffer; without `rng` rows are drawn in the order in which they came."""
         self._rows = torch.empty((capacity, width), dtype=dtype)
+        self._array = _array(self._rows)
         self._facts = np.empty((capacity, 6), dtype=np.int64)
         self._free = np.arange(capacity)
         self._filled = np.empty(0, dtype=np.int64)
@@ -261,7 +262,7 @@ class _Buffer:
         count = min(len(self._free), len(part.positions) - start)
         slots, self._free = self._free[:count], self._free[count:]
         taken = slice(start, start + count)
-        self._rows[torch.from_numpy(slots)] = _tensor(part.rows[taken]).to(self._rows.dtype)
+        self._array[slots] = part.rows[taken]
         where = (part.capture, part.sequence, SITES.index(part.site), part.layer)
         self._facts[slots, :4] = where
         self._facts[slots, 4] = part.positions[taken]
@@ -279,11 +280,13 @@ class _Buffer:
         return ActivationBatch(self._rows[torch.from_numpy(slots)], *facts.unbind())
 
 
-def _tensor(rows: npt.NDArray[Any]) -> torch.Tensor:
-    """Return rows as a tensor that shares their memory."""
-    if rows.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(rows)
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Return a tensor as an array that shares its memory."""
+    if tensor.dtype == torch.bfloat16:  # which numpy alone does not know
+        bits: npt.NDArray[Any] = tensor.view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    array: npt.NDArray[Any] = tensor.numpy()
+    return array
 
 
 def _labels(labels: Mapping[str, float] | None, captures: Sequence[str]) -> torch.Tensor | None:

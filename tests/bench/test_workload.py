@@ -115,7 +115,11 @@ def test_a_job_survives_its_way_to_another_process(mode):
 
 def test_only_a_capture_that_leaves_the_ring_needs_a_store():
     jobs = [Job((Mode.IDLE, mode), 0, Workload("m", sink=sink), "/tmp/x") for mode in Mode for sink in Sink]
-    assert [job.modes[1] for job in jobs if job.needs_store] == [Mode.ALL_LAYERS, Mode.ALL_LAYERS_STEER]
+    assert [job.modes[1] for job in jobs if job.needs_store] == [
+        Mode.ALL_LAYERS,
+        Mode.ALL_LAYERS_STEER,
+        Mode.ALL_LAYERS_ENCODED,
+    ]
 
 
 def test_the_last_generated_token_has_no_row():

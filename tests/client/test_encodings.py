@@ -10,8 +10,8 @@ from peer import HIDDEN, POST, row
 
 import residuum
 from residuum._blocks import EncodedBlock
-from residuum.v1 import capture_pb2
-from residuum.wire.encodings import BY_DIMENSION
+from residuum.v1 import capture_pb2, tensor_pb2
+from residuum.wire.encodings import BY_DIMENSION, TOPK, RowFormat
 from tests.wire.test_encoding_projection import signs_in_words
 
 LAYERS, PROMPT, ROWS = (1, 4), 3, 6
@@ -256,6 +256,40 @@ async def test_an_encoding_that_only_newer_versions_know(make, endpoint, flaky, 
     flaky.change = change
     with pytest.raises(residuum.ServerFault, match=r"unknown encoding 99.*newer version"):
         await make(endpoint, store=flaky.endpoint, timeout=10).activations(captured)
+
+
+@pytest.mark.parametrize("call", ["activations", "follow"])
+async def test_an_encoding_with_impossible_bytes(make, endpoint, flaky, call):
+    from residuum.v1 import store_pb2
+    from residuum.wire.frames import checksum
+
+    with residuum.Client(endpoint) as plain:
+        reply = plain.generate("a bb ccc", max_tokens=4, capture=capturing(encoding="topk8", dimensions=2))
+        plain.manifest(reply.request_id, wait=True)
+
+    def change(number, messages):
+        for data in messages:
+            message = store_pb2.ReadChunksResponse.FromString(data)
+            if message.HasField("chunk"):
+                payload = bytearray(message.chunk.payload)
+                payload[8:10] = b"\xff\xff"  # the first row's first index
+                message.chunk.payload = bytes(payload)
+                message.chunk.crc32c = checksum(message.chunk.payload)
+            yield message.SerializeToString()
+
+    flaky.change = change
+    with pytest.raises(residuum.ServerFault, match="a row of 8 elements has the index 65535"):
+        await getattr(make(endpoint, store=flaky.endpoint, timeout=10), call)(reply.request_id)
+
+
+def test_rows_that_are_not_there_are_never_decoded():
+    """Their memory may hold anything: here an index that there is not."""
+    form = RowFormat(TOPK, 4, tensor_pb2.DATA_TYPE_FLOAT32, dimensions=1)
+    encoded = np.zeros((1, 2), form.row_dtype)
+    encoded["index"], encoded["x"] = [[[3], [9]]], 2.0
+    block = EncodedBlock(np.arange(2), encoded, np.array([[True, False]]), form)
+    np.testing.assert_array_equal(block.layer(0), [[0, 0, 0, 2], [np.nan] * 4])
+    np.testing.assert_array_equal(block.values[0], block.stack([0])[0])
 
 
 # What is asked for

@@ -21,6 +21,7 @@ from peer import HIDDEN, POST, PRE, rows
 
 import residuum
 from residuum import cli as command_line
+from residuum._exports.formats import FORMATS
 
 SITES = {"resid_post": POST, "resid_pre": PRE}
 
@@ -137,6 +138,16 @@ async def test_exports_from_memory_and_from_the_store_are_the_same(client, reply
             assert all(np.array_equal(memory[key], store[key]) for key in memory.files)
         else:
             assert (tmp_path / f"memory.{name}").read_bytes() == (tmp_path / f"store.{name}").read_bytes()
+
+
+@pytest.mark.parametrize("encoding", ["raw", "rp8", "full8"])
+async def test_the_progress_of_an_export_ends_at_its_end(client, tmp_path, kind_of_file, encoding):
+    capture = residuum.Capture(layers=[1, 4], encoding=encoding, dimensions=4 if encoding == "rp8" else None)
+    acts = await client.activations(await client.generate("a bb ccc", max_tokens=40, capture=capture))
+    steps = []
+    FORMATS[kind_of_file].writer()(acts, tmp_path / "x", steps.append)
+    assert acts.nbytes - len(steps) <= sum(steps) <= acts.nbytes
+    assert min(steps) >= 0
 
 
 async def test_zarr_exports_are_chunked_by_block_and_sharded(client, reply, tmp_path):

@@ -41,11 +41,9 @@ async def test_events_come_in_order(service, store):
     assert started.started == inference_pb2.GenerationStarted(
         request_id="r", prompt_token_ids=[5, 6, 7], capture=handle
     )
-    assert [(item.delta.sequence, item.delta.text, list(item.delta.token_ids)) for item in deltas] == [
-        (0, "t1", [1]),
-        (0, "t2", [2]),
-        (0, "t3", [3]),
-    ]
+    assert {item.delta.sequence for item in deltas} == {0}
+    assert "".join(item.delta.text for item in deltas) == "t1t2t3"
+    assert [token for item in deltas for token in item.delta.token_ids] == [1, 2, 3]
     assert finished.finished == inference_pb2.GenerationFinished(
         sequences=[inference_pb2.SequenceFinish(finish_reason="length", generated_tokens=3)],
         usage=inference_pb2.Usage(prompt_tokens=3, generated_tokens=3),
@@ -343,5 +341,5 @@ async def test_only_so_many_requests_run_or_wait(store):
         while service.parts.generator._num_requests > 1:  # noqa: ASYNC110 - nothing else tells of it
             await asyncio.sleep(0)
         service.engine.script = three_tokens
-        assert len(await service.events(ask())) == 5
+        assert (await service.events(ask()))[-1].HasField("finished")
         calls[1].cancel()

@@ -144,8 +144,9 @@ async def test_sequences_are_changed_where_each_of_them_is(service, store):
             hand.token("r#1")
         for last in (False, False, True):
             hand.token("r#2", last=last)
-        for _ in range(5):
-            await stream.read()
+        tokens = 0
+        while tokens < 5:
+            tokens += len((await stream.read()).delta.token_ids)
         await service.engine.until(lambda: service.engine.closed == ["r#2"])
         # r#0 has not come to the engine; r#3 has made its prompt; r#2 has ended.
         service.engine.positions["r#3"] = 3

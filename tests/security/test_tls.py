@@ -68,6 +68,16 @@ def test_the_command_line(store, authority, server_pair, client_pair, capsys):
     assert "SERVING" in capsys.readouterr().out
 
 
+def test_health_takes_no_token_and_so_none_is_sent(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RESIDUUM_TOKEN", "secret-of-mine")
+    with store() as endpoint:
+        assert main(["health", "--endpoint", endpoint]) == 0
+    assert (
+        main(["health", "--endpoint", "192.0.2.1:1", "--timeout", "0.2"]) == 1
+    )  # not refused: there is nothing to hide
+    assert "UNREACHABLE" in capsys.readouterr().out
+
+
 REFUSALS = {
     "another CA": ("server", "stranger", "not signed by a CA that is trusted here"),
     "an expired certificate": ("expired", "authority", "has expired; it must be renewed there"),

@@ -33,6 +33,7 @@ from residuum.wire.encodings import (
     RowFormat,
     basis_of,
 )
+from residuum.wire.frames import FrameError, parse_chunk
 from tests.encoding_cases import B16, F16, F32, FORMATS, WIDTH, basis, rows
 
 FINITE = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
@@ -266,6 +267,16 @@ def test_what_fp16_cannot_hold_becomes_infinite():
     assert decoded.tolist() == [[[math.inf, -65504.0]]]
 
 
+@pytest.mark.parametrize("name", ["topk", "topk8"])
+def test_an_index_beyond_the_row_is_refused(name):
+    form = FORMATS[name]
+    _, encoded = form.split(bytearray(form.encode(rows(form.dtype))), 2, 3)
+    encoded["index"][1, 2, 4] = WIDTH
+    with pytest.raises(EncodingError, match="a row of 24 elements has the index 24"):
+        form.decode(encoded)
+    assert form.decode(encoded[:1]).shape == (1, 3, WIDTH)
+
+
 # What does not go together
 
 
@@ -307,3 +318,26 @@ def test_what_is_left_unset_has_its_default():
     assert RowFormat(capture_pb2.ENCODING_UNSPECIFIED, WIDTH, F32) == RowFormat(RAW, WIDTH, F32)
     assert RowFormat(FULL8, WIDTH, F32) == RowFormat(FULL8, WIDTH, F32, axis=BY_ROW)
     assert str(FORMATS["rp8"]) == "rp8 of 10 dimensions, 24 elements of bfloat16"
+
+
+@given(
+    st.integers(0, 12),
+    st.sampled_from([0, 1, 5, 65536, 2**31, 2**32 - 1]),
+    st.sampled_from([0, 1, 4, 2**31 - 1, 2**32 - 1]),
+    st.integers(0, 3),
+    st.binary(max_size=40),
+)
+def test_headers_from_anywhere_are_refused_or_fit_their_payload(encoding, width, dimensions, axis, payload):
+    header = capture_pb2.ChunkHeader(
+        layers=[0], positions=[0], dtype=F32, encoding=encoding, width=width, dimensions=dimensions, axis=axis
+    )
+    data = capture_pb2.Chunk(header=header, payload=payload).SerializeToString()
+    try:
+        chunk = parse_chunk(data)
+    except FrameError:
+        return
+    with np.errstate(all="ignore"):
+        try:
+            assert chunk.rows().shape == (1, 1, chunk.format.decoded_width)
+        except EncodingError as error:
+            assert "index" in str(error)  # noqa: PT017 - of the bytes, not of the header

@@ -120,7 +120,7 @@ class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
     *Inner products.* y[j] is the inner product of x with the j-th vector that was asked for, summed in float32.
 
     *Not finite.* RAW, FP32, BF16, RP, TOPK and PROJECT keep what is not finite, or have what the arithmetic makes of it; in
-    FP16 what is above 65504 becomes infinite. A list that is to be quantised, and of which an element or the difference of
+    FP16 what rounds to more than 65504 becomes infinite. A list that is to be quantised, and of which an element or the difference of
     two is not finite, has the scale and the zero NaN and the q 0, and TOPK8 the indices 0 to k - 1: the whole row, or
     dimension, is NaN to a reader.
 

@@ -233,6 +233,9 @@ class RowFormat:
         Args:
             rows: Rows of `row_dtype`, of any shape [...].
             prefixes: With a `prefix_dtype`: the prefixes [...] of the rows, or what broadcasts to that.
+
+        Raises:
+            EncodingError: See `check`.
         """
         if self.is_plain:
             return rows["x"]
@@ -244,6 +247,15 @@ class RowFormat:
             assert prefixes is not None, "rows quantised along dimensions need their prefixes"  # noqa: S101
             return _dequantized(rows["q"], prefixes["scale"], prefixes["zero"])
         return _dequantized(rows["q"], rows["scale"][..., None], rows["zero"][..., None])
+
+    def check(self, rows: npt.NDArray[Any]) -> None:
+        """Check that rows can be decoded: whatever their bytes are, an index of an element must be one.
+
+        Raises:
+            EncodingError: It is not.
+        """
+        if self.encoding in LARGEST and rows.size and int(rows["index"].max()) >= self.width:
+            raise EncodingError(f"a row of {self.width} elements has the index {int(rows['index'].max())}")
 
     def encode(self, values: npt.NDArray[Any], basis: npt.NDArray[np.float32] | None = None) -> bytes:
         """Return the payload that holds rows: the reference for every encoder.
@@ -304,6 +316,7 @@ class RowFormat:
         rows["index"][np.isnan(rows["scale"])] = np.arange(self.dimensions)
 
     def _decode_largest(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        self.check(rows)
         whole = np.zeros((*rows.shape, self.width), dtype=np.float32)
         if self.encoding == TOPK:
             kept = rows["x"].astype(np.float32)

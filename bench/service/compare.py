@@ -1,0 +1,149 @@
+"""Loads through gRPC, and on the service's own engine without the service, by turns."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import residuum
+from bench.capture.processes import environment_of
+from bench.capture.workload import Runner
+from bench.parts import Bar, table
+from bench.service.load import Load, Measured, run_load
+from bench.talker import Talker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from bench.service.load import Start
+
+WAYS = ("AsyncLLM", "residuum")
+"""vLLM's engine, called by its own process; and `residuum.AsyncClient`, in another one."""
+
+_BAR_STREAMS = 32
+_LEAST_RATE, _MOST_TOKEN_MS = 0.95, 0.2
+"""Of vLLM's tokens in a second; and what a token may take longer."""
+
+
+@dataclass(frozen=True)
+class ServiceJob:
+    """What is asked for."""
+
+    flags: tuple[str, ...]
+    """The service's flags."""
+    streams: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    requests_per_stream: int = 3
+    rounds: int = 5
+    prefill: int = 64
+    decode: int = 128
+    runner: Runner = Runner.DEFAULT
+    shown: dict[str, Any] = field(default_factory=dict)
+    """What the result says of the workload besides."""
+
+
+async def measure(job: ServiceJob, folder: Path) -> dict[str, Any]:
+    """Measure; return the part of the result.
+
+    Raises:
+        RunFailedError: The service did not come up.
+        WrongTokenCountError: A reply has another length than was asked for.
+    """
+    host = Talker("service", ["bench.service.host", *job.flags], folder, environment_of(folder, job.runner))
+    try:
+        async with residuum.AsyncClient(f"127.0.0.1:{host.first['port']}", timeout=None) as client:
+            levels = [await _level(job, streams, host, client) for streams in job.streams]
+    finally:
+        host.stop()
+    return {
+        "parameters": {**{name: value for name, value in asdict(job).items() if name not in _UNSHOWN}, **job.shown},
+        "model_runner": host.first["model_runner"],
+        "levels": levels,
+    }
+
+
+_UNSHOWN = {"flags", "shown", "runner"}
+
+
+async def _level(job: ServiceJob, streams: int, host: Talker, client: residuum.AsyncClient) -> dict[str, Any]:
+    summaries: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for number in range(-1, job.rounds):  # the first does not count: threads start, buffers are allotted
+        for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+            requests = job.requests_per_stream * streams if number >= 0 else streams
+            name = f"{way}-{streams}-{number}"
+            load = Load(name, streams, requests, job.prefill, job.decode, host.first["vocab_size"])
+            measured = await _run(load, way, host, client)
+            if number >= 0:
+                summaries[way].append(measured.summary())
+    return {"streams": streams, **summaries, "difference": difference(summaries)}
+
+
+async def _run(load: Load, way: str, host: Talker, client: residuum.AsyncClient) -> Measured:
+    if way == WAYS[0]:
+        host.ask(load.to_json())
+        return Measured(**host.read())
+    return await run_load(load, _through(client))
+
+
+def _through(client: residuum.AsyncClient) -> Start:
+    async def start(name: str, prompt: Sequence[int], decode: int) -> AsyncGenerator[int, None]:
+        stream = client.stream(list(prompt), request_id=name, max_tokens=decode, temperature=0.0, ignore_eos=True)
+        async with stream:
+            async for delta in stream:
+                yield len(delta.token_ids)
+
+    return start
+
+
+def difference(summaries: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, float]:
+    """Return what the service adds: medians over the rounds, each of which has both ways."""
+    pairs = list(zip(*(summaries[way] for way in WAYS), strict=True))
+
+    def median(values: Iterator[float]) -> float:
+        return round(statistics.median(values), 4)
+
+    return {
+        "tokens_per_second_ratio": median(
+            ours["tokens_per_second"] / vllm["tokens_per_second"] for vllm, ours in pairs
+        ),
+        **{
+            f"added_{name}": median(ours[name] - vllm[name] for vllm, ours in pairs)
+            for name in ("first_token_ms", "token_ms", "request_ms")
+        },
+    }
+
+
+def bars(part: Mapping[str, Any]) -> list[Bar]:
+    """Return the bars, of 32 streams; none if there were not so many."""
+    return [
+        bar
+        for level in part["levels"]
+        if level["streams"] == _BAR_STREAMS
+        for bar in (
+            Bar(
+                f"tokens/s of {_BAR_STREAMS} streams, over AsyncLLM's",
+                level["difference"]["tokens_per_second_ratio"], _LEAST_RATE, at_most=False,
+            ),
+            Bar(f"ms more a token, of {_BAR_STREAMS} streams", level["difference"]["added_token_ms"], _MOST_TOKEN_MS),
+        )
+    ]  # fmt: skip
+
+
+def show(part: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table."""
+    head = ["streams", "way", "tokens/s", "requests/s", "first token, ms", "each token, ms", "request, ms"]
+    rows = []
+    for level in part["levels"]:
+        for way in WAYS:
+            columns = ("tokens_per_second", "requests_per_second", "first_token_ms", "token_ms", "request_ms")
+            medians = [statistics.median(summary[name] for summary in level[way]) for name in columns]
+            rows.append([str(level["streams"]), way, *(f"{value:.4g}" for value in medians)])
+        more = level["difference"]
+        rows.append(
+            [
+                "", "difference", f"x{more['tokens_per_second_ratio']:.3f}", "",
+                *(f"{more[name]:+.3f}" for name in ("added_first_token_ms", "added_token_ms", "added_request_ms")),
+            ]
+        )  # fmt: skip
+    yield table(head, rows)

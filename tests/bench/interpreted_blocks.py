@@ -1,0 +1,51 @@
+"""Measures encoders of a GPU on the CPU, in Triton's interpreter: all of bench.encodings' blocks but the clock.
+
+A program of its own: TRITON_INTERPRET must be set before Triton is imported. It prints the result as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import ctypes
+import json
+import sys
+
+import numpy as np
+import torch
+
+from bench.encodings import blocks
+from inference_svc.taps import kernel
+
+memory = np.zeros(1 << 21, dtype=np.uint8)
+
+
+class Interpreter:
+    """The CPU; what is measured is how often something is done."""
+
+    name = "interpreter"
+
+    def rows(self, block: blocks.Block) -> torch.Tensor:
+        return torch.randn(*block[1:], dtype=torch.bfloat16)
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        assert size <= len(memory)
+        return torch.from_numpy(memory)
+
+    def seconds(self, work) -> float:
+        work()
+        return 1.0
+
+
+def host_tensor(address: int, dtype: torch.dtype) -> torch.Tensor:
+    """The interpreter takes tensors alone."""
+    rest = len(memory) - (address - memory.ctypes.data)
+    data = (ctypes.c_ubyte * (rest - rest % dtype.itemsize)).from_address(address)
+    return torch.from_numpy(np.frombuffer(data, np.uint8)).view(dtype)
+
+
+if __name__ == "__main__":
+    kernel.HostPointer = host_tensor  # type: ignore[assignment,misc]
+    sys.stdout.write(json.dumps(blocks.measure(2, 48, Interpreter(), (3, 20))))
