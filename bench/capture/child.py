@@ -118,7 +118,7 @@ def settings_of(job: Job) -> InferenceSettings:
     defaults = InferenceSettings.model_fields
     return InferenceSettings(
         model=workload.model,
-        store=(job.store,) if job.store else (),
+        store=job.stores,
         enforce_eager=workload.eager,
         max_model_len=workload.max_model_len,
         max_num_seqs=max(defaults["max_num_seqs"].default, workload.batch_size),
@@ -276,7 +276,7 @@ async def _start_sink(job: Job, tapped: TappedSubject, stack: AsyncExitStack) ->
     layers = job.workload.layers if Mode.CUSTOM in job.modes else tuple(range(facts.num_layers))
     sink: CaptureSink
     if job.needs_store:
-        sink = StoreSink(facts, job.store, job.workload.shippers, layers)
+        sink = StoreSink(facts, job.stores, job.workload.shippers, layers)
     else:
         sink = RingSink(facts, job.workload.rows_per_request, layers)
     stack.push_async_callback(sink.stop)
@@ -285,7 +285,7 @@ async def _start_sink(job: Job, tapped: TappedSubject, stack: AsyncExitStack) ->
 
 
 async def _start_fetcher(job: Job, stack: AsyncExitStack) -> Fetcher:
-    fetcher = await Fetcher.start(job.store)
+    fetcher = await Fetcher.start(job.stores)
     stack.push_async_callback(fetcher.stop)
     return fetcher
 

@@ -1,6 +1,6 @@
 """A user's client: fetches captures through the thin client into arrays, in a process of its own.
 
-`python -m bench.capture.fetch_client STORE THREADS`, started by `fetcher`: it answers each line of JSON on its standard
+`python -m bench.capture.fetch_client THREADS STORE...`, started by `fetcher`: it answers each line of JSON on its standard
 input, {"fetch": capture ids}, with one on its standard output once it holds every row, and lets go of them.
 """
 
@@ -32,8 +32,9 @@ def fetch(client: residuum.Client, pool: ThreadPoolExecutor, capture_ids: Sequen
 
 def main() -> None:
     """Answer until the input ends: then whoever asked has gone."""
-    endpoint, threads = sys.argv[1:]
-    with residuum.Client(endpoint, store=endpoint) as client, ThreadPoolExecutor(int(threads)) as pool:
+    threads, *stores = sys.argv[1:]
+    nowhere = stores[0].rpartition("=")[2]  # the inference service is asked nothing
+    with residuum.Client(nowhere, store=stores) as client, ThreadPoolExecutor(int(threads)) as pool:
         print("{}", flush=True)  # ready
         for line in sys.stdin:
             print(json.dumps(fetch(client, pool, json.loads(line)["fetch"])), flush=True)

@@ -22,9 +22,9 @@ class Fetcher:
         self._process = process
 
     @classmethod
-    async def start(cls, store: str) -> Fetcher:
-        """Start it, for the store at an endpoint."""
-        return cls(await LineProcess.start("bench.capture.fetch_client", [store, str(THREADS)]))
+    async def start(cls, stores: Sequence[str]) -> Fetcher:
+        """Start it, for stores that are given as host:port or name=host:port."""
+        return cls(await LineProcess.start("bench.capture.fetch_client", [str(THREADS), *stores]))
 
     async def fetch(self, capture_ids: Sequence[str]) -> Arrived:
         """Wait until the client holds every row of some captures, which may not have ended yet.

@@ -19,7 +19,7 @@ def lane(tmp_path_factory):
 
 @pytest.fixture
 async def fetcher(lane):
-    made = await Fetcher.start(lane.endpoint)
+    made = await Fetcher.start([f"a={lane.endpoint}"])
     yield made
     await made.stop()
 
@@ -38,7 +38,7 @@ async def test_what_cannot_be_fetched_is_an_error(fetcher):
 
 
 async def test_a_client_that_has_died_is_an_error(lane):
-    fetcher = await Fetcher.start(lane.endpoint)
+    fetcher = await Fetcher.start([lane.endpoint])
     await fetcher._process.kill()
     with pytest.raises(HelperDiedError, match="fetch_client has ended"):
         await fetcher.fetch(["a"])
