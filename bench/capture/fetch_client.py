@@ -1,7 +1,7 @@
 """A user's client: fetches captures through the thin client into arrays, in a process of its own.
 
-`python -m bench.capture.fetch_client THREADS STORE...`, started by `fetcher`: it answers each line of JSON on its standard
-input, {"fetch": capture ids}, with one on its standard output once it holds every row, and lets go of them.
+`python -m bench.capture.fetch_client THREADS STORE...`, started by `fetcher`: it answers each line of JSON on its
+standard input, {"fetch": capture ids}, with one on its standard output once it holds every row, and lets go of them.
 """
 
 from __future__ import annotations
