@@ -124,7 +124,13 @@ class AsyncCaptureClient:
                     advance(len(data))
                     scratch.touch(len(data))
             acts = reading.activations()
-            return await asyncio.to_thread(job.write, acts, place, scratch.touch)
+            writing = asyncio.ensure_future(asyncio.to_thread(job.write, acts, place, scratch.touch))
+            try:
+                return await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                job.stop()
+                await asyncio.wait([writing])  # before the place that it writes in is removed
+                raise
 
     async def follow(
         self,

@@ -172,7 +172,7 @@ class CaptureClient:
                     reading.add(data)
                     advance(len(data))
                     scratch.touch(len(data))
-            return job.write(reading.activations(), place, scratch.touch)
+            return job.run(reading.activations(), place, scratch.touch)
 
     def follow(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -208,6 +209,25 @@ async def test_an_export_never_replaces_a_folder_of_something_else(client, reply
     assert (path / "thesis.tex").read_text() == "years of work"
 
 
+def test_an_export_never_replaces_a_device_or_a_pipe(tmp_path):
+    path = tmp_path / "pipe.npz"
+    os.mkfifo(path)
+    with pytest.raises(FileExistsError, match="a device or a pipe"):
+        activations(np.ones((1, 2, 4))).export(path, overwrite=True)
+    assert path.is_fifo()
+
+
+def test_an_export_takes_the_place_of_a_link_and_not_of_what_it_names(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    for name, target in (("x.npz", "mine"), ("y.npz", "nowhere")):
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(FileExistsError):
+            activations(np.ones((1, 2, 4))).export(tmp_path / name)
+        activations(np.ones((1, 2, 4))).export(tmp_path / name, overwrite=True)
+        assert not (tmp_path / name).is_symlink()
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 async def test_an_export_keeps_the_permissions_of_what_it_replaces(client, reply, tmp_path):
     path = tmp_path / "x.npz"
     path.touch()
@@ -252,6 +272,32 @@ async def test_an_export_from_a_store_that_stays_away_leaves_nothing(make, endpo
     flaky.change = change
     with pytest.raises(residuum.ResiduumError):
         await make(endpoint, store=flaky.endpoint, timeout=10).export(reply, tmp_path / "x.npz")
+    assert not list(tmp_path.iterdir())
+
+
+async def test_an_export_that_is_cancelled_leaves_nothing(endpoint, reply, tmp_path, monkeypatch):
+    """The thread that writes ends before what it writes is removed."""
+    began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def write(acts, path, advance):
+        path.write_text("begun")
+        began.set()
+        go_on.wait(30)
+        try:
+            advance(1)
+        finally:
+            path.write_text("written late")  # would fail, or come to stay, if the folder were gone by now
+            ended.set()
+
+    monkeypatch.setattr("residuum._exports.formats.Format.writer", lambda _: write)
+    async with residuum.AsyncClient(endpoint) as client:
+        task = asyncio.ensure_future(client.export(reply, tmp_path / "x.npz"))
+        assert await asyncio.to_thread(began.wait, 30)
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.05, go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert ended.is_set()
     assert not list(tmp_path.iterdir())
 
 

@@ -1,7 +1,8 @@
-"""Exports take as much memory for a large capture as for a small one."""
+"""Exports of a large capture: they take as much memory as those of a small one, and can be interrupted."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from opened import OPENERS
 from running_store import RunningStore
-from shell import environment
+from shell import command, environment
 
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
@@ -90,8 +91,8 @@ def messages(name, tokens):
 
 @pytest.mark.parametrize("kind", list(OPENERS))
 def test_an_export_of_a_large_capture_takes_the_memory_of_a_small_one(store, tmp_path, kind):
-    command = [sys.executable, "-c", EXPORT, store.endpoint, kind, str(tmp_path)]
-    done = subprocess.run(command, env=quiet(store.endpoint), capture_output=True, text=True, check=False)
+    program = [sys.executable, "-c", EXPORT, store.endpoint, kind, str(tmp_path)]
+    done = subprocess.run(program, env=quiet(store.endpoint), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(item.name for item in tmp_path.iterdir()) == [f"large.{kind}", f"small.{kind}"]
     assert LARGE_BYTES > 5 * MORE_BYTES
@@ -100,6 +101,19 @@ def test_an_export_of_a_large_capture_takes_the_memory_of_a_small_one(store, tmp
         one = OPENERS[kind](tmp_path / f"large.{kind}")[0]["resid_post"]
         for layer, rows in one.rows.items():
             assert np.array_equal(rows[:, 0], value(layer, range(TOKENS["large"])))
+
+
+@pytest.mark.parametrize("kind", list(OPENERS))
+def test_an_export_that_is_interrupted_leaves_nothing(store, tmp_path, kind):
+    path = tmp_path / f"x.{kind}"
+    arguments = ["pull", "large", "--endpoint", "127.0.0.1:1", "--store", store.endpoint, "--out", str(path)]
+    with subprocess.Popen(command(*arguments), env=environment(store.endpoint), stderr=subprocess.PIPE) as process:
+        while not list(tmp_path.glob("*.part/result")):  # it has begun to write
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, b"residuum: interrupted\n")
+    assert not list(tmp_path.iterdir())
 
 
 STREAM = """
@@ -120,8 +134,8 @@ print(*rows, peaks[1] - peaks[0])
 
 def test_a_training_loop_takes_the_memory_of_its_buffer(store):
     pytest.importorskip("torch")
-    command = [sys.executable, "-c", STREAM, store.endpoint]
-    done = subprocess.run(command, env=quiet(store.endpoint), capture_output=True, text=True, check=False)
+    program = [sys.executable, "-c", STREAM, store.endpoint]
+    done = subprocess.run(program, env=quiet(store.endpoint), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     small, large, more = map(int, done.stdout.split())
     assert (small, large) == (LAYERS * TOKENS["small"], LAYERS * TOKENS["large"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +56,10 @@ class Export:
         return f"{what.capture_id} as {self.format}, {what.state}: {shape}{more}"
 
 
+class StoppedError(Exception):
+    """The export was told to stop."""
+
+
 class ExportJob:
     """An export that has not been made. Everything that can be refused by itself is refused here."""
 
@@ -73,6 +79,7 @@ class ExportJob:
         self._write: Write = self._format.writer()
         self._overwrite = overwrite
         self._progress = progress
+        self._stopped = threading.Event()
         check_free(self.path, overwrite=overwrite)
 
     @contextlib.contextmanager
@@ -80,6 +87,23 @@ class ExportJob:
         """Make a place to work in; what `write` made in it stands at the path when the block has ended well."""
         with workplace(self.path, overwrite=self._overwrite) as place:
             yield place, Scratch(place.scratch)
+
+    def run(self, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:
+        """Do `write` in a thread, which no interrupt reaches; an interrupt of this one stops it, and waits for that.
+
+        Otherwise zarr's own threads would still be writing when the place to work in is removed.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(self.write, acts, place, touch)
+            try:
+                return writing.result()
+            except BaseException:
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        """Have `write` end with the slice that it is at, by a StoppedError."""
+        self._stopped.set()
 
     def write(self, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:
         """Write activations into the place to work in.
@@ -96,6 +120,8 @@ class ExportJob:
         with progress_bar(label, acts.nbytes, enabled=self._progress, of_bytes=True) as advance:
 
             def written(count: int) -> None:
+                if self._stopped.is_set():
+                    raise StoppedError
                 advance(count)
                 touch(count)
 
@@ -125,7 +151,7 @@ def export_activations(
     """Write activations that are in memory; see `Activations.export`."""
     job = ExportJob(path, format_name, overwrite=overwrite, progress=False)
     with job.begin() as (place, _):
-        return job.write(acts, place, _ignore)
+        return job.run(acts, place, _ignore)
 
 
 def _sync(path: Path) -> None:

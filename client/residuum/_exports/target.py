@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import stat
 import tempfile
@@ -33,10 +34,12 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}.")
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     if not overwrite:
         raise FileExistsError(f"{path} is there already; name another file, or replace it with overwrite=True.")
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise FileExistsError(f"{path} is a device or a pipe, in whose place no file is put; name a file.")
     if path.is_dir() and not (path / FOLDER_MARK).is_file():
         raise FileExistsError(f"{path} is a folder, and not one that was exported: it is not replaced. Name another.")
 
