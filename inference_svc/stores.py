@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 _DRAWS = 64
-"""How often an id is drawn anew because its store does not answer: enough to hit one of 16 but once in fifty times."""
+"""How often an id is drawn because its store does not answer: the only one of 16 that does is found 98 times in 100."""
 
 
 class Stores:
     """Opens and seals captures, each in its own store.
 
-    An id never gets two captures. In one store there is one of each id. That it is in another store, of which it would
-    be the first rank if the list were another, can be for two reasons: the id was made before the list changed; or
-    services with different lists run at once. Ids that the service makes are new everywhere. For those that callers
-    choose, the other stores are asked before a capture is made; if one does not answer, none is made.
+    An id never gets two captures. Within a store the store sees to it. Across stores it could only come about where the
+    list has changed: an older capture stays where it was, and its id belongs to another store now. Ids that the service
+    makes are new everywhere; for those that callers choose, the other stores are asked before a capture is made, and if
+    one does not answer, none is made.
 
     So requests without an id of their own do not depend on any one store: an id is drawn whose store answers.
     """

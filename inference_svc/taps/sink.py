@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from residuum.v1 import tensor_pb2
     from residuum.wire.encodings import RowFormat as EncodedFormat
 
-    Key = tuple[str, int]
-    """The capture and the sequence."""
-
 
 @dataclass(frozen=True)
 class RowFormat:
@@ -52,6 +49,15 @@ class Probe(NamedTuple):
     """[sites, layers, positions, hidden]."""
 
 
+class _Followed(NamedTuple):
+    """What is kept of a capture from its request's begin to its end."""
+
+    capture: Capture
+    vectors: Tensor | None
+    """What its rows are projected to, float32 [vectors, hidden]."""
+    reduction: Reduction | None
+
+
 class BlockSink:
     """Encodes blocks into the ring, as soon as they are sent: for blocks that lie in this process's own memory."""
 
@@ -65,8 +71,8 @@ class BlockSink:
         self._bank = bank
         self._probes: dict[str, list[Probe]] = {}
         self._signs = SignCache(row_format.hidden, pool.memory.device)
-        self._vectors: dict[Key, Tensor] = {}  # of captures that are projected to them, [vectors, hidden]
-        self._reductions: dict[Key, Reduction] = {}
+        # By the very object: another request may come by the same name before the last blocks of this one have left.
+        self._followed: dict[int, _Followed] = {}
 
     @property
     def nbytes(self) -> int:
@@ -86,12 +92,13 @@ class BlockSink:
         """Prepare for the blocks of a request whose capture is followed; they come until `end`."""
         capture = plan.capture
         assert capture is not None  # noqa: S101 - it is followed
+        vectors = None
         if capture.encoding.rows:
             assert self._bank is not None  # noqa: S101 - a worker has one
             # A copy: the last blocks leave when the request has ended, and the bank's rows may be others' by then.
-            self._vectors[_key(capture)] = torch.stack([self._bank.vectors[row] for row in capture.encoding.rows])
-        if capture.is_reduced:
-            self._reductions[_key(capture)] = Reduction(plan)
+            vectors = torch.stack([self._bank.vectors[row] for row in capture.encoding.rows])
+        reduction = Reduction(plan) if capture.is_reduced else None
+        self._followed[id(capture)] = _Followed(capture, vectors, reduction)
 
     def send(self, blocks: Sequence[Block]) -> None:
         """Move blocks' rows on and give the blocks back to the pool.
@@ -129,8 +136,9 @@ class BlockSink:
         """Report rows of a capture that will never come."""
         if capture.is_probe or not positions:
             return
-        if capture.is_reduced:
-            self._reductions[_key(capture)].miss(positions)
+        reduction = self._reduction(capture)
+        if reduction is not None:
+            reduction.miss(positions)
         self._report_loss(capture, positions, reason, detail)
 
     def take_probe(self, capture_id: str) -> list[Probe]:
@@ -162,24 +170,26 @@ class BlockSink:
     def _batch_of(self, block: Block) -> Batch | None:
         """Return what is to be sent now that a block has come."""
         batch = Batch(block.capture, block.positions, self._pool.rows(block))
-        if not block.capture.is_reduced:
-            return batch
-        return self._told(self._reductions[_key(block.capture)].add(batch))
+        reduction = self._reduction(block.capture)
+        return batch if reduction is None else self._told(reduction.add(batch), reduction)
 
     def _last_batch(self, capture: Capture) -> Batch | None:
-        return self._told(self._reductions[_key(capture)].finish()) if capture.is_reduced else None
+        reduction = self._reduction(capture)
+        return None if reduction is None else self._told(reduction.finish(), reduction)
 
-    def _told(self, batch: Batch | None) -> Batch | None:
+    def _told(self, batch: Batch | None, reduction: Reduction) -> Batch | None:
         """Return reduced rows; if some that they stand for never came, say that they are lost instead."""
-        if batch is None or self._reductions[_key(batch.capture)].is_whole(batch):
+        if batch is None or reduction.is_whole(batch):
             return batch
         detail = "Rows that this one stands for were lost."
         self._report_loss(batch.capture, batch.positions, capture_pb2.INCOMPLETE_REASON_WRITE_FAILED, detail)
         return None
 
+    def _reduction(self, capture: Capture) -> Reduction | None:
+        return self._followed[id(capture)].reduction if capture.is_reduced else None
+
     def _forget(self, capture: Capture) -> None:
-        self._vectors.pop(_key(capture), None)
-        self._reductions.pop(_key(capture), None)
+        del self._followed[id(capture)]
 
     def _ship(self, batch: Batch) -> None:
         extent = self._producer.acquire(self._nbytes(batch), not batch.capture.sheds, batch.capture.capture_id)
@@ -210,7 +220,7 @@ class BlockSink:
             return rows.to(own_type(form)), None
         if encoding.encoding in RANDOM_PROJECTIONS:
             return rows, self._signs.get(encoding.seed, encoding.dimensions, self._signs_type(rows))
-        return rows, self._vectors.get(_key(batch.capture))
+        return rows, self._followed[id(batch.capture)].vectors if encoding.rows else None
 
     def _encoded(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:
         """Return rows as they would come to the ring."""
@@ -245,7 +255,3 @@ class BlockSink:
             for site in capture.sites
         ]
         self._producer.publish(extent, capture.capture_id, headers)
-
-
-def _key(capture: Capture) -> Key:
-    return capture.capture_id, capture.sequence

@@ -167,7 +167,7 @@ def test_vectors_are_those_of_the_requests_begin():
     for position in range(3):
         expected = engine.computed(POST, 0, [position]) @ vector
         np.testing.assert_allclose(found[POST, 0, position], expected, rtol=1e-5)
-    assert not engine.worker.sink._vectors
+    assert not engine.worker.sink._followed
 
 
 def test_a_full_ring_sheds_encoded_rows_by_their_own_size():
@@ -213,7 +213,7 @@ def test_one_row_stands_for_all_of_a_phase(reduction, positions, prompt, tokens)
         rows = engine.computed(site, layer, [p for p in phase if p <= position])
         np.testing.assert_allclose(row, reduced(rows, reduction), rtol=1e-5, atol=1e-5)
     assert engine.worker.pool.free_rows == 16 * 2 * 32
-    assert not engine.worker.sink._reductions
+    assert not engine.worker.sink._followed
 
 
 @pytest.mark.parametrize("reduction", [LAST, MEAN, MAX, SUM])
@@ -285,7 +285,7 @@ def test_an_aborted_prompt_has_no_row():
     engine.compute(finished=["a"])
     assert not engine.worker.ring.chunks
     assert engine.worker.pool.free_rows == 16 * 2 * 32
-    assert not engine.worker.sink._reductions
+    assert not engine.worker.sink._followed
 
 
 def test_reduced_rows_that_are_shed_are_told():
@@ -303,6 +303,29 @@ def test_a_stage_encodes_and_reduces_its_own_layers():
         engine.run(RequestPlan(40, asked), 60)
         assert {layer for _, layer, _ in engine.stored()} == {5}
         assert len(engine.stored()) == 2 * (60 if reduction == capture_pb2.REDUCTION_NONE else 2)
+
+
+def test_another_request_may_come_by_the_same_name():
+    """Before the first one's last block has left, as it may on a GPU."""
+    torch.manual_seed(5)
+    engine, sink = Engine(), make_worker().sink
+    sink._producer = engine.worker.ring
+    sink._pool = engine.worker.pool
+    plans = [RequestPlan(4, capture(None, SUM)) for _ in range(2)]
+    blocks = []
+    for plan, value in zip(plans, (1.0, 10.0), strict=True):
+        sink.begin(plan)
+        block = engine.worker.pool.take(plan.capture, 4)
+        block.positions.extend(range(4))
+        engine.worker.pool.rows(block).fill_(value)
+        blocks.append(block)
+    sink.send([blocks[0]])
+    sink.end(plans[0].capture)
+    sink.send([blocks[1]])
+    sink.end(plans[1].capture)
+    payloads = [payload.view("<f4") for _, _, payload in engine.worker.ring.chunks]
+    assert [set(payload.tolist()) for payload in payloads] == [{4.0}, {4.0}, {40.0}, {40.0}]
+    assert not sink._followed
 
 
 happenings = st.lists(st.one_of(st.integers(1, 45), st.just("preempt")), min_size=1, max_size=12)

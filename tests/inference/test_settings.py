@@ -134,3 +134,39 @@ def test_the_default_encoding_stands_in_the_environment(monkeypatch):
 
 def test_no_store_is_the_default():
     assert load_settings(InferenceSettings, "program", ["--model", "x"]).store == ()
+
+
+TWO = ["--store", "a=h:1,b=h:2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stores", "advertised"),
+    [
+        (["--store", "h:1"], ["h:1 h:1"], ["h:1 h:1"]),
+        (["--store", "h:1", "--advertise-store", "x:9"], ["h:1 h:1"], ["h:1 x:9"]),
+        (TWO, ["a h:1", "b h:2"], ["a h:1", "b h:2"]),
+        (["--store", "a=h:1", "--store", "b=h:2"], ["a h:1", "b h:2"], ["a h:1", "b h:2"]),
+        ([*TWO, "--advertise-store", "b=x:1"], ["a h:1", "b h:2"], ["a h:1", "b x:1"]),
+        ([*TWO, "--advertise-store", "x:1, x:2"], ["a h:1", "b h:2"], ["a x:1", "b x:2"]),
+    ],
+)
+def test_stores_and_where_clients_reach_them(arguments, stores, advertised):
+    settings = load_settings(InferenceSettings, "program", ["--model", "x", *arguments])
+    assert [" ".join(store) for store in settings.stores] == stores
+    assert [" ".join(store) for store in settings.advertised_stores] == advertised
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--store", "a=h:1,a=h:2"], "the name 'a' stands for two stores"),
+        (["--store", "a=h:1,h:1"], "the endpoint 'h:1' stands for two stores"),
+        (["--store", "a=h"], "'h' is not host:port"),
+        ([*TWO, "--advertise-store", "x:1"], "has 1 endpoints without names, for 2 stores"),
+        ([*TWO, "--advertise-store", "c=x:1"], "names c; the stores are a, b"),
+        (["--advertise-store", "x:1"], "give --store, too"),
+    ],
+)
+def test_lists_of_stores_that_cannot_be_meant(arguments, told):
+    with pytest.raises(SystemExit, match=told):
+        load_settings(InferenceSettings, "program", ["--model", "x", *arguments])
