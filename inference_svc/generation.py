@@ -25,6 +25,7 @@ from inference_svc.specs import (
 )
 from inference_svc.taps.demand import MAX_ENTRIES
 from inference_svc.vectors import VectorHold, missing_vectors, vector_name
+from residuum.rpc import tracing
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2, store_pb2
@@ -114,11 +115,19 @@ class Generator:
             check_prompt(token_ids, request.sampling, self._engine.facts)
             running = self._start(request, tenant)
             bind_request(running.request_id)
+            tracing.set_attributes(request_id=running.request_id, prompt_tokens=len(token_ids))
+            tracing.add_event("checked")
             async with self._begun(running, token_ids, request.sampling) as run, aclosing(run.events()) as events:
                 watch.begin(len(token_ids))
+                tracing.add_event("queued")  # its vectors are active, and its capture is open
+                has_tokens = False
                 async for event in events:
                     watch.add_tokens(len(event.delta.token_ids))
+                    if event.HasField("delta") and not has_tokens:
+                        has_tokens = True
+                        tracing.add_event("first token")
                     yield event
+                tracing.add_event("generated")
 
     async def update_steering(self, request_id: str, spec: steering_pb2.SteeringSpec, tenant: str = "") -> list[int]:
         """Change the steering of a tenant's running request; see InferenceService.UpdateSteering.

@@ -32,11 +32,12 @@ from residuum.rpc.serving import (
     add_health_and_reflection,
     write_port_file,
 )
+from residuum.rpc.tracing import AioTracingInterceptor, TracingError, is_on, start_tracing
 from residuum.v1 import capture_pb2, inference_pb2_grpc
 from residuum.wire.ids import make_id
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable
 
     from inference_svc.settings import InferenceSettings
 
@@ -75,6 +76,7 @@ class InferenceServer:
         self._shippers: ShipperSupervisor | None = None
         self._metrics = InferenceMetrics()
         self._listener: MetricsListener | None = None
+        self._stop_tracing: Callable[[], None] = lambda: None
 
     @property
     def engine(self) -> Engine | None:
@@ -102,10 +104,15 @@ class InferenceServer:
     async def _listen(self) -> grpc.aio.Server:
         try:
             self._access = Access(self._settings.tokens, [SERVICE])
-        except OSError as error:
+            self._stop_tracing = start_tracing("residuum-inference", self._settings.otel_endpoint)
+        except (OSError, TracingError) as error:
             raise SystemExit(str(error)) from None
         server = grpc.aio.server(
-            interceptors=[AioErrorInterceptor(_log, self._metrics.calls.note), AioAccessInterceptor(self._access)],
+            interceptors=[
+                *([AioTracingInterceptor()] if is_on() else []),
+                AioErrorInterceptor(_log, self._metrics.calls.note),
+                AioAccessInterceptor(self._access),
+            ],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._settings.max_requests + _OTHER_CALLS,
         )
@@ -218,6 +225,7 @@ class InferenceServer:
             self._parts.engine.shutdown()
         if self._listener:
             self._listener.close()
+        await asyncio.to_thread(self._stop_tracing)
         _log.info("stopped")
 
     async def _hand_over(self, parts: Parts) -> None:

@@ -26,6 +26,7 @@ from residuum.rpc.serving import (
     write_port_file,
 )
 from residuum.rpc.settings import load_settings
+from residuum.rpc.tracing import TracingError, TracingInterceptor, is_on, start_tracing
 from store_svc.calls import Calls
 from store_svc.capture import Wait
 from store_svc.catalog import CatalogLimits
@@ -36,6 +37,7 @@ from store_svc.metrics import StoreCollector, StoreMetrics
 from store_svc.retention import RetentionPolicy
 from store_svc.servicer import SERVICE, StoreServicer
 from store_svc.settings import StoreSettings
+from store_svc.traces import CaptureTraces
 from store_svc.writer import Writer, WriterOptions
 
 _SHORT_CALLS = 32
@@ -84,8 +86,14 @@ class Store:
             synced, settings.sync_interval_seconds, _waits(settings), retention, self._access.limits_of
         )
         self._metrics = StoreMetrics()
+        traces = CaptureTraces()
         self._writer = Writer(
-            self._db, self._catalog, options, self._on_death, on_commit=self._metrics.commit_seconds.observe
+            self._db,
+            self._catalog,
+            options,
+            self._on_death,
+            on_commit=self._metrics.commit_seconds.observe,
+            on_end=traces.ended,
         )
         calls = Calls(settings.max_streams, settings.max_writers)
         self._metrics.registry.register(StoreCollector(self._db, self._catalog, self._writer, calls, retention))
@@ -99,6 +107,7 @@ class Store:
             calls=calls,
             metrics=self._metrics,
             limits_of=self._access.limits_of,
+            traces=traces,
         )
         self._patience = PatienceInterceptor(_log, settings.first_message_seconds, settings.stall_seconds)
         self._server = self._make_server()
@@ -133,6 +142,7 @@ class Store:
         server = grpc.server(
             ThreadPoolExecutor(calls, thread_name_prefix="call"),
             interceptors=[
+                *([TracingInterceptor()] if is_on() else []),
                 ErrorInterceptor(_log, self._metrics.calls.note),
                 AccessInterceptor(self._access),
                 self._patience,
@@ -180,14 +190,16 @@ def main(arguments: Sequence[str]) -> int:
     keep_memory()
     ending = Ending()
     try:
+        stop_tracing = start_tracing("residuum-store", settings.otel_endpoint)
         store = Store(settings, ending.request)
-    except (DamagedError, OSError) as error:
+    except (DamagedError, OSError, TracingError) as error:
         _log.error("cannot start", error=str(error))
         return 1
     if settings.port_file is not None:
         write_port_file(settings.port_file, store.port)
     ending.wait()
     store.stop()
+    stop_tracing()
     return 1 if store.died else 0
 
 

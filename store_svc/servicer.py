@@ -37,6 +37,7 @@ from store_svc.names import (
 from store_svc.pages import make_token, read_token
 from store_svc.reader import Reader
 from store_svc.retention import RetentionPolicy
+from store_svc.traces import CaptureTraces
 from store_svc.writer import Writer
 
 _Request = TypeVar("_Request", bound=Message)
@@ -63,6 +64,7 @@ class StoreServicer:
         calls: Calls,
         metrics: StoreMetrics,
         limits_of: Callable[[str], Limits],
+        traces: CaptureTraces,
     ) -> None:
         """Make a servicer.
 
@@ -76,6 +78,7 @@ class StoreServicer:
             calls: Counts the calls.
             metrics: Counts what is acknowledged and read.
             limits_of: Tells what a tenant may have.
+            traces: Is told of captures that are opened.
         """
         self._db = db
         self._catalog = catalog
@@ -88,6 +91,7 @@ class StoreServicer:
         """The calls that run."""
         self._metrics = metrics
         self._limits_of = limits_of
+        self._traces = traces
         self._lock = threading.Lock()
         self._append_streams: set[AppendStream] = set()
         self._stopping = False
@@ -139,6 +143,7 @@ class StoreServicer:
             if self._catalog.number_of(name_of(description)) is not None:
                 raise capture_exists(description.capture_id)
             return store_pb2.OpenCaptureResponse()
+        self._traces.opens(name_of(description))
         self._writer.call(description.capture_id, lambda batch: batch.open(description))
         return store_pb2.OpenCaptureResponse()
 

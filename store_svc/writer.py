@@ -89,6 +89,7 @@ class Writer:
         options: WriterOptions,
         on_death: Callable[[], None],
         on_commit: Callable[[float], None] = lambda _: None,
+        on_end: Callable[[Capture], None] = lambda _: None,
     ) -> None:
         """Make a writer; `start` starts it.
 
@@ -98,6 +99,7 @@ class Writer:
             options: How it works.
             on_death: Called in the writer's thread when it cannot go on; the process should end.
             on_commit: Called with the seconds that each transaction took.
+            on_end: Called with each capture that has ended.
         """
         self.counters = Counters()
         self.queue = WorkQueue()
@@ -106,6 +108,7 @@ class Writer:
         self._options = options
         self._on_death = on_death
         self._on_commit = on_commit
+        self._on_end = on_end
         self._retention = Retention(options.retention, catalog)
         self._unsynced: dict[Acks, int] = {}
         self._sync_at: float | None = None
@@ -244,6 +247,7 @@ class Writer:
         for capture in batch.publish():
             if capture.ended:
                 _log_ended(capture)
+                self._on_end(capture)
 
     def _deliver(self, work: Work, outcomes: list[object]) -> None:
         for command, outcome in zip(work.commands, outcomes, strict=False):

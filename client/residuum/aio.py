@@ -23,6 +23,7 @@ from residuum.aio_reading import AsyncCaptureClient
 from residuum.capture import Capture
 from residuum.manifest import to_datetime
 from residuum.replies import Health, PutResult, Registration, Reply
+from residuum.rpc import tracing
 from residuum.steering import Operation, operation_list
 from residuum.streams import AsyncStream, next_delta
 from residuum.v1 import inference_pb2
@@ -88,9 +89,11 @@ class AsyncClient(AsyncCaptureClient):
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
             updatable=updatable, timeout=timeout, **sampling,
         )  # fmt: skip
-        async with stream:
-            async for _ in stream:
-                pass
+        with tracing.span("client.generate"):
+            async with stream:
+                async for _ in stream:
+                    pass
+            tracing.set_attributes(request_id=stream.reply.request_id)
         return stream.reply
 
     def stream(

@@ -22,6 +22,7 @@ from residuum.capture import Capture
 from residuum.manifest import to_datetime
 from residuum.reading import CaptureClient
 from residuum.replies import Health, PutResult, Registration, Reply
+from residuum.rpc import tracing
 from residuum.steering import Operation, operation_list
 from residuum.streams import Stream
 from residuum.v1 import inference_pb2
@@ -128,13 +129,15 @@ class Client(CaptureClient):
             >>> client.generate("The capital of France is", max_tokens=1).text
             ' Paris'
         """
-        stream = self.stream(
-            prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-            updatable=updatable, timeout=timeout, **sampling,
-        )  # fmt: skip
-        with stream:
-            for _ in stream:
-                pass
+        with tracing.span("client.generate"):
+            stream = self.stream(
+                prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
+                updatable=updatable, timeout=timeout, **sampling,
+            )  # fmt: skip
+            with stream:
+                for _ in stream:
+                    pass
+            tracing.set_attributes(request_id=stream.reply.request_id)
         return stream.reply
 
     def stream(

@@ -227,10 +227,10 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
 
 
 @asynccontextmanager
-async def listening(add, servicer, port=0, on_end=None, access=None):
-    """Serve on a port of loopback, by default a free one, and yield the endpoint."""
+async def listening(add, servicer, port=0, on_end=None, access=None, before=()):
+    """Serve on a port of loopback, by default a free one, and yield the endpoint; `before` are interceptors."""
     asking = AioAccessInterceptor(access or Access(None, []))
-    interceptors = [AioErrorInterceptor(get_logger("test"), on_end), asking]
+    interceptors = [*before, AioErrorInterceptor(get_logger("test"), on_end), asking]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -289,10 +289,10 @@ class Service:
 
 
 @asynccontextmanager
-async def running_service(store_endpoint=None, engine=None, **settings):
+async def running_service(store_endpoint=None, engine=None, before=(), **settings):
     """Start the service on a fake engine, by default a new one.
 
-    `store_endpoint` None: without a store; a list: several, each "name=host:port".
+    `store_endpoint` None: without a store; a list: several, each "name=host:port". `before` are interceptors.
     """
     values = InferenceSettings(model="tiny", **settings)
     stores = None
@@ -305,9 +305,10 @@ async def running_service(store_endpoint=None, engine=None, **settings):
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     once = [("grpc.enable_retries", 0)]
     async with (
-        listening(add, service.servicer, on_end=service.metrics.calls.note, access=access) as service.endpoint,
-        open_aio_channel(service.endpoint, options=once) as channel,
+        listening(add, service.servicer, on_end=service.metrics.calls.note, access=access, before=before) as endpoint,
+        open_aio_channel(endpoint, options=once) as channel,
     ):
+        service.endpoint = endpoint
         service.stub, service.channel = inference_pb2_grpc.InferenceServiceStub(channel), channel
         service.serve()
         yield service

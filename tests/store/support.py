@@ -188,10 +188,10 @@ class Client:
 class OpenStream:
     """A stream of a writer that stays open and waits for acknowledgements."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, seconds: float = 30) -> None:
         self._messages: queue.Queue[bytes | None] = queue.Queue()
         self._next = 1
-        self.answers = client.raw_append(iter(self._messages.get, None), timeout=30)
+        self.answers = client.raw_append(iter(self._messages.get, None), timeout=seconds)
 
     def send(self, chunk: bytes, capture_id: str = "a") -> int:
         """Send a chunk; return its number."""

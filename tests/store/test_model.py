@@ -1,9 +1,10 @@
-"""The store against a dict, by random steps: append, lose, seal, read, delete, stop or die, and start again."""
+"""The store against a dict, by random steps: append, lose, seal, read, delete, expire, stop or die, and start again."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from hypothesis import settings
@@ -25,6 +26,7 @@ from tests.store.support import (
     Client,
     cells_of,
     describe,
+    failing_with,
     grid,
     loss_message,
     make_chunk,
@@ -46,6 +48,7 @@ class Model:
         self.expected: set[Cell] | None = None
         self.aborted = False
         self.state = OPEN
+        self.sealed_with: tuple[int, bool] | None = None
 
     def append(self, cells: set[Cell]) -> bool:
         """Store cells; tell whether that is not too late."""
@@ -85,9 +88,9 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.captures: dict[str, Model] = {}
         self.start()
 
-    def start(self) -> None:
+    def start(self, **more: object) -> None:
         settings = StoreSettings(
-            listen="127.0.0.1:0", path=self.folder / "db", ending_timeout_seconds=600, grace_seconds=0
+            listen="127.0.0.1:0", path=self.folder / "db", ending_timeout_seconds=600, grace_seconds=0, **more
         )
         self.store = Store(settings)
         self.client = Client(self.store.port)
@@ -128,7 +131,34 @@ class StoreAgainstDict(RuleBasedStateMachine):
         if model is None or model.expected is not None:
             return
         model.seal(grid(LAYERS, range(expected_rows(PROMPT, generated))), aborted=aborted)
+        model.sealed_with = (generated, aborted)
         self.client.seal(name, generated=[generated], outcome=ABORTED if aborted else COMPLETE)
+
+    @rule(name=names, generated=st.integers(0, 4), aborted=st.booleans())
+    def seal_again(self, name: str, generated: int, aborted: bool) -> None:
+        """The same seal is answered as before, another is refused; neither changes anything."""
+        model = self.captures.get(name)
+        if model is None or model.sealed_with is None:
+            return
+        outcome = ABORTED if aborted else COMPLETE
+        if model.sealed_with == (generated, aborted):
+            assert self.client.seal(name, generated=[generated], outcome=outcome).state == model.state
+        else:
+            with failing_with(Reason.ERROR_REASON_CAPTURE_ENDED):
+                self.client.seal(name, generated=[generated], outcome=outcome)
+
+    @rule(name=names)
+    def open_again(self, name: str) -> None:
+        """The same description is answered as before, as long as the capture has not ended."""
+        model = self.captures.get(name)
+        if model is None:
+            return
+        description = describe(name, layers=LAYERS, prompt=PROMPT)
+        if model.state == OPEN:
+            self.client.open(description)
+        else:
+            with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
+                self.client.open(description)
 
     @rule(name=names, layers=st.sets(st.sampled_from(LAYERS)))
     def read(self, name: str, layers: set[int]) -> None:
@@ -144,9 +174,24 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @precondition(lambda self: self.captures)
     @rule()
     def restart(self) -> None:
+        self.start_again()
+
+    def start_again(self, **settings: object) -> None:
         self.client.close()
         self.store.stop()
-        self.start()
+        self.start(**settings)
+
+    @precondition(lambda self: any(model.state != OPEN for model in self.captures.values()))
+    @rule()
+    def expire(self) -> None:
+        """Keep nothing that has ended, for a while: it goes, and only that."""
+        kept = {name for name, model in self.captures.items() if model.state == OPEN}
+        self.start_again(retain_hours=1e-9)
+        end = time.monotonic() + 30
+        while self.listed().keys() != kept:
+            assert time.monotonic() < end, "what has ended does not expire, or what is open does"
+        self.captures = {name: self.captures[name] for name in kept}
+        self.start_again()
 
     @precondition(lambda self: self.captures)
     @rule()
@@ -171,11 +216,13 @@ class StoreAgainstDict(RuleBasedStateMachine):
                 assert manifest.incomplete_reason == OVERFLOW
             assert manifest.num_rows == len(model.present)
 
+    def listed(self) -> dict[str, tuple[int, int]]:
+        answer = self.client.stub.ListCaptures(store_pb2.ListCapturesRequest())
+        return {item.capture_id: (item.state, item.num_rows) for item in answer.captures}
+
     @invariant()
     def the_list_agrees(self) -> None:
-        answer = self.client.stub.ListCaptures(store_pb2.ListCapturesRequest())
-        listed = {item.capture_id: (item.state, item.num_rows) for item in answer.captures}
-        assert listed == {name: (model.state, len(model.present)) for name, model in self.captures.items()}
+        assert self.listed() == {name: (model.state, len(model.present)) for name, model in self.captures.items()}
 
 
 TestStoreAgainstDict = StoreAgainstDict.TestCase

@@ -19,6 +19,7 @@ from residuum.capture import AXES, REDUCTIONS
 from residuum.cli import commands, doctor, health, token
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
+from residuum.rpc.tracing import TracingError, start_tracing
 from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
@@ -64,14 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Output(as_json=options.json)
     command: Command = options.run
     try:
-        return command(options, output)
+        stop_tracing = start_tracing("residuum-client")  # if the environment says where to
+        try:
+            return command(options, output)
+        finally:
+            stop_tracing()
     except KeyboardInterrupt:
         output.error("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output had enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ResiduumError, ImportError, OSError, TypeError) as error:
+    except (ResiduumError, ImportError, OSError, TracingError, TypeError) as error:
         output.error(_in_our_words(str(error)))
         return 1
 

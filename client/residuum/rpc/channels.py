@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from residuum.rpc import bearer
+from residuum.rpc import bearer, tracing
 from residuum.rpc.credentials import Credentials
 from residuum.wire.limits import MAX_MESSAGE_BYTES
 
@@ -104,12 +104,12 @@ def open_channel(
     credentials.check_endpoint(endpoint)
     merged = _with_defaults(options, credentials)
     secure = _channel_credentials(credentials)
+    traced = [tracing.client_interceptor()] if tracing.is_on() else []
     if secure is not None:
-        return grpc.secure_channel(endpoint, secure, options=merged)
+        return _intercepted(grpc.secure_channel(endpoint, secure, options=merged), traced)
     channel = grpc.insecure_channel(endpoint, options=merged)
-    if not credentials.has_token:
-        return channel
-    return grpc.intercept_channel(channel, bearer.interceptor(credentials.token_source()))
+    tokens = [bearer.interceptor(credentials.token_source())] if credentials.has_token else []
+    return _intercepted(channel, [*traced, *tokens])
 
 
 def open_aio_channel(
@@ -126,10 +126,15 @@ def open_aio_channel(
     credentials.check_endpoint(endpoint)
     merged = _with_defaults(options, credentials)
     secure = _channel_credentials(credentials)
+    traced = tracing.aio_client_interceptors() if tracing.is_on() else []
     if secure is not None:
-        return grpc.aio.secure_channel(endpoint, secure, options=merged)
-    interceptors = bearer.aio_interceptors(credentials.token_source()) if credentials.has_token else None
-    return grpc.aio.insecure_channel(endpoint, options=merged, interceptors=interceptors)
+        return grpc.aio.secure_channel(endpoint, secure, options=merged, interceptors=traced or None)
+    tokens = bearer.aio_interceptors(credentials.token_source()) if credentials.has_token else []
+    return grpc.aio.insecure_channel(endpoint, options=merged, interceptors=[*traced, *tokens] or None)
+
+
+def _intercepted(channel: grpc.Channel, interceptors: Sequence[grpc.UnaryUnaryClientInterceptor]) -> grpc.Channel:
+    return grpc.intercept_channel(channel, *interceptors) if interceptors else channel
 
 
 def _channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials | None:

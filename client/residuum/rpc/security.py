@@ -17,7 +17,7 @@ from pydantic import model_validator
 from residuum.rpc.credentials import file_stamp, is_loopback
 from residuum.rpc.logs import get_logger
 from residuum.rpc.serving import parse_endpoint
-from residuum.rpc.settings import Endpoint, ServiceSettings
+from residuum.rpc.settings import Endpoint, OptionalUrl, ServiceSettings
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -43,6 +43,9 @@ class SecureSettings(ServiceSettings):
     tokens: Path | None = None
     """Ask callers for a token that this file knows; it says what each may do (ARCHITECTURE.md, Who may call what). It
     is read again when it changes."""
+    otel_endpoint: OptionalUrl = ""
+    """Where to send traces by OTLP over gRPC, such as http://localhost:4317; needs the extra `otel`. Default: where
+    OpenTelemetry's own OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere."""
     insecure: bool = False
     """Listen beyond loopback without TLS, or without asking who calls; send a token in plain text beyond it, too. For
     private networks, and behind whatever encrypts and asks instead."""

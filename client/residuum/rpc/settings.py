@@ -45,6 +45,16 @@ OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
 """host:port of a setting, or nothing."""
 
 
+def _optional_url(text: str) -> str:
+    if text and not text.startswith(("http://", "https://")):
+        raise ValueError("must begin with http:// or https://, as in http://localhost:4317")
+    return text
+
+
+OptionalUrl = Annotated[str, AfterValidator(_optional_url)]
+"""URL of a setting, or nothing."""
+
+
 class _File(TomlConfigSettingsSource):
     """A TOML file, in which a setting's name may also be written as its flag is, with dashes."""
 

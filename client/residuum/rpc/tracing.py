@@ -1,0 +1,317 @@
+"""Traces with OpenTelemetry, across client, inference service and store: off, and not even imported, unless asked for.
+
+A service traces when it is told where to (`--otel-endpoint`, or OpenTelemetry's own OTEL_EXPORTER_OTLP_ENDPOINT). The
+client traces when its program does: it takes the tracer provider that the program has set before it connects. What one
+says to the other is the W3C's `traceparent`, in the metadata of each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+import grpc.aio
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from typing import Any
+
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span
+
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+    _Details = grpc.HandlerCallDetails
+
+ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""OpenTelemetry's own name for where traces go."""
+
+_OURS = "/residuum."
+_SCOPE = "residuum"
+
+
+class TracingError(RuntimeError):
+    """Traces are asked for and cannot be sent."""
+
+
+def is_on() -> bool:
+    """Tell whether this process traces: it has set a tracer provider."""
+    trace = sys.modules.get("opentelemetry.trace")
+    return trace is not None and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
+def is_wanted(endpoint: str) -> bool:
+    """Tell whether a program with this setting is to trace."""
+    return bool(endpoint or os.environ.get(ENDPOINT_VARIABLE))
+
+
+def start_tracing(service: str, endpoint: str = "") -> Callable[[], None]:
+    """Send the traces of this process by OTLP over gRPC; return what sends the last of them, at the end.
+
+    Args:
+        service: The `service.name`, unless OTEL_SERVICE_NAME says another.
+        endpoint: Where to, such as "http://localhost:4317". Empty: where the environment says, if it does.
+
+    Raises:
+        TracingError: The packages for it are not installed.
+    """
+    if not is_wanted(endpoint):
+        return lambda: None
+    try:
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise TracingError(f'otel-endpoint: install "residuum[otel]" to send traces ({error})') from error
+    named = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: service}
+    provider = TracerProvider(resource=Resource.create(named))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint or None)))
+    trace.set_tracer_provider(provider)
+    return provider.shutdown
+
+
+@contextlib.contextmanager
+def span(name: str, **attributes: str | int) -> Iterator[None]:
+    """Trace what is done in the context, if this process traces."""
+    if not is_on():
+        yield
+        return
+    from opentelemetry import trace
+
+    with trace.get_tracer(_SCOPE).start_as_current_span(name, attributes=attributes):
+        yield
+
+
+def add_event(name: str, **attributes: str | int) -> None:
+    """Note that something happened, in the span that is being traced, if any is."""
+    if is_on():
+        _current().add_event(name, attributes)
+
+
+def set_attributes(**attributes: str | int) -> None:
+    """Say more of what is being traced, if anything is."""
+    if is_on():
+        _current().set_attributes({f"{_SCOPE}.{name}": value for name, value in attributes.items()})
+
+
+def current_context() -> Context | None:
+    """Return where in which trace the caller stands, for `record_span`; None: nowhere."""
+    if not is_on() or not _current().get_span_context().is_valid:
+        return None
+    from opentelemetry import context
+
+    return context.get_current()
+
+
+def record_span(name: str, parent: Context, start_ns: int, end_ns: int, **attributes: str | int) -> None:
+    """Trace something that has been done in the meantime, for a call that has long been answered.
+
+    Args:
+        name: What was done.
+        parent: Where it belongs; see `current_context`.
+        start_ns: When it began, in nanoseconds since 1970.
+        end_ns: When it ended.
+        attributes: What else there is to say.
+    """
+    from opentelemetry import trace
+
+    made = trace.get_tracer(_SCOPE).start_span(name, parent, start_time=start_ns, attributes=attributes)
+    made.end(end_ns)
+
+
+def _current() -> Span:
+    from opentelemetry import trace
+
+    return trace.get_current_span()
+
+
+# -------------------------------------------------------------------------------------------------------- client side
+
+
+class _ClientDetails(NamedTuple):
+    """grpc.ClientCallDetails is a face without a constructor."""
+
+    method: str
+    timeout: float | None
+    metadata: Sequence[tuple[str, str | bytes]]
+    credentials: grpc.CallCredentials | None
+    wait_for_ready: bool | None
+    compression: grpc.Compression | None
+
+
+def client_interceptor() -> grpc.UnaryUnaryClientInterceptor:
+    """Return what traces the calls of a sync channel."""
+    return _ClientInterceptor()
+
+
+def aio_client_interceptors() -> Sequence[grpc.aio.ClientInterceptor]:
+    """Return what traces the calls of an asyncio channel. It knows an interceptor for one kind of call."""
+    return [_AioUnaryUnary(), _AioUnaryStream(), _AioStreamUnary(), _AioStreamStream()]
+
+
+def _started(method: str) -> tuple[Span, list[tuple[str, str]]]:
+    """Start the span of a call that is to be made; return it with the metadata that name it to the other side."""
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    service, _, name = method.strip("/").rpartition("/")
+    facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
+    made = trace.get_tracer(_SCOPE).start_span(method.strip("/"), kind=trace.SpanKind.CLIENT, attributes=facts)
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(made))
+    return made, list(carrier.items())
+
+
+def _end(made: Span, code: grpc.StatusCode | None) -> None:
+    from opentelemetry.trace import StatusCode
+
+    code = code or grpc.StatusCode.OK
+    made.set_attribute("rpc.grpc.status_code", code.value[0])
+    if code is not grpc.StatusCode.OK:
+        made.set_status(StatusCode.ERROR, code.name)
+    made.end()
+
+
+class _ClientInterceptor(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        made, trace = _started(details.method)
+        metadata = [*(details.metadata or ()), *trace]
+        wait, compression = getattr(details, "wait_for_ready", None), getattr(details, "compression", None)
+        sent = _ClientDetails(details.method, details.timeout, metadata, details.credentials, wait, compression)
+        call = continuation(sent, request)
+        call.add_done_callback(lambda done: _end(made, done.code()))
+        return call
+
+    intercept_unary_unary: Any = _intercept
+    intercept_unary_stream: Any = _intercept
+    intercept_stream_unary: Any = _intercept
+    intercept_stream_stream: Any = _intercept
+
+
+class _AioClientInterceptor:
+    async def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        made, trace = _started(details.method.decode() if isinstance(details.method, bytes) else details.method)
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), *trace)
+        call = await continuation(details._replace(metadata=metadata), request)
+        call.add_done_callback(lambda done: _end(made, _aio_code(done)))
+        return call
+
+
+def _aio_code(call: Any) -> grpc.StatusCode | None:
+    """Return the code of a call that is done, without waiting: its own `code` is a coroutine."""
+    status = getattr(getattr(call, "_cython_call", None), "_status", None)
+    if status is None:
+        return grpc.StatusCode.CANCELLED if call.cancelled() else None
+    return next((code for code in grpc.StatusCode if code.value[0] == status.code()), None)
+
+
+class _AioUnaryUnary(_AioClientInterceptor, grpc.aio.UnaryUnaryClientInterceptor):
+    intercept_unary_unary: Any = _AioClientInterceptor._intercept  # noqa: SLF001 - its base's
+
+
+class _AioUnaryStream(_AioClientInterceptor, grpc.aio.UnaryStreamClientInterceptor):
+    intercept_unary_stream: Any = _AioClientInterceptor._intercept  # noqa: SLF001 - its base's
+
+
+class _AioStreamUnary(_AioClientInterceptor, grpc.aio.StreamUnaryClientInterceptor):
+    intercept_stream_unary: Any = _AioClientInterceptor._intercept  # noqa: SLF001 - its base's
+
+
+class _AioStreamStream(_AioClientInterceptor, grpc.aio.StreamStreamClientInterceptor):
+    intercept_stream_stream: Any = _AioClientInterceptor._intercept  # noqa: SLF001 - its base's
+
+
+# -------------------------------------------------------------------------------------------------------- server side
+
+
+@contextlib.contextmanager
+def _serving(details: _Details, context: Any) -> Iterator[None]:
+    """Trace a call that is served, as a part of its caller's trace."""
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
+    parent = TraceContextTextMapPropagator().extract(carrier)
+    service, _, name = details.method.strip("/").rpartition("/")
+    facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
+    made = trace.get_tracer(_SCOPE).start_span(
+        details.method.strip("/"), parent, kind=trace.SpanKind.SERVER, attributes=facts
+    )
+    code = grpc.StatusCode.CANCELLED  # unless it comes to an end of its own
+    try:
+        with trace.use_span(made, record_exception=False, set_status_on_exception=False):
+            yield
+        code = grpc.StatusCode.OK
+    except Exception:
+        code = _code_of(context)
+        raise
+    finally:
+        _end(made, code)
+
+
+def _code_of(context: Any) -> grpc.StatusCode:
+    code = context.code()
+    if isinstance(code, int):  # grpc.aio's
+        return next((known for known in grpc.StatusCode if known.value[0] == code), grpc.StatusCode.UNKNOWN)
+    return code or grpc.StatusCode.UNKNOWN
+
+
+class TracingInterceptor(grpc.ServerInterceptor):
+    """Traces the calls of a sync server; the first of its interceptors."""
+
+    def intercept_service(
+        self, continuation: Callable[[_Details], _Handler | None], handler_call_details: _Details
+    ) -> _Handler | None:
+        """Wrap the handler of a call of ours."""
+        from residuum.rpc.serving import handler_of
+
+        handler, details = continuation(handler_call_details), handler_call_details
+        if handler is None or not details.method.startswith(_OURS):
+            return handler
+        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        def unary(request: Any, context: Any) -> Any:
+            with _serving(details, context):
+                return call(request, context)
+
+        def streaming(request: Any, context: Any) -> Iterator[Any]:
+            with _serving(details, context):
+                yield from call(request, context)
+
+        return handler_of(handler, streaming if handler.response_streaming else unary, handler.request_deserializer)
+
+
+class AioTracingInterceptor(grpc.aio.ServerInterceptor):
+    """Traces the calls of an asyncio server; the first of its interceptors."""
+
+    async def intercept_service(
+        self, continuation: Callable[[_Details], Awaitable[_Handler | None]], handler_call_details: _Details
+    ) -> _Handler | None:
+        """Wrap the handler of a call of ours."""
+        from residuum.rpc.serving import handler_of
+
+        handler, details = await continuation(handler_call_details), handler_call_details
+        if handler is None or not details.method.startswith(_OURS):
+            return handler
+        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        async def unary(request: Any, context: Any) -> Any:
+            with _serving(details, context):
+                return await call(request, context)
+
+        async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
+            with _serving(details, context):
+                async with contextlib.aclosing(call(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+
+        return handler_of(handler, streaming if handler.response_streaming else unary, handler.request_deserializer)

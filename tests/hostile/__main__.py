@@ -1,0 +1,82 @@
+"""Attack a store in a process of its own, and print its peak memory beside what its settings let it take.
+
+    python -m tests.hostile
+
+The exit status is 0 if the store took no more than that, and a follower and a writer that were there before all of it
+were served throughout.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.faults.support import Store
+from tests.hostile.memory import Peak, own_mib, store_bound_mib
+from tests.hostile.store import ATTACKS, WellBehaved, idle_streams, wide_capture
+
+LIMITS = {"max_streams": 128, "max_writers": 128, "max_open_mib": 64}
+IDLE = 1000
+
+
+def main() -> int:
+    """Run everything; return the exit status."""
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+        attacked = attack(Path(folder, "attacked"))
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+        idle = idle_alone(Path(folder, "idle"))
+    return 0 if attacked and idle else 1
+
+
+def attack(folder: Path) -> bool:
+    """Run all attacks on one store; tell whether it kept its bound."""
+    bound = store_bound_mib(**LIMITS, captures=1000)
+    store = _start(folder, LIMITS)
+    peak = Peak(store.process.pid)
+    try:
+        good = WellBehaved(store.port)
+        wide_capture(good.client, "wide", 64)
+        for name, run in ATTACKS.items():
+            start = time.monotonic()
+            _say(f"{name}: {run(store.port)}; {own_mib(store.process.pid):.0f} MiB, {time.monotonic() - start:.1f} s")
+            good.check()
+        good.end()
+    finally:
+        peak.close()
+        store.close()
+    _say(f"store: peak {peak.mib:.0f} MiB, bound {bound:.0f} MiB ({LIMITS})")
+    return peak.mib <= bound
+
+
+def idle_alone(folder: Path) -> bool:
+    """Hold many idle streams; tell whether the store kept its bound, of which streams that wait are a small part."""
+    limits = {"max_streams": IDLE + 100, "max_writers": 16, "max_open_mib": 64}
+    bound = store_bound_mib(**{**limits, "max_streams": 0}, captures=1) + 0.25 * limits["max_streams"]
+    store = _start(folder, limits)
+    peak = Peak(store.process.pid)
+    try:
+        good = WellBehaved(store.port)
+        _say(idle_streams(store.port, IDLE))
+        good.end()
+    finally:
+        peak.close()
+        store.close()
+    _say(f"store: peak {peak.mib:.0f} MiB, bound {bound:.0f} MiB ({limits}, none of the streams moving)")
+    return peak.mib <= bound
+
+
+def _start(folder: Path, limits: dict[str, int]) -> Store:
+    folder.mkdir()
+    flags = [word for name, value in limits.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    return Store(folder, *flags, "--first-message-seconds", "2", "--stall-seconds", "2")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

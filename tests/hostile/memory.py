@@ -1,0 +1,65 @@
+"""How much memory a process takes of its own, and how much it may take by its settings."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+_BASE_MIB = 160
+"""Interpreter, libraries, an empty catalog, gRPC's own buffers."""
+
+_KEPT_MIB = 256
+"""What glibc keeps of freed memory (residuum/rpc/memory.py)."""
+
+_CALL_MIB = 0.25
+"""A call that runs: its thread's stack as far as it is touched, and what gRPC has of it."""
+
+_QUEUE_MIB = 96
+"""Chunks that wait for the writer, and those that it writes."""
+
+
+def store_bound_mib(*, max_streams: int, max_writers: int, max_open_mib: int, captures: int) -> float:
+    """Return what a store's settings let it take; the formula is explained in ARCHITECTURE.md."""
+    calls = max_streams + max_writers + 32
+    return (
+        _BASE_MIB + _KEPT_MIB + _QUEUE_MIB
+        + _CALL_MIB * (2 * calls)  # a writer has a thread more, and so has a read of many chunks
+        + 8 * max_writers  # one message that comes, one that waits for room
+        + 8 * max_streams  # up to three chunks made ahead, one on its way
+        + 4 * 32  # requests of short calls
+        + max_open_mib
+        + captures * 1.5 / 1024
+    )  # fmt: skip
+
+
+def inference_bound_mib(*, base_mib: float, max_requests: int, max_registration_mib: int, max_vector_mib: int) -> float:
+    """Return what the settings of an inference service let its front end take beyond what it takes when it starts."""
+    calls = max_requests + 256
+    return base_mib + _KEPT_MIB + 0.1 * calls + 4 * 256 + 4 * max_registration_mib + 2 * max_vector_mib
+
+
+def own_mib(pid: int) -> float:
+    """Return the resident memory of a process that is not a file's: the database's pages are the kernel's to drop."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+class Peak:
+    """Watches the memory of a process; what lasts less than 20 ms it may miss."""
+
+    def __init__(self, pid: int) -> None:
+        self.mib = own_mib(pid)
+        self._pid = pid
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.02):
+            self.mib = max(self.mib, own_mib(self._pid))
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()

@@ -1,0 +1,26 @@
+"""The inference service above a scripted engine, as a process: prints its endpoint, and serves until its input ends.
+
+python -m tests.tracing.inference_service STORE
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from residuum.rpc.tracing import AioTracingInterceptor, start_tracing
+from tests.fuzz.inference import ScriptedEngine
+from tests.inference.service_support import running_service
+
+
+async def main(store: str) -> None:
+    stop_tracing = start_tracing("residuum-inference")
+    async with running_service([store], ScriptedEngine(), before=[AioTracingInterceptor()]) as service:
+        sys.stdout.write(f"{service.endpoint}\n")
+        sys.stdout.flush()
+        await asyncio.to_thread(sys.stdin.read)
+    stop_tracing()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

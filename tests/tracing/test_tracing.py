@@ -1,0 +1,137 @@
+"""One trace across a client, the inference service and the store, each a process; and none when it is off."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.support import ENVIRONMENT, Store
+from tests.tracing.collector import Collector, Span
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture
+def start_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
+    stores = []
+
+    def start(*flags: str) -> Store:
+        stores.append(Store(tmp_path, "--seal-timeout-seconds", "0.1", *flags))
+        return stores[-1]
+
+    yield start
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def start_service() -> Iterator[Callable[[str, dict[str, str]], str]]:
+    """Starts the inference service; returns its endpoint."""
+    processes = []
+
+    def start(store: str, environment: dict[str, str]) -> str:
+        command = [sys.executable, "-m", "tests.tracing.inference_service", store]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+        return processes[-1].stdout.readline().strip()
+
+    yield start
+    for process in processes:
+        process.communicate(timeout=60)
+
+
+PROGRAM = """
+import sys
+import residuum
+from residuum.rpc.tracing import start_tracing
+stop = start_tracing("residuum-client")  # as a program sets its own tracer provider
+with residuum.Client(sys.argv[1]) as client:
+    client.generate("abc", max_tokens=3, capture=residuum.Capture(layers="all"))
+stop()
+"""
+
+
+def generate(endpoint: str, environment: dict[str, str]) -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM, endpoint], env=environment, check=True, timeout=120)
+
+
+def traced_to(collector: Collector) -> dict[str, str]:
+    return {**ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "50"}
+
+
+def find(spans: list[Span], service: str, name: str) -> Span | None:
+    return next((span for span in spans if (span.service, span.name) == (service, name)), None)
+
+
+GENERATE = "residuum.v1.InferenceService/Generate"
+SEAL, OPEN = "residuum.v1.StoreService/SealCapture", "residuum.v1.StoreService/OpenCapture"
+
+
+def test_one_request_is_one_trace_across_three_processes(
+    collector: Collector, start_store: Callable[..., Store], start_service: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(ENVIRONMENT, "OTEL_BSP_SCHEDULE_DELAY", "50")
+    store = start_store("--otel-endpoint", collector.endpoint)
+    generate(start_service(store.endpoint, traced_to(collector)), traced_to(collector))
+    collector.wait_for(lambda spans: find(spans, "residuum-store", "capture") and find(spans, "residuum-store", SEAL))
+    whole = collector.wait_for(lambda spans: find(spans, "residuum-client", "client.generate"))
+    collector.wait_for(lambda spans: find(spans, "residuum-inference", GENERATE))
+    chain = [
+        ("residuum-client", GENERATE),
+        ("residuum-inference", GENERATE),
+        ("residuum-inference", OPEN),
+        ("residuum-store", OPEN),
+        ("residuum-store", "capture"),
+    ]
+    parent = whole
+    for service, name in chain:
+        span = collector.wait_for(lambda spans, at=(service, name): find(spans, *at))
+        assert (span.trace, span.parent) == (whole.trace, parent.id), (service, name)
+        parent = span
+    served = find(collector.spans, *chain[1])
+    assert served.events == ["checked", "queued", "first token", "generated"]
+    for service in ("residuum-inference", "residuum-store"):
+        assert find(collector.spans, service, SEAL).trace == whole.trace
+    capture = find(collector.spans, "residuum-store", "capture")
+    assert capture.attributes["residuum.state"] == "INCOMPLETE"  # this engine captures no rows
+    names = {span.attributes["residuum.request_id"] for span in (whole, served, capture)}
+    assert len(names) == 1
+
+
+def test_a_call_that_fails_says_so_in_the_trace(
+    collector: Collector, start_store: Callable[..., Store], start_service: Callable[..., str]
+) -> None:
+    endpoint = start_service(start_store().endpoint, traced_to(collector))
+    command = [sys.executable, "-m", "residuum", "generate", "--endpoint", endpoint, "abc", "--max-tokens", "3000"]
+    done = subprocess.run(command, env=traced_to(collector), check=False, timeout=120, capture_output=True)
+    assert done.returncode == 1
+    for service in ("residuum-client", "residuum-inference"):
+        span = collector.wait_for(lambda spans, service=service: find(spans, service, GENERATE))
+        assert span.attributes["rpc.grpc.status_code"] == 3  # INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "program", ["import residuum; residuum.Client('127.0.0.1:1').close()", "import store_svc.server"]
+)
+def test_what_does_not_trace_does_not_even_import_it(program: str) -> None:
+    environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("OTEL_")}
+    check = f"{program}; import sys; print(*[name for name in sys.modules if name.startswith('opentelemetry')])"
+    done = subprocess.run([sys.executable, "-c", check], env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ""
+
+
+def test_an_endpoint_that_is_no_url_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "store_svc", "--path", str(tmp_path / "db"), "--otel-endpoint", "localhost:4317"]
+    done = subprocess.run(command, env=ENVIRONMENT, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode
+    assert "http://" in done.stderr
