@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _DEFAULTS = (
     *("--shape", "qwen2.5-3b", "--modes", "stock,all-layers", "--sink", "store", "--rounds", "2", "--iterations", "5"),
     *("--batch-size", "32", "--prefill", "512", "--decode", "128", "--max-num-batched-tokens", "8192"),
-    *("--kv-cache-gib", "4", "--ring-mib", "4096", "--shippers", "4"),
+    *("--kv-cache-gib", "4", "--ring-mib", "4096", "--shippers", "4", "--stores", "4"),
 )
 
 _COMPLETE, _COMPLETE_STRETCH, _GENERATION = 1.5, 1.15, 1.1

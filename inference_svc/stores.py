@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _DRAWS = 64
-"""How often an id is drawn anew because its store does not answer: enough to hit one of 16 but once in fifty times."""
+"""How often an id is drawn because its store does not answer: the only one of 16 that does is found 98 times in 100."""
 
 
 class Stores:

@@ -146,6 +146,7 @@ def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture"
     parser.add_argument(
         "--store-folder", type=Path, help="where the store's data lie (default: where temporary files do)"
     )
+    parser.add_argument("--stores", type=_positive, default=defaults.stores, help="stores that take the captures")
     parser.add_argument("--shippers", type=_positive, default=defaults.shippers, help="processes that feed the store")
     parser.add_argument(
         "--capture-sites", type=_sites, default=defaults.capture_sites, metavar="SITE,...",
@@ -177,6 +178,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
         kv_cache_gib=options.kv_cache_gib,
         ring_mib=options.ring_mib,
         shippers=options.shippers,
+        stores=options.stores,
         capture_sites=options.capture_sites,
         encoding=options.encoding,
         dimensions=options.dimensions,

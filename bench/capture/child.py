@@ -95,7 +95,7 @@ def settings_of(job: Job) -> InferenceSettings:
     defaults = InferenceSettings.model_fields
     return InferenceSettings(
         model=workload.model,
-        store=(job.store,) if job.store else (),
+        store=job.stores,
         enforce_eager=workload.eager,
         max_model_len=workload.max_model_len,
         max_num_seqs=max(defaults["max_num_seqs"].default, workload.batch_size),
@@ -220,7 +220,7 @@ async def _start_sink(job: Job, tapped: TappedSubject, stack: AsyncExitStack) ->
     facts = tapped.engine.facts
     sink: CaptureSink
     if job.needs_store:
-        sink = StoreSink(facts, job.store, job.workload.shippers)
+        sink = StoreSink(facts, job.stores, job.workload.shippers)
     else:
         sink = RingSink(facts, job.workload.rows_per_request)
     stack.push_async_callback(sink.stop)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import signal
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,10 +45,12 @@ def run_turn(turn: Turn, workload: Workload, store_folder: Path | None = None) -
             return _run(job, folder)
         with (
             tempfile.TemporaryDirectory(prefix="residuum-", dir=store_folder) as data,
-            _running_store(Path(data)) as store,
+            ExitStack() as stack,
         ):
-            runs = _run(dataclasses.replace(job, store=store.endpoint), folder)
-            peak = peak_of(store.process.pid)
+            stores = [stack.enter_context(_running_store(Path(data, str(at)))) for at in range(workload.stores)]
+            named = tuple(f"store-{at}={store.endpoint}" for at, store in enumerate(stores))
+            runs = _run(dataclasses.replace(job, stores=named), folder)
+            peak = max(peak_of(store.process.pid) for store in stores)
             return [_with_peak(run, "store", peak) for run in runs]
 
 

@@ -12,6 +12,7 @@ from inference_svc.shipping.supervisor import ShipperSupervisor
 from inference_svc.taps.plan import RowEncoding
 from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+from residuum.wire.placement import first_rank, parse_stores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,15 +66,14 @@ class CaptureSink(Protocol):
 
 
 class StoreSink:
-    """Shippers, and behind them a store, all in processes of their own."""
+    """Shippers, and behind them one or more stores, all in processes of their own."""
 
     knows_complete = True
 
-    def __init__(self, facts: ModelFacts, endpoint: str, shippers: int) -> None:
+    def __init__(self, facts: ModelFacts, stores: Sequence[str], shippers: int) -> None:
         self._facts = facts
-        self._supervisor = ShipperSupervisor(facts.control_paths, endpoint, shippers)
-        self._channel = open_aio_channel(endpoint)
-        self._store = store_pb2_grpc.StoreServiceStub(self._channel)
+        self._supervisor = ShipperSupervisor(facts.control_paths, stores, shippers)
+        self._channels = {store.name: open_aio_channel(store.endpoint) for store in parse_stores(stores)}
 
     async def start(self) -> None:
         """See `CaptureSink`."""
@@ -83,7 +83,7 @@ class StoreSink:
         """See `CaptureSink`."""
         for capture_id, prompt in prompts.items():
             description = self._describe(capture_id, prompt, encoding or RowEncoding())
-            await self._store.OpenCapture(store_pb2.OpenCaptureRequest(description=description))
+            await self._store(capture_id).OpenCapture(store_pb2.OpenCaptureRequest(description=description))
 
     async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
         """See `CaptureSink`. All are sealed at once, as the service does with requests that end at once."""
@@ -93,7 +93,7 @@ class StoreSink:
         """Hold the store to the captures' being COMPLETE, sealed once more; then they are deleted, to make room."""
         manifests = [await self._seal(capture_id, reply) for capture_id, reply in replies.items()]
         for capture_id in replies:
-            await self._store.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=capture_id))
+            await self._store(capture_id).DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=capture_id))
         return Arrived(
             sum(manifest.num_rows for manifest in manifests), sum(manifest.num_bytes for manifest in manifests)
         )
@@ -101,16 +101,20 @@ class StoreSink:
     async def stop(self) -> None:
         """See `CaptureSink`."""
         await self._supervisor.stop(_STOP_SECONDS)
-        await self._channel.close()
+        for channel in self._channels.values():
+            await channel.close()
+
+    def _store(self, capture_id: str) -> store_pb2_grpc.StoreServiceAsyncStub:
+        return store_pb2_grpc.StoreServiceStub(self._channels[first_rank(self._channels, capture_id)])
 
     async def _seal(self, capture_id: str, reply: Sequence[int]) -> capture_pb2.CaptureManifest:
         outcome = capture_pb2.SequenceOutcome(generated_token_ids=reply, finish_reason="length")
-        await self._store.SealCapture(
+        await self._store(capture_id).SealCapture(
             store_pb2.SealCaptureRequest(
                 capture_id=capture_id, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_COMPLETE
             )
         )
-        answer = await self._store.GetCapture(
+        answer = await self._store(capture_id).GetCapture(
             store_pb2.GetCaptureRequest(capture_id=capture_id, wait=Duration(seconds=_END_SECONDS))
         )
         if answer.manifest.state != capture_pb2.CAPTURE_STATE_COMPLETE:

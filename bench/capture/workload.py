@@ -100,6 +100,8 @@ class Workload:
     kv_cache_gib: float = 1.0
     ring_mib: int = 256
     shippers: int = 1
+    stores: int = 1
+    """Stores that the captures are spread over, each a process of its own."""
     capture_sites: tuple[str, ...] = ("resid_post",)
     """The sites that are armed, and that the modes which capture capture."""
     encoding: str = "rp8"
@@ -138,8 +140,8 @@ class Job:
     folder: str
     """A private folder for sockets and the like."""
     runner: Runner = Runner.DEFAULT
-    store: str = ""
-    """host:port of the store; empty if none is needed."""
+    stores: tuple[str, ...] = ()
+    """name=host:port of each store; none if none is needed."""
 
     @property
     def captures(self) -> bool:
@@ -166,7 +168,15 @@ class Job:
         }
         workload = Workload(**{**plain, **restored})
         modes = tuple(map(Mode, data["modes"]))
-        return cls(**{**data, "modes": modes, "runner": Runner(data["runner"]), "workload": workload})
+        return cls(
+            **{
+                **data,
+                "modes": modes,
+                "stores": tuple(data["stores"]),
+                "runner": Runner(data["runner"]),
+                "workload": workload,
+            }
+        )
 
 
 class Turn(NamedTuple):

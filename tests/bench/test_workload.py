@@ -109,7 +109,7 @@ def test_a_job_survives_its_way_to_another_process(mode):
         fold_norms=False,
         engine_args={"load_format": "dummy"},
     )
-    job = Job((mode, Mode.IDLE), 1, workload, "/tmp/x", Runner.V2, "localhost:1")
+    job = Job((mode, Mode.IDLE), 1, workload, "/tmp/x", Runner.V2, ("a=localhost:1",))
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
 
 

@@ -52,7 +52,7 @@ def test_the_commands_of_the_encoding_page(large, endpoint, capsys):
         program, *arguments = shlex.split(line.removeprefix("$ "))
         assert program == "residuum"
         assert main([*arguments, "--endpoint", endpoint]) == 0, capsys.readouterr().err
-    assert large.activations("mine").width == 256
+    assert large.activations("compact").width == 256
 
 
 def test_the_table_of_the_encoding_page_is_that_of_the_result():
