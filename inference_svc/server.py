@@ -24,6 +24,7 @@ from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import get_logger
 from residuum.rpc.metrics import MetricsListener
+from residuum.rpc.patience import AioPatienceInterceptor
 from residuum.rpc.security import add_port
 from residuum.rpc.serving import (
     NOT_SERVING,
@@ -112,6 +113,7 @@ class InferenceServer:
                 *([AioTracingInterceptor()] if is_on() else []),
                 AioErrorInterceptor(_log, self._metrics.calls.note),
                 AioAccessInterceptor(self._access),
+                AioPatienceInterceptor(self._settings.first_message_seconds),
             ],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._settings.max_requests + _OTHER_CALLS,

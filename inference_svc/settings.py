@@ -157,6 +157,8 @@ class InferenceSettings(SecureSettings):
     """Memory of the registrations that wait, in MiB of their messages."""
     max_requests: int = Field(default=1024, ge=1, le=65_536)
     """Requests that may run, or wait for their turn, at once; more are refused."""
+    first_message_seconds: float = Field(default=20.0, gt=0)
+    """A call that has sent no message for this long is ended."""
     registration_seconds: float = Field(default=600.0, gt=0)
     """How long a registration lasts if it is not used."""
     grace_seconds: float = Field(default=30.0, ge=0)

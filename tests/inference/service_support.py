@@ -25,6 +25,7 @@ from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS, open_aio_channel
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.rpc.logs import get_logger
+from residuum.rpc.patience import AioPatienceInterceptor
 from residuum.rpc.serving import AioErrorInterceptor
 from residuum.v1 import (
     capture_pb2,
@@ -227,10 +228,10 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
 
 
 @asynccontextmanager
-async def listening(add, servicer, port=0, on_end=None, access=None, before=()):
+async def listening(add, servicer, port=0, on_end=None, access=None, before=(), patience=20.0):
     """Serve on a port of loopback, by default a free one, and yield the endpoint; `before` are interceptors."""
     asking = AioAccessInterceptor(access or Access(None, []))
-    interceptors = [*before, AioErrorInterceptor(get_logger("test"), on_end), asking]
+    interceptors = [*before, AioErrorInterceptor(get_logger("test"), on_end), asking, AioPatienceInterceptor(patience)]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -305,7 +306,14 @@ async def running_service(store_endpoint=None, engine=None, before=(), **setting
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     once = [("grpc.enable_retries", 0)]
     async with (
-        listening(add, service.servicer, on_end=service.metrics.calls.note, access=access, before=before) as endpoint,
+        listening(
+            add,
+            service.servicer,
+            on_end=service.metrics.calls.note,
+            access=access,
+            before=before,
+            patience=values.first_message_seconds,
+        ) as endpoint,
         open_aio_channel(endpoint, options=once) as channel,
     ):
         service.endpoint = endpoint

@@ -292,3 +292,14 @@ async def test_a_defect_is_told_by_number_and_not_in_detail(service, monkeypatch
     assert failure.reason_name == "INTERNAL"
     assert failure.metadata["incident"] in failure.message
     assert "secret" not in failure.message
+
+
+@pytest.mark.parametrize("method", ["GetModelInfo", "PutVectors", "Generate"])
+async def test_a_call_that_sends_nothing_is_ended(method):
+    async with running_service(first_message_seconds=0.2) as service:
+        call = service.channel.stream_stream(METHOD + method)()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "No message came" in caught.value.details()
+        assert (await service.events(ask()))[-1].HasField("finished")

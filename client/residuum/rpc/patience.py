@@ -7,6 +7,8 @@ nobody is hurried: a follower may wait for rows, and a writer for something to w
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -17,7 +19,7 @@ import grpc
 import grpc.aio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from typing import Any
 
     import structlog
@@ -170,6 +172,62 @@ class PatienceInterceptor(grpc.ServerInterceptor):
             context.cancel()
 
         return cancel
+
+
+class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
+    """Ends calls of an asyncio server that send no first message. It stands behind the other interceptors."""
+
+    def __init__(self, first_message_seconds: float) -> None:
+        """Make an interceptor."""
+        self._seconds = first_message_seconds
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        """Wrap the handler of a call of ours; see `PatienceInterceptor`."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(_OURS):
+            return handler
+        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        async def unary(messages: AsyncIterator[Any], context: Any) -> Any:
+            return await call(await self._request(handler, messages, context), context)
+
+        async def streaming(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            request = await self._request(handler, messages, context)
+            async with contextlib.aclosing(call(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                streaming, handler.request_deserializer, handler.response_serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
+
+    async def _request(self, handler: _Handler, messages: AsyncIterator[Any], context: Any) -> Any:
+        """Return what a handler is called with: the one message, or all of them."""
+        first = None
+        with contextlib.suppress(StopAsyncIteration):
+            try:
+                first = await asyncio.wait_for(anext(aiter(messages)), self._seconds)
+            except asyncio.TimeoutError:
+                text = f"No message came in {self._seconds:g} s."
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+        if handler.request_streaming:
+            return _aio_chained(first, messages)
+        if first is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The call ended without its message.")
+        return first
+
+
+async def _aio_chained(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    if first is not None:
+        yield first
+        async for message in rest:
+            yield message
 
 
 def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
