@@ -25,11 +25,16 @@ from bench.peers.vllm_settings import settings_of_peer
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from bench.capture.workload import Workload
     from bench.peers.child import PeerJob
     from bench.peers.peer import Array
 
 _FILE_SECONDS = 20.0
 _POLL_SECONDS = 0.0005
+_VALUE_BYTES = 4
+"""Of a value at most."""
+_ROOM = 2.0
+"""vLLM deals its cache out in pages of one size, and loses some."""
 
 
 class Extract:
@@ -125,8 +130,9 @@ async def start(job: PeerJob) -> Extract:
     from transformers import AutoConfig
     from vllm.platforms import current_platform
 
-    layers = job.layers or range(AutoConfig.from_pretrained(job.workload.model).num_hidden_layers)
-    settings = settings_of_peer(
+    config = AutoConfig.from_pretrained(job.workload.model)
+    layers = job.layers or range(config.num_hidden_layers)
+    own = settings_of_peer(
         job,
         speculative_config={
             "method": "extract_hidden_states",
@@ -139,4 +145,17 @@ async def start(job: PeerJob) -> Extract:
             "kv_connector_extra_config": {"shared_storage_path": job.folder},
         },
     )
+    more = _cache_gib(job.workload, len(layers) * config.hidden_size)
+    settings = own.model_copy(update={"kv_cache_gib": own.kv_cache_gib + more})
     return Extract(await StockSubject.start(settings), job, str(current_platform.device_name))
+
+
+def _cache_gib(workload: Workload, values: int) -> float:
+    """Return what the KV cache must hold beside keys and values: there it keeps hidden states until a request ends.
+
+    Args:
+        workload: What is run.
+        values: Of hidden states of one token. Without room for all, requests would wait for one another.
+    """
+    tokens = workload.batch_size * (workload.prefill + workload.decode)
+    return _ROOM * tokens * values * _VALUE_BYTES / (1 << 30)

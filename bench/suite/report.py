@@ -96,7 +96,7 @@ def _ours(measured: Mapping[str, Measured]) -> str:
             f"{item.num_bytes / item.fetch / 1e9:.2f}" if item.layers and item.fetch else "",
             f"{item.last_over_first:.2f}",
         )
-        for item in measured.values()
+        for item in sorted(measured.values(), key=lambda item: item.layers)
         if not item.peer
     ]
     head = (
@@ -158,7 +158,7 @@ def _drift(measured: Mapping[str, Measured], plots: Sequence[str]) -> str:
 
 def _peers(measured: Mapping[str, Measured], failed: Mapping[str, str], plots: Sequence[str]) -> str:
     ours, base = measured.get(ALL_LAYERS), measured.get(BASELINE)
-    peers = [item for item in measured.values() if item.peer]
+    peers = sorted((item for item in measured.values() if item.peer), key=lambda item: item.total or item.generation)
     if not peers and not failed:
         return ""
     compared = [*([ours] if ours else []), *peers]
@@ -184,7 +184,11 @@ def _peers(measured: Mapping[str, Measured], failed: Mapping[str, str], plots: S
         "last/first",
     )
     reasons = "\n".join(f"* **{name}** could not run here: {reason}" for name, reason in failed.items())
-    return _section("Peers", table(head, rows), reasons, _image("peers", plots))
+    text = (
+        "Peers hand arrays over within the machine's memory, to the process that generated. Ours have gone through a "
+        "store, which has committed them, and over gRPC to another process."
+    )
+    return _section("Peers", text, table(head, rows), reasons, _image("peers", plots))
 
 
 def _section(title: str, *paragraphs: str) -> str:
