@@ -5,9 +5,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 BIN := .venv/bin
 ARGS ?=
 SECONDS ?= 600
+GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --iterations 5 --max-num-batched-tokens 8192 \
+	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve bench test soak fuzz lint format types imports protos check-protos lock ci clean
+.PHONY: help setup model demo serve bench bench-gpu test soak fuzz lint format types imports protos check-protos lock ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,8 +26,13 @@ demo: setup model ## Capture and steer a real model through both services
 serve: setup model ## Leave both services running, and print three lines of Python to try
 	@$(BIN)/python -m examples.serve $(ARGS)
 
-bench: setup model ## What capture and steering cost beside stock vLLM, on this CPU; see bench/README.md
-	@$(BIN)/python -m bench.capture --eager $(ARGS)
+bench: setup model ## What capture costs beside stock vLLM and other ways, on this CPU: bench/results/cpu/report.md
+	@$(BIN)/python -m bench.suite --eager $(ARGS)
+	@$(BIN)/python -m bench.readme
+
+bench-gpu: setup ## The same on a GPU, with Qwen2.5-3B's shape; ARGS='--stop-after 480' in pieces: the next one goes on
+	@$(BIN)/python -m bench.suite $(GPU_WORKLOAD) $(ARGS)
+	@$(BIN)/python -m bench.readme
 
 test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
 	$(BIN)/python -m pytest $(ARGS)

@@ -23,8 +23,20 @@ _LOG_LINES = 40
 class RunFailedError(RuntimeError):
     """A run failed. The message ends with the end of its log."""
 
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+        """All that it printed."""
 
-def run_child(module: str, job: Mapping[str, Any], folder: Path, environment: Mapping[str, str], what: str) -> Any:
+
+def run_child(
+    module: str,
+    job: Mapping[str, Any],
+    folder: Path,
+    environment: Mapping[str, str],
+    what: str,
+    seconds: float = _RUN_SECONDS,
+) -> Any:
     """Run `python -m module JOB.json RESULT.json`, and return what it wrote.
 
     Args:
@@ -33,6 +45,7 @@ def run_child(module: str, job: Mapping[str, Any], folder: Path, environment: Ma
         folder: Where its files and its log go.
         environment: Its environment, all of it.
         what: What it measures, for the message if it fails.
+        seconds: What it may take.
 
     Raises:
         RunFailedError: It failed, or took too long.
@@ -51,7 +64,7 @@ def run_child(module: str, job: Mapping[str, Any], folder: Path, environment: Ma
             start_new_session=True,  # so that it and vLLM's processes can be ended together
         )
     try:
-        status: int | None = process.wait(_RUN_SECONDS)
+        status: int | None = process.wait(seconds)
     except subprocess.TimeoutExpired:
         status = None
     finally:
@@ -61,7 +74,8 @@ def run_child(module: str, job: Mapping[str, Any], folder: Path, environment: Ma
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if status != 0 or not result_file.exists():
-        end = "\n".join(log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+        text = log_file.read_text(errors="replace")
+        end = "\n".join(text.splitlines()[-_LOG_LINES:])
         how = "took too long" if status is None else f"ended with code {status}"
-        raise RunFailedError(f"{what}: {how}\n{end}")
+        raise RunFailedError(f"{what}: {how}\n{end}", text)
     return json.loads(result_file.read_text())

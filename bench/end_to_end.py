@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from bench.capture.__main__ import parse, result, run_all, workload_of
+from bench.capture.__main__ import parse, result, run_all
+from bench.capture.options import workload_of
 from bench.capture.processes import terminated_as_interrupted
 from bench.capture.report import show_summary
 from bench.capture.results import summarise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import runpy
 import subprocess
 import tempfile
@@ -21,6 +22,8 @@ _PACKAGES = (
     *("grpcio", "protobuf", "numpy", "lmdb", "pyarrow"),
 )
 _MEASURED = ("bench", "client", "inference_svc", "store_svc")
+_RESULTS = "bench/results/"
+"""What benchmarks write is no change of what is measured."""
 
 REVISION_VARIABLE = "RESIDUUM_REVISION"
 """Names the revision where git cannot: in a copy of the files, without their history."""
@@ -43,6 +46,14 @@ class Machine:
     gpu_memory_gib: float = 0.0
     """Of each."""
     gpu_driver: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The folder that results of such machines have: the GPU's name, such as "h200", or "cpu"."""
+        words = re.findall(r"[a-z0-9]+", self.gpu.lower())
+        name = "-".join(word for word in words if word not in {"nvidia", "amd", "geforce", "tesla"})
+        several = f"-x{self.gpu_count}" if self.gpu_count > 1 else ""
+        return f"{name}{several}" if name else "cpu"
 
     @classmethod
     def describe(cls) -> Machine:
@@ -77,7 +88,7 @@ class Revision:
         if told := os.environ.get(REVISION_VARIABLE):
             return cls(told, ())
         status = _git("status", "--porcelain", "--", *_MEASURED).splitlines()
-        changed = tuple(line[3:] for line in status if not line.endswith(".json"))
+        changed = tuple(line[3:] for line in status if not line[3:].startswith(_RESULTS))
         return cls(_git("rev-parse", "HEAD").strip(), changed)
 
 

@@ -104,7 +104,7 @@ def read_earlier(file: Path, benchmark: str, context: Mapping[str, Any]) -> dict
     Args:
         file: Where the result goes.
         benchmark: Whose result.
-        context: "machine", "versions" and "revision" of this run.
+        context: "machine", "versions" and "revision" of this run, and whatever else must be the same.
 
     Raises:
         OtherRunError: What it holds cannot stand beside what is measured now.
@@ -129,7 +129,7 @@ def read_earlier(file: Path, benchmark: str, context: Mapping[str, Any]) -> dict
 def _compared(earlier: Mapping[str, Any], context: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     old, new = ([item["machine"].get(name) for name in _KIND_OF_MACHINE] for item in (earlier, context))
     plain = json.loads(json.dumps(context))  # a tuple is a list in the file
-    return [("machine", old, new), *((name, earlier[name], plain[name]) for name in ("versions", "revision"))]
+    return [("machine", old, new), *((name, earlier.get(name), plain[name]) for name in plain if name != "machine")]
 
 
 def write(file: Path, benchmark: str, context: Mapping[str, Any], parts: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import binascii
 import hashlib
 
 from residuum.v1 import store_pb2
+from residuum.wire.tokens import ANY_TENANT
 from store_svc.checks import invalid
 from store_svc.keys import pack_number, unpack_number
 
@@ -55,6 +56,6 @@ def _hide(store_id: bytes, mark: bytes, number: bytes) -> bytes:
 
 def _mark(store_id: bytes, request: store_pb2.ListCapturesRequest, scope: str | None, number: bytes) -> bytes:
     states = ",".join(str(int(state)) for state in sorted(set(request.states)))
-    whose = b"\0" if scope is None else scope.encode()
+    whose = (ANY_TENANT if scope is None else scope).encode()
     text = b"\0".join((number, states.encode(), whose, request.prefix.encode()))
     return hashlib.blake2b(text, key=store_id, digest_size=_MARK_BYTES).digest()

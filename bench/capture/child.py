@@ -9,17 +9,19 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import uvloop
 from vllm.platforms import current_platform
 
+from bench.capture.fetcher import Fetcher
 from bench.capture.memory import peak_mib
 from bench.capture.results import Iteration, Memory, Run
 from bench.capture.ring_sink import RingSink
-from bench.capture.sinks import CaptureSink, RowsMissingError, StoreSink
+from bench.capture.sinks import Arrived, CaptureSink, RowsMissingError, StoreSink
 from bench.capture.subjects import Batch, StockSubject, Subject, TappedSubject, digest, generate_batch
+from bench.capture.worker_extension import EXTENSION
 from bench.capture.workload import Job, Mode, Vectors, Workload, turns
 from bench.gpu import used_mib
 from inference_svc.settings import SITES, InferenceSettings
@@ -42,6 +44,10 @@ class WrongRunnerError(RuntimeError):
     """vLLM took another model runner than was asked for."""
 
 
+class NoSuchLayerError(ValueError):
+    """The model has fewer layers than were asked for."""
+
+
 def main() -> None:
     """Run the job in the first file; write what it measured to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
@@ -58,18 +64,25 @@ async def measure(job: Job) -> list[Run]:
         if Mode.STOCK in job.modes:
             subject, tapped = await StockSubject.start(settings), None
         else:
-            subject = tapped = await TappedSubject.start(settings, job.folder)
+            subject = tapped = await TappedSubject.start(settings, job.folder, noop=job.workload.noop_taps)
         stack.callback(subject.shutdown)
+        check_layers(job.workload.layers, subject.num_layers)
         if job.runner.variable is not None and subject.model_runner != job.runner.value:
             raise WrongRunnerError(f"vLLM took its model runner {subject.model_runner}, not {job.runner.value}")
         sink = await _start_sink(job, tapped, stack) if tapped and job.captures else None
+        fetcher = await _start_fetcher(job, stack) if sink and job.workload.fetch else None
         if tapped and any(mode.steers for mode in job.modes):
             await tapped.engine.load_vectors(_vectors(job.workload, tapped.engine.facts))
         ready = time.perf_counter()
-        driver = _Driver(job.workload, subject, tapped, sink)
+        driver = _Driver(job.workload, subject, tapped, sink, fetcher)
         iterations: dict[Mode, list[Iteration]] = {mode: [] for mode in job.modes}
-        for number, mode in turns(job.modes, job.workload.warmups + job.workload.iterations):
+        count = job.workload.warmups + job.workload.iterations
+        for number, mode in turns(job.modes, count):
             iterations[mode].append(await driver.iterate(number, mode))
+        if job.profile:
+            await subject.call("bench_profile", "")
+            await driver.iterate(count, job.modes[0])
+            await subject.call("bench_profile", job.profile)
         memory = _memory(tapped.engine.facts if tapped else None)
         return [
             Run(
@@ -89,6 +102,16 @@ async def measure(job: Job) -> list[Run]:
         ]
 
 
+def check_layers(layers: Sequence[int], num_layers: int) -> None:
+    """Make sure that the model has the layers that were asked for.
+
+    Raises:
+        NoSuchLayerError: It has not.
+    """
+    if layers and layers[-1] >= num_layers:
+        raise NoSuchLayerError(f"there is no layer {layers[-1]}: the model has {num_layers}, numbered from 0")
+
+
 def settings_of(job: Job) -> InferenceSettings:
     """Return the service's settings for a job. The prefix cache is off: each iteration computes its prompts."""
     workload = job.workload
@@ -105,8 +128,8 @@ def settings_of(job: Job) -> InferenceSettings:
         ring_mib=workload.ring_mib,
         shippers=workload.shippers,
         capture_sites=workload.capture_sites,
-        fold_norms=workload.fold_norms,
-        engine_args={"enable_prefix_caching": False, **workload.engine_args},
+        fold_norms=False if workload.noop_taps else workload.fold_norms,
+        engine_args={"enable_prefix_caching": False, "worker_extension_cls": EXTENSION, **workload.engine_args},
     )
 
 
@@ -114,15 +137,23 @@ class _Driver:
     """Puts the workload to a subject, an iteration at a time."""
 
     def __init__(
-        self, workload: Workload, subject: Subject, tapped: TappedSubject | None, sink: CaptureSink | None
+        self,
+        workload: Workload,
+        subject: Subject,
+        tapped: TappedSubject | None,
+        sink: CaptureSink | None,
+        fetcher: Fetcher | None,
     ) -> None:
         self._workload = workload
         self._subject = subject
         self._tapped = tapped
         self._sink = sink
+        self._fetcher = fetcher
 
     async def iterate(self, number: int, mode: Mode) -> Iteration:
         """Generate for one batch; its captures are opened before the clock starts, and checked after it stops.
+
+        The device has nothing left to do when the clock starts, nor when the generation has ended.
 
         Raises:
             WrongTokenCountError: A reply has another length than was asked for.
@@ -136,54 +167,68 @@ class _Driver:
         sink = self._sink if mode.captures else None
         if sink:
             await sink.begin(prompts, self._encoding(mode))
+        await self._subject.call("bench_synchronise")
         batch = await generate_batch(self._subject, prompts, plans, self._workload.decode)
+        await self._subject.call("bench_synchronise")
+        batch = batch._replace(ended=time.perf_counter())
         settled = completed = batch.ended
+        fetched: float | None = None
         if sink and self._tapped:
             replies = dict(zip(prompts, batch.replies, strict=True))
-            settled, completed = await asyncio.gather(
-                _time_after(self._tapped.settle()), _time_after(sink.complete(replies))
+            settled, completed, fetched = await asyncio.gather(
+                _time_after(self._tapped.settle()),
+                _time_after(sink.complete(replies)),
+                self._fetch(mode, list(prompts)),
             )
             if not sink.knows_complete:
                 completed = settled
-        return await self._check(sink, prompts, batch, settled - batch.started, completed - batch.started)
+        times = _Times(settled, completed, fetched)
+        return await self._check(mode, sink, prompts, batch, times)
+
+    async def _fetch(self, mode: Mode, capture_ids: Sequence[str]) -> float | None:
+        """Return when a client held every row; None if none is there."""
+        if self._fetcher is None:
+            return None
+        arrived = await self._fetcher.fetch(capture_ids)
+        held = time.perf_counter()
+        self._expect(mode, arrived)
+        return held
+
+    def _expect(self, mode: Mode, arrived: Arrived) -> None:
+        workload = self._workload
+        layers = workload.captured_layers(mode, self._subject.num_layers)
+        expected = len(layers) * len(workload.capture_sites) * workload.rows_per_request * workload.batch_size
+        if arrived.rows != expected:
+            raise RowsMissingError(f"{arrived.rows} rows arrived instead of {expected}")
 
     async def _check(
-        self,
-        sink: CaptureSink | None,
-        prompts: Mapping[str, Sequence[int]],
-        batch: Batch,
-        settled: float,
-        completed: float,
+        self, mode: Mode, sink: CaptureSink | None, prompts: Mapping[str, Sequence[int]], batch: Batch, times: _Times
     ) -> Iteration:
-        workload = self._workload
         rows = num_bytes = 0
         if sink:
             arrived = await sink.finish(dict(zip(prompts, batch.replies, strict=True)))
             rows, num_bytes = arrived.rows, arrived.num_bytes
-            units = self._subject.num_layers * len(workload.capture_sites)
-            expected = units * workload.rows_per_request * workload.batch_size
-            if rows != expected:
-                raise RowsMissingError(f"{rows} rows arrived instead of {expected}")
+            self._expect(mode, arrived)
         return Iteration(
             generation_seconds=batch.ended - batch.started,
-            settled_seconds=settled,
+            settled_seconds=times.settled - batch.started,
             prompt_tokens=sum(map(len, prompts.values())),
             generated_tokens=sum(map(len, batch.replies)),
             rows=rows,
             num_bytes=num_bytes,
             replies=tuple(map(digest, batch.replies)),
-            completed_seconds=completed,
+            completed_seconds=times.completed - batch.started,
+            fetched_seconds=None if times.fetched is None else times.fetched - batch.started,
         )
 
     def _plan(self, mode: Mode, name: str, index: int) -> RequestPlan | None:
         if not (mode.captures or mode.steers):
             return None
         num_layers = self._subject.num_layers
+        layers = self._workload.captured_layers(mode, num_layers)
         return RequestPlan(
             prompt_tokens=self._workload.prefill,
-            capture=everything(name, num_layers, self._workload.capture_sites, self._encoding(mode))
-            if mode.captures
-            else None,
+            capture=capture_of(name, layers, self._workload.capture_sites, self._encoding(mode)) if layers else None,
             operations=operations(self._workload.vectors, index, num_layers) if mode.steers else (),
         )
 
@@ -191,6 +236,14 @@ class _Driver:
         if not mode.encodes:
             return RowEncoding()
         return RowEncoding(ENCODINGS[self._workload.encoding], self._workload.dimensions)
+
+
+class _Times(NamedTuple):
+    """When what came after the generation was done, on `time.perf_counter`."""
+
+    settled: float
+    completed: float
+    fetched: float | None
 
 
 async def _time_after(awaitable: Awaitable[None]) -> float:
@@ -203,10 +256,12 @@ def request_id(mode: Mode, number: int, index: int) -> str:
     return f"{mode.name.lower()}-{number}-{index}"
 
 
-def everything(capture_id: str, num_layers: int, sites: Sequence[str], encoding: RowEncoding | None = None) -> Capture:
-    """Return the capture of every layer of every token at some sites."""
+def capture_of(
+    capture_id: str, layers: Sequence[int], sites: Sequence[str], encoding: RowEncoding | None = None
+) -> Capture:
+    """Return the capture of some layers of every token at some sites."""
     numbers = tuple(sorted(SITES[name] for name in sites))
-    return Capture(capture_id, 0, tuple(range(num_layers)), EVERYWHERE, numbers, encoding=encoding or RowEncoding())
+    return Capture(capture_id, 0, tuple(layers), EVERYWHERE, numbers, encoding=encoding or RowEncoding())
 
 
 def operations(vectors: Vectors, index: int, num_layers: int) -> tuple[Operation, ...]:
@@ -218,14 +273,21 @@ def operations(vectors: Vectors, index: int, num_layers: int) -> tuple[Operation
 
 async def _start_sink(job: Job, tapped: TappedSubject, stack: AsyncExitStack) -> CaptureSink:
     facts = tapped.engine.facts
+    layers = job.workload.layers if Mode.CUSTOM in job.modes else tuple(range(facts.num_layers))
     sink: CaptureSink
     if job.needs_store:
-        sink = StoreSink(facts, job.stores, job.workload.shippers)
+        sink = StoreSink(facts, job.stores, job.workload.shippers, layers)
     else:
-        sink = RingSink(facts, job.workload.rows_per_request)
+        sink = RingSink(facts, job.workload.rows_per_request, layers)
     stack.push_async_callback(sink.stop)
     await sink.start()
     return sink
+
+
+async def _start_fetcher(job: Job, stack: AsyncExitStack) -> Fetcher:
+    fetcher = await Fetcher.start(job.stores)
+    stack.push_async_callback(fetcher.stop)
+    return fetcher
 
 
 def _vectors(workload: Workload, facts: ModelFacts) -> list[tuple[int, bytes]]:

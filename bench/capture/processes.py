@@ -26,13 +26,14 @@ _STORE_SECONDS = 60.0
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
-def run_turn(turn: Turn, workload: Workload, store_folder: Path | None = None) -> list[Run]:
+def run_turn(turn: Turn, workload: Workload, store_folder: Path | None = None, profile: str = "") -> list[Run]:
     """Run a process; return what it measured, mode by mode.
 
     Args:
         turn: Which.
         workload: What it does.
         store_folder: Where the store's data lie, in a folder of their own; None: where temporary files do.
+        profile: The folder for a trace of torch's profiler; empty: none is made.
 
     Raises:
         RunFailedError: It failed, or took too long.
@@ -40,7 +41,7 @@ def run_turn(turn: Turn, workload: Workload, store_folder: Path | None = None) -
     """
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         folder = Path(scratch)
-        job = Job(turn.modes, turn.round, workload, scratch, turn.runner)
+        job = Job(turn.modes, turn.round, workload, scratch, turn.runner, profile=profile)
         if not job.needs_store:
             return _run(job, folder)
         with (

@@ -30,6 +30,8 @@ class Iteration:
     """A digest of each reply's token ids, in the order of the prompts."""
     completed_seconds: float
     """From the submission until every capture was COMPLETE in the store; without one, the same as `settled_seconds`."""
+    fetched_seconds: float | None = None
+    """From the submission until a client held every captured row as arrays. None: nobody fetched."""
 
 
 @dataclass(frozen=True)

@@ -32,19 +32,20 @@ _RECEIVE_BYTES = 1 << 16
 class Tally:
     """Which rows of one capture have come."""
 
-    def __init__(self, sites: Sequence[int], num_layers: int, num_positions: int) -> None:
-        """Expect `num_positions` of each layer at each of the sites.
+    def __init__(self, sites: Sequence[int], layers: Sequence[int], num_positions: int) -> None:
+        """Expect `num_positions` of each of the layers at each of the sites.
 
         Later positions, which a step too many computed, do not count.
         """
         self._places = {site: index for index, site in enumerate(sites)}
-        self._seen: npt.NDArray[np.bool_] = np.zeros((len(sites), num_layers, num_positions), dtype=np.bool_)
+        self._rows = {layer: index for index, layer in enumerate(layers)}
+        self._seen: npt.NDArray[np.bool_] = np.zeros((len(sites), len(layers), num_positions), dtype=np.bool_)
         self._row_bytes = 0
 
     def add(self, header: capture_pb2.ChunkHeader) -> None:
         """Count the rows that a header names."""
         positions = np.fromiter(header.positions, dtype=np.int64)
-        layers = np.fromiter(header.layers, dtype=np.int64)
+        layers = np.fromiter((self._rows[layer] for layer in header.layers), dtype=np.int64)
         self._row_bytes = payload_bytes(header) // (len(positions) * len(layers))
         seen = self._seen[self._places[header.site]]
         seen[np.ix_(layers, positions[positions < seen.shape[1]])] = True
@@ -68,9 +69,9 @@ class Tally:
 class Consumer:
     """Consumers of the rings, a thread for each, and what they have counted."""
 
-    def __init__(self, sites: Sequence[int], num_layers: int, num_positions: int, paths: Sequence[str]) -> None:
+    def __init__(self, sites: Sequence[int], layers: Sequence[int], num_positions: int, paths: Sequence[str]) -> None:
         """Connect to the control sockets of some rings."""
-        self._shape = sites, num_layers, num_positions
+        self._shape = sites, layers, num_positions
         self._tallies: dict[str, Tally] = {}
         self._lost: list[str] = []
         for path in paths:
@@ -113,20 +114,28 @@ class Consumer:
 
     def _count(self, message: ExtentReady) -> None:
         tally = self._tallies.get(message.capture_id)
-        if tally is None or any(header.site not in self._shape[0] for header in message.headers):
+        if tally is None or not all(self._expects(header) for header in message.headers):
             self._lost.append(f"{message.capture_id}: rows came that nobody expects")
         else:
             for header in message.headers:
                 tally.add(header)
 
+    def _expects(self, header: capture_pb2.ChunkHeader) -> bool:
+        sites, layers, _ = self._shape
+        return header.site in sites and set(header.layers) <= set(layers)
+
 
 def main() -> None:
     """Answer until the input ends: then whoever asked has gone."""
-    sites, num_layers, num_positions, *paths = sys.argv[1:]
-    consumer = Consumer([int(site) for site in sites.split(",")], int(num_layers), int(num_positions), paths)
+    sites, layers, num_positions, *paths = sys.argv[1:]
+    consumer = Consumer(_numbers(sites), _numbers(layers), int(num_positions), paths)
     print("{}", flush=True)  # connected
     for line in sys.stdin:
         print(json.dumps(consumer.answer(json.loads(line))), flush=True)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -70,8 +70,9 @@ class StoreSink:
 
     knows_complete = True
 
-    def __init__(self, facts: ModelFacts, stores: Sequence[str], shippers: int) -> None:
+    def __init__(self, facts: ModelFacts, stores: Sequence[str], shippers: int, layers: Sequence[int]) -> None:
         self._facts = facts
+        self._layers = layers
         self._supervisor = ShipperSupervisor(facts.control_paths, stores, shippers)
         self._channels = {store.name: open_aio_channel(store.endpoint) for store in parse_stores(stores)}
 
@@ -134,7 +135,7 @@ class StoreSink:
             ),
             overflow=capture_pb2.OVERFLOW_POLICY_WAIT,
         )
-        spec.layers.list.layers.extend(range(facts.num_layers))
+        spec.layers.list.layers.extend(self._layers)
         description = capture_pb2.CaptureDescription(
             capture_id=capture_id,
             model=facts.name,

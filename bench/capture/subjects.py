@@ -12,6 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from bench.capture import noop_taps
 from inference_svc.engine import Engine, engine_arguments, model_runner, stream
 from inference_svc.selftest import run_self_test
 
@@ -44,6 +45,9 @@ class Subject(Protocol):
     ) -> list[int]:
         """Generate, and return the token ids of the reply."""
 
+    async def call(self, method: str, *arguments: object) -> None:
+        """Call a method of `WorkerExtension` in every worker."""
+
     def shutdown(self) -> None:
         """Stop its processes."""
 
@@ -52,7 +56,7 @@ class StockSubject:
     """vLLM's AsyncLLM with vLLM's own worker."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
+        self.llm = llm
         self.num_layers: int = llm.vllm_config.model_config.get_total_num_hidden_layers()
         self.vocab_size: int = llm.vllm_config.model_config.get_vocab_size()
         self.model_runner = model_runner(llm.vllm_config)
@@ -74,13 +78,17 @@ class StockSubject:
         assert plan is None  # noqa: S101 - the modes that have one are never run on stock
         reply: list[int] = []
         # By the service's own loop over vLLM's outputs, so that what differs is the taps and nothing else.
-        async for delta in stream(self._llm, {"prompt_token_ids": list(prompt)}, sampling.clone(), request_id):
+        async for delta in stream(self.llm, {"prompt_token_ids": list(prompt)}, sampling.clone(), request_id):
             reply.extend(delta.token_ids)
         return reply
 
+    async def call(self, method: str, *arguments: object) -> None:
+        """See `Subject`."""
+        await self.llm.collective_rpc(method, args=arguments)
+
     def shutdown(self) -> None:
         """See `Subject`."""
-        self._llm.shutdown()
+        self.llm.shutdown()
 
 
 class TappedSubject:
@@ -93,8 +101,17 @@ class TappedSubject:
         self.model_runner = engine.facts.model_runner
 
     @classmethod
-    async def start(cls, settings: InferenceSettings, folder: str) -> TappedSubject:
-        """Start it, and let it pass the service's self-test: it captures and steers, or it is not measured."""
+    async def start(cls, settings: InferenceSettings, folder: str, *, noop: bool = False) -> TappedSubject:
+        """Start it, and let it pass the service's self-test: it captures and steers, or it is not measured.
+
+        Args:
+            settings: The service's settings.
+            folder: A private folder for sockets.
+            noop: Let the taps do nothing, and so without the test.
+        """
+        if noop:
+            with noop_taps.installed():
+                return cls(await Engine.start(settings, folder))
         engine = await Engine.start(settings, folder)
         try:
             await run_self_test(engine)
@@ -111,6 +128,10 @@ class TappedSubject:
         async for delta in self.engine.generate(request_id, prompt, sampling, plan, None):
             reply.extend(delta.token_ids)
         return reply
+
+    async def call(self, method: str, *arguments: object) -> None:
+        """See `Subject`."""
+        await self.engine._llm.collective_rpc(method, args=arguments)  # noqa: SLF001 - the service never calls these
 
     async def settle(self) -> None:
         """Wait until every captured row is acknowledged.

@@ -28,11 +28,13 @@ class Mode(str, Enum):
     """Both."""
     ALL_LAYERS_ENCODED = "all-layers+encoded"
     """Every layer of every token is captured, encoded as the workload says instead of raw."""
+    CUSTOM = "custom"
+    """The workload's `layers` of every token are captured, at every site that is armed."""
 
     @property
     def captures(self) -> bool:
         """Whether rows are captured."""
-        return self in {Mode.ALL_LAYERS, Mode.ALL_LAYERS_STEER, Mode.ALL_LAYERS_ENCODED}
+        return self in {Mode.ALL_LAYERS, Mode.ALL_LAYERS_STEER, Mode.ALL_LAYERS_ENCODED, Mode.CUSTOM}
 
     @property
     def encodes(self) -> bool:
@@ -43,6 +45,12 @@ class Mode(str, Enum):
     def steers(self) -> bool:
         """Whether requests are steered."""
         return self in {Mode.STEER, Mode.ALL_LAYERS_STEER}
+
+
+CHOICES = tuple(mode for mode in Mode if mode is not Mode.CUSTOM)
+"""Those that every workload can be run in."""
+USUAL_MODES = tuple(mode for mode in CHOICES if not mode.encodes)
+"""Those that are run if nobody says which."""
 
 
 class Sink(str, Enum):
@@ -110,6 +118,12 @@ class Workload:
     """Its dimensions; 0 for an encoding that has none."""
     fold_norms: bool | None = None
     """Whether taps are folded into norms; None: as the service does by default."""
+    layers: tuple[int, ...] = ()
+    """What `Mode.CUSTOM` captures, ascending."""
+    noop_taps: bool = False
+    """The ops are in the graph, and everything around them runs, but they do nothing: what being there costs."""
+    fetch: bool = False
+    """Let a client fetch what was captured, which needs a store. This is measured, too."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine, the same in every mode."""
 
@@ -122,6 +136,12 @@ class Workload:
     def rows_per_request(self) -> int:
         """Positions that a request computes, each a row for a layer and site: the last token is never fed back."""
         return self.prefill + self.decode - 1
+
+    def captured_layers(self, mode: Mode, num_layers: int) -> tuple[int, ...]:
+        """Return the layers that a mode captures of a model."""
+        if not mode.captures:
+            return ()
+        return self.layers if mode is Mode.CUSTOM else tuple(range(num_layers))
 
     def prompts(self, iteration: int, vocab_size: int) -> list[list[int]]:
         """Return the prompts of an iteration: random ids, no id twice in a prompt; the same in every mode and round."""
@@ -142,6 +162,8 @@ class Job:
     runner: Runner = Runner.DEFAULT
     stores: tuple[str, ...] = ()
     """name=host:port of each store; none if none is needed."""
+    profile: str = ""
+    """The folder for a trace of torch's profiler, of one more iteration, which is not counted; empty: none."""
 
     @property
     def captures(self) -> bool:
@@ -165,6 +187,7 @@ class Job:
             "sink": Sink(plain["sink"]),
             "vectors": Vectors(plain["vectors"]),
             "capture_sites": tuple(plain["capture_sites"]),
+            "layers": tuple(plain["layers"]),
         }
         workload = Workload(**{**plain, **restored})
         modes = tuple(map(Mode, data["modes"]))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from bench.capture.__main__ import run_all, workload_of
+from bench.capture.__main__ import run_all
+from bench.capture.options import workload_of
 from bench.capture.report import show_summary
 from bench.capture.results import summarise
 from bench.capture.workload import Mode, Sink, schedule

@@ -5,7 +5,8 @@ from dataclasses import asdict
 import pytest
 from rich.console import Console
 
-from bench.capture.__main__ import parse, result, workload_of
+from bench.capture.__main__ import parse, result
+from bench.capture.options import workload_of
 from bench.capture.report import show_summary
 from bench.capture.results import Iteration, Memory, Run, summarise
 from bench.capture.shapes import SHAPES
@@ -123,7 +124,7 @@ def test_a_pipe_gets_whole_lines_however_narrow():
 def test_the_command_line_decides_the_workload():
     options = parse(["--model", "m", "--eager", "--sink", "ring", "--decode", "7", "--engine-args", '{"seed": 3}'])
     assert workload_of(options) == Workload("m", eager=True, sink=Sink.RING, decode=7, engine_args={"seed": 3})
-    assert options.modes == [mode for mode in Mode if not mode.encodes]
+    assert options.modes == [mode for mode in Mode if mode is not Mode.CUSTOM and not mode.encodes]
 
 
 def test_sites_and_folding_are_recorded():

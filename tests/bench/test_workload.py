@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from bench.capture.child import everything, operations, request_id
+from bench.capture.child import capture_of, operations, request_id
 from bench.capture.processes import environment_of
 from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Job, Mode, Runner, Sink, Vectors, Workload, schedule, turns
@@ -62,8 +62,8 @@ def test_each_request_has_a_vector_or_each_layer_has():
     assert steps(Vectors.LAYER, 5) == [(0, (0,)), (1, (1,)), (2, (2,))]
 
 
-def test_a_capture_has_all_layers_at_the_sites_in_the_contracts_order():
-    capture = everything("c", 3, ("mlp_out", "resid_post"))
+def test_a_capture_has_its_layers_at_the_sites_in_the_contracts_order():
+    capture = capture_of("c", [0, 1, 2], ("mlp_out", "resid_post"))
     assert capture.layers == (0, 1, 2)
     assert capture.sites == (capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT)
     assert capture.units == 6
@@ -119,8 +119,16 @@ def test_only_a_capture_that_leaves_the_ring_needs_a_store():
         Mode.ALL_LAYERS,
         Mode.ALL_LAYERS_STEER,
         Mode.ALL_LAYERS_ENCODED,
+        Mode.CUSTOM,
     ]
 
 
 def test_the_last_generated_token_has_no_row():
     assert Workload("m", prefill=64, decode=64).rows_per_request == 127
+
+
+def test_a_mode_captures_its_layers():
+    workload = Workload("m", layers=(1, 5))
+    assert workload.captured_layers(Mode.CUSTOM, 9) == (1, 5)
+    assert workload.captured_layers(Mode.ALL_LAYERS, 3) == (0, 1, 2)
+    assert workload.captured_layers(Mode.IDLE, 3) == ()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
+import grpc
 import numpy as np
 import pytest
 
-from residuum.rpc.errors import Reason
+from residuum.rpc.errors import Reason, failure_from_rpc_error
 from residuum.v1 import capture_pb2, errors_pb2
 from tests.security.test_tenants import Caller
 from tests.store.support import failing_with
@@ -108,6 +112,39 @@ def test_limits_outlast_a_restart(store, tokens):
                 with failing_with(EXCEEDED):
                     caller.open(name)
             caller.channel.close()
+
+
+def test_the_account_of_a_tenant_is_right_whatever_happens(store, tokens):
+    """Random work of two tenants, beside what each can count for itself; once more after a restart."""
+    rng = random.Random(7)
+    given = {tenant: tokens.add(tenant, "read", "write", "generate") for tenant in ("alice", "bob")}
+    tokens.limit("alice", max_open_captures=3)
+    for _ in range(2):
+        with store(tokens=tokens.path) as endpoint:
+            callers = [Caller(endpoint, token) for token in given.values()]
+            for _ in range(150):
+                work_at_random(rng, rng.choice(callers))
+            for caller in callers:
+                manifests = [caller.get(name) for _, name in caller.list()]
+                stats = caller.stats()
+                assert stats.num_bytes == sum(manifest.num_bytes for manifest in manifests)
+                states = Counter(manifest.state for manifest in manifests)
+                assert {item.state: item.count for item in stats.captures} == dict(states)
+                assert caller is callers[1] or states[OPEN] <= 3
+                caller.channel.close()
+
+
+def work_at_random(rng, caller):
+    name = rng.choice("abcdefgh")
+    what = rng.choice(["open", "open", "append", "append", "seal", "delete"])
+    try:
+        if what == "append":
+            caller.append(name, positions=sorted(rng.sample(range(5), 2)))
+        else:
+            getattr(caller, what)(name)
+    except grpc.RpcError as error:
+        reason = failure_from_rpc_error(error).reason_name
+        assert reason in {"UNKNOWN_CAPTURE", "CAPTURE_EXISTS", "CAPTURE_ENDED", "QUOTA_EXCEEDED"}
 
 
 class TestVectors:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import residuum
-from residuum.cli import main
+from residuum.cli import doctor, main
 from residuum.rpc.security import SecurityError
 from tests.security.certificates import Authority
 
@@ -193,6 +193,23 @@ def test_on_this_machine_it_is(endpoint):
 def test_a_token_is_in_no_repr():
     client = residuum.Client("localhost:1", token="secret-of-mine")
     assert "secret-of-mine" not in repr(client.credentials) + repr(vars(client))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "options", "warning", "words"),
+    [
+        ("localhost:1", {}, False, "plain text, with no token"),
+        ("localhost:1", {"token": "t"}, False, "plain text, with a token"),
+        ("192.0.2.1:1", {}, True, "can read all that is sent; --tls-ca encrypts it"),
+        ("192.0.2.1:1", {"token": "t", "insecure": True}, True, "can read the token, and all that is sent,"),
+        ("192.0.2.1:1", {"token": "t", "tls": True}, False, "TLS, trusting public CAs, with a token"),
+    ],
+)
+def test_the_doctor_says_what_is_shown_and_who_can_read_it(endpoint, options, warning, words):
+    with residuum.Client(endpoint, **options) as client:
+        (finding,) = doctor._credentials(client)
+    assert (finding.ok, finding.warning) == (True, warning)
+    assert words in finding.detail
 
 
 def start(*flags):

@@ -1,0 +1,10 @@
+"""The worker for CPUs whose taps do nothing; see `noop_taps`."""
+
+from __future__ import annotations
+
+from bench.capture.noop_taps import NoopTaps
+from inference_svc.taps.cpu_worker import TappedCpuWorker
+
+
+class NoopWorker(NoopTaps, TappedCpuWorker):
+    """Our worker, but for what its taps do."""

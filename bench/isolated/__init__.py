@@ -1,0 +1,1 @@
+"""One configuration in one fresh process, measured until a client holds what was captured."""

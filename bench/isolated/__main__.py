@@ -1,0 +1,124 @@
+"""`python -m bench.isolated`: one configuration in one fresh process, until a client holds what was captured."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.capture.options import add_workload_arguments, workload_of
+from bench.capture.processes import terminated_as_interrupted
+from bench.capture.workload import Runner
+from bench.children import RunFailedError
+from bench.isolated.configuration import BadConfigurationError, Configuration, IsolatedMode, Peer, Tap
+from bench.isolated.document import document
+from bench.isolated.processes import PEERS_FOLDER, Surroundings, measure
+from bench.machine import Machine, Revision, filesystem, versions
+from bench.parts import compact
+from examples.services import ServiceFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, print, and write the result."""
+    options = parse(arguments)
+    configuration = configuration_of(options)
+    base = workload_of(options)
+    context = {
+        "benchmark": "bench.isolated",
+        "machine": asdict(Machine.describe()),
+        "versions": versions(),
+        "revision": asdict(Revision.describe()),
+        "filesystem": filesystem(options.store_folder),
+    }
+    surroundings = Surroundings(options.runner, options.store_folder, options.peers_folder, options.profile)
+    try:
+        with terminated_as_interrupted():
+            run = measure(configuration, base, surroundings)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (RunFailedError, ServiceFailedError) as error:
+        sys.exit(f"BENCH FAILED: {error}")
+    result = document(configuration, configuration.workload(base), run)
+    show(result)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(compact({**context, **result}) + "\n")
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the figures."""
+    print("iteration\tgeneration s\tfetch s\ttotal s\ttokens/s")
+    for item in result["iterations"]:
+        print(_line(str(item["iteration"]), item))
+    for word in ("mean", "median", "min", "max"):
+        summary = result["summary"]
+        print(_line(word, {name.removeprefix(f"{word}_"): value for name, value in summary.items()}))
+
+
+def _line(head: str, figures: dict[str, Any]) -> str:
+    fetch = figures["fetch_time"]
+    times = f"{figures['generation_time']:.4f}\t{'' if fetch is None else f'{fetch:.4f}'}\t{figures['total_time']:.4f}"
+    return f"{head}\t{times}\t{figures['throughput_tokens_per_sec']:.1f}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.isolated", description=__doc__)
+    parser.add_argument(
+        "--mode", type=IsolatedMode, choices=list(IsolatedMode), required=True,
+        metavar="{" + ",".join(mode.value for mode in IsolatedMode) + "}",
+        help="stock vLLM; ours, which captures nothing; every layer of every token; the layers of --layers",
+    )  # fmt: skip
+    parser.add_argument("--layers", type=layer_list, default=(), help="what mode custom captures, such as 0,5,10")
+    parser.add_argument(
+        "--capture-machinery", choices=["on", "off"], default="on",
+        help="off: vLLM's own worker, nothing of ours installed",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tap", type=Tap, choices=list(Tap), default=Tap.FULL, metavar="{full,noop}",
+        help="noop: the ops are in the graph, and do nothing (with zero-layer)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peer", type=Peer, choices=list(Peer), metavar="{" + ",".join(peer.value for peer in Peer) + "}",
+        help="let another system capture",
+    )  # fmt: skip
+    parser.add_argument("--profile", type=Path, help="a folder for a trace of torch's profiler, of one more iteration")
+    parser.add_argument(
+        "--runner", type=Runner, choices=list(Runner), default=Runner.DEFAULT, metavar="{default,v1,v2}",
+        help="vLLM's model runner (default: the one that vLLM takes)",
+    )  # fmt: skip
+    parser.add_argument("--peers-folder", type=Path, default=PEERS_FOLDER, help="packages that peers alone need")
+    add_workload_arguments(parser)
+    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    return parser.parse_args(arguments)
+
+
+def configuration_of(options: argparse.Namespace) -> Configuration:
+    """Return the configuration of the command line, or end the program with what is wrong with it."""
+    try:
+        return Configuration(
+            mode=options.mode,
+            layers=options.layers,
+            machinery=options.capture_machinery == "on",
+            tap=options.tap,
+            peer=options.peer,
+        )
+    except BadConfigurationError as error:
+        sys.exit(str(error))
+
+
+def layer_list(text: str) -> tuple[int, ...]:
+    """Read numbers of layers, separated by commas."""
+    try:
+        return tuple(sorted({int(number) for number in text.split(",")}))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers, such as 0,5,10") from None
+
+
+if __name__ == "__main__":
+    main()

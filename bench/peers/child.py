@@ -1,0 +1,143 @@
+"""One process with one peer: `python -m bench.peers.child JOB.json RESULT.json`, started by bench.isolated."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bench.capture.memory import peak_mib
+from bench.capture.results import Iteration, Memory, Run
+from bench.capture.workload import Job, Mode, Runner, Workload
+from bench.gpu import used_mib
+from bench.isolated.configuration import Peer as PeerName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bench.peers.peer import Array, Peer
+
+_MODULES = {
+    PeerName.HOOKS: "hooks",
+    PeerName.HOOKS_32: "hooks",
+    PeerName.EXTRACT: "extract",
+    PeerName.TRANSFORMERS: "hugging_face",
+    PeerName.NNSIGHT: "nnsight_trace",
+    PeerName.VLLM_LENS: "lens",
+}
+
+
+class WrongRowsError(RuntimeError):
+    """A peer handed over other rows than it was asked for: the run proves nothing."""
+
+
+@dataclass(frozen=True)
+class PeerJob:
+    """What this process does, as it is told."""
+
+    peer: PeerName
+    mode: Mode
+    round: int
+    runner: Runner
+    workload: Workload
+    folder: str
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """What is captured; empty: every layer."""
+        return self.workload.layers
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> PeerJob:
+        """Return the job of its plain data."""
+        # A job of ours knows how a workload is restored.
+        own = Job.from_json({**{key: data[key] for key in ("round", "runner", "workload", "folder")}, "modes": []})
+        return cls(PeerName(data["peer"]), Mode(data["mode"]), own.round, own.runner, own.workload, own.folder)
+
+
+def main() -> None:
+    """Run the job in the first file; write what it measured to the second."""
+    job_file, result_file = map(Path, sys.argv[1:])
+    job = PeerJob.from_json(json.loads(job_file.read_text()))
+    result_file.write_text(json.dumps(asdict(asyncio.run(measure(job)))))
+
+
+async def measure(job: PeerJob) -> Run:
+    """Start the peer, and measure it."""
+    started = time.perf_counter()
+    peer: Peer = await importlib.import_module(f"bench.peers.{_MODULES[job.peer]}").start(job)
+    try:
+        ready = time.perf_counter()
+        count = job.workload.warmups + job.workload.iterations
+        iterations = [await _iterate(job, peer, number) for number in range(count)]
+        return Run(
+            mode=job.mode,
+            round=job.round,
+            runner=job.runner,
+            model_runner=peer.model_runner,
+            shared=False,
+            device=peer.device,
+            num_layers=peer.num_layers,
+            start_seconds=ready - started,
+            memory=Memory(peak_mib=peak_mib(), gpus_used_mib=used_mib()),
+            iterations=tuple(iterations[job.workload.warmups :]),
+        )
+    finally:
+        peer.shutdown()
+
+
+async def _iterate(job: PeerJob, peer: Peer, number: int) -> Iteration:
+    workload = job.workload
+    prompts = {
+        f"{job.peer.value}-{number}-{index}": prompt
+        for index, prompt in enumerate(workload.prompts(number, peer.vocab_size))
+    }
+    await peer.synchronise()
+    batch = await peer.generate(prompts)
+    await peer.synchronise()
+    ended = time.perf_counter()
+    held = await peer.fetch(list(prompts))
+    fetched = time.perf_counter()
+    layers = workload.captured_layers(job.mode, peer.num_layers)
+    rows, num_bytes = count_rows(held, len(prompts), len(layers), workload.rows_per_request)
+    return Iteration(
+        generation_seconds=ended - batch.started,
+        settled_seconds=ended - batch.started,
+        prompt_tokens=sum(map(len, prompts.values())),
+        generated_tokens=sum(map(len, batch.replies)),
+        rows=rows,
+        num_bytes=num_bytes,
+        replies=(),
+        completed_seconds=fetched - batch.started,
+        fetched_seconds=fetched - batch.started,
+    )
+
+
+def count_rows(held: Sequence[Sequence[Array]], num_requests: int, num_layers: int, positions: int) -> tuple[int, int]:
+    """Return how many rows some requests have, and their bytes.
+
+    Raises:
+        WrongRowsError: They are not [layers, positions] for each request, or there is nothing in them.
+    """
+    if len(held) != num_requests:
+        raise WrongRowsError(f"{len(held)} requests were handed over instead of {num_requests}")
+    for arrays in held:
+        rows = sum(math.prod(array.shape[:-1]) for array in arrays)
+        if rows != num_layers * positions:
+            shapes = sorted({array.shape for array in arrays})
+            raise WrongRowsError(f"a request has {rows} rows ({shapes}) instead of {num_layers} x {positions}")
+        if not all(np.any(array) for array in arrays):
+            raise WrongRowsError("a request has rows of zeros")
+    return num_requests * num_layers * positions, sum(array.nbytes for arrays in held for array in arrays)
+
+
+if __name__ == "__main__":
+    main()

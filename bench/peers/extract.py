@@ -1,0 +1,142 @@
+"""vLLM's own way: `extract_hidden_states` with its example connector, whose files lie in memory.
+
+Each request's rows are written when it ends, to one safetensors file beside a lock that the engine holds until the file
+is whole. `vllm...load_hidden_states` waits for that lock without end; here the wait has one, so that what never comes
+is a reason and not a hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from bench.capture.subjects import Batch, StockSubject, WrongTokenCountError
+from bench.peers.peer import PeerUnavailableError
+from bench.peers.vllm_settings import settings_of_peer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bench.peers.child import PeerJob
+    from bench.peers.peer import Array
+
+_FILE_SECONDS = 20.0
+_POLL_SECONDS = 0.0005
+
+
+class Extract:
+    """See `Peer`."""
+
+    def __init__(self, stock: StockSubject, job: PeerJob, device: str) -> None:
+        """Wrap a running engine; see `start`."""
+        self._stock = stock
+        self._workload = job.workload
+        self._files: dict[str, str] = {}
+        self.num_layers = stock.num_layers
+        self.vocab_size = stock.vocab_size
+        self.model_runner = stock.model_runner
+        self.device = device
+
+    async def generate(self, prompts: Mapping[str, Sequence[int]]) -> Batch:
+        """See `Peer`."""
+        started = time.perf_counter()
+        replies = await asyncio.gather(*(self._generate(name, prompt) for name, prompt in prompts.items()))
+        ended = time.perf_counter()
+        lengths = {len(reply) for reply in replies}
+        if lengths != {self._workload.decode}:
+            raise WrongTokenCountError(f"replies of {sorted(lengths)} tokens instead of {self._workload.decode}")
+        return Batch(list(replies), started, ended)
+
+    async def fetch(self, names: Sequence[str]) -> list[list[Array]]:
+        """See `Peer`."""
+        paths = [self._files.pop(name) for name in names]
+        for path in paths:
+            await _unlocked(Path(f"{path}.lock"))
+        return [[_take(path)] for path in paths]
+
+    async def synchronise(self) -> None:
+        """See `Peer`."""
+        await self._stock.call("bench_synchronise")
+
+    def shutdown(self) -> None:
+        """See `Peer`."""
+        self._stock.shutdown()
+
+    async def _generate(self, name: str, prompt: Sequence[int]) -> list[int]:
+        sampling = SamplingParams(
+            max_tokens=self._workload.decode,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": {"include_output_tokens": True}},
+        )
+        reply: list[int] = []
+        parameters: dict[str, Any] = {}
+        async for output in self._stock.llm.generate({"prompt_token_ids": list(prompt)}, sampling, name):
+            reply.extend(output.outputs[0].token_ids)
+            parameters = output.kv_transfer_params or parameters
+        if "hidden_states_path" not in parameters:
+            raise PeerUnavailableError("vLLM did not say where it put the hidden states")
+        self._files[name] = parameters["hidden_states_path"]
+        return reply
+
+
+def _take(path: str) -> Array:
+    """Return a file's rows, [positions, layers, hidden] as bytes (numpy has no bfloat16), and remove it."""
+    with safe_open(path, framework="pt") as file:
+        array: Array = file.get_tensor("hidden_states").contiguous().view(torch.uint8).numpy()
+    for written in (Path(path), Path(f"{path}.lock")):
+        written.unlink(missing_ok=True)
+    return array
+
+
+async def _unlocked(lock: Path) -> None:
+    """Wait until the writer of a file has let go of its lock.
+
+    Raises:
+        PeerUnavailableError: It never does.
+    """
+    deadline = time.monotonic() + _FILE_SECONDS
+    with lock.open() as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise PeerUnavailableError(
+                        f"the file of a request that had ended was still locked after {_FILE_SECONDS:.0f} s"
+                    ) from None
+                await asyncio.sleep(_POLL_SECONDS)
+            else:
+                return
+
+
+async def start(job: PeerJob) -> Extract:
+    """Start it. Layer k's output is what its drafter calls the hidden state k + 1."""
+    from transformers import AutoConfig
+    from vllm.platforms import current_platform
+
+    layers = job.layers or range(AutoConfig.from_pretrained(job.workload.model).num_hidden_layers)
+    settings = settings_of_peer(
+        job,
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers]}},
+        },
+        kv_transfer_config={
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": job.folder},
+        },
+    )
+    return Extract(await StockSubject.start(settings), job, str(current_platform.device_name))

@@ -1,0 +1,113 @@
+"""The worker's part of the hook way, as systems do it that patch eager vLLM: mixed into vLLM's own worker.
+
+After each decoder layer a forward hook adds up `hidden` and `residual`, and for each request of the batch slices and
+clones its rows. What comes of a prompt is kept as it is; a generated token's row is concatenated to what is there, one
+by one, or 32 at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+
+from bench.capture.worker_extension import WorkerExtension
+from inference_svc.taps import runner_v1, runner_v2
+from inference_svc.taps.model import find_decoder_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from inference_svc.taps.layout import StepRows
+
+EXTENSION = f"{__name__}.HookWorker"
+"""What vLLM is told."""
+
+
+class HookWorker(WorkerExtension):
+    """Methods for `collective_rpc`."""
+
+    def hooks_install(self, layers: Sequence[int], flush_every: int) -> None:
+        """Hook layers (none named: all); concatenate the rows of `flush_every` generated tokens at once."""
+        worker: Any = self
+        config = worker.vllm_config.model_config
+        found = find_decoder_layers(worker.model_runner.get_model(), config.get_total_num_hidden_layers())
+        captures = Captures(flush_every)
+        adapter = runner_v2 if worker.use_v2_model_runner else runner_v1
+        adapter.attach(worker.model_runner, captures.place, vllm.__version__)
+        for layer in layers or sorted(found):
+            found[layer].register_forward_hook(captures.hook(layer))
+        worker._hook_captures = captures  # noqa: SLF001 - its own name
+
+    def hooks_write(self, folder: str, names: Sequence[str], positions: int) -> None:
+        """Write what was captured of requests to NAME.bin, [layers, positions, hidden] as raw bytes; forget it."""
+        worker: Any = self
+        for name, rows in worker._hook_captures.take(names, positions).items():  # noqa: SLF001 - see above
+            rows.view(torch.uint8).numpy().tofile(Path(folder, f"{name}.bin"))
+
+
+class Captures:
+    """What was captured of each request, layer by layer."""
+
+    def __init__(self, flush_every: int) -> None:
+        self._flush_every = flush_every
+        self._rows: StepRows | None = None
+        self._captured: dict[str, dict[int, Tensor]] = {}
+        self._buffers: dict[str, dict[int, list[Tensor]]] = {}
+
+    def place(self, rows: Callable[[], StepRows]) -> None:
+        """Learn which rows of the batch are whose; before each forward pass."""
+        self._rows = rows()
+
+    def hook(self, layer: int) -> Callable[..., None]:
+        """Return the forward hook of a layer."""
+
+        def capture(module: Any, arguments: Any, output: Any) -> None:
+            del module, arguments
+            if self._rows is None:
+                return  # vLLM tries the model out
+            hidden, residual = output if isinstance(output, tuple) else (output, None)
+            stream = hidden if residual is None else hidden + residual
+            at = 0
+            for request_id, count in zip(self._rows.request_ids, self._rows.counts, strict=False):
+                self._add(request_id, layer, stream[at : at + int(count)].detach().clone())
+                at += int(count)
+
+        return capture
+
+    def take(self, names: Sequence[str], positions: int) -> dict[str, Tensor]:
+        """Return [layers, positions, hidden] of each request in host memory, and forget it.
+
+        vLLM may have computed a step too many, whose rows are left out; and it puts more at the end of a request's id.
+        """
+        taken = {}
+        for request_id in list(self._captured):
+            name = next((name for name in names if request_id in {name, f"{name}-{request_id[-8:]}"}), None)
+            for layer in list(self._buffers.get(request_id, {})):
+                self._flush(request_id, layer)
+            layers = self._captured.pop(request_id)
+            self._buffers.pop(request_id, None)
+            if name is not None:
+                taken[name] = torch.stack([layers[layer][:positions] for layer in sorted(layers)]).cpu()
+        return taken
+
+    def _add(self, request_id: str, layer: int, rows: Tensor) -> None:
+        captured = self._captured.setdefault(request_id, {})
+        if len(rows) > 1 or layer not in captured:
+            existing = captured.get(layer)
+            captured[layer] = rows if existing is None else torch.cat([existing, rows], dim=0)
+            return
+        buffer = self._buffers.setdefault(request_id, {}).setdefault(layer, [])
+        buffer.append(rows)
+        if len(buffer) >= self._flush_every:
+            self._flush(request_id, layer)
+
+    def _flush(self, request_id: str, layer: int) -> None:
+        buffer = self._buffers[request_id][layer]
+        if buffer:
+            self._captured[request_id][layer] = torch.cat([self._captured[request_id][layer], *buffer], dim=0)
+            buffer.clear()

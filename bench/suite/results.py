@@ -1,0 +1,169 @@
+"""What a suite measured, by configuration, and what follows from it: the formulas of the isolated benchmark."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bench.suite.plan import ALL_LAYERS, BASELINE, NOOP, ZERO_LAYER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A configuration over all its processes. Times are in seconds, medians over all iterations."""
+
+    name: str
+    runs: tuple[dict[str, Any], ...]
+    """What each process wrote; see `bench.isolated.document`."""
+
+    @property
+    def peer(self) -> bool:
+        """Whether another system captured."""
+        return self.runs[0]["peer"] is not None
+
+    @property
+    def layers(self) -> int:
+        """Layers that are captured."""
+        return int(self.runs[0]["num_captured_layers"])
+
+    @property
+    def generation(self) -> float:
+        """From the submission to the last token."""
+        return self._median("generation_time") or 0.0
+
+    @property
+    def fetch(self) -> float | None:
+        """From then until the client held every row; None if nobody fetched."""
+        return self._median("fetch_time")
+
+    @property
+    def total(self) -> float | None:
+        """Both; None if nobody fetched what was captured."""
+        return None if self.fetch is None else self._median("total_time")
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second of the generation, prompts with replies."""
+        return self._median("throughput_tokens_per_sec") or 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """What is captured in one iteration."""
+        return int(self.runs[0]["iterations"][0]["bytes"])
+
+    @property
+    def last_over_first(self) -> float:
+        """A process's last iteration over its first, the median over all processes: 1 if nothing piles up."""
+        return statistics.median(times[-1] / times[0] for times in self.times())
+
+    def times(self, figure: str = "generation_time") -> list[list[float]]:
+        """Return a figure of each iteration, process by process."""
+        return [[item[figure] for item in run["iterations"]] for run in self.runs]
+
+    def over(self, other: Measured) -> float:
+        """Return its generation over another's."""
+        return self.generation / other.generation
+
+    def by_round(self, other: Measured) -> list[float]:
+        """Return the same within each round that both were measured in."""
+        theirs = {run["round"]: _median_time(run) for run in other.runs}
+        return [_median_time(run) / theirs[run["round"]] for run in self.runs if run["round"] in theirs]
+
+    def _median(self, figure: str) -> float | None:
+        values = [value for times in self.times(figure) for value in times if value is not None]
+        return statistics.median(values) if values else None
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """The formulas of the isolated benchmark. Overheads are shares of the baseline's generation."""
+
+    zero_layer_overhead: float
+    """(zero-layer - baseline) / baseline: what it costs that capture is possible."""
+    noop_overhead: float | None
+    """The same with ops that do nothing: what it costs that they are in the graph."""
+    generation_overhead: float
+    """(all-layers - baseline) / baseline."""
+    fetch_overhead: float
+    """fetch / baseline."""
+    total_overhead: float
+    """Both together."""
+    per_layer_seconds: float
+    """(all-layers - zero-layer) / layers."""
+
+    @classmethod
+    def of(cls, measured: Mapping[str, Measured]) -> Formulas | None:
+        """Return them; None if what they need was not measured."""
+        if not {BASELINE, ZERO_LAYER, ALL_LAYERS} <= measured.keys():
+            return None
+        base, zero, every = (measured[name] for name in (BASELINE, ZERO_LAYER, ALL_LAYERS))
+        fetch = (every.fetch or 0.0) / base.generation
+        return cls(
+            zero_layer_overhead=zero.over(base) - 1,
+            noop_overhead=measured[NOOP].over(base) - 1 if NOOP in measured else None,
+            generation_overhead=every.over(base) - 1,
+            fetch_overhead=fetch,
+            total_overhead=every.over(base) - 1 + fetch,
+            per_layer_seconds=(every.generation - zero.generation) / every.layers,
+        )
+
+
+@dataclass(frozen=True)
+class Line:
+    """The straight line that fits best through generation times over numbers of captured layers."""
+
+    intercept: float
+    """Seconds, at no layer."""
+    slope: float
+    """Seconds a layer."""
+    worst: float
+    """How far a measured time is off it at most, as a share of the intercept."""
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[int, float]]) -> Line | None:
+        """Return it; None for fewer than three points."""
+        if len(points) < 3:  # noqa: PLR2004 - two points are always on a line
+            return None
+        layers, times = (np.array(values, dtype=float) for values in zip(*points, strict=True))
+        slope, intercept = np.polyfit(layers, times, 1)
+        worst = np.abs(times - (intercept + slope * layers)).max() / intercept
+        return cls(float(intercept), float(slope), float(worst))
+
+
+def by_name(parts: Mapping[str, dict[str, Any]]) -> dict[str, Measured]:
+    """Return what was measured, in the order in which it first ran."""
+    names = dict.fromkeys(part["name"] for part in parts.values() if "failed" not in part)
+    return {
+        name: Measured(
+            name,
+            tuple(
+                sorted(
+                    (part for part in parts.values() if part["name"] == name and "failed" not in part),
+                    key=lambda part: int(part["round"]),
+                )
+            ),
+        )
+        for name in names
+    }
+
+
+def failures(parts: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Return what could not run, with the reasons."""
+    return {part["name"]: part["failed"] for part in parts.values() if "failed" in part}
+
+
+def curve(measured: Mapping[str, Measured]) -> list[Measured]:
+    """Return our configurations by the number of layers, from none to all; only those that are fetched alike."""
+    ours = [item for item in measured.values() if not item.peer and item.name != NOOP]
+    alike = [item for item in ours if item.name == ZERO_LAYER or (item.layers and item.fetch is not None)]
+    return sorted(alike, key=lambda item: item.layers)
+
+
+def _median_time(run: Mapping[str, Any]) -> float:
+    return float(statistics.median(item["generation_time"] for item in run["iterations"]))

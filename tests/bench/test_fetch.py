@@ -1,0 +1,44 @@
+"""A client in a process of its own fetches what was captured, as bench.isolated lets it."""
+
+import pytest
+
+from bench.capture.fetcher import Fetcher
+from bench.capture.lines import HelperDiedError
+from bench.capture.sinks import Arrived, RowsMissingError
+from bench.store.captures import Shape
+from bench.store.lane import running_lane
+
+SHAPE = Shape(layers=2, hidden=16, positions=40)
+
+
+@pytest.fixture(scope="module")
+def lane(tmp_path_factory):
+    with running_lane(tmp_path_factory.mktemp("lane") / "lane", shippers=1, ring_mib=8, max_gib=1) as lane:
+        yield lane
+
+
+@pytest.fixture
+async def fetcher(lane):
+    made = await Fetcher.start([f"a={lane.endpoint}"])
+    yield made
+    await made.stop()
+
+
+async def test_every_row_of_all_captures_is_held(lane, fetcher):
+    names = ["a", "b", "c"]
+    lane.open(names, SHAPE)
+    lane.feed(names, SHAPE)
+    lane.seal(names, SHAPE)
+    assert await fetcher.fetch(names) == Arrived(3 * 2 * 40, 3 * 2 * 40 * 16 * 2)
+
+
+async def test_what_cannot_be_fetched_is_an_error(fetcher):
+    with pytest.raises(RowsMissingError, match="could not fetch"):
+        await fetcher.fetch(["nobody"])
+
+
+async def test_a_client_that_has_died_is_an_error(lane):
+    fetcher = await Fetcher.start([lane.endpoint])
+    await fetcher._process.kill()
+    with pytest.raises(HelperDiedError, match="fetch_client has ended"):
+        await fetcher.fetch(["a"])
