@@ -1,24 +1,31 @@
-"""Attack a store in a process of its own, and print its peak memory beside what its settings let it take.
+"""Attack both services, each a process, and print their peak memory beside what their settings let them take.
 
     python -m tests.hostile
 
-The exit status is 0 if the store took no more than that, and a follower and a writer that were there before all of it
-were served throughout.
+The exit status is 0 if they took no more than that, and well-behaved callers were served throughout: of the store, a
+follower and a writer that were there before all of it. Below the inference service is a scripted engine.
 """
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.support import Store
-from tests.hostile.memory import Peak, own_mib, store_bound_mib
+from residuum.rpc.channels import open_aio_channel
+from residuum.v1 import inference_pb2_grpc
+from tests.faults.support import ENVIRONMENT, Store
+from tests.hostile import inference
+from tests.hostile.memory import Peak, inference_bound_mib, own_mib, store_bound_mib
 from tests.hostile.store import ATTACKS, WellBehaved, idle_streams, wide_capture
 
 LIMITS = {"max_streams": 128, "max_writers": 128, "max_open_mib": 64}
 IDLE = 1000
+INFERENCE_LIMITS = {"max_requests": 1100, "max_registration_mib": 8, "max_vector_mib": 8}
+"""Those of tests.hostile.inference_service."""
 
 
 def main() -> int:
@@ -27,7 +34,7 @@ def main() -> int:
         attacked = attack(Path(folder, "attacked"))
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         idle = idle_alone(Path(folder, "idle"))
-    return 0 if attacked and idle else 1
+    return 0 if all((attacked, idle, asyncio.run(attack_inference()))) else 1
 
 
 def attack(folder: Path) -> bool:
@@ -64,6 +71,26 @@ def idle_alone(folder: Path) -> bool:
         peak.close()
         store.close()
     _say(f"store: peak {peak.mib:.0f} MiB, bound {bound:.0f} MiB ({limits}, none of the streams moving)")
+    return peak.mib <= bound
+
+
+async def attack_inference() -> bool:
+    """Run all attacks on an inference service above a scripted engine; tell whether it kept its bound."""
+    command = [sys.executable, "-m", "tests.hostile.inference_service"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes) as process:  # noqa: ASYNC220 - at the start
+        endpoint = process.stdout.readline().strip()
+        bound = inference_bound_mib(base_mib=own_mib(process.pid), **INFERENCE_LIMITS)
+        peak = Peak(process.pid)
+        async with open_aio_channel(endpoint) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            stub.endpoint = endpoint
+            for name, run in inference.ATTACKS.items():
+                start = time.monotonic()
+                _say(f"{name}: {await run(stub)}; {own_mib(process.pid):.0f} MiB, {time.monotonic() - start:.1f} s")
+                await inference.check(stub)
+        peak.close()
+    _say(f"inference service: peak {peak.mib:.0f} MiB, bound {bound:.0f} MiB ({INFERENCE_LIMITS})")
     return peak.mib <= bound
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from residuum.rpc.logs import configure_logs
 from residuum.rpc.tracing import AioTracingInterceptor, start_tracing
 from tests.fuzz.inference import ScriptedEngine
 from tests.inference.service_support import running_service
 
 
 async def main(store: str) -> None:
+    configure_logs("warning")  # to stderr: nobody reads more of the output than a line
     stop_tracing = start_tracing("residuum-inference")
     async with running_service([store], ScriptedEngine(), before=[AioTracingInterceptor()]) as service:
         sys.stdout.write(f"{service.endpoint}\n")
