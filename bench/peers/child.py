@@ -59,7 +59,8 @@ class PeerJob:
     def from_json(cls, data: dict[str, Any]) -> PeerJob:
         """Return the job of its plain data."""
         # A job of ours knows how a workload is restored.
-        own = Job.from_json({**{key: data[key] for key in ("round", "runner", "workload", "folder")}, "modes": []})
+        shared = {key: data[key] for key in ("round", "runner", "workload", "folder")}
+        own = Job.from_json({**shared, "modes": [], "stores": []})
         return cls(PeerName(data["peer"]), Mode(data["mode"]), own.round, own.runner, own.workload, own.folder)
 
 
