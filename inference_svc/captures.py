@@ -59,7 +59,6 @@ class CaptureKeeper:
         """Whether the store answered when it was last asked; None: it was not asked yet."""
         self._silent_since = -math.inf
         self._channel = self._connect()
-        self._store = store_pb2_grpc.StoreServiceStub(self._channel)
         self._seals: set[asyncio.Task[None]] = set()
         self._open: set[str] = set()
 
@@ -178,23 +177,31 @@ class CaptureKeeper:
 
     async def _seal(self, request: store_pb2.SealCaptureRequest) -> None:
         backoff = 0.1
+        cause: str | None = None
         while True:
+            before = cause
             try:
-                await self._store.SealCapture(request, timeout=_SEAL_SECONDS)
+                await self._call(
+                    lambda channel: store_pb2_grpc.StoreServiceStub(channel).SealCapture(request, timeout=_SEAL_SECONDS)
+                )
             except grpc.aio.AioRpcError as error:
+                cause = error.details() or error.code().name
                 if _is_final(error):
-                    _log.warning(
-                        "capture not sealed",
-                        store=str(self.store),
-                        request_id=request.capture_id,
-                        cause=error.details(),
-                    )
+                    self._log_seal("capture not sealed", request, cause)
                     return
                 self._note(answered=error.code() not in _UNREACHABLE)
-                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, no secret
-                backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
+            except CredentialsError as error:  # the file is being replaced, perhaps
+                cause = str(error)
+                self._note(answered=False)
             else:
                 return
+            if before is None:
+                self._log_seal("capture not sealed yet; it is tried again", request, cause)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, no secret
+            backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
+
+    def _log_seal(self, event: str, request: store_pb2.SealCaptureRequest, cause: str) -> None:
+        _log.warning(event, store=str(self.store), request_id=request.capture_id, cause=cause)
 
     def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
         failure = failure_from_rpc_error(error)

@@ -143,8 +143,8 @@ class StoreServicer:
             if self._catalog.number_of(name_of(description)) is not None:
                 raise capture_exists(description.capture_id)
             return store_pb2.OpenCaptureResponse()
-        self._traces.opens(name_of(description))
         self._writer.call(description.capture_id, lambda batch: batch.open(description))
+        self._traces.opened(name_of(description))  # not before: one that is refused has no trace, or another's
         return store_pb2.OpenCaptureResponse()
 
     def append_chunks(

@@ -31,8 +31,8 @@ class CaptureTraces:
         self._lock = threading.Lock()
         self._opened: OrderedDict[CaptureName, Context] = OrderedDict()
 
-    def opens(self, name: CaptureName) -> None:
-        """Note that the call that is being served opens a capture."""
+    def opened(self, name: CaptureName) -> None:
+        """Note that the call that is being served has opened a capture; one that is repeated changes nothing."""
         context = tracing.current_context()
         if context is None:
             return

@@ -1,8 +1,9 @@
 """vLLM's own way: `extract_hidden_states` with its example connector, whose files lie in memory.
 
-Each request's rows are written when it ends, to one safetensors file beside a lock that the engine holds until the file
-is whole. `vllm...load_hidden_states` waits for that lock without end; here the wait has one, so that what never comes
-is a reason and not a hang.
+Each request's rows are written in the step after its last one, to one safetensors file beside a lock that the engine
+holds until the file is whole. An engine in the caller's own process makes no step after the last request: this one is
+a process of its own. `vllm...load_hidden_states` waits for that lock without end; here the wait has one, so that what
+never comes is a reason and not a hang.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def measure(job: CompareJob, folder: Path) -> dict[str, Any]:
         for number in range(job.rounds):
             for way in ways if number % 2 == 0 else reversed(ways):
                 for direction, seconds in zip(DIRECTIONS, _run(way, number), strict=True):
-                    rates[direction][way.name].append(round(size / seconds / 1e9, 4))
+                    rates[direction][way.name].append(rate(size, seconds))
     return {
         "parameters": {**asdict(job), "bytes_per_round": size, "filesystem": filesystem(folder)},
         "gb_per_second": rates,
@@ -90,6 +90,11 @@ def _run(way: Way, number: int) -> tuple[float, float]:
     seconds = way.put(number), way.get()
     way.clear()
     return seconds
+
+
+def rate(num_bytes: int, seconds: float) -> float:
+    """Return GB/s to four digits, however slow it was: rates are divided by each other."""
+    return float(f"{num_bytes / seconds / 1e9:.4g}")
 
 
 def ratios(rates: Mapping[str, Sequence[float]]) -> dict[str, float]:

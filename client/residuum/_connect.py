@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from residuum.exceptions import ClientClosed, EngineDead, InvalidRequest, ResiduumError, Unavailable
+from residuum.exceptions import ClientClosed, EngineDead, InvalidRequest, RequestAborted, ResiduumError, Unavailable
 
 _Channel = TypeVar("_Channel")
 
@@ -83,9 +83,17 @@ class Backoff:
 
     def seconds_after(self, failure: ResiduumError) -> float | None:
         """Return how long to wait before the next attempt; None: there is to be none."""
-        if not isinstance(failure, Unavailable) or isinstance(failure, EngineDead):
+        if not _is_passing(failure):
             return None
         self._failures += 1
         if self._failures > self._allowed:
             return None
         return min(self._FIRST_SECONDS * 2.0 ** (self._failures - 1), self._LONGEST_SECONDS)
+
+
+def _is_passing(failure: ResiduumError) -> bool:
+    """Tell whether a read that failed so may go on when it is tried again."""
+    if isinstance(failure, RequestAborted):
+        # The store has cut it off, without a reason: whoever reads paused for longer than it waits (--stall-seconds).
+        return not failure.reason
+    return isinstance(failure, Unavailable) and not isinstance(failure, EngineDead)

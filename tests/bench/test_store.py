@@ -66,6 +66,11 @@ def test_ratios_are_taken_within_a_round():
     assert compare.ratios(rates) == {"Flight": 0.5, "stubs": 2.0}
 
 
+def test_the_slowest_rate_is_one():
+    assert compare.rate(123_456_789, 1.0) == 0.1235
+    assert compare.rate(20_000, 0.5) == 4e-5
+
+
 def test_without_flight_there_are_no_bars_of_it():
     stubs = [{"stubs": 1.6, "stubs at both ends": 1.7}, {"stubs": 1.4, "stubs at both ends": 1.6}]
     ratios = {"ingest": {**stubs[0], "TCP": 0.3}, "read": {**stubs[1], "TCP": 0.3}}

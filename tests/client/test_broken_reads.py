@@ -29,7 +29,7 @@ def is_whole(acts):
     return acts.manifest.is_complete and np.array_equal(acts[3], rows(0, POST, 3, range(32)).astype(np.float32))
 
 
-@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, "stopping"])
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, "stopping"])
 async def test_a_broken_read_is_taken_up_again(reader, flaky, capture_id, code):
     def change(number, messages):
         yield from messages[: 2 + number]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
 import pytest
+from structlog.testing import capture_logs
 
 from inference_svc import captures
 from inference_svc.requests import RequestRegistry
 from inference_svc.stores import Stores
 from residuum.rpc.channels import open_aio_channel
+from residuum.rpc.credentials import Credentials
 from residuum.rpc.errors import Failure
-from residuum.v1 import capture_pb2, inference_pb2, store_pb2, store_pb2_grpc
+from residuum.v1 import capture_pb2, inference_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from residuum.wire.placement import StoreAddress, first_rank, parse_stores
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
-from tests.inference.service_support import LAYERS, ask, failure_of, running_service, spec
+from tests.inference.service_support import DEADLINE, LAYERS, ask, failure_of, running_service, spec
 from tests.inference.taps_support import select
 
 NAMES = ("a", "b", "c")
@@ -63,6 +66,14 @@ async def group(tmp_path):
     yield running
     for name in list(running.stores):
         await running.stop(name)
+
+
+async def until(holds):
+    """Wait for what has no event to wait for."""
+    end = time.monotonic() + DEADLINE
+    while not holds():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
 
 
 def placed(store, names=NAMES, start=0):
@@ -148,6 +159,36 @@ async def test_a_store_that_failed_is_tried_again_after_a_while(monkeypatch):
     assert (keeper.is_avoided, keeper.answered) == (True, False)
     monkeypatch.setattr(captures, "_AVOIDED_SECONDS", 0.0)  # as if the time were over
     assert not keeper.is_avoided
+    await keeper.close(0)
+
+
+async def test_a_capture_is_sealed_although_the_token_cannot_be_read_for_a_while(group, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("secret")
+    (address,) = parse_stores(group.addresses("a"))
+    keeper = captures.CaptureKeeper(address, Credentials(token_file=token))
+    description = capture_pb2.CaptureDescription(
+        capture_id="x", model="m", hidden_size=8, num_layers=4, dtype=tensor_pb2.DATA_TYPE_FLOAT32,
+        prompt_token_ids=[1], num_sequences=1,
+    )  # fmt: skip
+    description.spec.layers.list.layers.append(0)
+    description.spec.encoding = capture_pb2.ENCODING_RAW
+    description.spec.sites.append(capture_pb2.SITE_RESID_POST)
+    await keeper.open(description)
+    token.unlink()
+    with capture_logs() as lines:
+        seal = store_pb2.SealCaptureRequest(capture_id="x", outcome=capture_pb2.CAPTURE_STATE_ABORTED)
+        seal.sequences.add(finish_reason="abort")
+        keeper.seal(seal)
+        await until(lambda: not keeper.answered)
+        token.write_text("another")
+        await until(lambda: not keeper.num_seals)
+    (line,) = lines
+    assert (line["request_id"], line["log_level"]) == ("x", "warning")
+    assert f"The token file {token} cannot be read" in line["cause"]
+    async with group.stub("a") as stub:
+        manifest = (await stub.GetCapture(store_pb2.GetCaptureRequest(capture_id="x"))).manifest
+    assert manifest.HasField("seal_time")
     await keeper.close(0)
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
+from store_svc.names import CaptureName
+from store_svc.traces import CaptureTraces
 from tests.store.support import (
     ABORTED,
     COMPLETE,
@@ -34,6 +36,15 @@ from tests.store.support import (
 OVERFLOW = capture_pb2.INCOMPLETE_REASON_OVERFLOW
 DIED = capture_pb2.INCOMPLETE_REASON_ENGINE_DIED
 LAYERS = [0, 1, 2]
+
+
+def test_only_captures_that_were_opened_are_traced(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[CaptureName] = []
+    monkeypatch.setattr(CaptureTraces, "opened", lambda _, name: opened.append(name))
+    client.open()
+    with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
+        client.open(describe(prompt=7))
+    assert opened == [CaptureName("", "a")]
 
 
 def test_a_capture_is_complete_when_the_seal_comes_last(client: Client) -> None:

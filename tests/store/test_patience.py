@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from residuum.rpc.errors import Reason
-from residuum.rpc.patience import MAX_WATCHES
+from residuum.rpc.patience import MAX_WATCHES, Alarm
 from residuum.v1 import store_pb2
 from store_svc import servicer
 from tests.store.support import (
@@ -98,6 +98,22 @@ def test_a_reader_that_does_not_read_is_cancelled(tmp_path: Path) -> None:
         assert caught.value.code() is grpc.StatusCode.CANCELLED
         reader = client.stub.ReadChunks(request, timeout=30)
         assert sum(answer.HasField("chunk") for answer in reader) == 8
+
+
+def test_an_alarm_rings_for_what_takes_too_long_and_for_nothing_else() -> None:
+    alarm, rung = Alarm(0.2), threading.Event()
+    early: list[str] = []
+    try:
+        for _ in range(100):
+            with alarm.over(lambda: early.append("quick")):
+                pass
+        start = time.monotonic()
+        with alarm.over(rung.set):
+            assert rung.wait(30)
+        assert time.monotonic() - start >= 0.2
+        assert not early
+    finally:
+        alarm.close()
 
 
 def test_health_watches_leave_room_for_calls(client: Client) -> None:

@@ -49,10 +49,9 @@ class Alarm:
         """Call `ring`, in another thread, if the context lasts too long."""
         token = object()
         with self._condition:
-            is_first = not self._waiting
+            # The thread need not hear of it: it looks again within the time, and nothing is due before. Readers come by
+            # here with each chunk.
             self._waiting[token] = time.monotonic() + self._seconds, ring
-            if is_first:
-                self._condition.notify()
         try:
             yield
         finally:
