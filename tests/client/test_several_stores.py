@@ -285,6 +285,21 @@ def test_the_command(cli, group, away):
     assert f"The capture {lost} may be there" in err
 
 
+def test_rm_goes_on_after_a_store_that_does_not_answer_in_time(cli, group, monkeypatch):
+    delete = residuum.Client.delete
+
+    def slow(client, name):
+        if name == "late":
+            raise residuum.DeadlineExceeded("too slow")
+        return delete(client, name)
+
+    monkeypatch.setattr(residuum.Client, "delete", slow)
+    name = group.put("a", placed("a"))
+    code, out, err = cli("rm", "late", name, "--store", ",".join(group.address()))
+    assert (code, f"{name}: deleted" in out) == (1, True)
+    assert "too slow" in err
+
+
 def test_the_doctor_looks_at_each_store(cli, group, away):
     flags = [word for store in (*group.address("a", "b"), f"c={away}") for word in ("--store", store)]
     code, out, _ = cli("doctor", "--json", *flags)
