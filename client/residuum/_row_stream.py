@@ -65,16 +65,23 @@ def share(count: int, number: int, of: int, *, shuffle: bool, seed: int, epoch: 
 
 
 def stream_rows(
-    client: CaptureClient, captures: Sequence[str], order: Iterable[int], choice: RowChoice, concurrent_reads: int
+    client: CaptureClient,
+    captures: Sequence[str],
+    order: Iterable[int],
+    choice: RowChoice,
+    concurrent_reads: int,
+    check: Callable[[Manifest], None],
 ) -> Iterator[StreamedRows]:
     """Yield the rows of captures, each once; so many captures are read at the same time, a piece of each in turn.
+
+    `check` is called with the manifest of each, and raises if its rows are not wanted.
 
     Raises:
         CaptureNotComplete: One is not complete, and partial ones are not allowed: before its first row.
     """
 
     def reader(number: int) -> Callable[[], Iterator[StreamedRows]]:
-        return lambda: _rows_of(client, captures[number], number, choice)
+        return lambda: _rows_of(client, captures[number], number, choice, check)
 
     return in_turn((reader(number) for number in order), concurrent_reads)
 
@@ -100,8 +107,11 @@ def in_turn(makers: Iterable[Callable[[], Iterator[_Item]]], width: int) -> Iter
         yield item
 
 
-def _rows_of(client: CaptureClient, capture_id: str, number: int, choice: RowChoice) -> Iterator[StreamedRows]:
+def _rows_of(
+    client: CaptureClient, capture_id: str, number: int, choice: RowChoice, check: Callable[[Manifest], None]
+) -> Iterator[StreamedRows]:
     manifest = client.manifest(capture_id)
+    check(manifest)
     if not manifest.is_complete and not choice.allow_partial:
         raise not_complete(manifest)
     if not manifest.is_final:  # it could go on for ever, and an epoch is to be the same when it is read again

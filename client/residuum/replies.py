@@ -330,7 +330,9 @@ class StoreStats:
         sums = {name: sum(getattr(item, name) for item in each) for name in _SUMMED}
         captures = sum((Counter(item.captures) for item in each), Counter())
         versions = ", ".join(sorted({item.server_version for item in each}))
-        return cls(store="total", endpoint="", captures=dict(captures), server_version=versions, **sums)
+        tenants = {item.tenant for item in each}
+        tenant = tenants.pop() if len(tenants) == 1 else None
+        return cls(store="total", endpoint="", captures=dict(captures), server_version=versions, tenant=tenant, **sums)
 
 
 _SUMMED = (

@@ -31,6 +31,7 @@ from residuum.selections import LayersLike, PositionsLike, index_list
 
 if TYPE_CHECKING:
     from residuum._credentials import Token
+    from residuum.manifest import Manifest
     from residuum.rpc.credentials import TLS
 
 SITES: tuple[str, ...] = tuple(_SITE_NUMBERS)
@@ -71,7 +72,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     Args:
         endpoint: The inference service, host:port; or any if `store` is given.
         captures: The captures, by their ids or replies; None takes all that are complete and whose id begins with
-            `prefix`. They are looked up once, here.
+            `prefix`. They are looked up once, here; all must be of one model, encoded and reduced alike.
         prefix: Only with `captures=None`.
         batch_size: Rows in a batch; the last of each worker may have fewer.
         shuffle_buffer: Rows among which each batch is drawn; a worker keeps so many in memory. 0: rows come capture by
@@ -189,7 +190,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         order = share(len(self.captures), part, parts, shuffle=self._shuffle_buffer > 0, seed=self._seed, epoch=epoch)
         to_skip, self._to_skip, self._yielded = self._to_skip, 0, 0
         with Client(**self._connection) as client:
-            rows = stream_rows(client, self.captures, order, self._choice, self._concurrent_reads)
+            rows = stream_rows(client, self.captures, order, self._choice, self._concurrent_reads, self._check_alike)
             for batch in self._batches(rows, np.random.default_rng([self._seed, epoch, part])):
                 self._yielded += 1
                 if self._yielded > to_skip:
@@ -200,7 +201,6 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         capacity = max(self._shuffle_buffer, self._batch_size)
         buffer = _Buffer(capacity, self.width, self.dtype, rng if shuffled else None)
         for rows in stream:
-            self._check_width(rows)
             at = 0
             while at < len(rows.positions):
                 at += buffer.add(rows, at)
@@ -224,17 +224,28 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
                 raise InvalidRequest(f"There is no capture{like} to read.", reason="INVALID_FIELD")
             first = client.manifest(names[0])
         self.captures = tuple(names)
+        self._alike = _alike(first)
         form = first.row_format
         self.width = form.decoded_width
         self.dtype = dtype or _DTYPES[form.decoded_dtype.name]
 
-    def _check_width(self, rows: StreamedRows) -> None:
-        if rows.rows.shape[1] != self.width:
-            raise InvalidRequest(
-                f"Rows of {self.captures[rows.capture]} have {rows.rows.shape[1]} elements, those of "
-                f"{self.captures[0]} {self.width}: captures of one dataset are of one model, encoded alike.",
-                reason="INVALID_FIELD",
-            )
+    def _check_alike(self, manifest: Manifest) -> None:
+        for name, first, other in zip(_ALIKE, self._alike, _alike(manifest), strict=True):
+            if first != other:
+                values = "" if name == "projected_onto" else f" ({first} and {other})"
+                raise InvalidRequest(
+                    f"{self.captures[0]} and {manifest.capture_id} differ in {name}{values}: captures of one dataset "
+                    "are of one model, encoded and reduced alike. Make a dataset for each kind.",
+                    reason="INVALID_FIELD",
+                )
+
+
+_ALIKE = ("model", "hidden_size", "encoding", "dimensions", "seed", "axis", "projected_onto", "reduction")
+"""What captures must have in common, as manifests have it, so that an element means the same in all their rows."""
+
+
+def _alike(manifest: Manifest) -> tuple[object, ...]:
+    return tuple(getattr(manifest, name) for name in _ALIKE)
 
 
 class _Buffer:

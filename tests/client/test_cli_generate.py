@@ -194,7 +194,7 @@ def test_layers_by_hand(text, layers):
     assert parse_layers(text) == layers
 
 
-@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "1,,2", "1.5", "3-1"])
+@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "1,,2", "1.5", "3-1", "²", "0-²", "0-99999999", "123456"])
 def test_layers_by_hand_that_cannot_be_meant(text):
     with pytest.raises(residuum.InvalidRequest):
         parse_layers(text)

@@ -188,10 +188,22 @@ def test_a_training_loop_gets_decoded_rows(client, encoding, endpoint):
         assert np.array_equal(values.float().numpy(), acts[layer][position])
 
 
-def test_a_training_loop_does_not_mix_widths(client, endpoint):
+@pytest.mark.parametrize(
+    ("one", "other", "what"),
+    [
+        ({"encoding": "rp", "dimensions": 4}, {"encoding": "full8"}, r"encoding \(rp and full8\)"),
+        ({"encoding": "rp8"}, {"encoding": "rp8", "dimensions": 4}, r"dimensions \(8 and 4\)"),
+        ({"encoding": "rp8", "seed": 1}, {"encoding": "rp8", "seed": 2}, r"seed \(1 and 2\)"),
+        ({"reduction": "mean"}, {}, r"reduction \(mean and none\)"),
+    ],
+)
+def test_a_training_loop_does_not_mix_what_rows_mean(client, endpoint, one, other, what):
     pytest.importorskip("torch")
     from residuum.torch import ActivationDataset
 
-    replies = [generate(client, "rp"), generate(client, "full8")]
-    with pytest.raises(residuum.InvalidRequest, match=r"have 8 elements, those of .* 4: captures of one dataset"):
+    replies = []
+    for options in (one, other):
+        replies.append(client.generate("a bb ccc", max_tokens=3, capture=residuum.Capture(layers=[1], **options)))
+        client.manifest(replies[-1], wait=True)
+    with pytest.raises(residuum.InvalidRequest, match=rf"differ in {what}: captures of one dataset"):
         list(ActivationDataset(endpoint, replies, shuffle_buffer=0))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
+import threading
 
 import pytest
 from peer import HIDDEN
@@ -298,6 +300,22 @@ def test_rm_goes_on_after_a_store_that_does_not_answer_in_time(cli, group, monke
     code, out, err = cli("rm", "late", name, "--store", ",".join(group.address()))
     assert (code, f"{name}: deleted" in out) == (1, True)
     assert "too slow" in err
+
+
+def test_the_command_advises_in_its_own_words(cli, group):
+    with socket.create_server(("127.0.0.1", 0)) as closing:
+        threading.Thread(target=_close_each, args=[closing], daemon=True).start()
+        stores = f"{group.address('a')[0]},c=127.0.0.1:{closing.getsockname()[1]}"
+        for command in (["ls"], ["rm", placed("c", start=200)]):
+            code, _, err = cli(*command, "--store", stores)
+            assert code == 1
+            assert "perhaps it wants TLS (--tls-ca FILE)" in err
+
+
+def _close_each(listener):
+    with contextlib.suppress(OSError):
+        while True:
+            listener.accept()[0].close()
 
 
 def test_the_doctor_looks_at_each_store(cli, group, away):

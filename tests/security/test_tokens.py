@@ -8,7 +8,7 @@ import pytest
 
 import residuum
 from residuum.cli import main
-from residuum.rpc.tokens import Limits, TokenFile, TokensError
+from residuum.rpc.tokens import Limits, TokenFile, TokensError, tomllib
 from residuum.wire.tokens import make_token, token_hash
 
 HASH = "sha256:" + "0" * 64
@@ -117,6 +117,20 @@ def test_where_the_command_finds_it(store, tokens, tmp_path, monkeypatch, capsys
     assert "This service asks for a token" in capsys.readouterr().err
 
 
+def test_figures_of_the_whole_store_are_for_admins(store, tokens, capsys, monkeypatch):
+    alice, admin = tokens.add("alice", "read"), tokens.add("root", "admin")
+    monkeypatch.setenv("RESIDUUM_TOKEN", alice)
+    with store(tokens=tokens.path) as endpoint:
+        for stores in (endpoint, f"a={endpoint},b={endpoint.replace('127.0.0.1', 'localhost')}"):
+            assert main(["stats", "--endpoint", "localhost:1", "--store", stores]) == 0
+            out = capsys.readouterr().out
+            assert "num_bytes\t0" in out
+            assert not {"max_bytes", "used_bytes", "retain_bytes"} & {line.split("\t")[0] for line in out.splitlines()}
+        monkeypatch.setenv("RESIDUUM_TOKEN", admin)
+        assert main(["stats", "--endpoint", "localhost:1", "--store", endpoint]) == 0
+    assert f"max_bytes\t{64 << 30}" in capsys.readouterr().out
+
+
 def test_both_in_the_environment(monkeypatch):
     monkeypatch.setenv("RESIDUUM_TOKEN", "a")
     monkeypatch.setenv("RESIDUUM_TOKEN_FILE", "b")
@@ -132,6 +146,16 @@ def test_the_command_makes_a_token(store, tokens, capsys):
     entry = "\n".join(lines[lines.index("[[token]]") :])
     assert token not in entry
     tokens.append(entry)
+    with store(tokens=tokens.path) as endpoint:
+        assert ask(endpoint, token)
+
+
+@pytest.mark.parametrize("name", ["\U0001f600", "\x7f", "José \\ \t", 'a"""b'])
+def test_any_note_leaves_the_file_readable(store, tokens, capsys, name):
+    flags = ["--tenant", "alice", "--rights", "read", "--name", name, "--append", str(tokens.path)]
+    assert main(["token", *flags]) == 0
+    token = capsys.readouterr().out.strip()
+    assert tomllib.loads(tokens.path.read_text(encoding="utf-8"))["token"][0]["name"] == name
     with store(tokens=tokens.path) as endpoint:
         assert ask(endpoint, token)
 
@@ -155,6 +179,7 @@ def test_the_command_adds_it_to_the_file(store, tokens, capsys):
         ["--tenant", "*", "--rights", "read"],
         ["--tenant", "a", "--rights", "read", "--days", "0"],
         ["--tenant", "a", "--rights", "read", "--days", "many"],
+        ["--tenant", "a", "--rights", "read", "--name", "\udcff"],
     ],
 )
 def test_what_the_command_refuses(flags, capsys):

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -87,12 +88,30 @@ def info(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+_WHOLE_STORE = {
+    "num_chunks",
+    "disk_bytes",
+    "max_bytes",
+    "used_bytes",
+    "append_limit_bytes",
+    "free_disk_bytes",
+    "retain_seconds",
+    "retain_bytes",
+    "expired_by_age",
+    "expired_by_size",
+    "bytes_expired",
+}
+"""What a store tells of itself to admins alone: for others it is not 0, but not known."""
+
+
 def stats(options: argparse.Namespace, output: Output) -> int:
     """Show what the stores hold, keep and have deleted: each by itself, and several together as well."""
     with open_client(options) as client, _silent_stores(output) as silent:
         found = client.stats(allow_partial=True)
     for item in [*found, residuum.StoreStats.total(found)] if len(found) > 1 else found:
         facts = dataclasses.asdict(item)
+        if item.tenant is not None:
+            facts = {name: facts[name] for name in facts if name not in _WHOLE_STORE}
         if output.is_terminal:
             for name in facts:
                 if name.endswith("_bytes") and facts[name] is not None:
@@ -255,6 +274,10 @@ def find_vectors(options: argparse.Namespace, output: Output) -> int:
     return 1 if missing else 0
 
 
+_LAYER = re.compile(r"[0-9]{1,5}")
+"""A layer's number. More digits, and a range would be longer than any model, and than a message may be."""
+
+
 def parse_layers(text: str) -> LayersLike:
     """Return the layers of a text such as "all", "12" or "0,5,10-20" (both ends included).
 
@@ -266,7 +289,7 @@ def parse_layers(text: str) -> LayersLike:
     layers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not _LAYER.fullmatch(first) or (dash and not _LAYER.fullmatch(last)):
             raise residuum.InvalidRequest(f"{text!r} does not name layers; write all, 12 or 0,5,10-20.")
         if dash and int(last) < int(first):
             raise residuum.InvalidRequest(f"{part.strip()!r} counts down and names no layer; write {last}-{first}.")

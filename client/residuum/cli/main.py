@@ -32,28 +32,6 @@ Command = Callable[[argparse.Namespace, Output], int]
 
 _POSITIONS = ("all", "prompt", "generated", "last_prompt")
 
-_WORDS = {
-    "Give a longer timeout, or none with timeout=None": "Give a longer --timeout, or none",
-    "wait=False, allow_partial=True": "--no-wait --allow-partial",
-    "allow_partial=True": "--allow-partial",
-    "overwrite=True": "--force",
-    "wait for it, or follow() it": "wait for it",
-    "Client(..., store='host:port')": "--store HOST:PORT",
-    "TLS(..., server_name='NAME')": "--tls-server-name NAME",
-    "TLS(..., cert='client.pem', key='client.key')": "--client-cert and --client-key",
-    "tls=TLS(ca='ca.pem')": "--tls-ca FILE",
-    "Connect without (tls=False)": "Leave --tls and --tls-ca, or RESIDUUM_TLS and RESIDUUM_TLS_CA, out",
-    "insecure=True": "--insecure",
-    "dimensions= ": "--dimensions ",
-    "vectors= ": "--onto ",
-    "axis= ": "--axis ",
-    "seed= ": "--encoding-seed ",
-    'encoding="': '--encoding "',
-    "client.info().num_layers": "num_layers of `residuum info`",
-    "sites=client.info().sites names": "`residuum info` names",
-}
-"""What exceptions advise in Python, and how the command line says it."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
@@ -77,14 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ResiduumError, ImportError, OSError, TracingError, TypeError) as error:
-        output.error(_in_our_words(str(error)))
+        output.error(str(error))
         return 1
-
-
-def _in_our_words(message: str) -> str:
-    for python, ours in _WORDS.items():
-        message = message.replace(python, ours)
-    return message
 
 
 def _parser() -> argparse.ArgumentParser:

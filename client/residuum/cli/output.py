@@ -9,6 +9,29 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+_WORDS = {
+    "Give a longer timeout, or none with timeout=None": "Give a longer --timeout, or none",
+    "wait=False, allow_partial=True": "--no-wait --allow-partial",
+    "allow_partial=True": "--allow-partial",
+    "overwrite=True": "--force",
+    "wait for it, or follow() it": "wait for it",
+    "Client(..., store='host:port')": "--store HOST:PORT",
+    "TLS(..., server_name='NAME')": "--tls-server-name NAME",
+    "TLS(..., cert='client.pem', key='client.key')": "--client-cert and --client-key",
+    "tls=TLS(ca='ca.pem')": "--tls-ca FILE",
+    "Connect without (tls=False)": "Leave --tls and --tls-ca, or RESIDUUM_TLS and RESIDUUM_TLS_CA, out",
+    "insecure=True": "--insecure",
+    "dimensions= ": "--dimensions ",
+    "vectors= ": "--onto ",
+    "vectors=,": "--onto,",
+    "axis= ": "--axis ",
+    "seed= ": "--encoding-seed ",
+    'encoding="': '--encoding "',
+    "client.info().num_layers": "num_layers of `residuum info`",
+    "sites=client.info().sites names": "`residuum info` names",
+}
+"""What exceptions advise in Python, and how the command line says it."""
+
 
 class Output:
     """Where a command's answer goes."""
@@ -67,7 +90,9 @@ class Output:
         print(json.dumps(value, default=_plain, ensure_ascii=False), flush=True)
 
     def error(self, message: str) -> None:
-        """Print one line on stderr."""
+        """Print one line on stderr, in the words of the command line."""
+        for python, ours in _WORDS.items():
+            message = message.replace(python, ours)
         print(f"residuum: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:

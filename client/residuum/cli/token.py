@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = f"what it allows, separated by commas: {', '.join(RIGHTS)} (no default: name them)"
     parser.add_argument("--rights", required=True, type=_rights, metavar="RIGHTS", help=which)
     parser.add_argument("--days", type=_days, metavar="N", help="let it expire after so many days (default: never)")
-    parser.add_argument("--name", default="", help="a note for people: whose it is, and where (default: none)")
+    parser.add_argument(
+        "--name", default="", type=_note, help="a note for people: whose it is, and where (default: none)"
+    )
     parser.add_argument("--append", metavar="FILE", help="add the entry to this tokens file (default: print it)")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs (default: for people)")
 
@@ -30,7 +32,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     token = make_token()
     entry = _entry(options, token)
     if options.append:
-        with Path(options.append).open("a") as file:
+        with Path(options.append).open("a", encoding="utf-8") as file:
             file.write(f"\n{entry}")
     if output.as_json:
         output.json({"token": token, "entry": None if options.append else entry})
@@ -55,8 +57,19 @@ def _entry(options: argparse.Namespace, token: str) -> str:
         expires = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=options.days)
         lines.append(f"expires = {expires.isoformat(timespec='seconds')}")
     if options.name:
-        lines.append(f"name = {json.dumps(options.name)}")  # what JSON escapes, TOML does likewise
+        lines.append(f"name = {_quoted(options.name)}")
     return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """Return a TOML string. What JSON escapes, TOML does likewise, but for pairs of surrogates and for DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _note(text: str) -> str:
+    if any("\ud800" <= character <= "\udfff" for character in text):  # bytes of the command line that are no text
+        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8")
+    return text
 
 
 def _tenant(text: str) -> str:

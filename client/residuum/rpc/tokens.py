@@ -211,7 +211,7 @@ def _load(path: Path) -> TokenTable:
         TokensError: It cannot be used.
     """
     try:
-        file = _File.model_validate(tomllib.loads(path.read_text()))
+        file = _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise TokensError(f"tokens: {path} cannot be read: {error.strerror or error}") from None
     except ValidationError as error:
