@@ -168,6 +168,8 @@ def list_captures(options: argparse.Namespace, output: Output) -> int:
     with open_client(options) as client, _silent_stores(output) as silent:
         if len(client.store_endpoints()) > 1:
             columns.append("store")
+        if client.credentials.has_token and options.tenant is None:  # for admins, it is everybody's
+            columns.append("tenant")
         summaries = client.captures(prefix=options.prefix, states=options.state, allow_partial=True)
         shown = output.rows(
             columns,
