@@ -225,6 +225,10 @@ def manifest(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+_ABOUT_ONE_CAPTURE = (residuum.NotFound, residuum.InvalidRequest, residuum.Unavailable, residuum.DeadlineExceeded)
+"""Failures that say nothing of other captures, which may be in other stores."""
+
+
 def remove(options: argparse.Namespace, output: Output) -> int:
     """Delete captures; go on after one that is not there, or whose store does not answer, and fail at the end."""
     failed = 0
@@ -232,7 +236,7 @@ def remove(options: argparse.Namespace, output: Output) -> int:
         for name in options.ids:
             try:
                 freed = client.delete(name)
-            except (residuum.NotFound, residuum.InvalidRequest, residuum.Unavailable) as error:
+            except _ABOUT_ONE_CAPTURE as error:
                 output.error(str(error))
                 failed += 1
                 continue
