@@ -287,6 +287,21 @@ def test_the_command(cli, group, away):
     assert f"The capture {lost} may be there" in err
 
 
+def test_rm_goes_on_after_a_store_that_does_not_answer_in_time(cli, group, monkeypatch):
+    delete = residuum.Client.delete
+
+    def slow(client, name):
+        if name == "late":
+            raise residuum.DeadlineExceeded("too slow")
+        return delete(client, name)
+
+    monkeypatch.setattr(residuum.Client, "delete", slow)
+    name = group.put("a", placed("a"))
+    code, out, err = cli("rm", "late", name, "--store", ",".join(group.address()))
+    assert (code, f"{name}: deleted" in out) == (1, True)
+    assert "too slow" in err
+
+
 def test_the_command_advises_in_its_own_words(cli, group):
     with socket.create_server(("127.0.0.1", 0)) as closing:
         threading.Thread(target=_close_each, args=[closing], daemon=True).start()

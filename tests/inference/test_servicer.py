@@ -10,8 +10,12 @@ from contextlib import suppress
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.patience import MAX_WATCHES
+from residuum.rpc.serving import add_health_and_reflection
 from residuum.v1 import capture_pb2, errors_pb2, inference_pb2
 from residuum.v1.store_pb2_grpc import add_StoreServiceServicer_to_server
 from residuum.wire.limits import DIGEST_BYTES, MAX_DIGESTS_PER_CALL, MAX_MESSAGE_BYTES, MAX_VECTORS_PER_CALL
@@ -303,3 +307,35 @@ async def test_a_call_that_sends_nothing_is_ended(method):
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "No message came" in caught.value.details()
         assert (await service.events(ask()))[-1].HasField("finished")
+
+
+async def test_health_watches_and_silent_checks_leave_room_for_calls():
+    servicer = health.aio.HealthServicer()
+    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    request = health_pb2.HealthCheckRequest()
+    async with (
+        listening(lambda _, server: add_health_and_reflection(server, "x.X", servicer), None, patience=0.5) as endpoint,
+        open_aio_channel(endpoint) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        reflect = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        for method in (channel.stream_stream("/grpc.health.v1.Health/Check"), reflect):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method().read()
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        watches = [stub.Watch(request) for _ in range(MAX_WATCHES)]
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        for call in (stub.Watch(request), reflect(iter([b""]))):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+        for watch in watches:
+            watch.cancel()
+        answers = []
+        end = time.monotonic() + 30
+        while not answers:  # the places come back when the server has heard of it
+            assert time.monotonic() < end
+            with suppress(grpc.aio.AioRpcError):
+                answers.append(await reflect(iter([b""])).read())

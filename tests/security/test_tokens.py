@@ -10,6 +10,7 @@ import residuum
 from residuum.cli import main
 from residuum.rpc.tokens import Limits, TokenFile, TokensError, tomllib
 from residuum.wire.tokens import make_token, token_hash
+from tests.security.test_tenants import Caller
 
 HASH = "sha256:" + "0" * 64
 
@@ -129,6 +130,22 @@ def test_figures_of_the_whole_store_are_for_admins(store, tokens, capsys, monkey
         monkeypatch.setenv("RESIDUUM_TOKEN", admin)
         assert main(["stats", "--endpoint", "localhost:1", "--store", endpoint]) == 0
     assert f"max_bytes\t{64 << 30}" in capsys.readouterr().out
+
+
+def test_an_admins_list_tells_whose_each_capture_is(store, tokens, capsys, monkeypatch):
+    writer, admin = tokens.add("*", "write"), tokens.add("root", "admin")
+    monkeypatch.setenv("RESIDUUM_TOKEN", admin)
+    with store(tokens=tokens.path) as endpoint:
+        caller = Caller(endpoint, writer)
+        for tenant in ("alice", "bob"):
+            caller.open("same", tenant)
+        caller.channel.close()
+        capsys.readouterr()  # the store's log
+        command = ["ls", "--endpoint", "localhost:1", "--store", endpoint]
+        assert main(command) == 0
+        assert sorted(line.split("\t")[-1] for line in capsys.readouterr().out.splitlines()) == ["alice", "bob"]
+        assert main([*command, "--tenant", "bob"]) == 0
+        assert "bob" not in capsys.readouterr().out
 
 
 def test_both_in_the_environment(monkeypatch):

@@ -168,6 +168,8 @@ def list_captures(options: argparse.Namespace, output: Output) -> int:
     with open_client(options) as client, _silent_stores(output) as silent:
         if len(client.store_endpoints()) > 1:
             columns.append("store")
+        if client.credentials.has_token and options.tenant is None:  # for admins, it is everybody's
+            columns.append("tenant")
         summaries = client.captures(prefix=options.prefix, states=options.state, allow_partial=True)
         shown = output.rows(
             columns,
@@ -223,6 +225,10 @@ def manifest(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+_ABOUT_ONE_CAPTURE = (residuum.NotFound, residuum.InvalidRequest, residuum.Unavailable, residuum.DeadlineExceeded)
+"""Failures that say nothing of other captures, which may be in other stores."""
+
+
 def remove(options: argparse.Namespace, output: Output) -> int:
     """Delete captures; go on after one that is not there, or whose store does not answer, and fail at the end."""
     failed = 0
@@ -230,7 +236,7 @@ def remove(options: argparse.Namespace, output: Output) -> int:
         for name in options.ids:
             try:
                 freed = client.delete(name)
-            except (residuum.NotFound, residuum.InvalidRequest, residuum.Unavailable) as error:
+            except _ABOUT_ONE_CAPTURE as error:
                 output.error(str(error))
                 failed += 1
                 continue

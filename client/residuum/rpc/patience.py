@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 import time
 from collections import OrderedDict
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import grpc
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 _OURS = "/residuum."
 MAX_WATCHES = 16
 """Streams of other services than ours (health watches, reflection) that run at once. They last as long as their clients
-like, and must not take the threads of calls that do something."""
+like, and must not take the places of calls that do something."""
+
+_TOO_MANY_WATCHES = (
+    f"At most {MAX_WATCHES} health watches and reflections run at once; ask by Check, or try again later."
+)
 
 
 class Alarm:
@@ -156,10 +161,7 @@ class PatienceInterceptor(grpc.ServerInterceptor):
             yield
             return
         if not self._watches.acquire(blocking=False):
-            text = (
-                f"At most {MAX_WATCHES} health watches and reflections run at once; ask by Check, or try again later."
-            )
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_MANY_WATCHES)
         try:
             yield
         finally:
@@ -179,32 +181,55 @@ class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, first_message_seconds: float) -> None:
         """Make an interceptor."""
         self._seconds = first_message_seconds
+        self._watches = 0
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        """Wrap the handler of a call of ours; see `PatienceInterceptor`."""
+        """Wrap the handler of a call; see `PatienceInterceptor`."""
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(_OURS):
-            return handler
+        if handler is None:
+            return None
+        method = handler_call_details.method
         call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
         async def unary(messages: AsyncIterator[Any], context: Any) -> Any:
             return await call(await self._request(handler, messages, context), context)
 
         async def streaming(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-            request = await self._request(handler, messages, context)
-            async with contextlib.aclosing(call(request, context)) as responses:
-                async for response in responses:
-                    yield response
+            async with self._place(method, context):
+                request = await self._request(handler, messages, context)
+                async with contextlib.aclosing(call(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+
+        async def writing(messages: AsyncIterator[Any], context: Any) -> None:
+            async with self._place(method, context):
+                await call(await self._request(handler, messages, context), context)
 
         if handler.response_streaming:
+            # Health watches write their answers to the context.
             return grpc.stream_stream_rpc_method_handler(
-                streaming, handler.request_deserializer, handler.response_serializer
+                streaming if inspect.isasyncgenfunction(call) else writing,
+                handler.request_deserializer,
+                handler.response_serializer,
             )
         return grpc.stream_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
+
+    @asynccontextmanager
+    async def _place(self, method: str, context: Any) -> AsyncIterator[None]:
+        if method.startswith(_OURS):
+            yield
+            return
+        if self._watches >= MAX_WATCHES:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_MANY_WATCHES)
+        self._watches += 1
+        try:
+            yield
+        finally:
+            self._watches -= 1
 
     async def _request(self, handler: _Handler, messages: AsyncIterator[Any], context: Any) -> Any:
         """Return what a handler is called with: the one message, or all of them."""
