@@ -124,7 +124,7 @@ def reopened(folder: Path, image: bytes) -> Iterator[tuple[set[Cell], capture_pb
             return
         rows, manifest = Rows(), None
         request = store_pb2.ReadChunksRequest(capture_id="a")
-        for data in Reader(db, catalog).read(request, lambda: False, lambda _: None):
+        for data in Reader(db, catalog).read(CaptureName("", "a"), request, lambda: False, lambda _: None):
             content = parse_read(data)
             if isinstance(content, capture_pb2.CaptureManifest):
                 manifest = content
