@@ -96,9 +96,7 @@ def test_rows_keep_their_request_as_the_batch_changes(engine: Engine, reference:
 def test_a_chunk_of_one_token_beside_others(engine: Engine, reference: Reference) -> None:
     """Running requests leave room for all but one token of a prompt."""
     rng = np.random.default_rng(7)
-    for _ in range(
-        20
-    ):  # until the running ones have not ended before the prompt is computed, nor before they are closed
+    for _ in range(20):  # until the running ones have ended neither before the prompt is computed nor before they close
         running = [
             engine.client.stream(make_prompt(rng, 4), max_tokens=450, ignore_eos=True, capture=ALL) for _ in range(4)
         ]
