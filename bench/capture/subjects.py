@@ -17,7 +17,7 @@ from inference_svc.engine import Engine, engine_arguments, model_runner, stream
 from inference_svc.selftest import run_self_test
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Iterable, Mapping, Sequence
 
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.plan import RequestPlan
@@ -171,10 +171,19 @@ async def generate_batch(
         WrongTokenCountError: A reply has another length.
     """
     sampling = SamplingParams(max_tokens=decode, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-    started = time.perf_counter()
-    replies = await asyncio.gather(
-        *(subject.generate(name, prompt, sampling, plans[name]) for name, prompt in prompts.items())
+    return await timed_batch(
+        (subject.generate(name, prompt, sampling, plans[name]) for name, prompt in prompts.items()), decode
     )
+
+
+async def timed_batch(requests: Iterable[Awaitable[list[int]]], decode: int) -> Batch:
+    """Wait for requests that are submitted at once, each of which returns its reply of `decode` tokens.
+
+    Raises:
+        WrongTokenCountError: A reply has another length.
+    """
+    started = time.perf_counter()
+    replies = await asyncio.gather(*requests)
     ended = time.perf_counter()
     lengths = {len(reply) for reply in replies}
     if lengths != {decode}:

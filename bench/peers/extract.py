@@ -19,7 +19,7 @@ from safetensors import safe_open
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from bench.capture.subjects import Batch, StockSubject, WrongTokenCountError
+from bench.capture.subjects import Batch, StockSubject, timed_batch
 from bench.peers.peer import PeerUnavailableError
 from bench.peers.vllm_settings import settings_of_peer
 
@@ -53,13 +53,8 @@ class Extract:
 
     async def generate(self, prompts: Mapping[str, Sequence[int]]) -> Batch:
         """See `Peer`."""
-        started = time.perf_counter()
-        replies = await asyncio.gather(*(self._generate(name, prompt) for name, prompt in prompts.items()))
-        ended = time.perf_counter()
-        lengths = {len(reply) for reply in replies}
-        if lengths != {self._workload.decode}:
-            raise WrongTokenCountError(f"replies of {sorted(lengths)} tokens instead of {self._workload.decode}")
-        return Batch(list(replies), started, ended)
+        requests = (self._generate(name, prompt) for name, prompt in prompts.items())
+        return await timed_batch(requests, self._workload.decode)
 
     async def fetch(self, names: Sequence[str]) -> list[list[Array]]:
         """See `Peer`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +9,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from bench.capture.child import check_layers
-from bench.capture.subjects import Batch, StockSubject, WrongTokenCountError
+from bench.capture.subjects import Batch, StockSubject, timed_batch
 from bench.peers.peer import PeerUnavailableError
 from bench.peers.vllm_settings import settings_of_peer
 
@@ -37,13 +35,8 @@ class Lens:
 
     async def generate(self, prompts: Mapping[str, Sequence[int]]) -> Batch:
         """See `Peer`. A request has ended only when its rows are there: they are fetched with the last token."""
-        started = time.perf_counter()
-        replies = await asyncio.gather(*(self._generate(name, prompt) for name, prompt in prompts.items()))
-        ended = time.perf_counter()
-        lengths = {len(reply) for reply in replies}
-        if lengths != {self._workload.decode}:
-            raise WrongTokenCountError(f"replies of {sorted(lengths)} tokens instead of {self._workload.decode}")
-        return Batch(list(replies), started, ended)
+        requests = (self._generate(name, prompt) for name, prompt in prompts.items())
+        return await timed_batch(requests, self._workload.decode)
 
     async def fetch(self, names: Sequence[str]) -> list[list[Array]]:
         """See `Peer`. Rows are bytes: numpy has no bfloat16."""

@@ -8,6 +8,7 @@ from inference_svc.server import InferenceServer
 from inference_svc.settings import InferenceSettings
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
+from tests.security.callers import Caller
 from tests.security.certificates import Authority
 from tests.security.tokens import Tokens
 
@@ -76,3 +77,18 @@ async def inference(tmp_path):
     yield run
     for server in running:
         await server.stop(0)
+
+
+@pytest.fixture
+def call(store, tokens):
+    """Makes callers of one store: of a tenant, with rights."""
+    callers = []
+    with store(tokens=tokens.path) as endpoint:
+
+        def make(tenant, *rights):
+            callers.append(Caller(endpoint, tokens.add(tenant, *rights)))
+            return callers[-1]
+
+        yield make
+        for caller in callers:
+            caller.channel.close()

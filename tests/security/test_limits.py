@@ -11,25 +11,11 @@ import pytest
 
 from residuum.rpc.errors import Reason, failure_from_rpc_error
 from residuum.v1 import capture_pb2, errors_pb2
-from tests.security.test_tenants import Caller
+from tests.security.callers import Caller
 from tests.store.support import failing_with
 
 EXCEEDED = Reason.ERROR_REASON_QUOTA_EXCEEDED
 OPEN, COMPLETE = capture_pb2.CAPTURE_STATE_OPEN, capture_pb2.CAPTURE_STATE_COMPLETE
-
-
-@pytest.fixture
-def call(store, tokens):
-    callers = []
-    with store(tokens=tokens.path) as endpoint:
-
-        def make(tenant, *rights):
-            callers.append(Caller(endpoint, tokens.add(tenant, *rights)))
-            return callers[-1]
-
-        yield make
-        for caller in callers:
-            caller.channel.close()
 
 
 @pytest.fixture

@@ -9,86 +9,14 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pool
 
-from residuum.rpc.channels import open_channel
-from residuum.rpc.credentials import Credentials
 from residuum.rpc.errors import Reason, failure_from_rpc_error
-from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
-from residuum.wire.frames import append_prefix
+from residuum.v1 import capture_pb2, store_pb2
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
-from tests.store.support import describe, failing_with, make_chunk, rejections, seal_request
+from tests.security.callers import Caller
+from tests.store.support import failing_with
 
-LAYERS = [0, 1, 2]
 DENIED, UNKNOWN = Reason.ERROR_REASON_PERMISSION_DENIED, Reason.ERROR_REASON_UNKNOWN_CAPTURE
-
-
-class Caller:
-    """The store as one token has it."""
-
-    def __init__(self, endpoint, token):
-        self.channel = open_channel(endpoint, credentials=Credentials(token=token) if token else None)
-        self.stub = store_pb2_grpc.StoreServiceStub(self.channel)
-        self.raw_append = self.channel.stream_stream(
-            "/residuum.v1.StoreService/AppendChunks", None, store_pb2.AppendChunksResponse.FromString
-        )
-
-    def open(self, name="a", tenant="", **fields):
-        description = describe(name, **fields)
-        description.tenant = tenant
-        self.stub.OpenCapture(store_pb2.OpenCaptureRequest(description=description), timeout=20)
-
-    def append(self, name="a", tenant="", positions=(0, 1, 2, 3, 4)):
-        chunk = make_chunk(LAYERS, positions)
-        return rejections(self.raw_append(iter([append_prefix(1, name, len(chunk), tenant) + chunk]), timeout=20))
-
-    def seal(self, name="a", tenant=""):
-        return self.stub.SealCapture(seal_request(name, tenant=tenant), timeout=20).manifest
-
-    def write(self, name="a", tenant="", **fields):
-        """Bring a capture to its end."""
-        self.open(name, tenant, **fields)
-        assert self.append(name, tenant) == {}
-        assert self.seal(name, tenant).state == capture_pb2.CAPTURE_STATE_COMPLETE
-
-    def get(self, name="a", **tenant):
-        return self.stub.GetCapture(store_pb2.GetCaptureRequest(capture_id=name, **tenant), timeout=20).manifest
-
-    def read(self, name="a", **tenant):
-        request = store_pb2.ReadChunksRequest(capture_id=name, follow=True, **tenant)
-        return list(self.stub.ReadChunks(request, timeout=20))
-
-    def list(self, size=100, **tenant):
-        """All captures as (tenant, id), page by page."""
-        request = store_pb2.ListCapturesRequest(page_size=size, **tenant)
-        found = []
-        while True:
-            page = self.stub.ListCaptures(request, timeout=20)
-            found += [(item.tenant, item.capture_id) for item in page.captures]
-            request.page_token = page.next_page_token
-            if not request.page_token:
-                return found
-
-    def delete(self, name="a", **tenant):
-        request = store_pb2.DeleteCaptureRequest(capture_id=name, **tenant)
-        return self.stub.DeleteCapture(request, timeout=20).freed_bytes
-
-    def stats(self):
-        return self.stub.GetStats(store_pb2.GetStatsRequest(), timeout=20)
-
-
-@pytest.fixture
-def call(store, tokens):
-    """Makes callers of one store: of a tenant, with rights."""
-    callers = []
-    with store(tokens=tokens.path) as endpoint:
-
-        def make(tenant, *rights):
-            callers.append(Caller(endpoint, tokens.add(tenant, *rights)))
-            return callers[-1]
-
-        yield make
-        for caller in callers:
-            caller.channel.close()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import residuum
 from residuum.cli import main
 from residuum.rpc.tokens import Limits, TokenFile, TokensError, tomllib
 from residuum.wire.tokens import make_token, token_hash
-from tests.security.test_tenants import Caller
+from tests.security.callers import Caller
 
 HASH = "sha256:" + "0" * 64
 

@@ -6,16 +6,16 @@ so there interceptors put the token into the metadata; whether that may be is de
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
 from residuum.rpc.credentials import CredentialsError, TokenSource
+from residuum.rpc.interceptors import around_aio_calls, around_calls, with_aio_metadata, with_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 HEADER = "authorization"
 """The name of the metadata that carries the token."""
@@ -31,12 +31,24 @@ def call_credentials(source: TokenSource) -> grpc.CallCredentials:
 
 def interceptor(source: TokenSource) -> grpc.UnaryUnaryClientInterceptor:
     """Return what sends a token over a sync channel in plain text."""
-    return _Interceptor(source)
+
+    def send(continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        return continuation(with_metadata(details, [_metadata(source)]), request)
+
+    return around_calls(send)
 
 
 def aio_interceptors(source: TokenSource) -> Sequence[grpc.aio.ClientInterceptor]:
-    """Return what sends a token over an asyncio channel in plain text. It knows an interceptor for one kind of call."""
-    return [_AioUnaryUnary(source), _AioUnaryStream(source), _AioStreamUnary(source), _AioStreamStream(source)]
+    """Return what sends a token over an asyncio channel in plain text."""
+
+    async def send(continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        return await continuation(with_aio_metadata(details, [_metadata(source)]), request)
+
+    return around_aio_calls(send)
+
+
+def _metadata(source: TokenSource) -> tuple[str, str]:
+    return HEADER, SCHEME + source.get()
 
 
 class _Plugin(grpc.AuthMetadataPlugin):
@@ -46,64 +58,6 @@ class _Plugin(grpc.AuthMetadataPlugin):
     def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
         del context
         try:
-            callback(((HEADER, SCHEME + self._source.get()),), None)
+            callback((_metadata(self._source),), None)
         except CredentialsError as error:
             callback((), error)
-
-
-class _Details(NamedTuple):
-    """grpc.ClientCallDetails is a face without a constructor."""
-
-    method: str
-    timeout: float | None
-    metadata: Sequence[tuple[str, str | bytes]]
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: grpc.Compression | None
-
-
-class _Interceptor(
-    grpc.UnaryUnaryClientInterceptor,
-    grpc.UnaryStreamClientInterceptor,
-    grpc.StreamUnaryClientInterceptor,
-    grpc.StreamStreamClientInterceptor,
-):
-    def __init__(self, source: TokenSource) -> None:
-        self._source = source
-
-    def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        token = (HEADER, SCHEME + self._source.get())
-        metadata = [*(details.metadata or ()), token]
-        wait, compression = getattr(details, "wait_for_ready", None), getattr(details, "compression", None)
-        sent = _Details(details.method, details.timeout, metadata, details.credentials, wait, compression)
-        return continuation(sent, request)
-
-    intercept_unary_unary: Any = _intercept
-    intercept_unary_stream: Any = _intercept
-    intercept_stream_unary: Any = _intercept
-    intercept_stream_stream: Any = _intercept
-
-
-class _AioInterceptor:
-    def __init__(self, source: TokenSource) -> None:
-        self._source = source
-
-    async def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), (HEADER, SCHEME + self._source.get()))
-        return await continuation(details._replace(metadata=metadata), request)
-
-
-class _AioUnaryUnary(_AioInterceptor, grpc.aio.UnaryUnaryClientInterceptor):
-    intercept_unary_unary: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's
-
-
-class _AioUnaryStream(_AioInterceptor, grpc.aio.UnaryStreamClientInterceptor):
-    intercept_unary_stream: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's
-
-
-class _AioStreamUnary(_AioInterceptor, grpc.aio.StreamUnaryClientInterceptor):
-    intercept_stream_unary: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's
-
-
-class _AioStreamStream(_AioInterceptor, grpc.aio.StreamStreamClientInterceptor):
-    intercept_stream_stream: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
+
+from residuum.rpc.interceptors import around_aio_calls, around_calls, with_aio_metadata, with_metadata
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -132,25 +134,28 @@ def _current() -> Span:
 # -------------------------------------------------------------------------------------------------------- client side
 
 
-class _ClientDetails(NamedTuple):
-    """grpc.ClientCallDetails is a face without a constructor."""
-
-    method: str
-    timeout: float | None
-    metadata: Sequence[tuple[str, str | bytes]]
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: grpc.Compression | None
-
-
 def client_interceptor() -> grpc.UnaryUnaryClientInterceptor:
     """Return what traces the calls of a sync channel."""
-    return _ClientInterceptor()
+
+    def traced(continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        made, trace = _started(details.method)
+        call = continuation(with_metadata(details, trace), request)
+        call.add_done_callback(lambda done: _end(made, done.code()))
+        return call
+
+    return around_calls(traced)
 
 
 def aio_client_interceptors() -> Sequence[grpc.aio.ClientInterceptor]:
-    """Return what traces the calls of an asyncio channel. It knows an interceptor for one kind of call."""
-    return [_AioUnaryUnary(), _AioUnaryStream(), _AioStreamUnary(), _AioStreamStream()]
+    """Return what traces the calls of an asyncio channel."""
+
+    async def traced(continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        made, trace = _started(details.method.decode() if isinstance(details.method, bytes) else details.method)
+        call = await continuation(with_aio_metadata(details, trace), request)
+        call.add_done_callback(lambda done: _end(made, _aio_code(done)))
+        return call
+
+    return around_aio_calls(traced)
 
 
 def _started(method: str) -> tuple[Span, list[tuple[str, str]]]:
@@ -176,58 +181,12 @@ def _end(made: Span, code: grpc.StatusCode | None) -> None:
     made.end()
 
 
-class _ClientInterceptor(
-    grpc.UnaryUnaryClientInterceptor,
-    grpc.UnaryStreamClientInterceptor,
-    grpc.StreamUnaryClientInterceptor,
-    grpc.StreamStreamClientInterceptor,
-):
-    def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        made, trace = _started(details.method)
-        metadata = [*(details.metadata or ()), *trace]
-        wait, compression = getattr(details, "wait_for_ready", None), getattr(details, "compression", None)
-        sent = _ClientDetails(details.method, details.timeout, metadata, details.credentials, wait, compression)
-        call = continuation(sent, request)
-        call.add_done_callback(lambda done: _end(made, done.code()))
-        return call
-
-    intercept_unary_unary: Any = _intercept
-    intercept_unary_stream: Any = _intercept
-    intercept_stream_unary: Any = _intercept
-    intercept_stream_stream: Any = _intercept
-
-
-class _AioClientInterceptor:
-    async def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        made, trace = _started(details.method.decode() if isinstance(details.method, bytes) else details.method)
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), *trace)
-        call = await continuation(details._replace(metadata=metadata), request)
-        call.add_done_callback(lambda done: _end(made, _aio_code(done)))
-        return call
-
-
 def _aio_code(call: Any) -> grpc.StatusCode | None:
     """Return the code of a call that is done, without waiting: its own `code` is a coroutine."""
     status = getattr(getattr(call, "_cython_call", None), "_status", None)
     if status is None:
         return grpc.StatusCode.CANCELLED if call.cancelled() else None
     return next((code for code in grpc.StatusCode if code.value[0] == status.code()), None)
-
-
-class _AioUnaryUnary(_AioClientInterceptor, grpc.aio.UnaryUnaryClientInterceptor):
-    intercept_unary_unary: Any = _AioClientInterceptor._intercept  # noqa: SLF001 - its base's
-
-
-class _AioUnaryStream(_AioClientInterceptor, grpc.aio.UnaryStreamClientInterceptor):
-    intercept_unary_stream: Any = _AioClientInterceptor._intercept  # noqa: SLF001 - its base's
-
-
-class _AioStreamUnary(_AioClientInterceptor, grpc.aio.StreamUnaryClientInterceptor):
-    intercept_stream_unary: Any = _AioClientInterceptor._intercept  # noqa: SLF001 - its base's
-
-
-class _AioStreamStream(_AioClientInterceptor, grpc.aio.StreamStreamClientInterceptor):
-    intercept_stream_stream: Any = _AioClientInterceptor._intercept  # noqa: SLF001 - its base's
 
 
 # -------------------------------------------------------------------------------------------------------- server side

@@ -1,0 +1,95 @@
+"""One function around every call that a client makes: gRPC has a class for each kind of call, in both of its APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import grpc
+import grpc.aio
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Around = Callable[[Callable[..., Any], Any, Any], Any]
+"""Is called with what makes the call, its details, and its request or requests; returns the call."""
+
+AioAround = Callable[[Callable[..., Any], Any, Any], Awaitable[Any]]
+"""The same in asyncio."""
+
+
+def around_calls(around: Around) -> grpc.UnaryUnaryClientInterceptor:
+    """Return the interceptor of a sync channel that does something around calls of every kind."""
+    return _Interceptor(around)
+
+
+def around_aio_calls(around: AioAround) -> Sequence[grpc.aio.ClientInterceptor]:
+    """Return the interceptors of an asyncio channel that do so. It knows an interceptor for one kind of call."""
+    return [_AioUnaryUnary(around), _AioUnaryStream(around), _AioStreamUnary(around), _AioStreamStream(around)]
+
+
+def with_metadata(details: Any, more: Iterable[tuple[str, str | bytes]]) -> grpc.ClientCallDetails:
+    """Return the details of a sync call with more metadata."""
+    wait, compression = getattr(details, "wait_for_ready", None), getattr(details, "compression", None)
+    metadata = [*(details.metadata or ()), *more]
+    sent: Any = _Details(details.method, details.timeout, metadata, details.credentials, wait, compression)
+    return sent  # type: ignore[no-any-return]
+
+
+def with_aio_metadata(details: Any, more: Iterable[tuple[str, str | bytes]]) -> grpc.aio.ClientCallDetails:
+    """Return the details of an asyncio call with more metadata."""
+    changed: grpc.aio.ClientCallDetails = details._replace(metadata=grpc.aio.Metadata(*(details.metadata or ()), *more))
+    return changed
+
+
+class _Details(NamedTuple):
+    """grpc.ClientCallDetails is a face without a constructor."""
+
+    method: str
+    timeout: float | None
+    metadata: Sequence[tuple[str, str | bytes]]
+    credentials: grpc.CallCredentials | None
+    wait_for_ready: bool | None
+    compression: grpc.Compression | None
+
+
+class _Interceptor(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    def __init__(self, around: Around) -> None:
+        self._around = around
+
+    def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        return self._around(continuation, details, request)
+
+    intercept_unary_unary: Any = _intercept
+    intercept_unary_stream: Any = _intercept
+    intercept_stream_unary: Any = _intercept
+    intercept_stream_stream: Any = _intercept
+
+
+class _AioInterceptor:
+    def __init__(self, around: AioAround) -> None:
+        self._around = around
+
+    async def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        return await self._around(continuation, details, request)
+
+
+class _AioUnaryUnary(_AioInterceptor, grpc.aio.UnaryUnaryClientInterceptor):
+    intercept_unary_unary: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's
+
+
+class _AioUnaryStream(_AioInterceptor, grpc.aio.UnaryStreamClientInterceptor):
+    intercept_unary_stream: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's
+
+
+class _AioStreamUnary(_AioInterceptor, grpc.aio.StreamUnaryClientInterceptor):
+    intercept_stream_unary: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's
+
+
+class _AioStreamStream(_AioInterceptor, grpc.aio.StreamStreamClientInterceptor):
+    intercept_stream_stream: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's
