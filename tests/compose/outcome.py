@@ -44,7 +44,7 @@ class Outcome:
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
         return (
-            f"captured {self.rows} rows in {self.captures} captures, all COMPLETE; recovered {self.recovered} of them from "
-            f"{self.kills} SIGKILLs of their store, {self.recovered_rows} rows written after these; no container, volume or network "
-            f"left; images: {sizes}; {time.monotonic() - self._start:.0f} s"
+            f"captured {self.rows} rows in {self.captures} captures, all COMPLETE; recovered {self.recovered} of them "
+            f"from {self.kills} SIGKILLs of their store, {self.recovered_rows} rows written after these; no container, "
+            f"volume or network left; images: {sizes}; {time.monotonic() - self._start:.0f} s"
         )

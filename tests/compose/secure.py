@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import residuum
-from residuum.wire.placement import parse_stores, ranked
+from residuum.wire.placement import first_rank
 from tests.compose import containers, steps
 from tests.compose.outcome import FailedError, expect
 from tests.compose.project import Project
@@ -89,15 +89,14 @@ def _use(client: residuum.Client, project: Project, endpoint: str, folder: Path,
         name = next(_names_of(shard))
         names.append(name)
         steps.survive(client, project, service, name, lambda service=service: steps.crash(project, service), outcome)
-    held = {store.endpoint: store.num_captures for store in client.stats()}
+    held = {store.store: sum(store.captures.values()) for store in client.stats()}
     expect(len(held) == len(SHARDS) and all(held.values()), f"captures are not in both stores: {held}")
     steps.delete(client, endpoint, names, environment, outcome)
 
 
 def _names_of(shard: str) -> Iterator[str]:
     """Names of captures whose place is a store, by the contract's rule."""
-    stores = parse_stores([f"{name}=host:1" for name in SHARDS])
     for number in range(1000):
         name = f"killed-{number}"
-        if ranked(name, stores)[0].name == shard:
+        if first_rank(SHARDS, name) == shard:
             yield name

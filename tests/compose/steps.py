@@ -62,7 +62,7 @@ def note(acts: Activations, outcome: Outcome) -> None:
 
 
 def steer(client: residuum.Client, acts: Activations, outcome: Outcome) -> None:
-    """Steer along a direction that was captured: rows of the prompt move by just that vector, below the layer by none."""
+    """Steer along a captured direction: rows of the prompt move by just that vector, below the layer not at all."""
     layer, scale = 12, 4.0
     direction = acts[layer][-1] / np.linalg.norm(acts[layer][-1])
     prompt = residuum.Capture(layers=[layer - 1, layer], positions="prompt")
@@ -149,12 +149,9 @@ def survive(
         reply = stream.reply
     expect(generated_on > TOKENS_BEFORE_KILL, "the request had ended when the store was killed")
     _until_healthy(project, store)
-    state = project.inspect(store)
-    expect(state["State"]["StartedAt"] != started, f"{store} was not started anew")
+    expect(project.inspect(store)["State"]["StartedAt"] != started, f"{store} was not started anew")
     after = client.manifest(request_id, wait=END_SECONDS)
-    expect(
-        after.is_complete, f"{request_id} is {after.state} after the kill: {after.reason} {after.describe_missing()}"
-    )
+    expect(after.is_complete, f"{request_id} is {after.state}: {after.describe_missing()}")
     acts = client.activations(request_id)
     check(acts, client.info().num_layers, reply.usage.prompt_tokens + reply.usage.generated_tokens - 1)
     note(acts, outcome)
