@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import jsonpatch
@@ -142,10 +144,60 @@ def test_both_flavours_are_of_the_same_resources():
     ]
 
 
-def test_the_documented_kustomization_fits(found):
-    """That of deploy/README.md: it names images, and a container and a setting, that are there."""
+@pytest.fixture
+def kustomize():
+    """Kustomize itself, by whatever brings it: a folder → what `kubectl apply --kustomize` would send."""
+    for command in (["kubectl", "kustomize"], ["kustomize", "build"]):
+        if shutil.which(command[0]):
+            break
+    else:
+        pytest.skip("no kubectl and no kustomize here")
+
+    def build(folder):
+        built = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
+        assert built.returncode == 0, built.stderr
+        return list(yaml.safe_load_all(built.stdout))
+
+    return build
+
+
+def test_kustomize_makes_the_same_of_it(kustomize, found, flavour):
+    built = kustomize(FOLDER / flavour)
+    assert len(built) == len(found)
+    for item in built:
+        kubernetes_validate.validate(item, VERSIONS[-1], strict=True)
+        ours = one(found, item["kind"], item["metadata"]["name"])
+        if item["kind"] in {"StatefulSet", "Deployment"}:
+            assert item["spec"]["template"]["spec"] == ours["spec"]["template"]["spec"]
+        if item["kind"] != "Namespace":
+            assert item["metadata"]["namespace"] == "residuum"
+        assert item["metadata"]["labels"]["app.kubernetes.io/part-of"] == "residuum"
+
+
+def test_kustomize_takes_the_documented_one(kustomize, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    shutil.copytree(FOLDER, tmp_path / "kubernetes")
+    example = documented_kustomization()
+    example["resources"] = ["../kubernetes/tls"]
+    (mine / "kustomization.yaml").write_text(yaml.safe_dump(example))
+    (container,) = one(kustomize(mine), "Deployment", "inference")["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry.example/residuum-inference-gpu:0.1.0"
+    environment = {item["name"]: item.get("value") for item in container["env"]}
+    assert environment["RESIDUUM_MODEL"].startswith("meta-llama/")
+    assert environment["RESIDUUM_TLS_CERT"]  # the rest is still there
+
+
+def documented_kustomization():
+    """That of deploy/README.md."""
     blocks = re.findall(r"```yaml\n(.*?)```", (FOLDER.parent / "README.md").read_text(), flags=re.DOTALL)
     (example,) = (item for item in map(yaml.safe_load, blocks) if item.get("kind") == "Kustomization")
+    return example
+
+
+def test_the_documented_kustomization_fits(found):
+    """It names images, and a container and a setting, that are there."""
+    example = documented_kustomization()
     assert example["resources"][0].endswith("deploy/kubernetes/tls")
     workloads = [item for item in found if item["kind"] in {"StatefulSet", "Deployment"}]
     images = {item["spec"]["template"]["spec"]["containers"][0]["image"] for item in workloads}
