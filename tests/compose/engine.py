@@ -16,13 +16,12 @@ An engine that runs already, by its socket, is used and left as it is: start it 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tests.compose.project import ROOT, DockerError, docker
+from tests.compose.project import ROOT, DockerError, base_of, docker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -68,8 +67,7 @@ def brought_up(program: str) -> Iterator[tuple[list[str], dict[str, str]]]:
 
 def _bases() -> set[tuple[str, str]]:
     """The images that the Dockerfiles of a CPU stand on, with their Python."""
-    texts = [(ROOT / "deploy" / f"{name}.Dockerfile").read_text() for name in ("store", "inference")]
-    return {found for text in texts for found in re.findall(r"^ARG BASE=(python:([\d.]+)\S*)$", text, re.MULTILINE)}
+    return {base_of(ROOT / "deploy" / f"{name}.Dockerfile") for name in ("store", "inference")}
 
 
 def _runs(environment: Mapping[str, str]) -> bool:

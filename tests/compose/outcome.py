@@ -34,7 +34,7 @@ class Outcome:
     """Rows of those that came to the store after it was killed."""
     kills: int = 0
     sizes: dict[str, str] = field(default_factory=dict)
-    """Of each image its size, as `docker images` tells it."""
+    """Of each image its size."""
     _start: float = field(default_factory=time.monotonic)
 
     def say(self, text: str) -> None:
@@ -42,7 +42,7 @@ class Outcome:
         print(f"{time.monotonic() - self._start:6.1f} s  {text}", flush=True)
 
     def __str__(self) -> str:
-        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+        sizes = ", ".join(f"{name} ({size})" for name, size in self.sizes.items())
         return (
             f"captured {self.rows} rows in {self.captures} captures, all COMPLETE; recovered {self.recovered} of them "
             f"from {self.kills} SIGKILLs of their store, {self.recovered_rows} rows written after these; no container, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -86,22 +87,18 @@ class Project:
 
     def compose(self, *arguments: str, timeout: float | None = None) -> str:
         """Run `docker compose` for this project, with all of its profiles, and return what it printed."""
-        flags = ["--project-name", self.name, "--env-file", os.devnull, *self._files, "--profile", "*"]
-        return docker("compose", *flags, *arguments, environment=self._environment, timeout=timeout)
+        return self._compose("--profile", "*", *arguments, timeout=timeout)
 
     def build(self, *services: str) -> dict[str, str]:
-        """Build the images of services; return the name and size of each."""
+        """Build the images of services; return the size of each."""
         self.compose("build", *services)
-        images = {self.image(service) for service in services}
-        return {image: docker("images", "--format", "{{.Size}}", image).split()[0] for image in sorted(images)}
-
-    def image(self, service: str) -> str:
-        """Return the image of a service."""
-        return str(self._parsed()["services"][service]["image"])
+        parsed = self._parsed()["services"]
+        files = {parsed[service]["image"]: ROOT / parsed[service]["build"]["dockerfile"] for service in services}
+        return {image: _size(image, base_of(file)[0]) for image, file in sorted(files.items())}
 
     def up(self, *services: str) -> None:
-        """Start services and what they need, and wait until all of it is healthy."""
-        self.compose("up", "--detach", "--wait", "--wait-timeout", str(WAIT_SECONDS), *services)
+        """Start services and what they need, or all without a profile, and wait until all of it is healthy."""
+        self._compose("up", "--detach", "--wait", "--wait-timeout", str(WAIT_SECONDS), *services)
 
     def endpoint(self, service: str) -> str:
         """Return host:port of a service, on this machine."""
@@ -140,8 +137,33 @@ class Project:
         }
         return [f"{what} {name}" for what, names in found.items() for name in names.split()]
 
+    def _compose(self, *arguments: str, timeout: float | None = None) -> str:
+        flags = ["--project-name", self.name, "--env-file", os.devnull, *self._files]
+        return docker("compose", *flags, *arguments, environment=self._environment, timeout=timeout)
+
     def _parsed(self) -> Any:
         return json.loads(self.compose("config", "--format", "json"))
+
+
+def base_of(dockerfile: Path) -> tuple[str, str]:
+    """Return the image that a Dockerfile stands on, and its Python."""
+    found = re.search(r"^ARG BASE=(python:([\d.]+)\S*)$", dockerfile.read_text(), re.MULTILINE)
+    assert found, f"{dockerfile} names no base"
+    return found[1], found[2]
+
+
+def _size(image: str, base: str) -> str:
+    """Return the size of an image, and what of it is not its base's, where that is known by its name."""
+    total = _bytes(image)
+    try:
+        own = total - _bytes(base)
+    except DockerError:  # built from what was pulled for the build alone
+        return f"{total / 1e6:.0f} MB"
+    return f"{total / 1e6:.0f} MB, {own / 1e6:.0f} of them beside {base}"
+
+
+def _bytes(image: str) -> int:
+    return int(docker("image", "inspect", "--format", "{{.Size}}", image))
 
 
 def _free_ports() -> dict[str, str]:
