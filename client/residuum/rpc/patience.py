@@ -13,7 +13,7 @@ import inspect
 import threading
 import time
 from collections import OrderedDict
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import grpc
@@ -21,6 +21,7 @@ import grpc.aio
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from contextlib import AbstractContextManager
     from typing import Any
 
     import structlog
@@ -199,33 +200,36 @@ class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
             return await call(await self._request(handler, messages, context), context)
 
         async def streaming(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-            async with self._place(method, context):
+            with await self._place(method, context):
                 request = await self._request(handler, messages, context)
                 async with contextlib.aclosing(call(request, context)) as responses:
                     async for response in responses:
                         yield response
 
         async def writing(messages: AsyncIterator[Any], context: Any) -> None:
-            async with self._place(method, context):
+            with await self._place(method, context):
                 await call(await self._request(handler, messages, context), context)
 
         if handler.response_streaming:
             # Health watches write their answers to the context.
             return grpc.stream_stream_rpc_method_handler(
-                streaming if inspect.isasyncgenfunction(call) else writing,
+                writing if inspect.iscoroutinefunction(call) else streaming,
                 handler.request_deserializer,
                 handler.response_serializer,
             )
         return grpc.stream_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
 
-    @asynccontextmanager
-    async def _place(self, method: str, context: Any) -> AsyncIterator[None]:
+    async def _place(self, method: str, context: Any) -> AbstractContextManager[None]:
+        """Take the place of a watch, until the context that is returned ends. Our own methods need none."""
         if method.startswith(_OURS):
-            yield
-            return
+            return contextlib.nullcontext()
         if self._watches >= MAX_WATCHES:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_MANY_WATCHES)
         self._watches += 1
+        return self._taken()
+
+    @contextmanager
+    def _taken(self) -> Iterator[None]:
         try:
             yield
         finally:
@@ -233,18 +237,35 @@ class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
 
     async def _request(self, handler: _Handler, messages: AsyncIterator[Any], context: Any) -> Any:
         """Return what a handler is called with: the one message, or all of them."""
-        first = None
-        with contextlib.suppress(StopAsyncIteration):
-            try:
-                first = await asyncio.wait_for(anext(aiter(messages)), self._seconds)
-            except asyncio.TimeoutError:
-                text = f"No message came in {self._seconds:g} s."
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+        first = await self._first(messages, context)
         if handler.request_streaming:
             return _aio_chained(first, messages)
         if first is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The call ended without its message.")
         return first
+
+    async def _first(self, messages: AsyncIterator[Any], context: Any) -> Any:
+        """Return the first message; None if the call ended without one.
+
+        Not by asyncio.wait_for: up to Python 3.11 it waits in a task of its own, in each call.
+        """
+        task, is_late = asyncio.current_task(), False
+
+        def give_up() -> None:
+            nonlocal is_late
+            is_late = True
+            if task is not None:
+                task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._seconds, give_up)
+        try:
+            return await anext(aiter(messages), None)
+        except asyncio.CancelledError:
+            if not is_late:
+                raise  # the caller has gone
+            return await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"No message came in {self._seconds:g} s.")
+        finally:
+            timer.cancel()
 
 
 async def _aio_chained(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
