@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,10 +88,11 @@ class Mixture:
 
     async def _broken_off(self) -> None:
         """Leave a request whose steering was changed before it has ended, and what it captured with it."""
-        options = {"max_tokens": 64, "ignore_eos": True, "capture": residuum.Capture(), "updatable": True}
+        options = {"max_tokens": 400, "ignore_eos": True, "capture": residuum.Capture(), "updatable": True}
         async with self._client.stream(self._prompt(), **options) as stream:  # type: ignore[arg-type] # of many types
             await anext(stream)
-            await stream.update_steering(self._push(self._some_known()))
+            with suppress(residuum.UnknownRequest):  # a small model may have made all tokens meanwhile
+                await stream.update_steering(self._push(self._some_known()))
         await self._client.manifest(stream.request_id, wait=True)
         await self._client.delete(stream.request_id)
 

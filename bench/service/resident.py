@@ -14,7 +14,7 @@ _KINDS = {
 }
 """What a command line contains, and how the process is called; those with an empty name hold nothing of ours."""
 
-_OWN, _FILES = ("RssAnon", "RssShmem"), ("RssFile",)
+_OWN, _MAPPED = ("RssAnon",), ("RssShmem", "RssFile")
 
 
 class Processes:
@@ -33,16 +33,16 @@ class Processes:
                     self._pids[self._free(name)] = pid
 
     def own_mib(self) -> dict[str, float]:
-        """Return what each keeps in memory that no file stands behind: its own, and what it shares of rings.
+        """Return what each keeps in memory of its own.
 
         Raises:
             RunFailedError: One is gone.
         """
         return {name: _resident_mib(name, pid, _OWN) for name, pid in self._pids.items()}
 
-    def files_mib(self) -> dict[str, float]:
-        """Return what each has mapped of files, such as libraries and the store's database: the kernel's to drop."""
-        return {name: _resident_mib(name, pid, _FILES) for name, pid in self._pids.items()}
+    def mapped_mib(self) -> dict[str, float]:
+        """Return what each has touched of what it maps: libraries, the ring, the store's database."""
+        return {name: _resident_mib(name, pid, _MAPPED) for name, pid in self._pids.items()}
 
     def _free(self, name: str) -> str:
         taken = sum(known.startswith(name) for known in self._pids)

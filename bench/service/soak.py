@@ -93,15 +93,15 @@ async def soak(store: Service, inference: Service, requests: int, crowd: int, *,
             await asyncio.gather(*map(mixture.run, numbers))
             counts.append(numbers.stop)
             own.append(processes.own_mib())
-    files = processes.files_mib()
-    series = {name: [round(sample[name], 2) for sample in own] for name in files}
+    mapped = processes.mapped_mib()
+    series = {name: [round(sample[name], 2) for sample in own] for name in mapped}
     return {
         "parameters": {"requests": requests, "crowd": crowd, "flags": list(_FLAGS)},
         "requests_per_second": round(requests / (time.perf_counter() - began), 2),
         "made": dict(mixture.made),
         "requests": counts,
         "processes": {
-            name: {**growth_of(counts, mib).to_json(), "files_mib": round(files[name], 2), "own_mib": mib}
+            name: {**growth_of(counts, mib).to_json(), "mapped_mib": round(mapped[name], 2), "own_mib": mib}
             for name, mib in series.items()
         },
     }
