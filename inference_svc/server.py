@@ -113,7 +113,7 @@ class InferenceServer:
                 *([AioTracingInterceptor()] if is_on() else []),
                 AioErrorInterceptor(_log, self._metrics.calls.note),
                 AioAccessInterceptor(self._access),
-                AioPatienceInterceptor(self._settings.first_message_seconds),
+                AioPatienceInterceptor(_log, self._settings.first_message_seconds, self._settings.stall_seconds),
             ],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._settings.max_requests + _OTHER_CALLS,

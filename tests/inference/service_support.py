@@ -228,10 +228,11 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
 
 
 @asynccontextmanager
-async def listening(add, servicer, port=0, on_end=None, access=None, before=(), patience=20.0):
+async def listening(add, servicer, port=0, on_end=None, access=None, before=(), patience=20.0, stall=600.0):
     """Serve on a port of loopback, by default a free one, and yield the endpoint; `before` are interceptors."""
     asking = AioAccessInterceptor(access or Access(None, []))
-    interceptors = [*before, AioErrorInterceptor(get_logger("test"), on_end), asking, AioPatienceInterceptor(patience)]
+    log = get_logger("test")
+    interceptors = [*before, AioErrorInterceptor(log, on_end), asking, AioPatienceInterceptor(log, patience, stall)]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -313,6 +314,7 @@ async def running_service(store_endpoint=None, engine=None, before=(), **setting
             access=access,
             before=before,
             patience=values.first_message_seconds,
+            stall=values.stall_seconds,
         ) as endpoint,
         open_aio_channel(endpoint, options=once) as channel,
     ):
