@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.metrics import InferenceMetrics
+from inference_svc.places import Places
 from inference_svc.plans import count_spare_positions, engine_id, make_operations, make_plan
 from inference_svc.specs import (
     check_capture_size,
@@ -32,7 +33,7 @@ from residuum.v1 import capture_pb2, inference_pb2, steering_pb2, store_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 
     from inference_svc.engine import Delta, Engine
     from inference_svc.requests import RequestRegistry, Running
@@ -87,9 +88,9 @@ class Generator:
         activator: VectorActivator,
         stores: Stores | None,
         metrics: InferenceMetrics | None = None,
-        max_requests: int = 1024,
+        places: Places | None = None,
     ) -> None:
-        """Put the parts together; `stores` is None if there is none. At most `max_requests` run or wait."""
+        """Put the parts together; `stores` is None if there is none. Each request takes one of the `places`."""
         self._engine = engine
         self._registry = registry
         self._cache = cache
@@ -97,8 +98,7 @@ class Generator:
         self._stores = stores
         self._metrics = metrics or InferenceMetrics()
         self._runs: dict[str, _Run] = {}
-        self._max_requests = max_requests
-        self._num_requests = 0
+        self._places = places or Places()
 
     async def run(
         self, request: inference_pb2.GenerateRequest, tenant: str = ""
@@ -108,7 +108,7 @@ class Generator:
         Raises:
             Failure: It cannot be run, or was aborted.
         """
-        with self._metrics.request() as watch, self._place():
+        with self._metrics.request() as watch, self._places.taken(tenant):
             check_sampling(request.sampling)
             # Before the registration is used up: a bad prompt leaves it as it is.
             token_ids = await self._engine.tokenize(request)
@@ -152,25 +152,6 @@ class Generator:
         if run is None:
             raise _ended_failure(running)
         return await run.change_steering(steering)
-
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        """Take a place among the requests that run or wait.
-
-        Raises:
-            Failure: LIMIT_REACHED: there is none.
-        """
-        if self._num_requests >= self._max_requests:
-            raise Failure(
-                Reason.ERROR_REASON_LIMIT_REACHED,
-                f"{self._max_requests} requests run or wait already; try again later.",
-                limit="max_requests",
-            )
-        self._num_requests += 1
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
 
     def _start(self, request: inference_pb2.GenerateRequest, tenant: str) -> Running:
         if request.WhichOneof("target") == "request_id":

@@ -13,6 +13,7 @@ from grpc_health.v1 import health
 from inference_svc.engine import Engine
 from inference_svc.generation import Generator
 from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
+from inference_svc.places import Places
 from inference_svc.requests import RequestRegistry
 from inference_svc.selftest import run_self_test
 from inference_svc.servicer import InferenceServicer, Parts
@@ -201,7 +202,8 @@ class InferenceServer:
         activator = VectorActivator(
             cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )
-        generator = Generator(engine, registry, cache, activator, stores, self._metrics, settings.max_requests)
+        places = Places(settings.max_requests, self._access.limits_of)
+        generator = Generator(engine, registry, cache, activator, stores, self._metrics, places)
         self._metrics.registry.register(ServiceCollector(registry, cache, activator, stores))
         return Parts(engine, registry, cache, generator, stores, settings, self._access.limits_of)
 
