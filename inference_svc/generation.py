@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,6 +12,7 @@ from inference_svc.engine import sampling_params
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.places import Places
 from inference_svc.plans import count_spare_positions, engine_id, make_operations, make_plan
+from inference_svc.projections import Projections, projection_of
 from inference_svc.specs import (
     check_capture_size,
     check_demand,
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
+
+_WAIT_SECONDS = 30.0
+"""How long a request waits for room among the signs of random projections, unless it is said."""
 
 _ANSWER_SECONDS = 5.0
 """How long the end of a request waits for the engine's answer to a change of its steering. It comes between two steps,
@@ -89,8 +93,10 @@ class Generator:
         stores: Stores | None,
         metrics: InferenceMetrics | None = None,
         places: Places | None = None,
+        projections: Projections | None = None,
     ) -> None:
         """Put the parts together; `stores` is None if there is none. Each request takes one of the `places`."""
+        self._projections = projections or Projections(engine.keep_signs, engine.facts.hidden_size, _WAIT_SECONDS)
         self._engine = engine
         self._registry = registry
         self._cache = cache
@@ -166,8 +172,12 @@ class Generator:
         try:
             check_capture_size(running.spec.capture, len(token_ids), sampling)
             self._check_vectors(running.tenant, running.spec.digests, running.spec.steering)
-            async with VectorHold(self._activator, running.tenant) as hold:
+            async with VectorHold(self._activator, running.tenant) as hold, AsyncExitStack() as signs:
                 await _unless(running.aborted, _aborted_failure(running), hold.add(running.spec.digests))
+                projection = projection_of(running.spec.capture)
+                if projection is not None:
+                    held = signs.enter_async_context(self._projections.held(projection))
+                    await _unless(running.aborted, _aborted_failure(running), held)
                 handle = await self._open_capture(running, token_ids, sampling)
                 began = True
                 run = _Run(self._engine, running, token_ids, sampling, hold, handle)

@@ -14,6 +14,7 @@ from inference_svc.engine import Engine
 from inference_svc.generation import Generator
 from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
 from inference_svc.places import Places
+from inference_svc.projections import Projections
 from inference_svc.requests import RequestRegistry
 from inference_svc.selftest import run_self_test
 from inference_svc.servicer import InferenceServicer, Parts
@@ -203,7 +204,8 @@ class InferenceServer:
             cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )
         places = Places(settings.max_requests, self._access.limits_of)
-        generator = Generator(engine, registry, cache, activator, stores, self._metrics, places)
+        projections = Projections(engine.keep_signs, hidden, settings.vector_wait_seconds)
+        generator = Generator(engine, registry, cache, activator, stores, self._metrics, places, projections)
         self._metrics.registry.register(ServiceCollector(registry, cache, activator, stores))
         return Parts(engine, registry, cache, generator, stores, settings, self._access.limits_of)
 

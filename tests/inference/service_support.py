@@ -110,6 +110,10 @@ class FakeEngine:
         self.closed = []
         """Engine ids of the generators that have ended, however they did."""
         self.bank = {}
+        self.signs = []
+        """What `keep_signs` was called with."""
+        self.signs_ready = asyncio.Event()
+        self.signs_ready.set()
         self.changes = []
         """What `change_steering` was called with."""
         self.positions = {}
@@ -131,6 +135,10 @@ class FakeEngine:
                 yield delta
         finally:
             await self.note(self.closed, engine_id)
+
+    async def keep_signs(self, projections):
+        await self.note(self.signs, list(projections))
+        return [self.signs_ready.is_set()] * len(projections)
 
     async def load_vectors(self, rows):
         self.bank.update(rows)
