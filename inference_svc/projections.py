@@ -91,9 +91,14 @@ class Projections:
         if (projection in self._kept or not self._turns) and self._admit(projection):
             return
         loop = asyncio.get_running_loop()
-        turn = loop.create_future()
+        turn: asyncio.Future[None] = loop.create_future()
         self._turns.append((projection, turn))
-        timer = loop.call_later(self._wait_seconds, lambda: turn.done() or turn.set_exception(self._full()))
+
+        def give_up() -> None:
+            if not turn.done():
+                turn.set_exception(self._full())
+
+        timer = loop.call_later(self._wait_seconds, give_up)
         try:
             await turn
         except asyncio.CancelledError:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
 from inference_svc.projections import Projection, Projections, projection_of
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
-from residuum.wire.encodings import FULL8, RP, RP8
-from tests.inference.service_support import LAYERS, ask, failure_of, running_service, spec, stuck_after, three_tokens
+from residuum.wire.encodings import ENCODINGS, FULL8, RP, RP8
+from tests.inference.service_support import (
+    FACTS,
+    LAYERS,
+    FakeEngine,
+    ask,
+    failure_of,
+    running_service,
+    spec,
+    stuck_after,
+    three_tokens,
+)
 
 WIDTH, SIZE = 16, 8
 EACH = 4 * WIDTH * SIZE
@@ -132,8 +143,15 @@ async def test_a_failure_of_the_engine_is_told_and_leaves_no_trace():
         assert workers.kept == [numbered(1)]
 
 
-async def test_a_request_goes_to_the_engine_when_its_signs_are_there(store):
-    async with running_service(store.endpoint) as service:
+@pytest.fixture
+def engine():
+    engine = FakeEngine()
+    engine.facts = replace(FACTS, hidden_size=WIDTH, encodings=tuple(ENCODINGS.values()))
+    return engine
+
+
+async def test_a_request_goes_to_the_engine_when_its_signs_are_there(store, engine):
+    async with running_service(store.endpoint, engine) as service:
         service.engine.signs_ready.clear()
         running = asyncio.create_task(service.events(ask(spec("r", projecting(7)))))
         await service.engine.until(lambda: len(service.engine.signs) >= 2)
@@ -148,8 +166,8 @@ async def test_a_request_goes_to_the_engine_when_its_signs_are_there(store):
         assert len(service.engine.signs) == asked
 
 
-async def test_a_request_that_waits_for_signs_can_be_aborted(store):
-    async with running_service(store.endpoint) as service:
+async def test_a_request_that_waits_for_signs_can_be_aborted(store, engine):
+    async with running_service(store.endpoint, engine) as service:
         service.engine.script = stuck_after()
         service.engine.signs_ready.clear()
         running = asyncio.create_task(service.events(ask(spec("r", projecting(7)))))

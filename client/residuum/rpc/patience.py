@@ -16,7 +16,7 @@ import inspect
 import sys
 import threading
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -27,7 +27,6 @@ from residuum.rpc.methods import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-    from typing import Any
 
     import structlog
 
@@ -36,6 +35,9 @@ if TYPE_CHECKING:
 MAX_WATCHES = 16
 """Streams of other services than ours (health watches, reflection) that run at once. They last as long as their clients
 like, and must not take the places of calls that do something."""
+
+_WRITTEN: tuple[Any, ...] = ()
+"""What a call yields that has written its messages itself. The interceptors around it want a generator all the same."""
 
 
 class PatienceInterceptor(grpc.ServerInterceptor):
@@ -164,8 +166,8 @@ class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
             ):
                 async for response in responses:
                     await self._write(response, context, method)
-            return
-            yield  # a generator of nothing: the interceptors around it want one, and it has written itself
+            for nothing in _WRITTEN:
+                yield nothing
 
         async def writing(messages: AsyncIterator[Any], context: Any) -> None:
             async with _telling(method, context), self._place(method):
