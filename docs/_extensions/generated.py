@@ -54,8 +54,9 @@ def commands() -> Iterator[str]:
 
     found = list(_commands(_parser(), "residuum"))
     common = {action.dest: action for action in _actions(dict(found)["residuum info"])}
-    yield from ("## Flags of all commands", "", "`residuum token`, which calls nobody, has `--json` alone of them; ")
-    yield from ("`residuum health`, which asks one service, has neither `--store` nor `--tenant`.", "")
+    yield from ("## Flags of all commands", "", "`residuum token`, which calls nobody, has `--json` alone of them, and")
+    yield "`residuum health`, which asks one service, neither `--store` nor `--tenant`. For `generate`, `pull` and"
+    yield from ("`manifest` the `--timeout` is of the whole command, and by default there is none.", "")
     yield from _arguments(common.values())
     for name, command in found:
         own = [action for action in _actions(command) if action.dest not in common]
@@ -96,7 +97,8 @@ def _arguments(actions: Iterable[argparse.Action]) -> Iterator[str]:
 def _argument(action: argparse.Action) -> str:
     if not action.option_strings:
         return f"`{action.metavar or action.dest}`"
-    value = "" if action.nargs == 0 else f" {action.metavar or ' / '.join(map(str, action.choices or ()))}"
+    named = action.metavar or " / ".join(map(str, action.choices or ())) or action.dest.upper()
+    value = "" if action.nargs == 0 else f" {named}"
     return ", ".join(f"`{flag}{value}`" for flag in action.option_strings)
 
 
