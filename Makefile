@@ -9,7 +9,7 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve bench bench-gpu test soak fuzz docs docs-serve lint format types imports protos check-protos lock ci clean
+.PHONY: help setup model demo serve bench bench-gpu test soak fuzz docs docs-serve lint format types imports protos check-protos contract lock ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,12 +66,18 @@ types: setup ## mypy, strict
 imports: setup ## The import law: who may import whom
 	$(BIN)/lint-imports
 
-protos: setup ## Generate the stubs from protos/
+protos: setup ## Generate the stubs and docs/protos.md from protos/
 	$(BIN)/python scripts/generate_stubs.py
+	$(BIN)/python scripts/generate_proto_docs.py
 
-check-protos: setup ## buf lint, and are the committed stubs what protos/ says?
+check-protos: setup ## buf lint; does protos/ break callers; are the committed stubs and docs/protos.md what it says?
 	$(BIN)/buf lint protos
+	$(BIN)/buf breaking protos --against protos/contract.binpb
 	$(BIN)/python scripts/generate_stubs.py --check
+	$(BIN)/python scripts/generate_proto_docs.py --check
+
+contract: setup ## Release the contract: from now on check-protos refuses what breaks protos/ as it is (protos/contract.binpb)
+	$(BIN)/buf build protos --exclude-source-info -o protos/contract.binpb
 
 lock: setup ## Resolve pyproject.toml into requirements/*.lock (ARGS=--upgrade for newer versions)
 	$(BIN)/python scripts/lock.py $(ARGS)

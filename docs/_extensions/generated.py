@@ -4,14 +4,12 @@ The names:
 
 * `commands`: the commands of `residuum`, with their arguments.
 * `settings store`, `settings inference`: the settings of a service, each with flag, default and description.
-* `protos`: the contract's files, as they stand.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,9 +17,6 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
     from sphinx.application import Sphinx
-
-ROOT = Path(__file__).resolve().parents[2]
-PROTOS = ROOT / "protos" / "residuum" / "v1"
 
 MARK = re.compile(r"^<!-- generated: (\w+)(?: (\w+))? -->$", re.MULTILINE)
 
@@ -130,10 +125,4 @@ def _text(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").strip()
 
 
-def protos() -> Iterator[str]:
-    """Yield a section for each file of the contract."""
-    for path in sorted(PROTOS.glob("*.proto")):
-        yield from (f"## {path.name}", "", "```protobuf", path.read_text().rstrip(), "```", "")
-
-
-MAKERS = {"commands": commands, "settings": settings, "protos": protos}
+MAKERS = {"commands": commands, "settings": settings}

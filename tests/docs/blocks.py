@@ -49,9 +49,22 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Of a console: what is typed, a command with its continuation lines each."""
-        typed = re.sub(r"\\\n", "", self.code).splitlines()
-        return [line.removeprefix("$ ") for line in typed if line.startswith("$ ")]
+        """Of a console: what is typed. A command goes on behind a backslash, and as long as a quote is open."""
+        found: list[str] = []
+        for line in re.sub(r"\\\n", "", self.code).splitlines():
+            if line.startswith("$ "):
+                found.append(line.removeprefix("$ "))
+            elif found and _is_open(found[-1]):
+                found[-1] += f"\n{line}"
+        return found
+
+
+def _is_open(command: str) -> bool:
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:
+        return True
+    return False
 
 
 def blocks(page: Path) -> list[Block]:
