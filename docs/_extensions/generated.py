@@ -3,20 +3,26 @@
 The names:
 
 * `commands`: the commands of `residuum`, with their arguments.
+* `bars all`, `bars missed`: what benchmarks have to reach, and what they reached, from `bench/results`.
 * `settings store`, `settings inference`: the settings of a service, each with flag, default and description.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pydantic.fields import FieldInfo
     from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
 
 MARK = re.compile(r"^<!-- generated: (\w+)(?: (\w+))? -->$", re.MULTILINE)
 
@@ -125,4 +131,26 @@ def _text(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").strip()
 
 
-MAKERS = {"commands": commands, "settings": settings}
+def bars(which: str) -> Iterator[str]:
+    """Yield a table of all bars, or of those that were missed."""
+    rows = []
+    for path in sorted(RESULTS.glob("*/*.json")):
+        result = json.loads(path.read_text())
+        made_by = f"`{result.get('benchmark')}` at {result['revision']['commit'][:7]}, {path.parent.name}"
+        for bar in _bars(result):
+            sign, measured = "≤" if bar["at_most"] else "≥", "none" if bar["value"] is None else f"{bar['value']:.3g}"
+            outcome = "reached" if bar["passed"] else "**missed**"
+            if which == "all" or not bar["passed"]:
+                rows.append(f"| {bar['name']} | {measured} | {sign} {bar['limit']:g} | {outcome} | {made_by} |")
+    if rows:
+        yield from ("| | measured | bar | | by |", "| --- | ---: | ---: | --- | --- |", *rows)
+    else:
+        yield "None is missed."
+
+
+def _bars(result: Any) -> Iterator[dict[str, Any]]:
+    for name, value in result.items() if isinstance(result, dict) else ():
+        yield from value if name == "bars" else _bars(value)
+
+
+MAKERS = {"bars": bars, "commands": commands, "settings": settings}

@@ -152,3 +152,9 @@ def test_every_reason_of_incomplete_captures_is_explained():
     named = set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE))
     names = {name.removeprefix("INCOMPLETE_REASON_") for name in capture_pb2.IncompleteReason.keys()}  # noqa: SIM118
     assert named == names - {"UNSPECIFIED"}
+
+
+def test_bars_are_those_of_the_results():
+    every, missed = list(generated.bars("all")), list(generated.bars("missed"))
+    assert len(every) > 10
+    assert [row for row in every if "**missed**" in row] == missed[2:]
