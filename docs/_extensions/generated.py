@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from pydantic.fields import FieldInfo
     from sphinx.application import Sphinx
+
+    from residuum.rpc.settings import ServiceSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -108,9 +110,9 @@ def settings(service: str) -> Iterator[str]:
     from inference_svc.settings import InferenceSettings
     from store_svc.settings import StoreSettings
 
-    fields: dict[str, FieldInfo] = {"inference": InferenceSettings, "store": StoreSettings}[service].model_fields
+    kinds: dict[str, type[ServiceSettings]] = {"inference": InferenceSettings, "store": StoreSettings}
     yield from ("| flag | default | |", "| --- | --- | --- |")
-    for name, field in fields.items():
+    for name, field in kinds[service].model_fields.items():
         yield f"| `--{name.replace('_', '-')}` | {_default(field)} | {_text(field.description or '')} |"
 
 
@@ -153,4 +155,4 @@ def _bars(result: Any) -> Iterator[dict[str, Any]]:
         yield from value if name == "bars" else _bars(value)
 
 
-MAKERS = {"bars": bars, "commands": commands, "settings": settings}
+MAKERS: dict[str, Callable[..., Iterator[str]]] = {"bars": bars, "commands": commands, "settings": settings}

@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 RUN = ("python", "pycon", "console")
 """Languages whose blocks are run against real services (tests/integration/test_docs.py)."""
-PARSED = ("toml", "yaml")
+PARSED = ("toml",)
 """Those of files, which are parsed, and compared with what reads them (tests/docs/test_blocks.py)."""
 OUTPUT = "text"
 """What a program prints, or a formula: nothing to run."""

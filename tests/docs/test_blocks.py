@@ -14,7 +14,6 @@ from itertools import dropwhile
 from pathlib import Path
 
 import pytest
-import yaml
 
 from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
@@ -98,14 +97,6 @@ def test_files_in_toml_are_of_services(block: Block, tmp_path: Path):
         assert TokenFile(tmp_path / "tokens.toml").table()
     else:
         assert {name.replace("-", "_") for name in content} <= set(InferenceSettings.model_fields)
-
-
-@of("yaml")
-def test_files_in_yaml_name_settings(block: Block):
-    content = yaml.safe_load(block.code)
-    known = {f"RESIDUUM_{name.upper()}" for settings in SERVICES.values() for name in settings.model_fields}
-    for service in content.get("services", {}).values():
-        assert {name for name in service.get("environment", {}) if name.startswith("RESIDUUM_")} <= known
 
 
 def test_the_check_of_commands_can_fail():
