@@ -21,7 +21,8 @@ from tests.docs.blocks import DOCS, PAGES, ROOT
 
 sys.path.insert(0, str(DOCS / "_extensions"))
 
-import generated  # the site's own extensions
+import docstrings  # the site's own extensions
+import generated
 import repository
 
 CODE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
@@ -158,3 +159,16 @@ def test_bars_are_those_of_the_results():
     every, missed = list(generated.bars("all")), list(generated.bars("missed"))
     assert len(every) > 10
     assert [row for row in every if "**missed**" in row] == missed[2:]
+
+
+def test_formulas_in_docstrings_stand_as_they_are():
+    lines = ["For a row x:", "", "    Add   x + v", "", "    Cap   x", "", "Example:", "    >>> x"]
+    docstrings.show_as_they_stand(lines)
+    assert lines == ["For a row x:", "", "::", "", "    Add   x + v", "", "    Cap   x", "", "Example:", "    >>> x"]
+
+
+def test_operations_are_signed_by_their_fields():
+    kind = residuum.Add
+    signature, _ = docstrings.sign(None, "class", "residuum.Add", kind, None, "(*values, **_named)", None)
+    assert signature.startswith("(vector, *, layer=None")
+    assert docstrings.sign(None, "class", "residuum.Vector", residuum.Vector, None, "(array)", None)[0] == "(array)"
