@@ -95,7 +95,7 @@ def check_command(line):
         for asked in re.findall(r"(?:residuum|\.)\[([\w,]+)\]", " ".join(arguments)):
             assert set(asked.split(",")) <= set(extras)
     else:
-        assert program in {"cd", "chmod", "curl", "docker", "git", "grpcurl", "python", "ssh"}, f"what is {program}?"
+        assert program in {"cd", "chmod", "curl", "docker", "git", "grpcurl", "kubectl", "python", "ssh", "vllm"}, f"what is {program}?"
 
 
 @of("toml")
