@@ -26,6 +26,8 @@ else:
     import tomli as tomllib
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
+OTHERS = {"cd", "chmod", "curl", "docker", "git", "grpcurl", "kubectl", "python", "ssh", "vllm"}
+"""Programs of others, whose flags are not ours to know."""
 SERVICES = {"inference_svc": InferenceSettings, "store_svc": StoreSettings}
 
 
@@ -95,7 +97,7 @@ def check_command(line):
         for asked in re.findall(r"(?:residuum|\.)\[([\w,]+)\]", " ".join(arguments)):
             assert set(asked.split(",")) <= set(extras)
     else:
-        assert program in {"cd", "chmod", "curl", "docker", "git", "grpcurl", "kubectl", "python", "ssh", "vllm"}, f"what is {program}?"
+        assert program in OTHERS, f"what is {program}?"
 
 
 @of("toml")
