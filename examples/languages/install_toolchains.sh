@@ -7,6 +7,6 @@ node=
 command -v node >/dev/null || node="nodejs npm"
 # shellcheck disable=SC2086 # two packages, or none
 apt-get install --yes --no-install-recommends $node \
-	make protobuf-compiler \
+	make protobuf-compiler libprotobuf-dev \
 	golang-go protoc-gen-go protoc-gen-go-grpc golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev \
 	g++ cmake libgrpc++-dev protobuf-compiler-grpc libboost-dev libssl-dev nlohmann-json3-dev

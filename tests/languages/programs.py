@@ -90,7 +90,7 @@ LANGUAGES = {
         Language(
             "Node.js",
             "node",
-            tools=("node", "npm"),
+            tools=("node", "npm", "protoc"),
             prepare=(("npm", "ci", "--prefer-offline", "--no-audit", "--no-fund"),),
             build=(("npm", "run", "build"),),
             command=("node", "build/src/main.js"),
