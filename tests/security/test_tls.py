@@ -64,6 +64,8 @@ def test_the_command_line(store, authority, server_pair, client_pair, capsys):
     with store(tls_cert=server_pair.cert, tls_key=server_pair.key, tls_client_ca=authority.path) as endpoint:
         assert main(["stats", "--endpoint", "localhost:1", "--store", endpoint, *flags]) == 0
         assert main(["health", "--endpoint", endpoint, *flags]) == 0
+        assert main(["health", "--endpoint", endpoint, "--service", "store", *flags]) == 0
+        assert main(["health", "--endpoint", endpoint, "--service", "inference", *flags]) == 1
         assert main(["health", "--endpoint", endpoint]) == 1
     assert "SERVING" in capsys.readouterr().out
 
