@@ -27,7 +27,8 @@ import repository
 CODE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 ELSEWHERE = [ROOT / name for name in ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md",
-             "deploy/README.md", "tests/conformance/README.md", "tests/faults/README.md")]  # fmt: skip
+             "deploy/README.md", "examples/languages/README.md", "tests/conformance/README.md",
+             "tests/faults/README.md")]  # fmt: skip
 
 
 def prose(page):
