@@ -91,7 +91,8 @@ LANGUAGES = {
             "Node.js",
             "node",
             tools=("node", "npm", "protoc"),
-            prepare=(("npm", "ci", "--prefer-offline", "--no-audit", "--no-fund"),),
+            # Without a network it is to give up at once.
+            prepare=(("npm", "ci", "--prefer-offline", "--no-audit", "--no-fund", "--fetch-retries=0"),),
             build=(("npm", "run", "build"),),
             command=("node", "build/src/main.js"),
         ),
