@@ -56,6 +56,7 @@ repository_url = os.environ.get("DOCS_SOURCE_URL", "")
 
 # ----------------------------------------------------------------------------------------------- names in docstrings
 
+smartquotes = False  # quotes are code
 default_role = "py:obj"  # `name` in a docstring is a link if there is something of that name, and code otherwise
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

@@ -17,18 +17,16 @@ from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
 from residuum.v1 import capture_pb2
 from store_svc.settings import StoreSettings
-from tests.docs.blocks import DOCS, PAGES, ROOT
+from tests.docs.blocks import DOCS, ELSEWHERE, PAGES, ROOT
 
 sys.path.insert(0, str(DOCS / "_extensions"))
 
-import generated  # the site's own extensions
+import docstrings  # the site's own extensions
+import generated
 import repository
 
 CODE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
-ELSEWHERE = [ROOT / name for name in ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md",
-             "deploy/README.md", "examples/languages/README.md", "tests/conformance/README.md",
-             "tests/faults/README.md")]  # fmt: skip
 
 
 def prose(page):
@@ -63,6 +61,7 @@ def test_every_page_is_in_the_navigation_once():
 
 def test_documents_from_elsewhere_are_there():
     found = re.search(r"^repository_documents = (\{.*?^\})", (DOCS / "conf.py").read_text(), re.DOTALL | re.MULTILINE)
+    assert {ROOT / name for name in eval(found[1]).values()} == set(ELSEWHERE)
     for page, name in eval(found[1]).items():
         assert (ROOT / name).is_file()
         stub = (DOCS / page).with_suffix(".md")
@@ -159,3 +158,16 @@ def test_bars_are_those_of_the_results():
     every, missed = list(generated.bars("all")), list(generated.bars("missed"))
     assert len(every) > 10
     assert [row for row in every if "**missed**" in row] == missed[2:]
+
+
+def test_formulas_in_docstrings_stand_as_they_are():
+    lines = ["For a row x:", "", "    Add   x + v", "", "    Cap   x", "", "Example:", "    >>> x"]
+    docstrings.show_as_they_stand(lines)
+    assert lines == ["For a row x:", "", "::", "", "    Add   x + v", "", "    Cap   x", "", "Example:", "    >>> x"]
+
+
+def test_operations_are_signed_by_their_fields():
+    kind = residuum.Add
+    signature, _ = docstrings.sign(None, "class", "residuum.Add", kind, None, "(*values, **_named)", None)
+    assert signature.startswith("(vector, *, layer=None")
+    assert docstrings.sign(None, "class", "residuum.Vector", residuum.Vector, None, "(array)", None)[0] == "(array)"
