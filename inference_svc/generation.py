@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from inference_svc.capture_ends import aborted_seal, blame, describe_capture
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.metrics import InferenceMetrics
@@ -28,7 +29,7 @@ from inference_svc.vectors import VectorHold, missing_vectors, vector_name
 from residuum.rpc import tracing
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request
-from residuum.v1 import capture_pb2, inference_pb2, steering_pb2, store_pb2
+from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 
 if TYPE_CHECKING:
@@ -211,43 +212,26 @@ class Generator:
         if running.spec.capture is None:
             return None
         stores = require_stores(self._stores)
-        facts = self._engine.facts
-        description = capture_pb2.CaptureDescription(
-            capture_id=running.request_id,
-            tenant=running.tenant,
-            model=facts.name,
-            hidden_size=facts.hidden_size,
-            num_layers=facts.num_layers,
-            dtype=facts.dtype,
-            spec=running.spec.capture,
-            steering=running.spec.steering,
-            prompt_token_ids=token_ids,
-            num_sequences=num_sequences(sampling),
-            layout=capture_pb2.ParallelLayout(
-                tensor_parallel_size=facts.tensor_parallel_size, pipeline_parallel_size=facts.pipeline_parallel_size
-            ),
-            vllm_version=facts.vllm_version,
-        )
-        description.request_time.GetCurrentTime()
+        description = describe_capture(self._engine.facts, running, token_ids, num_sequences(sampling))
         try:
             await stores.open(description, is_new_id=not running.spec.request_id)
         except (asyncio.CancelledError, NoAnswerError):
             # The store may have opened the capture: nobody else would ever end it.
             self._registry.end(running)
             unheard = [capture_pb2.SequenceOutcome(finish_reason="abort")] * num_sequences(sampling)
-            stores.seal(_aborted(running, unheard))
+            stores.seal(aborted_seal(running, unheard))
             raise
         return stores.handle(running.request_id)
 
     @asynccontextmanager
     async def _sealed(self, run: _Run) -> AsyncIterator[None]:
         """Seal the run's capture however the run ends."""
-        seal = _aborted(run.running, [])
+        seal = aborted_seal(run.running, [])
         try:
             yield
         except Exception as error:
             if not (isinstance(error, Failure) and error.reason == Reason.ERROR_REASON_ABORTED):
-                _blame(seal, error)
+                blame(seal, error)
             raise
         finally:
             # Cancellation (the client dropped the stream) comes here as well: ABORTED, unless all was generated.
@@ -540,25 +524,6 @@ def require_stores(stores: Stores | None) -> Stores:
             endpoint="",
         )
     return stores
-
-
-def _aborted(running: Running, sequences: Sequence[capture_pb2.SequenceOutcome]) -> store_pb2.SealCaptureRequest:
-    return store_pb2.SealCaptureRequest(
-        capture_id=running.request_id,
-        tenant=running.tenant,
-        sequences=sequences,
-        outcome=capture_pb2.CAPTURE_STATE_ABORTED,
-    )
-
-
-def _blame(seal: store_pb2.SealCaptureRequest, error: Exception) -> None:
-    died = isinstance(error, Failure) and error.reason == Reason.ERROR_REASON_ENGINE_DEAD
-    seal.outcome = capture_pb2.CAPTURE_STATE_INCOMPLETE
-    seal.incomplete_reason = (
-        capture_pb2.INCOMPLETE_REASON_ENGINE_DIED if died else capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED
-    )
-    # Another text than that of our own failures is for the log: it may hold anything.
-    seal.incomplete_detail = error.message if isinstance(error, Failure) else "The engine failed; see its log."
 
 
 def _key_of(steering: steering_pb2.SteeringSpec | None) -> bytes:

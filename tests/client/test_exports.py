@@ -28,7 +28,7 @@ NAMES = """
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Sampling Sequence SequenceOutcome
     ServerFault SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreStats StoreUnreachable Stream TLS
     TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer UnknownModel UnknownOperation UnknownRequest
-    UnknownSite Unreachable Usage Vector __version__ directions load_vectors
+    UnknownSite Unreachable Usage Vector __version__ directions load_vectors vllm_xargs
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 
