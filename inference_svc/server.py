@@ -158,6 +158,7 @@ class InferenceServer:
                 settings.shippers,
                 credentials=settings.store_credentials,
                 folder=self._folder,
+                arguments=("--nice", str(settings.shipper_nice)),
             )
             await self._shippers.start()
             self._metrics.registry.register(ShippingCollector(controls, self._shippers))

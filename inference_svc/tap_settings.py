@@ -97,6 +97,8 @@ class TapSettings(ServiceSettings):
     among them, so that one that is away leaves room for the others."""
     shippers: int = Field(default=1, ge=1, le=64)
     """Processes that send captured rows to the stores, each by one stream to every store."""
+    shipper_nice: int = Field(default=5, ge=0, le=19)
+    """By how much shippers give way to the engine where both want a core: niceness, as of `nice`. 0: not at all."""
     max_vectors: int = Field(default=4096, ge=1)
     """Steering vectors that are kept; the one that was not used for longest goes first. No request can use more."""
     max_vector_mib: int = Field(default=256, ge=1)

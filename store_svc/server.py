@@ -17,6 +17,7 @@ from residuum.rpc.logs import configure_logs, get_logger
 from residuum.rpc.memory import keep_memory
 from residuum.rpc.metrics import MetricsListener
 from residuum.rpc.patience import PatienceInterceptor
+from residuum.rpc.priority import give_way
 from residuum.rpc.security import add_port
 from residuum.rpc.serving import (
     NOT_SERVING,
@@ -187,6 +188,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the store service until SIGTERM or SIGINT; return the exit status."""
     settings = load_settings(StoreSettings, "python -m store_svc", arguments)
     configure_logs(settings.log_level)
+    give_way(settings.nice)
     keep_memory()
     ending = Ending()
     try:

@@ -95,5 +95,9 @@ class StoreSettings(SecureSettings):
     port_file: Path | None = None
     """Write the port here when it is open, for programs that chose port 0."""
 
+    nice: int = Field(default=0, ge=0, le=19)
+    """By how much the store gives way to others who want the same core: niceness, as of `nice`. Where a model is served
+    on the same machine, 5 keeps it from waiting."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least level that is logged."""

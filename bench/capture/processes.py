@@ -72,7 +72,7 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 @contextmanager
 def _running_store(folder: Path) -> Iterator[Service]:
-    store = start_store(folder)
+    store = start_store(folder, ["--nice", "5"])  # as one would beside a model
     try:
         store.wait_until_serving(_STORE_SECONDS)
         yield store

@@ -13,7 +13,11 @@ from inference_svc.shipping import credentials
 from inference_svc.shipping.shipper import Shipper, ShipperSettings
 from residuum.rpc.logs import configure_logs
 from residuum.rpc.memory import keep_memory
+from residuum.rpc.priority import give_way
 from residuum.wire.placement import parse_stores
+
+_NICENESS = 5
+"""The engine must not wait for a core while what could wait has it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(f"--store: {error}")
     configure_logs(options.log_level)
+    give_way(options.nice)
     keep_memory()
     settings = ShipperSettings(
         control_paths=tuple(options.control),
@@ -80,6 +85,14 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=ShipperSettings.grace_seconds,
         help="after SIGTERM, go on delivering for this long at most",
+    )
+    parser.add_argument(
+        "--nice",
+        metavar="N",
+        type=int,
+        choices=range(20),
+        default=_NICENESS,
+        help="give way to others who want the same core, 0 (not at all) to 19",
     )
     credentials.add_arguments(parser)
     parser.add_argument("--parent-pid", metavar="PID", type=int, help="stop when this is no longer the parent process")

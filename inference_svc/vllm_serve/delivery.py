@@ -79,6 +79,7 @@ class Delivery:
             settings.shippers,
             credentials=settings.store_credentials,
             folder=folder,
+            arguments=("--nice", str(settings.shipper_nice)),
         )
         await self._shippers.start()
 

@@ -35,6 +35,10 @@ def is_running(pid):
         return False
 
 
+def threads_of(pid):
+    return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+
+
 async def until(condition):
     await asyncio.to_thread(wait_until, condition)
 
@@ -117,3 +121,11 @@ def test_no_shipper_outlives_a_killed_parent(control_path):
         parent.kill()
         parent.communicate()
     wait_until(lambda: not any(map(is_running, pids)), "the end of the shippers")
+
+
+async def test_shippers_give_way_to_the_engine(start_producer, start_supervisor, start_store):
+    start_producer()
+    supervisor = await start_supervisor(start_store().endpoint, 1, "--nice", "7")
+    (shipper,) = supervisor.status()
+    expected = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 7)
+    await until(lambda: all(os.getpriority(os.PRIO_PROCESS, thread) == expected for thread in threads_of(shipper.pid)))

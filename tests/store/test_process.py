@@ -273,3 +273,11 @@ def test_malformed_requests_are_the_callers_fault(client: Client, method: str) -
         else:
             client.channel.unary_unary(path)(b"\xff\xff")
     client.open()
+
+
+def test_a_store_beside_a_model_gives_way_to_it(start: Start) -> None:
+    process = start("--nice", "3")
+    threads = [int(task.name) for task in Path(f"/proc/{process.process.pid}/task").iterdir()]
+    expected = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
+    assert len(threads) > 1
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {expected}
