@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import structlog
 
@@ -24,13 +24,20 @@ _SHARED: tuple[structlog.typing.Processor, ...] = (
 """What every record gets, whoever made it."""
 
 
-def configure_logs(level: str = "info") -> None:
-    """Send this process's logs, and those of the libraries that use `logging`, to stderr in one form."""
+def configure_logs(level: str = "info", names: Iterable[str] = ("",)) -> None:
+    """Send this process's logs, and those of the libraries that use `logging`, to stderr in one form.
+
+    Args:
+        level: The least level that is logged.
+        names: The loggers that are set up. By default the root, and so all; in a process that is another's, only ours.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(make_formatter())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    for name in names:
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False
     structlog.configure(
         processors=[*_SHARED, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
