@@ -75,8 +75,6 @@ class InferenceSettings(SecureSettings, TapSettings):
     """How long a registration lasts if it is not used."""
     grace_seconds: float = Field(default=30.0, ge=0)
     """How long running requests may go on after SIGTERM before they are aborted."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """What is logged."""
 
     @property
     def advertised_stores(self) -> tuple[StoreAddress, ...]:

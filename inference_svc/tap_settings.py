@@ -108,6 +108,9 @@ class TapSettings(ServiceSettings):
     vector_wait_seconds: float = Field(default=30.0, gt=0)
     """How long a request waits for room among the active vectors before it fails."""
 
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is logged."""
+
     @property
     def stores(self) -> tuple[StoreAddress, ...]:
         """The stores as this service reaches them."""

@@ -93,10 +93,10 @@ class Sequences:
 
     def add(self, index: int, step: RequestOutput) -> RequestOutput | None:
         """Take what a step adds to a sequence; return what the caller gets now, or None."""
-        (completion,) = step.outputs
-        completion.index = index
-        self._token_ids[index].extend(completion.token_ids)
-        self._finish_reasons[index] = completion.finish_reason or ""
+        for completion in step.outputs:  # one
+            completion.index = index
+            self._token_ids[index].extend(completion.token_ids)
+            self._finish_reasons[index] = completion.finish_reason or ""
         step.finished = self.have_ended
         if self._kind == RequestOutputKind.DELTA:
             return step

@@ -106,6 +106,6 @@ def _front_of(vllm_config: Any) -> Callable[..., Any] | None:
         settings = from_environment(TapSettings)
     except BadSettingsError as error:
         raise SystemExit(f"vllm serve with residuum: bad settings\n{error}") from None
-    configure_guest_logs()
+    configure_guest_logs(settings.log_level)
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))
     return functools.partial(FrontEnd, settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -37,6 +38,7 @@ class ServedWorker:
         super().load_model(**options)  # type: ignore[misc]
 
 
+@functools.cache
 def worker_class() -> type[TappedWorker]:
     """Return the worker class for this machine."""
     kind: Any
