@@ -106,10 +106,10 @@ def needed_by(part: str) -> list[Package]:
 def licence_of(name: str) -> str:
     """Return the licence of an installed distribution, as far as its metadata tell."""
     about = metadata.metadata(name)
-    if expression := about.get("License-Expression"):
-        return str(expression)
+    if expressions := about.get_all("License-Expression"):
+        return str(expressions[0])
     classified = [item.split(" :: ")[-1] for item in about.get_all("Classifier") or [] if item.startswith("License ::")]
-    written = str(about.get("License") or "").strip()
+    written = "".join(about.get_all("License") or [""]).strip()
     if 0 < len(written) <= _LONGEST_NAME and "\n" not in written:
         return _WRITTEN.get(written.lower(), written)
     return " OR ".join(_CLASSIFIED.get(item, item) for item in classified)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from packaging.metadata import ExceptionGroup, Metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -175,28 +175,32 @@ def _metadata_in(path: Path) -> Iterator[bytes]:
                     yield file.read()
 
 
+def _problems(check: Callable[[str], None], argument: str) -> list[str]:
+    try:
+        check(argument)
+    except NotReadyError as error:
+        return [str(error)]
+    return []
+
+
+def _check_changelog(version: str) -> None:
+    check_changelog((ROOT / "CHANGELOG.md").read_text(), version)
+
+
+def _show_builds(folder: str) -> None:
+    for path in check_builds(Path(folder)):
+        print(f"{_digest(path)}  {path.name}")
+
+
 def main() -> int:
     """Run the checks; return the process's exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--builds", action="store_true", help="only the builds")
     options = parser.parse_args()
     version = version_of((ROOT / "pyproject.toml").read_text())
-    problems = []
-    if not options.builds:
-        for check in (
-            lambda: check_changelog((ROOT / "CHANGELOG.md").read_text(), version),
-            lambda: check_untagged(version),
-        ):
-            try:
-                check()
-            except NotReadyError as problem:
-                problems.append(str(problem))
+    problems = [] if options.builds else [*_problems(check_untagged, version), *_problems(_check_changelog, version)]
     with tempfile.TemporaryDirectory(prefix="residuum-release-") as scratch:
-        try:
-            for path in check_builds(Path(scratch)):
-                print(f"{_digest(path)}  {path.name}")
-        except NotReadyError as problem:
-            problems.append(str(problem))
+        problems += _problems(_show_builds, scratch)
     for problem in problems:
         print(f"release-check: {problem}", file=sys.stderr)
     if not problems:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.capture_ends import aborted_seal, blame, describe_capture
@@ -29,7 +30,7 @@ from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.reductions import REDUCTIONS
 from inference_svc.vectors import VectorActivator, VectorCache, VectorHold, cache_capacity, digest_in
 from inference_svc.vllm_serve.delivery import Delivery
-from inference_svc.vllm_serve.outputs import RequestOutputKind, Sequences, in_turn
+from inference_svc.vllm_serve.outputs import Sequences, in_turn
 from inference_svc.vllm_serve.refusals import told_to_http
 from inference_svc.vllm_serve.xargs import Asked, asks, read_asked, without_ours
 from inference_svc.worker_settings import site_numbers
@@ -98,7 +99,7 @@ class FrontEnd:
         self._generate = generate
         self._index, self._count = index, count
         self._facts = facts_of(llm.vllm_config, settings)
-        self._engine = Engine(_Untapped(llm, generate), None, self._facts)  # type: ignore[arg-type]
+        self._engine = Engine(_Untapped(llm, generate), None, self._facts)
         self._registry = RequestRegistry(time_to_live=0.0, max_registrations=0)
         kept = cache_capacity(settings.max_vectors, settings.max_vector_mib, self._facts.hidden_size)
         self._cache = VectorCache(kept, self._facts.hidden_size, self._registry.is_leased)

@@ -30,11 +30,13 @@ def told_to_http() -> Iterator[None]:
 def http_error(failure: Failure) -> Exception:
     """Return the exception of which vLLM makes an answer: 400, or 503 where another try may do."""
     text = f"{failure.reason_name}: {failure.message}"
-    if failure.code in _BUSY | _OURS and hasattr(exceptions, "GracefulHTTPError"):
+    error: Exception
+    if failure.code not in _BUSY | _OURS:
+        error = exceptions.VLLMValidationError(text, parameter="vllm_xargs")
+    elif hasattr(exceptions, "GracefulHTTPError"):
         busy = failure.code in _BUSY
-        return exceptions.GracefulHTTPError(
-            text, HTTPStatus.SERVICE_UNAVAILABLE if busy else HTTPStatus.INTERNAL_SERVER_ERROR
-        )
-    if failure.code in _BUSY | _OURS:
-        return RuntimeError(text)  # an older vLLM: 500
-    return exceptions.VLLMValidationError(text, parameter="vllm_xargs")
+        status = HTTPStatus.SERVICE_UNAVAILABLE if busy else HTTPStatus.INTERNAL_SERVER_ERROR
+        error = exceptions.GracefulHTTPError(text, status)
+    else:
+        error = RuntimeError(text)  # an older vLLM: 500
+    return error

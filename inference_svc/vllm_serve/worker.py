@@ -29,7 +29,7 @@ class ServedWorker:
         _check_front_end()
         self._tap_settings = from_environment(TapSettings)
         vllm_config.additional_config = {**vllm_config.additional_config, **taps_fingerprint(self._tap_settings)}
-        super().__init__(vllm_config, *arguments, **options)
+        super().__init__(vllm_config, *arguments, **options)  # type: ignore[call-arg]  # vLLM's worker comes next
 
     def load_model(self, **options: Any) -> None:
         """Load and hook the model; the rings' control sockets go to a new folder, which the front end removes."""

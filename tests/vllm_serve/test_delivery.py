@@ -14,11 +14,11 @@ from residuum.rpc.errors import CODES, Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2, tensor_pb2
 
 
-def description(name):
+def description(name, model="tiny"):
     layers = selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=[0]))
     return capture_pb2.CaptureDescription(
         capture_id=name,
-        model="tiny",
+        model=model,
         hidden_size=4,
         num_layers=1,
         dtype=tensor_pb2.DATA_TYPE_FLOAT32,
@@ -41,7 +41,7 @@ async def test_ends_are_told_before_the_stores_are_closed(tmp_path):
         delivery = Delivery(TapSettings(store=store.endpoint))
         await delivery.open(description("one"))
         with pytest.raises(Failure, match="one"):
-            await delivery.open(description("one"))
+            await delivery.open(description("one", model="another"))
         delivery.seal(
             store_pb2.SealCaptureRequest(
                 capture_id="one",
