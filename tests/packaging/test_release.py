@@ -1,6 +1,7 @@
 """What a release must hold: one version, builds that can be repeated, licences that are allowed, old Pythons."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -124,6 +125,21 @@ def test_bills_of_materials_name_every_package_and_its_licence(monkeypatch):
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 
+def find_interpreter(version):
+    """A Python of that version that runs: on the path, or kept by pyenv or uv; None if there is none."""
+    home = Path.home()
+    kept = [
+        *Path(os.environ.get("PYENV_ROOT", home / ".pyenv"), "versions").glob(f"{version}.*"),
+        *Path(home, ".local/share/uv/python").glob(f"cpython-{version}.*"),
+    ]
+    on_path = shutil.which(f"python{version}")
+    for candidate in [*([on_path] if on_path else []), *(folder / "bin" / f"python{version}" for folder in kept)]:
+        told = subprocess.run([candidate, "-V"], capture_output=True, text=True, check=False)
+        if told.returncode == 0 and told.stdout.startswith(f"Python {version}."):
+            return candidate
+    return None
+
+
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_clients_dependencies_have_wheels_for_each_python(wheel, python, tmp_path):
     """Resolved for that Python by pip, from the index: nothing is built, and nothing needs a newer one."""
@@ -138,7 +154,7 @@ def test_the_clients_dependencies_have_wheels_for_each_python(wheel, python, tmp
 
 @pytest.mark.parametrize("python", [python for python in PYTHONS if not sys.version.startswith(python)])
 def test_the_client_works_on_each_other_python_that_is_here(wheel, python, tmp_path):
-    interpreter = shutil.which(f"python{python}")
+    interpreter = find_interpreter(python)
     if interpreter is None:
         pytest.skip(f"there is no python{python} on this machine")
     subprocess.run([interpreter, "-m", "venv", str(tmp_path / "venv")], check=True)
