@@ -9,7 +9,7 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve bench bench-gpu test soak fuzz lint format types imports protos check-protos contract lock licences sbom release-check ci clean
+.PHONY: help setup model demo serve bench bench-gpu test test-compose soak fuzz docs docs-serve lint format types imports protos check-protos contract lock licences sbom release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ bench-gpu: setup ## The same on a GPU, with Qwen2.5-3B's shape; ARGS='--stop-aft
 test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
 	$(BIN)/python -m pytest $(ARGS)
 
+test-compose: setup ## compose.yaml on a container engine: build, use, kill a store, remove; ARGS='--only plain'
+	@$(BIN)/python -m tests.compose $(ARGS)
+
 soak: setup ## Kill stores and shippers at random under load, and count every row: SECONDS=600, ARGS=--help
 	@$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) $(ARGS)
 
@@ -44,6 +47,13 @@ fuzz: SERVICE ?= store
 fuzz: MINUTES ?= 10
 fuzz: setup ## Call a service with hostile messages: SERVICE=inference, MINUTES=60, ARGS=--help
 	@$(BIN)/python -m tests.fuzz --service $(SERVICE) --minutes $(MINUTES) $(ARGS)
+
+docs: setup ## Build the documentation, strictly, into build/site
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --jobs auto --doctree-dir build/doctrees docs build/site
+
+docs-serve: PORT ?= 8000
+docs-serve: docs ## Show it at http://localhost:8000 (PORT=)
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site $(PORT)
 
 lint: setup ## Style: ruff check and ruff format --check
 	$(BIN)/ruff check

@@ -33,6 +33,7 @@ from residuum.wire.encodings import ENCODINGS
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
+    from inference_svc.projections import Projection
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.plan import Operation, RequestPlan
     from residuum.v1 import inference_pb2, tensor_pb2
@@ -182,6 +183,18 @@ class Engine:
     async def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Write vectors into rows of every rank's bank; see `VectorBank.load`."""
         await self._call("residuum_load_vectors", list(rows))
+
+    async def keep_signs(self, projections: Sequence[Projection]) -> list[bool]:
+        """Have every rank make the signs of projections beside its steps, keep them, and drop others.
+
+        Returns:
+            Of each whether every rank has them by now.
+
+        Raises:
+            Failure: The engine is dead.
+        """
+        ranks = await self._call("residuum_keep_signs", [tuple(item) for item in projections])
+        return [all(ready) for ready in zip(*ranks, strict=True)]
 
     async def change_steering(self, changes: Mapping[str, Sequence[Operation]]) -> dict[str, int | None]:
         """Change the operations of requests, from the next step on.

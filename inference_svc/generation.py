@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,7 +11,9 @@ from inference_svc.capture_ends import aborted_seal, blame, describe_capture
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.metrics import InferenceMetrics
+from inference_svc.places import Places
 from inference_svc.plans import count_spare_positions, engine_id, make_operations, make_plan
+from inference_svc.projections import Projections, projection_of
 from inference_svc.specs import (
     check_capture_size,
     check_demand,
@@ -33,7 +35,7 @@ from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 
     from inference_svc.engine import Delta, Engine
     from inference_svc.requests import RequestRegistry, Running
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
+
+_WAIT_SECONDS = 30.0
+"""How long a request waits for room among the signs of random projections, unless it is said."""
 
 _ANSWER_SECONDS = 5.0
 """How long the end of a request waits for the engine's answer to a change of its steering. It comes between two steps,
@@ -88,9 +93,11 @@ class Generator:
         activator: VectorActivator,
         stores: Stores | None,
         metrics: InferenceMetrics | None = None,
-        max_requests: int = 1024,
+        places: Places | None = None,
+        projections: Projections | None = None,
     ) -> None:
-        """Put the parts together; `stores` is None if there is none. At most `max_requests` run or wait."""
+        """Put the parts together; `stores` is None if there is none. Each request takes one of the `places`."""
+        self._projections = projections or Projections(engine.keep_signs, engine.facts.hidden_size, _WAIT_SECONDS)
         self._engine = engine
         self._registry = registry
         self._cache = cache
@@ -98,8 +105,7 @@ class Generator:
         self._stores = stores
         self._metrics = metrics or InferenceMetrics()
         self._runs: dict[str, _Run] = {}
-        self._max_requests = max_requests
-        self._num_requests = 0
+        self._places = places or Places()
 
     async def run(
         self, request: inference_pb2.GenerateRequest, tenant: str = ""
@@ -109,7 +115,7 @@ class Generator:
         Raises:
             Failure: It cannot be run, or was aborted.
         """
-        with self._metrics.request() as watch, self._place():
+        with self._metrics.request() as watch, self._places.taken(tenant):
             check_sampling(request.sampling)
             # Before the registration is used up: a bad prompt leaves it as it is.
             token_ids = await self._engine.tokenize(request)
@@ -154,25 +160,6 @@ class Generator:
             raise _ended_failure(running)
         return await run.change_steering(steering)
 
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        """Take a place among the requests that run or wait.
-
-        Raises:
-            Failure: LIMIT_REACHED: there is none.
-        """
-        if self._num_requests >= self._max_requests:
-            raise Failure(
-                Reason.ERROR_REASON_LIMIT_REACHED,
-                f"{self._max_requests} requests run or wait already; try again later.",
-                limit="max_requests",
-            )
-        self._num_requests += 1
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
-
     def _start(self, request: inference_pb2.GenerateRequest, tenant: str) -> Running:
         if request.WhichOneof("target") == "request_id":
             return self._registry.start_registered(request.request_id, tenant)
@@ -186,8 +173,12 @@ class Generator:
         try:
             check_capture_size(running.spec.capture, len(token_ids), sampling)
             self._check_vectors(running.tenant, running.spec.digests, running.spec.steering)
-            async with VectorHold(self._activator, running.tenant) as hold:
+            async with VectorHold(self._activator, running.tenant) as hold, AsyncExitStack() as signs:
                 await _unless(running.aborted, _aborted_failure(running), hold.add(running.spec.digests))
+                projection = projection_of(running.spec.capture)
+                if projection is not None:
+                    held = signs.enter_async_context(self._projections.held(projection))
+                    await _unless(running.aborted, _aborted_failure(running), held)
                 handle = await self._open_capture(running, token_ids, sampling)
                 began = True
                 run = _Run(self._engine, running, token_ids, sampling, hold, handle)

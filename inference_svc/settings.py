@@ -71,6 +71,9 @@ class InferenceSettings(SecureSettings, TapSettings):
     """Requests that may run, or wait for their turn, at once; more are refused."""
     first_message_seconds: float = Field(default=20.0, gt=0)
     """A call that has sent no message for this long is ended."""
+    stall_seconds: float = Field(default=600.0, gt=0)
+    """A stream whose caller reads nothing of what was sent to it for this long is ended, and its request with it. Those
+    who wait for tokens may wait as long as they like."""
     registration_seconds: float = Field(default=600.0, gt=0)
     """How long a registration lasts if it is not used."""
     grace_seconds: float = Field(default=30.0, ge=0)

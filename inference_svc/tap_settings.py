@@ -106,7 +106,8 @@ class TapSettings(ServiceSettings):
     max_active_vectors: int = Field(default=1024, ge=1, le=1 << 20)
     """Different steering vectors that running requests may use at once; more requests wait."""
     vector_wait_seconds: float = Field(default=30.0, gt=0)
-    """How long a request waits for room among the active vectors before it fails."""
+    """How long a request waits for room among the active vectors, or among the signs of random projections, before it
+    fails."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What is logged."""

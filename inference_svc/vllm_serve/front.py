@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from inference_svc.captures import NoAnswerError
 from inference_svc.checks import invalid
 from inference_svc.engine import Engine, ModelFacts, check_ranks, model_runner
 from inference_svc.plans import count_spare_positions, make_plan
+from inference_svc.projections import Projections, projection_of
 from inference_svc.requests import RequestRegistry
 from inference_svc.selftest import run_self_test
 from inference_svc.specs import check_capture_size, directions_of, resolve_spec
@@ -106,6 +107,7 @@ class FrontEnd:
         self._activator = VectorActivator(
             self._cache, settings.max_active_vectors, self._engine.load_vectors, settings.vector_wait_seconds
         )
+        self._projections = Projections(self._engine.keep_signs, self._facts.hidden_size, settings.vector_wait_seconds)
         self._delivery = Delivery(settings) if settings.store else None
         self._folders: set[Path] = set()
         self._starting: asyncio.Task[None] | None = None
@@ -219,11 +221,11 @@ class FrontEnd:
             self._cache.put(vector)
 
     def _check_vectors(self, spec: ResolvedSpec) -> None:
-        if spec.digests and self._count > 1:
+        if self._count > 1 and (spec.digests or projection_of(spec.capture)):
             raise invalid(
                 "vllm_xargs.residuum",
-                "Vectors need a server with one API server process (--api-server-count 1): several would overwrite "
-                "each other's.",
+                "Vectors and random projections need a server with one API server process (--api-server-count 1): "
+                "several would overwrite each other's in the workers.",
             )
         self._cache.check_number(len(spec.digests))
         missing = self._cache.missing(spec.digests)
@@ -247,8 +249,10 @@ class FrontEnd:
             began = False
             try:
                 self._keep(admitted.asked)  # they may have had to go since they were checked
-                async with VectorHold(self._activator) as hold:
+                async with VectorHold(self._activator) as hold, AsyncExitStack() as signs:
                     await hold.add(admitted.spec.digests)
+                    if projection := projection_of(admitted.spec.capture):
+                        await signs.enter_async_context(self._projections.held(projection))
                     sequences = Sequences(admitted.sampling.n, admitted.sampling.output_kind)
                     await self._open(running, admitted, sequences)
                     began = True

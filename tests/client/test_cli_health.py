@@ -32,6 +32,26 @@ def test_for_programs(health, endpoint):
     assert (code, json.loads(out)) == (0, {"endpoint": endpoint, "status": "SERVING"})
 
 
+@pytest.mark.parametrize("name", ["store", "residuum.v1.StoreService", "grpc.health.v1.Health", "nonsense"])
+def test_one_service_by_its_name(health, endpoint, store, name):
+    is_store = name in {"store", "residuum.v1.StoreService"}
+    expected = (0, f"{store.endpoint}\tSERVING\n") if is_store else (1, f"{store.endpoint}\tSERVICE_UNKNOWN\n")
+    assert health(store.endpoint, "--service", name)[:2] == expected
+    # What listens at the other port is well, and not the service that was asked for.
+    assert health(endpoint, "--service", name)[:2] == (1, f"{endpoint}\tSERVICE_UNKNOWN\n")
+
+
+def test_a_service_by_its_name_while_another_of_the_server_loads(health, endpoint, running_peer):
+    running_peer.health.set("residuum.v1.InferenceService", 2)
+    try:
+        assert health(endpoint, "--service", "inference")[:2] == (1, f"{endpoint}\tNOT_SERVING\n")
+        assert health(endpoint)[0] == 0
+        running_peer.health.set("residuum.v1.InferenceService", 1)
+        assert health(endpoint, "--service", "inference")[:2] == (0, f"{endpoint}\tSERVING\n")
+    finally:
+        running_peer.health.set("residuum.v1.InferenceService", 1)
+
+
 def test_a_service_that_loads(health, endpoint, running_peer):
     running_peer.health.set("", 2)
     try:
@@ -50,6 +70,13 @@ def test_nothing_listens(health):
     code, out, err = health("nonsense")
     assert (code, out) == (1, "")
     assert "host:port" in err
+
+
+@pytest.mark.parametrize("arguments", [("--timeout", "0"), ("--timeout", "soon"), ("--nonsense",)])
+def test_a_wrong_command_line(health, endpoint, arguments):
+    with pytest.raises(SystemExit) as ended:
+        health(endpoint, *arguments)
+    assert ended.value.code == 2
 
 
 def test_what_listens_does_not_answer(health):

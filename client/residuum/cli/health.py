@@ -26,7 +26,7 @@ SECONDS = 5.0
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Print the health of the service at the endpoint; 0 if it serves, else 1."""
-    status = _ask(options.endpoint, options.timeout, _credentials(options))
+    status = _ask(options.endpoint, options.service, options.timeout, _credentials(options))
     if output.as_json:
         output.json({"endpoint": options.endpoint, "status": status})
     else:
@@ -39,13 +39,13 @@ def _credentials(options: argparse.Namespace) -> Credentials:
     return resolve_credentials(**{**credentials_of(options), "token": ""})
 
 
-def _ask(endpoint: str, timeout: float, credentials: Credentials) -> str:
+def _ask(endpoint: str, service: str, timeout: float, credentials: Credentials) -> str:
     # Not through Client: it would ask the inference service for its stores, whose health is not this service's, and
     # whose advertised address need not work from inside its container.
     check_endpoint(endpoint)
     with open_channel(endpoint, credentials=credentials) as channel:
         check: Callable[..., bytes] = channel.unary_unary(_health.CHECK)
         try:
-            return _health.status_of_answer(check(_health.REQUEST, timeout=timeout))
+            return _health.status_of_answer(check(_health.request_for(service), timeout=timeout))
         except grpc.RpcError as error:
             return _health.status_of_failure(from_rpc_error(error, endpoint))

@@ -298,7 +298,14 @@ def _add_manifest(groups: _Groups) -> None:
 def _add_health(groups: _Groups) -> None:
     text = "ask one service whether it serves: exit code 0 if so, else 1"
     either = "either service, inference or store"
-    _add_bare(groups, "health", health.run, text, endpoint_text=either, timeout=health.SECONDS)
+    parser = _add_bare(groups, "health", health.run, text, endpoint_text=either, timeout=health.SECONDS)
+    parser.add_argument(
+        "--service",
+        default="",
+        metavar="NAME",
+        help="ask for this service, and so whether it is this one that listens there: inference, store, or the full "
+        "name of another (default: for the server as a whole)",
+    )
 
 
 def _add_token(groups: _Groups) -> None:

@@ -14,7 +14,8 @@ import grpc.aio
 
 from residuum.rpc.access import Access, set_caller
 from residuum.rpc.errors import Failure
-from residuum.rpc.serving import OURS, handler_of
+from residuum.rpc.methods import is_ours
+from residuum.rpc.serving import handler_of
 
 if TYPE_CHECKING:
     from residuum.rpc.tokens import Caller
@@ -58,7 +59,7 @@ class AioAccessInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        ours = handler_call_details.method.startswith(OURS)
+        ours = is_ours(handler_call_details.method)
         try:
             caller = _admit(self._access, handler_call_details)
         except Failure as failure:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -44,6 +45,17 @@ def configure_logs(level: str = "info", names: Iterable[str] = ("",)) -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
+
+
+def quiet_grpc() -> None:
+    """Let gRPC's core log errors alone, here and in the processes that are started from here.
+
+    Else it writes a line of its own, in no form of ours, for each failed TLS handshake: whoever reaches the port could
+    fill the disk with them. It must come before grpc is imported, which reads the environment then. Whoever set
+    GRPC_VERBOSITY or GRPC_TRACE wants to see more, and does.
+    """
+    if "GRPC_TRACE" not in os.environ:
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def make_formatter() -> logging.Formatter:

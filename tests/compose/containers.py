@@ -1,0 +1,55 @@
+"""What holds of the containers themselves, as the engine tells it and as they feel it from inside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.compose.outcome import Outcome, expect
+from tests.compose.project import DockerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tests.compose.project import Project
+
+USER = "10001"
+_CLEAN_ENDS = {0, 143}
+"""Of a process that SIGTERM asked to end: 143 is what init makes of it for one that has no handler for it."""
+
+
+def check_confinement(project: Project, services: Iterable[str], outcome: Outcome) -> None:
+    """See that each service is an ordinary user, without capabilities, on a root that it cannot write."""
+    for service in services:
+        host = project.inspect(service)["HostConfig"]
+        expect(host["ReadonlyRootfs"], f"{service} can write its root")
+        expect(host["CapDrop"] == ["ALL"] and not host["CapAdd"], f"{service} has capabilities")
+        expect("no-new-privileges:true" in host["SecurityOpt"], f"{service} can gain privileges")
+        expect(host["Memory"] > 0 and host["PidsLimit"] > 0, f"{service} has no limits")
+        expect(project.execute(service, "id", "-u").strip() == USER, f"{service} is another user")
+        for place in ("/", "/usr", "/etc"):
+            expect(_fails(project, service, "touch", f"{place}/here"), f"{service} can write to {place}")
+    outcome.say("confined: user 10001, read-only root, no capabilities, no new privileges, limits")
+
+
+def check_light_store(project: Project, store: str, outcome: Outcome) -> None:
+    """See that the store's image has nothing of what only models need."""
+    for package in ("torch", "vllm", "transformers"):
+        expect(_fails(project, store, "python", "-c", f"import {package}"), f"the store's image has {package}")
+    outcome.say("the store's image has neither torch nor vLLM")
+
+
+def take_down(project: Project, outcome: Outcome) -> None:
+    """Stop everything, cleanly and within the grace periods, remove it, and see that nothing is left."""
+    for service, code in project.stop().items():
+        expect(code in _CLEAN_ENDS, f"{service} ended with {code} when it was asked to stop")
+    project.down()
+    expect(not project.leftovers(), f"left behind: {', '.join(project.leftovers())}")
+    outcome.say("stopped cleanly; no container, volume or network is left")
+
+
+def _fails(project: Project, service: str, *command: str) -> bool:
+    try:
+        project.execute(service, *command)
+    except DockerError:
+        return True
+    return False

@@ -1,0 +1,50 @@
+"""What a run of the rounds has seen, and how it says so."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+class FailedError(AssertionError):
+    """Something is not as it must be. The message says what."""
+
+
+def expect(is_so: object, otherwise: str) -> None:
+    """Go on if it is so.
+
+    Raises:
+        FailedError: It is not.
+    """
+    if not is_so:
+        raise FailedError(otherwise)
+
+
+@dataclass
+class Outcome:
+    """What was captured and recovered, over all rounds."""
+
+    captures: int = 0
+    """Captures that ended COMPLETE and were read."""
+    rows: int = 0
+    """Their rows: (layer, position)."""
+    recovered: int = 0
+    """Captures that ended COMPLETE although their store was killed while they were written."""
+    recovered_rows: int = 0
+    """Rows of those that came to the store after it was killed."""
+    kills: int = 0
+    sizes: dict[str, str] = field(default_factory=dict)
+    """Of each image its size."""
+    _start: float = field(default_factory=time.monotonic)
+
+    def say(self, text: str) -> None:
+        """Print a line of what goes on, with the seconds since the beginning."""
+        print(f"{time.monotonic() - self._start:6.1f} s  {text}", flush=True)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} ({size})" for name, size in self.sizes.items())
+        return (
+            f"captured {self.rows} rows in {self.captures} captures, all COMPLETE; recovered {self.recovered} of them "
+            f"from {self.kills} SIGKILLs of their store, {self.recovered_rows} rows written after these; no container, "
+            f"volume or network left; images: {sizes}; {time.monotonic() - self._start:.0f} s"
+        )

@@ -1,0 +1,102 @@
+"""Several stores (profile sharded) with TLS and tokens (deploy/compose.tls.yaml), eager to start sooner."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import residuum
+from residuum.wire.placement import first_rank
+from tests.compose import containers, steps
+from tests.compose.outcome import FailedError, expect
+from tests.compose.project import Project
+from tests.security.certificates import LOOPBACK, Authority
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.compose.outcome import Outcome
+
+FILES = ("compose.yaml", "deploy/compose.tls.yaml")
+SHARDS = {"a": "store-a", "b": "store-b"}
+"""Stores by the names that captures are placed by, and their services."""
+SERVICES = (*SHARDS.values(), "inference-sharded")
+
+
+def run(outcome: Outcome) -> None:
+    """Run the round."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        token = _fill(folder)
+        variables = {"RESIDUUM_TLS_DIR": str(folder), "RESIDUUM_ENFORCE_EAGER": "true"}
+        with Project(FILES, variables) as project:
+            outcome.sizes.update(project.build(*SERVICES))
+            project.up("inference-sharded")
+            outcome.say("up, and healthy: TLS, tokens, two stores")
+            containers.check_confinement(project, SERVICES, outcome)
+            endpoint = project.endpoint("inference-sharded")
+            _refuses_strangers(endpoint, folder)
+            with residuum.Client(endpoint, tls=residuum.TLS(ca=folder / "ca.pem"), token=token) as client:
+                _use(client, project, endpoint, folder, token, outcome)
+            containers.take_down(project, outcome)
+
+
+def _fill(folder: Path) -> str:
+    """Make certificates and tokens as deploy/README.md tells people to; return the client's token."""
+    folder.chmod(0o755)  # the containers' user is another one
+    Authority(folder).issue("server", names=(*LOOPBACK, *SERVICES))
+    tokens = str(folder / "tokens.toml")
+    own = _token("--tenant", "*", "--rights", "write", "--append", tokens)
+    (folder / "store.token").write_text(own)
+    theirs = _token("--tenant", "alice", "--rights", "generate,read", "--append", tokens)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    return theirs
+
+
+def _token(*arguments: str) -> str:
+    command = [sys.executable, "-m", "residuum", "token", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _refuses_strangers(endpoint: str, folder: Path) -> None:
+    """See that neither plain text nor a caller without a token gets in."""
+    ca = residuum.TLS(ca=folder / "ca.pem")
+    for what, refusal, arguments in (
+        ("without TLS", residuum.Unreachable, {"tls": False}),
+        ("without a token", residuum.Unauthenticated, {"tls": ca}),
+        ("with a token of nobody's", residuum.Unauthenticated, {"tls": ca, "token": "residuum-nobodys"}),
+    ):
+        with residuum.Client(endpoint, **arguments) as client:
+            try:
+                client.info()
+            except refusal:
+                continue
+            raise FailedError(f"a caller {what} was served")
+
+
+def _use(client: residuum.Client, project: Project, endpoint: str, folder: Path, token: str, outcome: Outcome) -> None:
+    environment = {**os.environ, "RESIDUUM_TLS_CA": str(folder / "ca.pem"), "RESIDUUM_TOKEN": token}
+    outcome.say(steps.run_command(endpoint, environment, "doctor").splitlines()[-1])
+    acts = steps.capture_all(client, "first", outcome)
+    steps.pull(endpoint, acts, folder, environment, outcome)
+    names = ["first"]
+    for shard, service in SHARDS.items():
+        name = next(_names_of(shard))
+        names.append(name)
+        steps.survive(client, project, service, name, lambda service=service: steps.crash(project, service), outcome)
+    held = {store.store: sum(store.captures.values()) for store in client.stats()}
+    expect(len(held) == len(SHARDS) and all(held.values()), f"captures are not in both stores: {held}")
+    steps.delete(client, endpoint, names, environment, outcome)
+
+
+def _names_of(shard: str) -> Iterator[str]:
+    """Names of captures whose place is a store, by the contract's rule."""
+    for number in range(1000):
+        name = f"killed-{number}"
+        if first_rank(SHARDS, name) == shard:
+            yield name

@@ -1,0 +1,154 @@
+"""deploy/observability: what the dashboard, the alerts and the scrapes name is what the services export."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import promql_parser
+import pytest
+import yaml
+
+from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
+from inference_svc.requests import RequestRegistry
+from inference_svc.shipping.supervisor import ShipperSupervisor
+from inference_svc.vectors import VectorActivator, VectorCache
+from residuum.rpc.credentials import Credentials
+from residuum.wire.ids import make_id
+from store_svc.server import Store
+from store_svc.settings import StoreSettings
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "observability"
+COMPOSE = yaml.safe_load((FOLDER.parents[1] / "compose.yaml").read_text())
+DASHBOARD = json.loads((FOLDER / "dashboards" / "residuum.json").read_text())
+ALERTS = yaml.safe_load((FOLDER / "alerts.yml").read_text())
+
+# What prometheus_client and Prometheus itself add to every scrape.
+OF_PROCESSES = re.compile("process_|python_")
+OF_PROMETHEUS = {"up"}
+SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
+
+
+def names_in(registry) -> Iterator[str]:
+    for family in registry.collect():
+        for suffix in SUFFIXES[family.type]:
+            yield family.name + suffix
+
+
+def store_names(folder) -> set[str]:
+    """Of a store with everything on, as it serves."""
+    store = Store(StoreSettings(path=folder, listen="127.0.0.1:0", max_bytes=32 << 20, retain_bytes=1 << 20))
+    try:
+        return set(names_in(store._metrics.registry))
+    finally:
+        store.stop()
+
+
+def inference_names(folder) -> set[str]:
+    """Of the inference service's parts, before a model is there."""
+    registry = RequestRegistry(600, 10, max_bytes=1 << 20, make_id=make_id)
+    cache = VectorCache(8, 16, registry.is_leased)
+
+    async def load(rows):
+        raise AssertionError("nothing is loaded here")
+
+    metrics = InferenceMetrics()
+    metrics.registry.register(ServiceCollector(registry, cache, VectorActivator(cache, 8, load, 1.0), None))
+    shippers = ShipperSupervisor([], ["127.0.0.1:1"], 1, credentials=Credentials(), folder=str(folder))
+    metrics.registry.register(ShippingCollector([], shippers))
+    return set(names_in(metrics.registry))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return store_names(tmp_path_factory.mktemp("store")) | inference_names(tmp_path_factory.mktemp("inference"))
+
+
+def selected(expression) -> Iterator[str]:
+    """The metrics that a query names, wherever in it."""
+    node = promql_parser.parse(expression.replace("$__rate_interval", "1m"))
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, promql_parser.VectorSelector):
+            assert node.name, expression
+            yield node.name
+        elif isinstance(node, promql_parser.MatrixSelector):
+            todo.append(node.vector_selector)
+        elif isinstance(node, promql_parser.BinaryExpr):
+            todo += [node.lhs, node.rhs]
+        elif isinstance(node, promql_parser.Call):
+            todo += node.args
+        elif isinstance(node, (promql_parser.AggregateExpr, promql_parser.ParenExpr, promql_parser.UnaryExpr)):
+            todo.append(node.expr)
+        else:
+            assert isinstance(node, promql_parser.NumberLiteral), node
+
+
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
+RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+
+
+@pytest.mark.parametrize(
+    ("where", "expression"), [*QUERIES, *((rule["alert"], rule["expr"]) for rule in RULES)], ids=lambda text: text[:40]
+)
+def test_each_query_is_one_of_what_is_exported(exported, where, expression):
+    names = set(selected(expression))
+    assert names
+    assert {name for name in names if not OF_PROCESSES.match(name)} - exported - OF_PROMETHEUS == set()
+
+
+def test_nothing_that_is_exported_is_left_out(exported):
+    """A figure that nobody sees is one that nobody looks after."""
+    shown = {name for _, expression in QUERIES for name in selected(expression)}
+    ours = {re.sub("_(bucket|count|sum)$", "", name) for name in exported if name.startswith("residuum_")}
+    assert ours - {re.sub("_(bucket|count|sum)$", "", name) for name in shown} == set()
+
+
+def test_panels_stand_side_by_side():
+    places = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        assert 0 <= at["x"] < at["x"] + at["w"] <= 24
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & places, panel["title"]
+        places |= cells
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_panels_ask_the_source_that_is_provisioned():
+    (source,) = yaml.safe_load((FOLDER / "datasource.yml").read_text())["datasources"]
+    (variable,) = DASHBOARD["templating"]["list"]
+    assert (variable["type"], variable["query"]) == ("datasource", source["type"])
+    assert variable["current"]["value"] == source["uid"]
+    for panel in PANELS:
+        for asked in (panel["datasource"], *(target["datasource"] for target in panel["targets"])):
+            assert asked == {"type": "prometheus", "uid": f"${{{variable['name']}}}"}
+    assert source["url"] == "http://prometheus:9090"
+    assert "prometheus" in COMPOSE["services"]
+
+
+def test_the_dashboard_lies_where_grafana_looks():
+    (provider,) = yaml.safe_load((FOLDER / "dashboards.yml").read_text())["providers"]
+    folder = provider["options"]["path"]
+    grafana = COMPOSE["services"]["grafana"]
+    assert f"./deploy/observability/dashboards:{folder}:ro" in grafana["volumes"]
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == f"{folder}/residuum.json"
+
+
+def test_every_service_that_shows_figures_is_scraped():
+    configuration = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    (job,) = configuration["scrape_configs"]
+    (found,) = job["dns_sd_configs"]
+    showing = {
+        name: service["environment"]["RESIDUUM_METRICS"]
+        for name, service in COMPOSE["services"].items()
+        if "RESIDUUM_METRICS" in service.get("environment", {})
+    }
+    assert set(found["names"]) == set(showing)
+    assert {address.rpartition(":")[2] for address in showing.values()} == {str(found["port"])}
+    # Queries that are about our processes alone say so by this name.
+    assert job["job_name"] == "residuum"
+    assert configuration["rule_files"] == ["alerts.yml"]
