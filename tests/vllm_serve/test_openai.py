@@ -203,6 +203,14 @@ def test_vectors_to_project_onto(api: openai.OpenAI, captures: residuum.Client) 
     np.testing.assert_allclose(projected, whole[:, [3, 5]], rtol=1e-4, atol=1e-4)
 
 
+def test_a_random_projection_to_one_row(api: openai.OpenAI, captures: residuum.Client) -> None:
+    capture = residuum.Capture(layers=[7], encoding="rp8", dimensions=32, seed=3, reduction="mean", positions="prompt")
+    answer = api.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3, extra_body=asking(capture))
+    acts = captures.activations(f"{answer.id}-0")
+    assert acts.manifest.state == "complete"
+    assert acts[7].shape == (1, 32)
+
+
 def test_a_connection_that_is_closed_leaves_the_capture_aborted(api: openai.OpenAI, captures: residuum.Client) -> None:
     with api.completions.create(
         model=MODEL,
