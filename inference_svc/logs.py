@@ -30,11 +30,6 @@ def configure_worker_logs() -> None:
     configure_logs(os.environ.get(LEVEL_VARIABLE, "info"))
 
 
-def configure_guest_logs(level: str) -> None:
-    """Set up the logs of our own code in a process that is another's, and leave its own as they are."""
-    configure_logs(level, ("inference_svc", "residuum"))
-
-
 def _vllm_configuration(level: str) -> dict[str, object]:
     """Return a `logging.config.dictConfig` by which vLLM's records look like ours."""
     return {

@@ -96,16 +96,16 @@ def _front_of(vllm_config: Any) -> Callable[..., Any] | None:
     """
     if vllm_config.parallel_config.worker_cls != WORKER:
         return None
-    from inference_svc.logs import configure_guest_logs
     from inference_svc.tap_settings import TapSettings
     from inference_svc.vllm_serve.front import FrontEnd
     from inference_svc.worker_settings import LONGEST_STEP_SECONDS
+    from residuum.rpc.logs import configure_own_logs
     from residuum.rpc.settings import BadSettingsError, from_environment
 
     try:
         settings = from_environment(TapSettings)
     except BadSettingsError as error:
         raise SystemExit(f"vllm serve with residuum: bad settings\n{error}") from None
-    configure_guest_logs(settings.log_level)
+    configure_own_logs(settings.log_level)
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))
     return functools.partial(FrontEnd, settings)

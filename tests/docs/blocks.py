@@ -25,6 +25,7 @@ ELSEWHERE = [
         "CONTRIBUTING.md",
         "bench/README.md",
         "deploy/README.md",
+        "examples/languages/README.md",
         "tests/conformance/README.md",
         "tests/faults/README.md",
     )
