@@ -261,7 +261,7 @@ class InferenceServer:
         while parts.registry.running and not parts.engine.is_dead:
             if asyncio.get_running_loop().time() >= deadline:
                 for running in parts.registry.running:
-                    running.aborted.set()
+                    running.abort()
                 return
             await asyncio.sleep(0.05)
 

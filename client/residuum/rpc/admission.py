@@ -5,7 +5,6 @@ A call that may not be made never reaches its handler, and its messages are not 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -94,19 +93,14 @@ def _admitted(handler: _Handler, caller: Caller) -> Callable[..., Any]:
 
 
 def _aio_admitted(handler: _Handler, caller: Caller) -> Callable[..., Any]:
+    """Return a call that is made by `caller`: of a coroutine or of an iterator, whichever the handler's returns."""
     call = _call_of(handler)
 
-    async def unary(request: Any, context: Any) -> Any:
-        set_caller(caller)
-        return await call(request, context)
+    def admitted(request: Any, context: Any) -> Any:
+        set_caller(caller)  # in the task of the call: what makes it runs there, in the interceptor of `serving`
+        return call(request, context)
 
-    async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
-        set_caller(caller)
-        async with contextlib.aclosing(call(request, context)) as responses:
-            async for response in responses:
-                yield response
-
-    return streaming if handler.response_streaming else unary
+    return admitted
 
 
 def _refusing(handler: _Handler, failure: Failure) -> _Handler:

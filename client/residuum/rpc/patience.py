@@ -176,7 +176,7 @@ class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             # Health watches write their answers to the context.
             return grpc.stream_stream_rpc_method_handler(
-                streaming if inspect.isasyncgenfunction(call) else writing,
+                writing if inspect.iscoroutinefunction(call) else streaming,
                 handler.request_deserializer,
                 handler.response_serializer,
             )
