@@ -26,7 +26,6 @@ ELSEWHERE = [
         "bench/README.md",
         "deploy/README.md",
         "examples/languages/README.md",
-        "examples/languages/README.md",
         "tests/conformance/README.md",
         "tests/faults/README.md",
     )
