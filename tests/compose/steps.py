@@ -79,7 +79,7 @@ def steer(client: residuum.Client, acts: Activations, outcome: Outcome) -> None:
     slack = np.linalg.norm(acts[layer][rows], axis=1) / 2**7
     expect((abs(moved - scale) < slack).all(), f"steered rows moved by {moved.round(2)}, not by {scale}")
     note(steered, outcome)
-    outcome.say(f"steered: {len(rows)} rows of layer {layer} moved by {moved.mean():.2f} along the vector of {scale}")
+    outcome.say(f"steered: {len(rows)} rows of layer {layer} moved by {np.median(moved):.2f} along a vector of {scale}")
 
 
 def pull(endpoint: str, acts: Activations, folder: Path, environment: Mapping[str, str], outcome: Outcome) -> None:
