@@ -35,7 +35,7 @@ bench-gpu: setup ## The same on a GPU, with Qwen2.5-3B's shape; ARGS='--stop-aft
 	@$(BIN)/python -m bench.readme
 
 test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-compose: setup ## compose.yaml on a container engine: build, use, kill a store, remove; ARGS='--only plain'
 	@$(BIN)/python -m tests.compose $(ARGS)
