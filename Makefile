@@ -9,7 +9,7 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve bench bench-gpu test test-compose soak fuzz lint format types imports protos check-protos contract lock ci clean
+.PHONY: help setup model demo serve bench bench-gpu test test-compose soak fuzz docs docs-serve lint format types imports protos check-protos contract lock ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,13 @@ fuzz: SERVICE ?= store
 fuzz: MINUTES ?= 10
 fuzz: setup ## Call a service with hostile messages: SERVICE=inference, MINUTES=60, ARGS=--help
 	@$(BIN)/python -m tests.fuzz --service $(SERVICE) --minutes $(MINUTES) $(ARGS)
+
+docs: setup ## Build the documentation, strictly, into build/site
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --jobs auto --doctree-dir build/doctrees docs build/site
+
+docs-serve: PORT ?= 8000
+docs-serve: docs ## Show it at http://localhost:8000 (PORT=)
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site $(PORT)
 
 lint: setup ## Style: ruff check and ruff format --check
 	$(BIN)/ruff check

@@ -147,15 +147,13 @@ class Activations(Mapping[int, FloatArray]):
     def encoded(self, layer: int) -> dict[str, npt.NDArray[Any]]:
         """Return a layer's rows as they came from the server, not decoded; read-only.
 
-        | encoding | fields |
-        | --- | --- |
-        | "full8", "rp8" | `q` uint8 [positions, width], `scale` and `zero` float32 [positions] |
-        | "full8" along dimensions | `q` uint8 [positions, width]; `scale` and `zero` float32 [groups, width]; \
-`group` int64 [positions], which of them goes with a row |
-        | "topk8" | `q` uint8 [positions, k], `index` uint16 [positions, k], `scale` and `zero` float32 [positions] |
-        | "topk" | `x` in the model's dtype [positions, k], `index` uint16 [positions, k] |
-        | "rp", "project" | `y` float32 [positions, width] |
-        | "raw", "fp32", "fp16", "bf16" | `x` [positions, width] |
+        - "full8", "rp8": `q` uint8 [positions, width], `scale` and `zero` float32 [positions].
+        - "full8" along dimensions: `q` uint8 [positions, width]; `scale` and `zero` float32 [groups, width]; `group`
+          int64 [positions], which of them goes with a row.
+        - "topk8": `q` uint8 [positions, k], `index` uint16 [positions, k], `scale` and `zero` float32 [positions].
+        - "topk": `x` in the model's dtype [positions, k], `index` uint16 [positions, k].
+        - "rp", "project": `y` float32 [positions, width].
+        - "raw", "fp32", "fp16", "bf16": `x` [positions, width].
 
         Rows that are not `present` are undefined.
 

@@ -1,4 +1,4 @@
-"""How much memory capture blocks take, as an operator reads it in deploy/README.md."""
+"""How much memory capture blocks take, as an operator reads it in docs/operations/sizing.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inference_svc.settings import SITES, InferenceSettings
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.worker import _STEPS_LEAVING
 
-README = Path(inference_svc.__file__).parents[1] / "deploy" / "README.md"
+PAGE = Path(inference_svc.__file__).parents[1] / "docs" / "operations" / "sizing.md"
 LAYERS, HIDDEN, ELEMENT_BYTES = 32, 4096, 2
 """Of a model with 8 B parameters, in bfloat16."""
 TOKENS, REQUESTS = (InferenceSettings.model_fields[name].default for name in ("max_num_batched_tokens", "max_num_seqs"))
@@ -24,17 +24,17 @@ def pool_bytes(tokens: int, requests: int, sites: int, leaving: int) -> int:
 
 @pytest.mark.parametrize("tokens", [32, 2048, 8192])
 @pytest.mark.parametrize("requests", [1, 64, 1024])
-def test_the_formula_of_the_readme_is_the_codes(tokens: int, requests: int) -> None:
+def test_the_formula_of_the_page_is_the_codes(tokens: int, requests: int) -> None:
     position = LAYERS * HIDDEN * ELEMENT_BYTES
     assert pool_bytes(tokens, requests, 1, _STEPS_LEAVING) == (2 * tokens + 96 * requests) * position
     assert pool_bytes(tokens, requests, 1, 0) == (tokens + 64 * requests) * position
-    told = README.read_text()
+    told = PAGE.read_text()
     assert "2 × max-num-batched-tokens + 96 × max-num-seqs" in told
     assert "max-num-batched-tokens + 64 × max-num-seqs" in told
 
 
-def test_the_examples_of_the_readme_are_the_codes() -> None:
-    told = README.read_text()
+def test_the_examples_of_the_page_are_the_codes() -> None:
+    told = PAGE.read_text()
     for sites in (1, len(SITES)):
         gpu, cpu = (pool_bytes(TOKENS, REQUESTS, sites, leaving) / GIB for leaving in (_STEPS_LEAVING, 0))
         assert f"| {sites} | {gpu:g} GiB | {cpu:g} GiB |" in told

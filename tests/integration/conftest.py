@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def services(smollm2: Path) -> Iterator[tuple[Service, Service]]:
-    """(store, inference): the shared engine, SmolLM2 in bfloat16, eager. Both show their figures; see test_metrics."""
+    """(store, inference): the shared engine, SmolLM2 in bfloat16, eager, all sites armed. Both show figures."""
     figures = ["--metrics", "127.0.0.1:0"]
+    sites = ["--capture-sites", "resid_post,resid_pre,attn_out,mlp_out"]
     with running_services(
         str(smollm2),
-        inference_arguments=["--enforce-eager", "--max-model-len", "1024", *figures],
+        inference_arguments=["--enforce-eager", "--max-model-len", "1024", *sites, *figures],
         store_arguments=figures,
     ) as both:
         yield both

@@ -42,8 +42,6 @@ def vector(size: int = 576) -> residuum.Vector:
     ("asked", "error", "says"),
     [
         ({"capture": residuum.Capture(layers=[30])}, residuum.UnknownLayer, "0 to 29"),
-        ({"capture": residuum.Capture(layers=[0], sites=["mlp_out"])}, residuum.UnknownSite,
-         "mlp_out is not armed.* armed: resid_post.* --capture-sites"),
         ({"steer": [residuum.Add(vector(), layer=99, scale=1.0)]}, residuum.UnknownLayer, "99"),
         ({"steer": [residuum.Add(vector(64), layer=1, scale=1.0)]}, residuum.BadVector, "576"),
         ({"model": "another"}, residuum.UnknownModel, "SmolLM2"),

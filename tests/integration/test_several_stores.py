@@ -42,6 +42,9 @@ def test_one_store_is_killed_in_mid_capture_and_the_other_goes_on(tiny_llama: Pa
         inference.wait_until_serving(START_SECONDS)
         client = stack.enter_context(residuum.Client(inference.endpoint))
 
+        with pytest.raises(residuum.UnknownSite, match=r"mlp_out is not armed.* armed: resid_post.* --capture-sites"):
+            client.generate([5, 6, 7], capture=residuum.Capture(layers=[0], sites=["mlp_out"]))
+
         replies = client.generate_many([[5, 6, 7]] * 12, max_tokens=8, capture=ALL, progress=False)
         for reply in replies:
             assert client.activations(reply.request_id).manifest.is_complete

@@ -1,0 +1,67 @@
+"""Sphinx extension: docstrings are plain text with `code`, read as reStructuredText.
+
+* An indented paragraph of a module's would be a quotation. Here it stands as it is.
+* |x| would be a substitution there. Here it is a length.
+* Napoleon takes what stands before a colon in an attribute's docstring for its type. Here it is a sentence.
+* A dataclass whose `__new__` only checks is made with the arguments of its `__init__`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from typing import TYPE_CHECKING
+
+from sphinx.ext.napoleon.docstring import GoogleDocstring
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+CODE = re.compile(r"(`[^`]*`)")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Sphinx calls this."""
+    app.connect("autodoc-process-docstring", read, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", sign)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def read(app: Sphinx, kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Prepare a docstring for napoleon."""
+    if kind == "module":
+        show_as_they_stand(lines)
+    for at, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...")):
+            parts = CODE.split(line)
+            parts[::2] = [part.replace("|", r"\|") for part in parts[::2]]
+            lines[at] = "".join(parts)
+    if kind in ("attribute", "data", "property"):
+        read_as_prose = GoogleDocstring(list(lines), app.config, app, "method", name, thing, options).lines()
+        lines[:] = ["..", "", *read_as_prose]  # napoleon looks at the first line alone: a comment without words
+
+
+def show_as_they_stand(lines: list[str]) -> None:
+    """Make of indented paragraphs, which would be quotations, blocks of their own: formulas, trees."""
+    paragraphs = [at for at, line in enumerate(lines) if at and line.startswith("    ") and not lines[at - 1].strip()]
+    for at in reversed(paragraphs):
+        before = next(line for line in reversed(lines[:at]) if line.strip())
+        if not before.startswith(" "):
+            lines[at:at] = ["::", ""]
+
+
+def sign(
+    _app: Sphinx, kind: str, _name: str, thing: object, _options: object, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """Return a class's signature."""
+    if (
+        kind == "class"
+        and isinstance(thing, type)
+        and dataclasses.is_dataclass(thing)
+        and "_named" in (signature or "")
+    ):
+        arguments = list(inspect.signature(thing.__init__).parameters.values())[1:]
+        plain = [argument.replace(annotation=inspect.Parameter.empty) for argument in arguments]
+        return str(inspect.Signature(plain)), None
+    return signature, returned

@@ -1,0 +1,158 @@
+"""Sphinx extension: what the code says of itself, as Markdown in the place of a comment `<!-- generated: NAME -->`.
+
+The names:
+
+* `commands`: the commands of `residuum`, with their arguments.
+* `bars all`, `bars missed`: what benchmarks have to reach, and what they reached, from `bench/results`.
+* `settings store`, `settings inference`: the settings of a service, each with flag, default and description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pydantic.fields import FieldInfo
+    from sphinx.application import Sphinx
+
+    from residuum.rpc.settings import ServiceSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+
+MARK = re.compile(r"^<!-- generated: (\w+)(?: (\w+))? -->$", re.MULTILINE)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Sphinx calls this."""
+    app.connect("source-read", read)
+    app.connect("env-get-outdated", outdated)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def read(app: Sphinx, _page: str, source: list[str]) -> None:
+    """Put what is made into a page's text."""
+
+    def made(mark: re.Match[str]) -> str:
+        app.env.metadata[app.env.docname]["generated"] = mark[1]
+        return "\n".join(MAKERS[mark[1]](*(mark.groups()[1:] if mark[2] else ())))
+
+    source[0] = MARK.sub(made, source[0])
+
+
+def outdated(app: Sphinx, *_pages: object) -> list[str]:
+    """Name the pages with generated parts: whether these are new is not known before they are made."""
+    return [page for page, facts in app.env.metadata.items() if "generated" in facts]
+
+
+def commands() -> Iterator[str]:
+    """Yield a section for each command."""
+    from residuum.cli.main import _parser
+
+    found = list(_commands(_parser(), "residuum"))
+    common = {action.dest: action for action in _actions(dict(found)["residuum info"])}
+    yield from ("## Flags of all commands", "", "`residuum token`, which calls nobody, has `--json` alone of them, and")
+    yield "`residuum health`, which asks one service, neither `--store` nor `--tenant`. For `generate`, `pull` and"
+    yield from ("`manifest` the `--timeout` is of the whole command, and by default there is none.", "")
+    yield from _arguments(common.values())
+    for name, command in found:
+        own = [action for action in _actions(command) if action.dest not in common]
+        yield from ("", f"## `{name}`", "", _text(command.description or ""), "")
+        yield from ("```text", _usage(name, own), "```", "")
+        yield from _arguments(own)
+
+
+def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
+    if not groups:
+        yield name, parser
+    for group in groups:
+        for word, command in group.choices.items():
+            yield from _commands(command, f"{name} {word}")
+
+
+def _actions(command: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in command._actions if action.dest != "help"]  # noqa: SLF001 - there is no other way
+
+
+def _usage(name: str, own: list[argparse.Action]) -> str:
+    parts = [name]
+    for action in own:
+        if not action.option_strings:
+            parts.append(f"{action.metavar or action.dest}{' ...' if action.nargs == '+' else ''}")
+        elif action.required:
+            parts.append(f"{action.option_strings[-1]} {action.metavar}")
+    return " ".join([*parts, "[FLAGS]"])
+
+
+def _arguments(actions: Iterable[argparse.Action]) -> Iterator[str]:
+    rows = [f"| {_argument(action)} | {_text(action.help or '')} |" for action in actions]
+    if rows:
+        yield from ("| | |", "| --- | --- |", *rows)
+
+
+def _argument(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return f"`{action.metavar or action.dest}`"
+    named = action.metavar or " / ".join(map(str, action.choices or ())) or action.dest.upper()
+    value = "" if action.nargs == 0 else f" {named}"
+    return ", ".join(f"`{flag}{value}`" for flag in action.option_strings)
+
+
+def settings(service: str) -> Iterator[str]:
+    """Yield a table of a service's settings."""
+    from inference_svc.settings import InferenceSettings
+    from store_svc.settings import StoreSettings
+
+    kinds: dict[str, type[ServiceSettings]] = {"inference": InferenceSettings, "store": StoreSettings}
+    yield from ("| flag | default | |", "| --- | --- | --- |")
+    for name, field in kinds[service].model_fields.items():
+        yield f"| `--{name.replace('_', '-')}` | {_default(field)} | {_text(field.description or '')} |"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be given"
+    value = field.get_default(call_default_factory=True)
+    if value is None or value in ("", (), {}):
+        return ""
+    if isinstance(value, tuple):
+        value = ",".join(value)
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _text(text: str) -> str:
+    """Return a text as one cell of a table; the environment of this machine does not show in it."""
+    text = re.sub(r", now [^)]+\)", ", or localhost:50051)", text).replace("%%", "%")
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").strip()
+
+
+def bars(which: str) -> Iterator[str]:
+    """Yield a table of all bars, or of those that were missed."""
+    rows = []
+    for path in sorted(RESULTS.glob("*/*.json")):
+        result = json.loads(path.read_text())
+        made_by = f"`{result.get('benchmark')}` at {result['revision']['commit'][:7]}, {path.parent.name}"
+        for bar in _bars(result):
+            sign, measured = "≤" if bar["at_most"] else "≥", "none" if bar["value"] is None else f"{bar['value']:.3g}"
+            outcome = "reached" if bar["passed"] else "**missed**"
+            if which == "all" or not bar["passed"]:
+                rows.append(f"| {bar['name']} | {measured} | {sign} {bar['limit']:g} | {outcome} | {made_by} |")
+    if rows:
+        yield from ("| | measured | bar | | by |", "| --- | ---: | ---: | --- | --- |", *rows)
+    else:
+        yield "None is missed."
+
+
+def _bars(result: Any) -> Iterator[dict[str, Any]]:
+    for name, value in result.items() if isinstance(result, dict) else ():
+        yield from value if name == "bars" else _bars(value)
+
+
+MAKERS: dict[str, Callable[..., Iterator[str]]] = {"bars": bars, "commands": commands, "settings": settings}

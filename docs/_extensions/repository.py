@@ -1,0 +1,96 @@
+"""Sphinx extension: pages that are documents from elsewhere in the repository, and links that lead out of docs/.
+
+Links are written as they work in the repository: `[the contract](../protos/residuum/v1/store.proto)`. On the site a
+link to a document that is a page becomes a link to that page; one to any other file leads to `repository_url`, or is
+plain text if there is none. A link to what does not exist stays as it is, and Sphinx warns of it.
+
+    <!-- from README.md: figures -->
+
+is replaced by what stands there between the mark that begins with "figures" and the next.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FENCED = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+EXCERPT = re.compile(r"^<!-- from (\S+): (\S+) -->$", re.MULTILINE)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Sphinx calls this."""
+    app.add_config_value("repository_documents", {}, "env")
+    app.add_config_value("repository_url", "", "env")
+    app.connect("source-read", read)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def read(app: Sphinx, page: str, source: list[str]) -> None:
+    """Give Sphinx a page's text: the document that it is, with excerpts, and with links as they are on the site."""
+    documents: dict[str, str] = app.config.repository_documents
+    origin = ROOT / documents[page] if page in documents else Path(app.env.doc2path(page))
+    if origin.suffix != ".md":
+        return
+    app.env.note_dependency(str(origin))
+    text = origin.read_text() if page in documents else source[0]
+    pages = {ROOT / name: at for at, name in documents.items()}
+    pages |= {Path(app.env.doc2path(name)).resolve(): name for name in app.env.found_docs if name not in documents}
+    links = Links(page, pages, app.config.repository_url)
+
+    def excerpt(match: re.Match[str]) -> str:
+        app.env.note_dependency(str(ROOT / match[1]))
+        return links.rewritten(between_marks(ROOT / match[1], match[2]), ROOT / match[1])
+
+    source[0] = EXCERPT.sub(excerpt, links.rewritten(text, origin))
+
+
+def between_marks(document: Path, name: str) -> str:
+    """Return what stands in a document between the comment that begins with a name and the next comment.
+
+    Raises:
+        ValueError: There is no such comment.
+    """
+    found = re.search(rf"^<!-- {re.escape(name)}\b.*?-->$\n(.*?)^<!-- ", document.read_text(), re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{document} has no mark {name!r}")
+    return found[1].strip()
+
+
+class Links:
+    """Rewrites the links of a page's text."""
+
+    def __init__(self, page: str, pages: dict[Path, str], url: str) -> None:
+        """Know the page, what the pages are made of, and where other files can be looked at."""
+        self._page, self._pages, self._url = page, pages, url
+
+    def rewritten(self, text: str, origin: Path) -> str:
+        """Return a text with its links as they are on the site; code stays as it is."""
+        parts, at = [], 0
+        for code in FENCED.finditer(text):
+            parts += [self._prose(text[at : code.start()], origin), code[0]]
+            at = code.end()
+        return "".join([*parts, self._prose(text[at:], origin)])
+
+    def _prose(self, text: str, origin: Path) -> str:
+        return LINK.sub(lambda link: self._link(link, origin), text)
+
+    def _link(self, link: re.Match[str], origin: Path) -> str:
+        words, (target, mark, anchor) = link[1], link[2].partition("#")
+        if not target or re.match(r"[a-z]+:", target):
+            return link[0]
+        path = (origin.parent / target).resolve()
+        if path in self._pages:
+            relative = posixpath.relpath(self._pages[path], posixpath.dirname(self._page) or ".")
+            return f"[{words}]({relative}.md{mark}{anchor})"
+        if not path.exists() or not path.is_relative_to(ROOT):
+            return link[0]
+        return f"[{words}]({self._url}{path.relative_to(ROOT)}{mark}{anchor})" if self._url else words

@@ -1,0 +1,97 @@
+"""The code blocks of the documentation: which there are, and what is to be done with each.
+
+A block that cannot run where the tests run says so, and why, in a comment right above it:
+
+    <!-- not run: needs a GPU -->
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+RUN = ("python", "pycon", "console")
+"""Languages whose blocks are run against real services (tests/integration/test_docs.py)."""
+PARSED = ("toml",)
+"""Those of files, which are parsed, and compared with what reads them (tests/docs/test_blocks.py)."""
+OUTPUT = "text"
+"""What a program prints, or a formula: nothing to run."""
+
+_FENCE = re.compile(r"^( *)(`{3,})([^\n`]*)\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
+_MARK = re.compile(r"<!-- not run: (.+?) -->\s*\Z", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block."""
+
+    page: Path
+    line: int
+    """The number of the first line of code."""
+    language: str
+    code: str
+    reason: str | None
+    """Why it is not run; None if it is."""
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def source(self) -> str:
+        """The code, as far down as it stands on the page, so that tracebacks name the page's lines."""
+        return "\n" * (self.line - 1) + self.code
+
+    @property
+    def commands(self) -> list[str]:
+        """Of a console: what is typed. A command goes on behind a backslash, and as long as a quote is open."""
+        found: list[str] = []
+        for line in re.sub(r"\\\n", "", self.code).splitlines():
+            if line.startswith("$ "):
+                found.append(line.removeprefix("$ "))
+            elif found and _is_open(found[-1]):
+                found[-1] += f"\n{line}"
+        return found
+
+
+def _is_open(command: str) -> bool:
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:
+        return True
+    return False
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the blocks of a page, in order; not those that are Sphinx's own directives."""
+    text, found = page.read_text(), []
+    for fence in _FENCE.finditer(text):
+        language = fence[3].strip()
+        if not language.startswith("{"):
+            mark = _MARK.search(text, 0, fence.start())
+            line = text.count("\n", 0, fence.start()) + 2
+            found.append(Block(page, line, language, fence[4], mark[1] if mark else None))
+    return found
+
+
+def words(command: str) -> list[list[str]]:
+    """Return the words of each command of a shell line: what stands between &&, | and ;, without redirections."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars="&|;<>")
+    lexer.whitespace_split = True
+    commands: list[list[str]] = [[]]
+    skip = False
+    for word in lexer:
+        if set(word) <= set("&|;"):
+            commands.append([])
+        elif set(word) <= set("<>"):
+            skip = True
+        elif skip:
+            skip = False
+        else:
+            commands[-1].append(word)
+    return [command for command in commands if command]

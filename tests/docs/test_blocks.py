@@ -1,0 +1,107 @@
+"""What is known of the documentation's code without running it: that it can be meant, and that what it names exists.
+
+What can run is run: tests/integration/test_docs.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from itertools import dropwhile
+from pathlib import Path
+
+import pytest
+
+from inference_svc.settings import InferenceSettings
+from residuum.cli.main import _parser
+from residuum.rpc.tokens import TokenFile
+from store_svc.settings import StoreSettings
+from tests.docs.blocks import OUTPUT, PAGES, PARSED, ROOT, RUN, Block, blocks, words
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+SERVICES = {"inference_svc": InferenceSettings, "store_svc": StoreSettings}
+
+
+def of(*languages):
+    return pytest.mark.parametrize("block", [block for block in BLOCKS if block.language in languages], ids=str)
+
+
+def flags(settings):
+    return {f"--{name.replace('_', '-')}" for name in settings.model_fields} | {"--config", "--help"}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_block_is_run_or_read_or_says_why_not(block: Block):
+    assert block.language in {*RUN, *PARSED, OUTPUT}, "give the block a language that the tests know"
+    assert block.reason is None or block.language in RUN, "only what would run needs a reason not to"
+    assert block.reason is None or len(block.reason) > 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_mark_is_right_above_a_block(page: Path):
+    assert page.read_text().count("<!-- not run: ") == sum(block.reason is not None for block in blocks(page))
+
+
+@of("python")
+def test_python_compiles(block: Block):
+    ast.parse(block.source, str(block))
+
+
+@of("console")
+def test_consoles_are_shell(block: Block):
+    assert block.commands, "what is typed begins with a dollar sign"
+    for command in block.commands:
+        subprocess.run(["bash", "-n", "-c", command], check=True, capture_output=True, text=True)
+
+
+@of("console")
+def test_commands_and_flags_exist(block: Block):
+    for command in block.commands:
+        for line in words(command):
+            check_command(list(dropwhile(re.compile(r"[A-Z_]+=").match, line)))
+
+
+def check_command(line):
+    program, *arguments = line
+    if program == "residuum":
+        _parser().parse_args(arguments)
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in arguments if "=" not in word} <= set(targets)
+    elif program.endswith("python") and arguments[:1] == ["-m"]:
+        assert importlib.util.find_spec(arguments[1]) is not None, arguments[1]
+        if arguments[1] in SERVICES:
+            given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+            assert given <= flags(SERVICES[arguments[1]]), given
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        for asked in re.findall(r"(?:residuum|\.)\[([\w,]+)\]", " ".join(arguments)):
+            assert set(asked.split(",")) <= set(extras)
+    else:
+        assert program in {"cd", "chmod", "curl", "docker", "git", "grpcurl", "python", "ssh"}, f"what is {program}?"
+
+
+@of("toml")
+def test_files_in_toml_are_of_services(block: Block, tmp_path: Path):
+    content = tomllib.loads(block.code)
+    if "token" in content:
+        (tmp_path / "tokens.toml").write_text(block.code)
+        assert TokenFile(tmp_path / "tokens.toml").table()
+    else:
+        assert {name.replace("-", "_") for name in content} <= set(InferenceSettings.model_fields)
+
+
+def test_the_check_of_commands_can_fail():
+    for wrong in ("residuum generate", "residuum ls --nothing", "make nothing", "python -m store_svc --nothing",
+                  "python -m bench.nothing", "pip install residuum[nothing]", "nothing"):  # fmt: skip
+        with pytest.raises((AssertionError, SystemExit, ModuleNotFoundError)):
+            check_command(wrong.split())
+    assert words("FOO=1 a 'b c' | d > e && f") == [["FOO=1", "a", "b c"], ["d"], ["f"]]

@@ -1,0 +1,174 @@
+"""The pages hang together: each is in the navigation, links lead somewhere, the reference leaves nothing out."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import residuum
+import residuum.directions
+from inference_svc.settings import InferenceSettings
+from residuum.cli.main import _parser
+from residuum.v1 import capture_pb2
+from store_svc.settings import StoreSettings
+from tests.docs.blocks import DOCS, PAGES, ROOT
+
+sys.path.insert(0, str(DOCS / "_extensions"))
+
+import docstrings  # the site's own extensions
+import generated
+import repository
+
+CODE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
+ELSEWHERE = [ROOT / name for name in ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md",
+             "deploy/README.md", "tests/conformance/README.md", "tests/faults/README.md")]  # fmt: skip
+
+
+def prose(page):
+    return CODE.sub("", page.read_text())
+
+
+def anchors(page):
+    """The anchors of a page's headings, as code hosts and MyST make them."""
+    titles = re.findall(r"^#{1,6} (.+)$", prose(page), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "") for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ELSEWHERE], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    for target in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), target
+
+
+def test_every_page_is_in_the_navigation_once():
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", (DOCS / "index.md").read_text(), re.DOTALL | re.MULTILINE)
+    named = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    there = [page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES if page.is_relative_to(DOCS)]
+    assert sorted(named) == sorted(name for name in there if name != "index")
+
+
+def test_documents_from_elsewhere_are_there():
+    found = re.search(r"^repository_documents = (\{.*?^\})", (DOCS / "conf.py").read_text(), re.DOTALL | re.MULTILINE)
+    for page, name in eval(found[1]).items():
+        assert (ROOT / name).is_file()
+        stub = (DOCS / page).with_suffix(".md")
+        assert posixpath.relpath(ROOT / name, stub.parent) in stub.read_text(), (
+            "readers of the repository are led there"
+        )
+
+
+def test_links_out_of_the_site_become_pages_files_or_words():
+    pages = {ROOT / "ARCHITECTURE.md": "project/architecture", DOCS / "faq.md": "faq"}
+    text = "[a](../ARCHITECTURE.md#rows) [b](faq.md) [c](../protos) [d](nothing.md) [e](https://x.y) `[f](g)`\n"
+    here = repository.Links("limits", pages, "").rewritten(text, DOCS / "limits.md")
+    assert here == "[a](project/architecture.md#rows) [b](faq.md) c [d](nothing.md) [e](https://x.y) `[f](g)`\n"
+    there = repository.Links("howto/x", pages, "https://h/main/").rewritten("[c](../../protos)", DOCS / "howto/x.md")
+    assert there == "[c](https://h/main/protos)"
+    code = "```text\n[a](../ARCHITECTURE.md)\n```\n"
+    assert repository.Links("limits", pages, "").rewritten(code, DOCS / "limits.md") == code
+
+
+def test_figures_are_taken_from_the_readme():
+    figures = repository.between_marks(ROOT / "README.md", "figures")
+    assert figures.count("| ---") >= 3
+    with pytest.raises(ValueError, match="no mark"):
+        repository.between_marks(ROOT / "README.md", "nothing")
+
+
+# ------------------------------------------------------------------------------------------------------- the reference
+
+
+def directives():
+    text = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    return re.findall(r"^\.\. auto(?:class|exception|function):: (\S+)$", text, re.MULTILINE)
+
+
+def test_every_public_name_is_in_the_reference_once():
+    named = directives()
+    assert len(named) == len(set(named))
+    public = {f"residuum.{name}" for name in residuum.__all__} - {"residuum.__version__", "residuum.directions"}
+    public |= {f"residuum.directions.{name}" for name in residuum.directions.__all__}
+    public -= {"residuum.directions.Directions"}  # which is residuum.Directions
+    assert set(named) - {"residuum.torch.ActivationDataset", "residuum.torch.ActivationBatch"} == public
+
+
+@pytest.mark.parametrize("name", sorted(set(residuum.__all__) - {"__version__"}))
+def test_every_public_name_says_what_it_is(name: str):
+    thing = getattr(residuum, name)
+    assert inspect.getdoc(thing)
+    members = vars(thing).items() if inspect.isclass(thing) else ()
+    silent = [
+        key for key, value in members if not key.startswith("_") and inspect.isfunction(value) and not value.__doc__
+    ]
+    assert not silent
+
+
+def test_the_command_line_is_there_with_every_flag():
+    made = "\n".join(generated.commands())
+
+    def walk(parser):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield from walk(command)
+            elif action.dest not in {"help", "version"}:
+                yield from action.option_strings
+
+    assert {flag for flag in walk(_parser()) if f"`{flag}" not in made} == set()
+
+
+@pytest.mark.parametrize(("service", "settings"), [("inference", InferenceSettings), ("store", StoreSettings)])
+def test_every_setting_is_there_and_says_what_it_is(service: str, settings: type):
+    rows = [line for line in generated.settings(service) if line.startswith("| `--")]
+    assert len(rows) == len(settings.model_fields)
+    assert all(len(row.split(" | ")[2]) > 10 for row in rows)
+
+
+def test_every_flag_that_pages_name_exists():
+    others = {"--help", "--version", "--shm-size", "--worker-cls", "--profile"}  # ours for programs, Docker's, vLLM's
+    known = set(re.findall(r"`(--[a-z-]+)", "\n".join([*generated.commands(), *generated.settings("inference"),
+                *generated.settings("store")]))) | others | {"--config"}  # fmt: skip
+    for page in PAGES:
+        code = [span for span in re.findall(r"`([^`]+)`", prose(page)) if "python -m bench" not in span]
+        named = {flag for span in code for flag in re.findall(r"(?<!\S)--[a-z][a-z-]+", span)}
+        assert named <= known, f"{page}: {named - known}"
+
+
+def test_every_reason_of_incomplete_captures_is_explained():
+    page = (DOCS / "concepts/captures.md").read_text()
+    named = set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE))
+    names = {name.removeprefix("INCOMPLETE_REASON_") for name in capture_pb2.IncompleteReason.keys()}  # noqa: SIM118
+    assert named == names - {"UNSPECIFIED"}
+
+
+def test_bars_are_those_of_the_results():
+    every, missed = list(generated.bars("all")), list(generated.bars("missed"))
+    assert len(every) > 10
+    assert [row for row in every if "**missed**" in row] == missed[2:]
+
+
+def test_formulas_in_docstrings_stand_as_they_are():
+    lines = ["For a row x:", "", "    Add   x + v", "", "    Cap   x", "", "Example:", "    >>> x"]
+    docstrings.show_as_they_stand(lines)
+    assert lines == ["For a row x:", "", "::", "", "    Add   x + v", "", "    Cap   x", "", "Example:", "    >>> x"]
+
+
+def test_operations_are_signed_by_their_fields():
+    kind = residuum.Add
+    signature, _ = docstrings.sign(None, "class", "residuum.Add", kind, None, "(*values, **_named)", None)
+    assert signature.startswith("(vector, *, layer=None")
+    assert docstrings.sign(None, "class", "residuum.Vector", residuum.Vector, None, "(array)", None)[0] == "(array)"

@@ -1,0 +1,134 @@
+"""Every block of code in the documentation runs, page by page from top to bottom, against both services.
+
+A page's Python is one program, and its shell lines stand in between, all in one folder of their own. Only the endpoints
+are changed: those that pages name are the usual ones, and the services of the tests have free ports.
+"""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import residuum
+from tests.docs.blocks import DOCS, PAGES, ROOT, RUN, Block, blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from examples.services import Service
+
+pytestmark = pytest.mark.engine
+
+RUNNABLE = [page for page in PAGES if any(block.language in RUN and not block.reason for block in blocks(page))]
+SHELL_SECONDS = 120
+
+
+class Walk:
+    """What is done with the blocks of one page."""
+
+    def __init__(self, store: Service, inference: Service) -> None:
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+        self._endpoints = {"localhost:50051": inference.endpoint, "localhost:50052": store.endpoint}
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("RESIDUUM_")},
+            "RESIDUUM_ENDPOINT": inference.endpoint,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "client"), str(ROOT)]),  # this checkout, not what is installed
+        }
+
+    def run(self, block: Block) -> None:
+        """Run a block."""
+        {"python": self.python, "pycon": self.session, "console": self.shell}[block.language](block)
+
+    def python(self, block: Block) -> None:
+        """Run a program in the page's namespace."""
+        exec(compile(self._here(block.source), str(block.page), "exec"), self.names)
+
+    def session(self, block: Block) -> None:
+        """Run an interactive session; what it shows must be what the page shows, but for what … stands for."""
+        text = self._here(block.code).replace("…", "...")
+        test = doctest.DocTestParser().get_doctest(text, self.names, str(block), str(block.page), block.line - 1)
+        options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        told: list[str] = []
+        runner = doctest.DocTestRunner(optionflags=options, verbose=False)
+        assert not runner.run(test, out=told.append, clear_globs=False).failed, "".join(told)
+        self.names.update(test.globs)
+
+    def shell(self, block: Block) -> None:
+        """Run what is typed. What is shown below it is not compared."""
+        for command in block.commands:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", self._here(command)],
+                env=self._environment, capture_output=True, text=True, timeout=SHELL_SECONDS, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{block}: {command}\n{done.stdout}\n{done.stderr}"
+
+    def _here(self, code: str) -> str:
+        for named, real in self._endpoints.items():
+            code = code.replace(named, real)
+        return code
+
+
+@pytest.fixture
+def walk(
+    services: tuple[Service, Service], client: residuum.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Walk]:
+    """In an empty folder; captures that a page leaves are deleted."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    before = {summary.capture_id for summary in client.captures()}
+    walk = Walk(*services)
+    yield walk
+    for value in walk.names.values():
+        if isinstance(value, residuum.Client):
+            value.close()
+    for summary in client.captures():
+        if summary.capture_id not in before:
+            client.delete(summary.capture_id)
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_page_runs(page: Path, walk: Walk) -> None:
+    for block in blocks(page):
+        if block.language in RUN and not block.reason:
+            walk.run(block)
+
+
+def test_most_pages_run() -> None:
+    assert len(RUNNABLE) > 12
+
+
+@pytest.mark.parametrize(("language", "code"), [
+    ("python", "assert False"),
+    ("pycon", ">>> 1 + 1\n3\n"),
+    ("console", "$ residuum pull there-is-no-such-capture\n"),
+])  # fmt: skip
+def test_a_wrong_block_is_noticed(walk: Walk, language: str, code: str) -> None:
+    with pytest.raises(AssertionError):
+        walk.run(Block(ROOT / "README.md", 1, language, code, None))
+
+
+def test_every_figure_is_explained(services: tuple[Service, Service]) -> None:
+    """The page on monitoring names the figures that both services show, and no others."""
+    shown: set[str] = set()
+    for service in services:
+        lines = [json.loads(line) for line in service.log.read_text().splitlines() if line.startswith("{")]
+        (port,) = (line["port"] for line in lines if line["event"] == "metrics")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            shown |= set(re.findall(r"^# TYPE (residuum_\w+?)(?:_total)? ", answer.read().decode(), re.MULTILINE))
+    told: set[str] = set()
+    page = (DOCS / "operations/monitoring.md").read_text()
+    tables = re.findall(r"^\| (?:both|.*?`(residuum_\w+_)`) \| \|$\n(.*?)\n\n", page, re.DOTALL | re.MULTILINE)
+    for prefix, table in tables:
+        for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE):
+            told |= {prefix + name.removesuffix("_total") for name in re.findall(r"`([a-z_]+)[{`]", cell)}
+    assert told == {name for name in shown if not name.endswith("_created")} | {"residuum_store_retain_bytes"}
