@@ -9,10 +9,10 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve bench bench-gpu test test-compose soak fuzz docs docs-serve lint format types imports protos check-protos contract lock ci clean
+.PHONY: help setup model demo serve bench bench-gpu test test-languages test-compose soak fuzz docs docs-serve lint format types imports protos check-protos contract lock ci clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Make .venv from the locks (skipped when it is up to date)
 	@$(PYTHON) scripts/setup_venv.py
@@ -36,6 +36,9 @@ bench-gpu: setup ## The same on a GPU, with Qwen2.5-3B's shape; ARGS='--stop-aft
 
 test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+test-languages: setup model ## The examples in other languages, row by row beside Python's client; needs their toolchains
+	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)
 
 test-compose: setup ## compose.yaml on a container engine: build, use, kill a store, remove; ARGS='--only plain'
 	@$(BIN)/python -m tests.compose $(ARGS)

@@ -29,27 +29,31 @@ ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_BREAK_SYSTEM
 RUN useradd --uid 10001 --no-create-home --home-dir /cache residuum \
     && install --directory --owner=residuum --mode=0700 /cache
 
-# What the base has, to the version; and of our own pins those that it lacks. Before the sources: this layer changes with
-# the base and the lock alone.
+# What the base has stays, to the version. What it lacks comes by our own pins; where these do not go with the base (its
+# protobuf decides which of gRPC's helpers do), by those that do. Before the sources: this layer changes with the base and
+# the lock alone.
 COPY requirements/store.lock /opt/residuum/
 RUN --mount=type=cache,target=/root/.cache/pip \
     cd /opt/residuum \
     && python3 -m pip list --format=freeze --exclude-editable > base.txt \
     && awk -F '==' '{ name = tolower($1); gsub(/[_.]+/, "-", name) } \
                     NR == FNR { base[name]; next } /^#/ || name in base { next } { print }' \
-        base.txt store.lock > beside.txt \
-    && python3 -m pip install --no-deps --requirement beside.txt
+        base.txt store.lock > pins.txt \
+    && cut -d = -f 1 pins.txt > names.txt \
+    && (python3 -m pip install --constraint base.txt --requirement pins.txt \
+        || python3 -m pip install --constraint base.txt --requirement names.txt)
 
 # Nothing is left to install but the wheel; what would not go together is refused here.
 RUN --mount=from=wheel,source=/wheel,target=/wheel \
     wheel=$(echo /wheel/*.whl) \
     && python3 -m pip install --no-cache-dir --no-index \
-        --constraint /opt/residuum/base.txt --constraint /opt/residuum/beside.txt "${wheel}[cuda]" \
+        --constraint /opt/residuum/base.txt "${wheel}[cuda]" \
     && python3 -m inference_svc --help > /dev/null
 
 USER residuum
 WORKDIR /cache
-ENV HOME=/cache
+# torch loads what it compiles, and /tmp may be mounted so that nothing in it can be run.
+ENV HOME=/cache TORCHINDUCTOR_CACHE_DIR=/cache/torchinductor
 # All interfaces of the container; which of them the world can reach is decided where its ports are published.
 ENV RESIDUUM_LISTEN=0.0.0.0:50051
 EXPOSE 50051

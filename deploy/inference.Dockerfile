@@ -56,7 +56,8 @@ RUN --mount=from=wheel,source=/wheel,target=/wheel pip install --no-cache-dir --
 
 USER residuum
 WORKDIR /cache
-ENV HOME=/cache
+# torch loads what it compiles, and /tmp may be mounted so that nothing in it can be run.
+ENV HOME=/cache TORCHINDUCTOR_CACHE_DIR=/cache/torchinductor
 # All interfaces of the container; which of them the world can reach is decided where its ports are published.
 ENV RESIDUUM_LISTEN=0.0.0.0:50051 RESIDUUM_MODEL=/models/SmolLM2-135M-Instruct
 EXPOSE 50051

@@ -41,6 +41,8 @@ exclude_patterns = ["_extensions"]
 
 myst_heading_anchors = 4  # the same anchors as code hosts make
 repository_documents = {
+    "howto/programs": "examples/languages/README.md",
+    "howto/languages-examples": "examples/languages/README.md",
     "operations/failures": "tests/faults/README.md",
     "operations/containers": "deploy/README.md",
     "project/architecture": "ARCHITECTURE.md",

@@ -5,17 +5,23 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inference_svc.logs import configure_service_logs
-from inference_svc.settings import InferenceSettings
-from residuum.rpc.logs import get_logger
-from residuum.rpc.settings import load_settings
+from residuum.rpc.logs import get_logger, quiet_grpc
+
+if TYPE_CHECKING:
+    from inference_svc.settings import InferenceSettings
 
 _PROGRAM = "python -m inference_svc"
 
 
 def main() -> None:
     """Read the settings, then serve until told to stop. The exit code is not 0 if the service failed."""
+    quiet_grpc()
+    from inference_svc.settings import InferenceSettings  # they import grpc
+    from residuum.rpc.settings import load_settings
+
     settings = load_settings(InferenceSettings, _PROGRAM, sys.argv[1:])
     if settings.model.startswith(("/", "./", "../", "~")) and not Path(settings.model).expanduser().is_dir():
         # vLLM would take it for a name on the hub, and say something else half a minute later.

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from contextlib import aclosing
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import vllm
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -33,6 +35,9 @@ from residuum.wire.encodings import ENCODINGS
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
+    from vllm.inputs import TokensInput, TokensPrompt
+
+    from inference_svc.projections import Projection
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.plan import Operation, RequestPlan
     from residuum.v1 import inference_pb2, tensor_pb2
@@ -172,19 +177,33 @@ class Engine:
         cache_salt: str | None,
     ) -> AsyncGenerator[Delta]:
         """Generate one sequence; see `stream`."""
-        sampling = sampling.clone()
+        # Shallow, and so is the copy that vLLM makes of it: both of them deep took as long as all else that a request
+        # costs here. What it holds is only looked at, but for stop tokens, which are the same for all requests.
+        sampling = copy(sampling)
+        sampling.skip_clone = True
         sampling.extra_args = plan.to_extra_args() if plan else None
         # A captured prompt must be computed; reading it from the prefix cache would leave its rows out.
         sampling.skip_reading_prefix_cache = bool(plan and plan.capture)
         sampling.detokenize = self.has_tokenizer
-        prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_token_ids)}
-        if cache_salt:
-            prompt["cache_salt"] = cache_salt
+        # As vLLM's own renderer hands it on: what is left of that to do for token ids, `PromptReader` has done.
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=cache_salt)
         return stream(self._llm, prompt, sampling, engine_id)
 
     async def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Write vectors into rows of every rank's bank; see `VectorBank.load`."""
         await self._call("residuum_load_vectors", list(rows))
+
+    async def keep_signs(self, projections: Sequence[Projection]) -> list[bool]:
+        """Have every rank make the signs of projections beside its steps, keep them, and drop others.
+
+        Returns:
+            Of each whether every rank has them by now.
+
+        Raises:
+            Failure: The engine is dead.
+        """
+        ranks = await self._call("residuum_keep_signs", [tuple(item) for item in projections])
+        return [all(ready) for ready in zip(*ranks, strict=True)]
 
     async def change_steering(self, changes: Mapping[str, Sequence[Operation]]) -> dict[str, int | None]:
         """Change the operations of requests, from the next step on.
@@ -258,7 +277,7 @@ class Engine:
 
 
 async def stream(
-    llm: AsyncLLM, prompt: dict[str, Any], sampling: SamplingParams, engine_id: str
+    llm: AsyncLLM, prompt: TokensPrompt | TokensInput, sampling: SamplingParams, engine_id: str
 ) -> AsyncGenerator[Delta]:
     """Generate one sequence with a vLLM engine, step by step. Closing the generator stops the engine's request.
 

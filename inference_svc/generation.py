@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.metrics import InferenceMetrics
+from inference_svc.places import Places
 from inference_svc.plans import count_spare_positions, engine_id, make_operations, make_plan
+from inference_svc.projections import Projections, projection_of
 from inference_svc.specs import (
     check_capture_size,
     check_demand,
@@ -32,7 +35,9 @@ from residuum.v1 import capture_pb2, inference_pb2, steering_pb2, store_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+
+    from typing_extensions import Self
 
     from inference_svc.engine import Delta, Engine
     from inference_svc.requests import RequestRegistry, Running
@@ -41,6 +46,9 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
+
+_WAIT_SECONDS = 30.0
+"""How long a request waits for room among the signs of random projections, unless it is said."""
 
 _ANSWER_SECONDS = 5.0
 """How long the end of a request waits for the engine's answer to a change of its steering. It comes between two steps,
@@ -87,9 +95,11 @@ class Generator:
         activator: VectorActivator,
         stores: Stores | None,
         metrics: InferenceMetrics | None = None,
-        max_requests: int = 1024,
+        places: Places | None = None,
+        projections: Projections | None = None,
     ) -> None:
-        """Put the parts together; `stores` is None if there is none. At most `max_requests` run or wait."""
+        """Put the parts together; `stores` is None if there is none. Each request takes one of the `places`."""
+        self._projections = projections or Projections(engine.keep_signs, engine.facts.hidden_size, _WAIT_SECONDS)
         self._engine = engine
         self._registry = registry
         self._cache = cache
@@ -97,8 +107,7 @@ class Generator:
         self._stores = stores
         self._metrics = metrics or InferenceMetrics()
         self._runs: dict[str, _Run] = {}
-        self._max_requests = max_requests
-        self._num_requests = 0
+        self._places = places or Places()
 
     async def run(
         self, request: inference_pb2.GenerateRequest, tenant: str = ""
@@ -108,7 +117,7 @@ class Generator:
         Raises:
             Failure: It cannot be run, or was aborted.
         """
-        with self._metrics.request() as watch, self._place():
+        with self._metrics.request() as watch, self._places.taken(tenant):
             check_sampling(request.sampling)
             # Before the registration is used up: a bad prompt leaves it as it is.
             token_ids = await self._engine.tokenize(request)
@@ -153,25 +162,6 @@ class Generator:
             raise _ended_failure(running)
         return await run.change_steering(steering)
 
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        """Take a place among the requests that run or wait.
-
-        Raises:
-            Failure: LIMIT_REACHED: there is none.
-        """
-        if self._num_requests >= self._max_requests:
-            raise Failure(
-                Reason.ERROR_REASON_LIMIT_REACHED,
-                f"{self._max_requests} requests run or wait already; try again later.",
-                limit="max_requests",
-            )
-        self._num_requests += 1
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
-
     def _start(self, request: inference_pb2.GenerateRequest, tenant: str) -> Running:
         if request.WhichOneof("target") == "request_id":
             return self._registry.start_registered(request.request_id, tenant)
@@ -185,14 +175,26 @@ class Generator:
         try:
             check_capture_size(running.spec.capture, len(token_ids), sampling)
             self._check_vectors(running.tenant, running.spec.digests, running.spec.steering)
-            async with VectorHold(self._activator, running.tenant) as hold:
-                await _unless(running.aborted, _aborted_failure(running), hold.add(running.spec.digests))
+            async with VectorHold(self._activator, running.tenant) as hold, AsyncExitStack() as signs:
+                aborted = partial(_aborted_failure, running)
+                if running.spec.digests:
+                    await _unless(running.aborted, aborted, hold.add(running.spec.digests))
+                projection = projection_of(running.spec.capture)
+                if projection is not None:
+                    held = signs.enter_async_context(self._projections.held(projection))
+                    await _unless(running.aborted, aborted, held)
                 handle = await self._open_capture(running, token_ids, sampling)
                 began = True
                 run = _Run(self._engine, running, token_ids, sampling, hold, handle)
                 self._runs[running.path] = run
-                async with self._sealed(run), run.changeable():
-                    yield run
+                try:
+                    async with run:
+                        yield run
+                except Exception as error:
+                    run.failure = error
+                    raise
+                finally:
+                    self._seal(run)
         finally:
             self._runs.pop(running.path, None)
             (self._registry.end if began else self._registry.release)(running)
@@ -239,24 +241,17 @@ class Generator:
             raise
         return stores.handle(running.request_id)
 
-    @asynccontextmanager
-    async def _sealed(self, run: _Run) -> AsyncIterator[None]:
-        """Seal the run's capture however the run ends."""
-        seal = _aborted(run.running, [])
-        try:
-            yield
-        except Exception as error:
-            if not (isinstance(error, Failure) and error.reason == Reason.ERROR_REASON_ABORTED):
-                _blame(seal, error)
-            raise
-        finally:
-            # Cancellation (the client dropped the stream) comes here as well: ABORTED, unless all was generated.
-            if run.has_generated:
-                seal.outcome = capture_pb2.CAPTURE_STATE_COMPLETE
-            if run.handle is not None:
-                seal.sequences.extend(run.outcomes(default="abort"))
-                seal.steering_changes.extend(run.steering_changes())
-                require_stores(self._stores).seal(seal)
+    def _seal(self, run: _Run) -> None:
+        """Seal the run's capture, if it has one, however the run ended."""
+        if run.handle is None:
+            return
+        seal = _aborted(run.running, run.outcomes(default="abort"))
+        seal.steering_changes.extend(run.steering_changes())
+        if run.has_generated:
+            seal.outcome = capture_pb2.CAPTURE_STATE_COMPLETE
+        elif run.failure is not None and not _is_abort(run.failure):
+            _blame(seal, run.failure)  # where the client dropped the stream, there is no failure: ABORTED as well
+        require_stores(self._stores).seal(seal)
 
 
 class _Run:
@@ -290,6 +285,8 @@ class _Run:
         """Whether the workers may remember a change of a sequence that has not come to them."""
         self.has_generated = False
         """Whether every sequence has ended by itself."""
+        self.failure: Exception | None = None
+        """What it ended by, if that was an error."""
         self._sequences = [_Sequence() for _ in range(num_sequences(sampling))]
         self._queue: asyncio.Queue[tuple[int, Delta] | _Ended] = asyncio.Queue()
 
@@ -319,7 +316,7 @@ class _Run:
         await self._changing.acquire()
         try:
             self._check_change(steering)
-            await _unless(self._is_over, _ended_failure(self.running), self._vectors.add(digests_of(steering)))
+            await _unless(self._is_over, partial(_ended_failure, self.running), self._vectors.add(digests_of(steering)))
         except BaseException:
             self._changing.release()
             raise
@@ -332,20 +329,20 @@ class _Run:
                 await sequence.has_ended.wait()  # its last tokens are under way
         return self._first_positions(firsts)
 
-    @asynccontextmanager
-    async def changeable(self) -> AsyncIterator[None]:
+    async def __aenter__(self) -> Self:
         """Let the steering be changed for as long as the context lasts; it ends when no change is under way."""
-        try:
-            yield
-        finally:
-            self._is_over.set()
-            for item in self._sequences:
-                item.has_ended.set()
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        self._is_over.set()
+        for item in self._sequences:
+            item.has_ended.set()
+        if self._changing.locked():
             timer = asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._gives_up.set)
             async with self._changing:  # those that came before are recorded, or gave up
                 timer.cancel()
-            if self._remembers:
-                await self._forget()
+        if self._remembers:
+            await self._forget()
 
     async def _apply(self, steering: steering_pb2.SteeringSpec) -> list[int | None]:
         """Let the engine change the steering, and record it; return the first position of each sequence.
@@ -360,7 +357,7 @@ class _Run:
         if names:
             self._remembers, remembered = True, self._remembers
             call = self._engine.change_steering(dict.fromkeys(names, operations))
-            answers = await _unless(self._gives_up, _ended_failure(self.running), call)
+            answers = await _unless(self._gives_up, partial(_ended_failure, self.running), call)
             self._remembers = remembered or 0 in answers.values()
         firsts = [answers.get(self._name(index)) for index in range(len(self._sequences))]
         self._changes.append(_Change(steering, firsts))
@@ -424,7 +421,11 @@ class _Run:
 
     async def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Yield the events of the generation, in the order that the contract gives."""
-        async with self._generating():
+        tasks = [asyncio.create_task(self._generate(index)) for index in range(len(self._sequences))]
+        self.running.on_abort = self._end_by_abort
+        if self.running.aborted.is_set():  # since before anybody was to be told
+            self._end_by_abort()
+        try:
             yield inference_pb2.GenerateResponse(
                 started=inference_pb2.GenerationStarted(
                     request_id=self.running.request_id, prompt_token_ids=self._token_ids, capture=self.handle
@@ -439,6 +440,9 @@ class _Run:
                     if end.error is not None:
                         raise end.error
                     open_sequences -= 1
+        finally:
+            self.running.on_abort = None
+            await _stopped(tasks)  # closes the engine's generators, which stops their requests
         self.has_generated = True
         yield inference_pb2.GenerateResponse(finished=self._finished())
 
@@ -459,17 +463,6 @@ class _Run:
             if self._queue.empty():
                 return deltas, ends
             item = self._queue.get_nowait()
-
-    @asynccontextmanager
-    async def _generating(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self._generate(index)) for index in range(len(self._sequences))]
-        tasks.append(asyncio.create_task(self._watch_abort()))
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()  # closes the engine's generators, which stops their requests
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate(self, index: int) -> None:
         try:
@@ -496,8 +489,7 @@ class _Run:
         finally:
             self._sequences[index].has_ended.set()
 
-    async def _watch_abort(self) -> None:
-        await self.running.aborted.wait()
+    def _end_by_abort(self) -> None:
         self._queue.put_nowait(_Ended(_aborted_failure(self.running)))
 
     def _delta(self, index: int, delta: Delta) -> inference_pb2.GenerateResponse:
@@ -551,6 +543,10 @@ def _aborted(running: Running, sequences: Sequence[capture_pb2.SequenceOutcome])
     )
 
 
+def _is_abort(error: Exception) -> bool:
+    return isinstance(error, Failure) and error.reason == Reason.ERROR_REASON_ABORTED
+
+
 def _blame(seal: store_pb2.SealCaptureRequest, error: Exception) -> None:
     died = isinstance(error, Failure) and error.reason == Reason.ERROR_REASON_ENGINE_DEAD
     seal.outcome = capture_pb2.CAPTURE_STATE_INCOMPLETE
@@ -586,7 +582,16 @@ def _ended_failure(running: Running) -> Failure:
     )
 
 
-async def _unless(event: asyncio.Event, failure: Failure, work: Coroutine[object, object, _T]) -> _T:
+async def _stopped(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Stop tasks, unless they have ended, and wait for their end."""
+    unfinished = [task for task in tasks if not task.done()]
+    for task in unfinished:
+        task.cancel()
+    if unfinished:
+        await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+async def _unless(event: asyncio.Event, failure: Callable[[], Failure], work: Coroutine[object, object, _T]) -> _T:
     """Return what `work` returns, or stop it.
 
     Raises:
@@ -597,7 +602,7 @@ async def _unless(event: asyncio.Event, failure: Failure, work: Coroutine[object
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise failure
+        raise failure()
     finally:
         for task in (working, waiting):
             task.cancel()

@@ -46,11 +46,19 @@ class Running:
     """Set when somebody called Abort."""
     tenant: str = ""
     """Whose it is."""
+    on_abort: Callable[[], None] | None = None
+    """Called when somebody calls Abort: less than a task that waits for it in each request."""
 
     @property
     def path(self) -> str:
         """What it is called in the engine and on the way to the store: no other tenant's request is called so."""
         return tenant_path(self.tenant, self.request_id)
+
+    def abort(self) -> None:
+        """Stop it; it ends ABORTED."""
+        self.aborted.set()
+        if self.on_abort is not None:
+            self.on_abort()
 
     @property
     def vector_names(self) -> list[bytes]:
@@ -195,7 +203,7 @@ class RequestRegistry:
         self._drop_lapsed()
         key = (tenant, request_id)
         if key in self._running:
-            self._running[key].aborted.set()
+            self._running[key].abort()
         elif self._forget_registration(key) is None and key not in self._ended:
             raise _unknown(request_id, "Check the id, or whether it has lapsed.")
 

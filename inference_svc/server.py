@@ -13,6 +13,8 @@ from grpc_health.v1 import health
 from inference_svc.engine import Engine
 from inference_svc.generation import Generator
 from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
+from inference_svc.places import Places
+from inference_svc.projections import Projections
 from inference_svc.requests import RequestRegistry
 from inference_svc.selftest import run_self_test
 from inference_svc.servicer import InferenceServicer, Parts
@@ -113,7 +115,7 @@ class InferenceServer:
                 *([AioTracingInterceptor()] if is_on() else []),
                 AioErrorInterceptor(_log, self._metrics.calls.note),
                 AioAccessInterceptor(self._access),
-                AioPatienceInterceptor(self._settings.first_message_seconds),
+                AioPatienceInterceptor(_log, self._settings.first_message_seconds, self._settings.stall_seconds),
             ],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._settings.max_requests + _OTHER_CALLS,
@@ -202,7 +204,9 @@ class InferenceServer:
         activator = VectorActivator(
             cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
         )
-        generator = Generator(engine, registry, cache, activator, stores, self._metrics, settings.max_requests)
+        places = Places(settings.max_requests, self._access.limits_of)
+        projections = Projections(engine.keep_signs, hidden, settings.vector_wait_seconds)
+        generator = Generator(engine, registry, cache, activator, stores, self._metrics, places, projections)
         self._metrics.registry.register(ServiceCollector(registry, cache, activator, stores))
         return Parts(engine, registry, cache, generator, stores, settings, self._access.limits_of)
 
@@ -257,7 +261,7 @@ class InferenceServer:
         while parts.registry.running and not parts.engine.is_dead:
             if asyncio.get_running_loop().time() >= deadline:
                 for running in parts.registry.running:
-                    running.aborted.set()
+                    running.abort()
                 return
             await asyncio.sleep(0.05)
 

@@ -152,7 +152,8 @@ class InferenceSettings(SecureSettings):
     max_active_vectors: int = Field(default=1024, ge=1, le=1 << 20)
     """Different steering vectors that running requests may use at once; more requests wait."""
     vector_wait_seconds: float = Field(default=30.0, gt=0)
-    """How long a request waits for room among the active vectors before it fails."""
+    """How long a request waits for room among the active vectors, or among the signs of random projections, before it
+    fails."""
     max_registrations: int = Field(default=10_000, ge=1)
     """Registrations that may wait for their generation."""
     max_registration_mib: int = Field(default=64, ge=1)
@@ -161,6 +162,9 @@ class InferenceSettings(SecureSettings):
     """Requests that may run, or wait for their turn, at once; more are refused."""
     first_message_seconds: float = Field(default=20.0, gt=0)
     """A call that has sent no message for this long is ended."""
+    stall_seconds: float = Field(default=600.0, gt=0)
+    """A stream whose caller reads nothing of what was sent to it for this long is ended, and its request with it. Those
+    who wait for tokens may wait as long as they like."""
     registration_seconds: float = Field(default=600.0, gt=0)
     """How long a registration lasts if it is not used."""
     grace_seconds: float = Field(default=30.0, ge=0)

@@ -97,7 +97,8 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
     capture = resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
     asked = spec.steering.operations or spec.steering.updatable
     steering = resolve_steering(spec.steering, facts) if asked else None
-    check_demand(demand_of_steering(steering, capture))
+    if capture is not None or steering is not None:
+        check_demand(demand_of_steering(steering, capture))
     return ResolvedSpec(spec.request_id, capture, steering)
 
 

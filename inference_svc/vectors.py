@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -55,8 +55,10 @@ class VectorCache:
         self._capacity = capacity
         self._hidden_size = hidden_size
         self._is_leased = is_leased
-        self._values: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
-        self._counts: Counter[bytes] = Counter()  # vectors of each tenant, by what their names begin with
+        self._values: dict[bytes, bytes] = {}
+        # The names, those that were not used for longest first: all of them, and by the tenant that they begin with.
+        self._order: OrderedDict[bytes, None] = OrderedDict()
+        self._orders: dict[bytes, OrderedDict[bytes, None]] = {}
 
     @property
     def num_vectors(self) -> int:
@@ -68,7 +70,7 @@ class VectorCache:
         wanted = list(dict.fromkeys(names))
         for name in wanted:
             if name in self._values:
-                self._values.move_to_end(name)
+                self._touch(name)
         return [name for name in wanted if name not in self._values]
 
     def get(self, name: bytes) -> bytes:
@@ -105,15 +107,14 @@ class VectorCache:
         """
         self._check(vector)
         name = vector_name(tenant, vector.digest)
-        if name not in self._values:
-            self._values[name] = vector.values
-            self._counts[_owner(name)] += 1
-        self._values.move_to_end(name)
+        self._values.setdefault(name, vector.values)
+        self._touch(name)
         allowed = None if max_bytes is None else max_bytes // (4 * self._hidden_size)
-        if allowed is not None and self._counts[_owner(name)] > allowed:
-            self._evict(name, _quota(max_bytes or 0), owner=_owner(name))
+        own = self._orders[_owner(name)]
+        if allowed is not None and len(own) > allowed:
+            self._evict(name, own, _quota(max_bytes or 0))
         if len(self._values) > self._capacity:
-            self._evict(name, self._no_room())
+            self._evict(name, self._order, self._no_room())
 
     def check_direction(self, name: bytes) -> None:
         """Make sure that a vector that is here has a direction which float32 can tell.
@@ -131,24 +132,36 @@ class VectorCache:
                 digest=digest,
             )
 
-    def _evict(self, new: bytes, failure: Failure, owner: bytes | None = None) -> None:
-        """Drop the vector that was not used for longest: of one tenant, or of all.
+    def _touch(self, name: bytes) -> None:
+        """Note that a vector is used now."""
+        for order in (self._order, self._orders.setdefault(_owner(name), OrderedDict())):
+            order[name] = None
+            order.move_to_end(name)
+
+    def _evict(self, new: bytes, order: OrderedDict[bytes, None], failure: Failure) -> None:
+        """Drop the vector of an order that was not used for longest.
+
+        Those that requests need are used now, so they go to its end: the next one who needs room does not come by them
+        again.
 
         Raises:
             Failure: Requests need all of them; then it is the new one that goes.
         """
-        for name in self._values:
-            if name != new and not self._is_leased(name) and owner in {None, _owner(name)}:
+        for _ in range(len(order)):
+            name = next(iter(order))
+            if name != new and not self._is_leased(name):
                 self._drop(name)
                 return
+            order.move_to_end(name)
         self._drop(new)
         raise failure
 
     def _drop(self, name: bytes) -> None:
-        del self._values[name]
-        self._counts[_owner(name)] -= 1
-        if not self._counts[_owner(name)]:
-            del self._counts[_owner(name)]
+        del self._values[name], self._order[name]
+        own = self._orders[_owner(name)]
+        del own[name]
+        if not own:
+            del self._orders[_owner(name)]
 
     def _no_room(self) -> Failure:
         return Failure(

@@ -38,7 +38,8 @@ INTRODUCTION = """\
 <!-- Made by scripts/generate_proto_docs.py from protos/ (`make protos`); change the comments there, not this page. -->
 
 Package `{package}`, for any language: [{folder}](../{folder}) is one [buf](https://buf.build) module.
-`make check-protos` refuses a change that breaks callers of the contract as it was released
+[examples/languages](../examples/languages/README.md) has whole programs in TypeScript, Go and C++, and one that needs
+no stubs. `make check-protos` refuses a change that breaks callers of the contract as it was released
 (`protos/contract.binpb`).
 """
 

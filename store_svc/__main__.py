@@ -2,6 +2,10 @@
 
 import sys
 
-from store_svc.server import main
+from residuum.rpc.logs import quiet_grpc
 
-sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":
+    quiet_grpc()
+    from store_svc.server import main  # which imports grpc
+
+    sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,7 @@ _KINDS = {"VLLM::": "engine", "inference_svc.shipping": "shippers"}
 def peak_mib() -> dict[str, int]:
     """Return the peak resident memory of this process ("front end") and of its descendants, by kind, in MiB."""
     peaks = {"front end": peak_of(os.getpid())}
-    for pid in _descendants(os.getpid()):
+    for pid in descendants(os.getpid()):
         kind = _kind(pid)
         if kind:
             peaks[kind] = peaks.get(kind, 0) + peak_of(pid)
@@ -36,8 +36,9 @@ def _kind(pid: int) -> str | None:
     return next((kind for mark, kind in _KINDS.items() if mark in command), None)
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process started, and those that they started."""
     children = [
         int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
     ]
-    return children + [deeper for child in children for deeper in _descendants(child)]
+    return children + [deeper for child in children for deeper in descendants(child)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 WAYS = ("AsyncLLM", "residuum")
 """vLLM's engine, called by its own process; and `residuum.AsyncClient`, in another one."""
+
+_ADDED = ("first_token_ms", "token_ms", "request_ms", "request_cpu_ms", "token_cpu_us")
+"""The figures of which the difference is told; the last two are processor time of the service's process: what a
+request of one token takes, and what each further token takes."""
 
 _BAR_STREAMS = 32
 _LEAST_RATE, _MOST_TOKEN_MS = 0.95, 0.2
@@ -71,19 +76,45 @@ async def _level(job: ServiceJob, streams: int, host: Talker, client: residuum.A
     for number in range(-1, job.rounds):  # the first does not count: threads start, buffers are allotted
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
             requests = job.requests_per_stream * streams if number >= 0 else streams
-            name = f"{way}-{streams}-{number}"
-            load = Load(name, streams, requests, job.prefill, job.decode, host.first["vocab_size"])
-            measured = await _run(load, way, host, client)
+            load = Load(
+                f"{way}-{streams}-{number}", streams, requests, job.prefill, job.decode, host.first["vocab_size"]
+            )
+            measured, cpu_seconds = await _run(load, way, host, client)
+            _, short_cpu_seconds = await _run(load.shortened(), way, host, client)
             if number >= 0:
-                summaries[way].append(measured.summary())
+                summaries[way].append({**measured.summary(), **cpu_of(load, cpu_seconds, short_cpu_seconds)})
     return {"streams": streams, **summaries, "difference": difference(summaries)}
 
 
-async def _run(load: Load, way: str, host: Talker, client: residuum.AsyncClient) -> Measured:
+async def _run(load: Load, way: str, host: Talker, client: residuum.AsyncClient) -> tuple[Measured, float]:
+    """Return what a load took, and the processor time of the service's process meanwhile."""
+    before = processor_seconds(host.pid)
     if way == WAYS[0]:
         host.ask(load.to_json())
-        return Measured(**host.read())
-    return await run_load(load, _through(client))
+        measured = Measured(**host.read())
+    else:
+        measured = await run_load(load, _through(client))
+    return measured, processor_seconds(host.pid) - before
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor time that a process has taken, all of its threads together; see clock_getcpuclockid(3)."""
+    return time.clock_gettime(~pid << 3 | 2)
+
+
+def cpu_of(load: Load, seconds: float, short_seconds: float) -> dict[str, float]:
+    """Return what a request costs the service's process, and each of its tokens.
+
+    Args:
+        load: A load.
+        seconds: Processor time that it took.
+        short_seconds: Processor time that as many replies of one token took.
+    """
+    further_tokens = load.requests * max(load.decode - 1, 1)
+    return {
+        "request_cpu_ms": round(short_seconds / load.requests * 1e3, 4),
+        "token_cpu_us": round((seconds - short_seconds) / further_tokens * 1e6, 3),
+    }
 
 
 def _through(client: residuum.AsyncClient) -> Start:
@@ -107,10 +138,7 @@ def difference(summaries: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[s
         "tokens_per_second_ratio": median(
             ours["tokens_per_second"] / vllm["tokens_per_second"] for vllm, ours in pairs
         ),
-        **{
-            f"added_{name}": median(ours[name] - vllm[name] for vllm, ours in pairs)
-            for name in ("first_token_ms", "token_ms", "request_ms")
-        },
+        **{f"added_{name}": median(ours[name] - vllm[name] for vllm, ours in pairs) for name in _ADDED},
     }
 
 
@@ -132,18 +160,21 @@ def bars(part: Mapping[str, Any]) -> list[Bar]:
 
 def show(part: Mapping[str, Any]) -> Iterator[str]:
     """Yield the table."""
-    head = ["streams", "way", "tokens/s", "requests/s", "first token, ms", "each token, ms", "request, ms"]
+    head = [
+        *("streams", "way", "tokens/s", "requests/s", "first token, ms", "each token, ms", "request, ms"),
+        *("CPU of a request, ms", "of a token, us"),
+    ]
     rows = []
     for level in part["levels"]:
         for way in WAYS:
-            columns = ("tokens_per_second", "requests_per_second", "first_token_ms", "token_ms", "request_ms")
+            columns = ("tokens_per_second", "requests_per_second", *_ADDED)
             medians = [statistics.median(summary[name] for summary in level[way]) for name in columns]
             rows.append([str(level["streams"]), way, *(f"{value:.4g}" for value in medians)])
         more = level["difference"]
         rows.append(
             [
                 "", "difference", f"x{more['tokens_per_second_ratio']:.3f}", "",
-                *(f"{more[name]:+.3f}" for name in ("added_first_token_ms", "added_token_ms", "added_request_ms")),
+                *(f"{more[f'added_{name}']:+.3f}" for name in _ADDED),
             ]
         )  # fmt: skip
     yield table(head, rows)

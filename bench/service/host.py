@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 from vllm import SamplingParams
+from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from bench.service.load import Load, run_load
@@ -87,8 +88,9 @@ def _direct(llm: AsyncLLM, *, detokenize: bool) -> Start:
             ignore_eos=True,
             detokenize=detokenize,
             output_kind=RequestOutputKind.DELTA,
+            skip_clone=True,  # as the service asks, so that it has no advantage
         )
-        async for output in llm.generate({"prompt_token_ids": list(prompt)}, sampling, name):
+        async for output in llm.generate(tokens_input(list(prompt)), sampling, name):
             yield len(output.outputs[0].token_ids)
 
     return start

@@ -6,7 +6,7 @@ import asyncio
 import random
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bench.capture.subjects import WrongTokenCountError
@@ -35,6 +35,10 @@ class Load:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
         return asdict(self)
+
+    def shortened(self) -> Load:
+        """Return the same load with replies of one token: what is left is what a request costs by itself."""
+        return replace(self, name=f"{self.name}-short", decode=1)
 
     def prompts(self) -> list[list[int]]:
         """Return the prompts: random, and others for each load, so that no prefix cache knows them."""

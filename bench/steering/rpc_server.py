@@ -63,7 +63,7 @@ async def serve(hidden_sizes: list[int], layers: int, ports_file: Path) -> None:
 def servicer(hidden: int, layers: int) -> InferenceServicer:
     """Return a servicer that serves a model of this shape, as far as one can without an engine."""
     settings = InferenceSettings(model="none", max_vectors=_MAX_VECTORS)
-    engine: Any = SimpleNamespace(facts=_facts(hidden, layers), load_vectors=None)
+    engine: Any = SimpleNamespace(facts=_facts(hidden, layers), load_vectors=None, keep_signs=None)
     registry = RequestRegistry(settings.registration_seconds, settings.max_registrations)
     vectors = VectorCache(settings.max_vectors, hidden, registry.is_leased)
     activator = VectorActivator(vectors, settings.max_active_vectors, _load_nothing, settings.vector_wait_seconds)

@@ -41,6 +41,7 @@ EXCEPTIONS: dict[str, type[exc.ResiduumError]] = {
     "UNAUTHENTICATED": exc.Unauthenticated,
     "PERMISSION_DENIED": exc.PermissionDenied,
     "QUOTA_EXCEEDED": exc.QuotaExceeded,
+    "CALLER_STALLED": exc.CallerStalled,
 }
 """The exception of every reason in errors.proto."""
 

@@ -283,9 +283,10 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     items = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)) else [None]
     if not items:
         raise EmptyPrompt("The prompt has no tokens.", reason="EMPTY_PROMPT")
-    if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
+    kinds = set(map(type, items))  # few, however many items there are
+    if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
         request.token_ids.ids.extend(_token_ids(items))
-    elif all(isinstance(item, Mapping) for item in items):
+    elif all(issubclass(kind, Mapping) for kind in kinds):
         request.chat.messages.extend(_chat_message(item) for item in items)
     else:
         raise TypeError(
@@ -312,10 +313,10 @@ def _check_size(request: inference_pb2.GenerateRequest) -> None:
 
 
 def _token_ids(items: Sequence[Any]) -> list[int]:
-    for item in items:
+    for item in (min(items), max(items)):
         if not 0 <= item <= _UINT32:
             raise InvalidRequest(f"{item} is not a token id.", reason="INVALID_FIELD", metadata={"field": "token_ids"})
-    return [int(item) for item in items]
+    return list(map(int, items))
 
 
 def _chat_message(item: Any) -> inference_pb2.ChatMessage:

@@ -234,7 +234,9 @@ class Client(CaptureClient):
         """Have a request validated in full before its prompt is there, and send the vectors it needs.
 
         Registering the same again with the same id is harmless. A registration is used up by one `generate`, and
-        lapses if it is not used (10 minutes by default).
+        lapses if it is not used (10 minutes by default). With several stores it also settles, by its id, which of them
+        will have the capture: if that one goes away before `generate`, the request is refused until it is back, where
+        one without a registration would have gone to another.
 
         Raises:
             InvalidRequest: The request cannot be meant so; its subclasses say how.

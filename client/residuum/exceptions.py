@@ -39,6 +39,7 @@
     │   └── EngineDead
     ├── DeadlineExceeded (TimeoutError)
     ├── RequestAborted                  somebody called abort
+    ├── CallerStalled                   the stream was not read for too long, and the service ended it
     ├── BatchFailed                     some prompts of generate_many; .replies, .errors
     ├── ClientClosed
     └── ServerFault                     a fault of the server, or an answer that breaks the contract
@@ -276,6 +277,10 @@ class DeadlineExceeded(ResiduumError, TimeoutError):
 
 class RequestAborted(ResiduumError):
     """The request was stopped by an abort."""
+
+
+class CallerStalled(ResiduumError):
+    """Nothing of the stream was read for longer than the service waits (--stall-seconds): it ended the request."""
 
 
 class BatchFailed(ResiduumError):

@@ -23,7 +23,7 @@ except ImportError:
     raise ImportError("residuum.torch needs torch, which you choose for your machine: pip install torch.") from None
 
 from residuum._requests import RequestLike, check_id
-from residuum._row_stream import RowChoice, StreamedRows, share, stream_rows
+from residuum._row_stream import RowChoice, StreamedRows, check_readable, look_up, share, stream_rows
 from residuum.capture import SITES as _SITE_NUMBERS
 from residuum.client import Client
 from residuum.exceptions import InvalidRequest
@@ -72,7 +72,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     Args:
         endpoint: The inference service, host:port; or any if `store` is given.
         captures: The captures, by their ids or replies; None takes all that are complete and whose id begins with
-            `prefix`. They are looked up once, here; all must be of one model, encoded and reduced alike.
+            `prefix`. They are looked up once, here; all must be of one model, encoded and reduced alike, and have
+            the layers, sites and sequences that are named.
         prefix: Only with `captures=None`.
         batch_size: Rows in a batch; the last of each worker may have fewer.
         shuffle_buffer: Rows among which each batch is drawn; a worker keeps so many in memory. 0: rows come capture by
@@ -96,7 +97,10 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         insecure: Whether a token may be sent in plain text.
 
     Raises:
-        InvalidRequest: There is no such capture, or something in this cannot be meant so.
+        InvalidRequest: There is no such capture, one is unlike the others or lacks something that is named, or
+            something in this cannot be meant so.
+        UnknownCapture: One that is named is not there.
+        CaptureNotComplete: One that is named is not complete, and partial ones are not allowed; or it has not ended.
 
     Example:
         >>> data = ActivationDataset("localhost:50051", prefix="train-", layers=[12], positions="generated")
@@ -222,8 +226,16 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             if not names:
                 like = f" whose id begins with {prefix!r}" if prefix else ""
                 raise InvalidRequest(f"There is no capture{like} to read.", reason="INVALID_FIELD")
-            first = client.manifest(names[0])
-        self.captures = tuple(names)
+            self.captures = tuple(names)
+            # Now, and not in the middle of an epoch, is the time to hear of one that does not fit.
+            for manifest in look_up(client, names):
+                check_readable(manifest, self._choice)
+                if manifest.capture_id == names[0]:
+                    self._adopt(manifest, dtype)
+                self._check_alike(manifest)
+
+    def _adopt(self, first: Manifest, dtype: torch.dtype | None) -> None:
+        """Take over what all captures must have as the first one has it."""
         self._alike = _alike(first)
         form = first.row_format
         self.width = form.decoded_width

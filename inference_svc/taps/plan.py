@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from residuum.v1 import capture_pb2, selection_pb2
-from residuum.wire.encodings import RowFormat
+from residuum.wire.encodings import RANDOM_PROJECTIONS, RowFormat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,6 +78,11 @@ class RowEncoding:
     rows: tuple[int, ...] = ()
     """The bank's rows of the vectors of PROJECT."""
 
+    @property
+    def has_basis(self) -> bool:
+        """Whether rows are multiplied with something: vectors, or signs."""
+        return bool(self.rows) or self.encoding in RANDOM_PROJECTIONS
+
     def format_of(self, width: int, dtype: tensor_pb2.DataType.ValueType) -> RowFormat:
         """Return the format of rows of so many elements."""
         return _format(self.encoding, width, dtype, self.dimensions, self.axis)
@@ -97,6 +102,11 @@ def _format(
     axis: capture_pb2.QuantizationAxis.ValueType,
 ) -> RowFormat:
     return RowFormat(encoding, width, dtype, dimensions, axis)
+
+
+def is_computed(reduction: capture_pb2.Reduction.ValueType) -> bool:
+    """Tell whether the rows of a reduction are computed, in float32, rather than some of those that were captured."""
+    return reduction in (capture_pb2.REDUCTION_MEAN, capture_pb2.REDUCTION_MAX, capture_pb2.REDUCTION_SUM)
 
 
 @dataclass(frozen=True)
@@ -131,9 +141,14 @@ class Capture:
         return self.reduction != capture_pb2.REDUCTION_NONE
 
     @property
+    def is_computed(self) -> bool:
+        """Whether the rows that are sent are computed from others; see `is_computed`."""
+        return is_computed(self.reduction)
+
+    @property
     def is_followed(self) -> bool:
         """Whether the sink keeps something for it from its request's begin to its end."""
-        return self.is_reduced or bool(self.encoding.rows)
+        return self.is_reduced or self.encoding.has_basis
 
     def to_data(self) -> dict[str, Any]:
         """Return the capture as plain data."""

@@ -11,7 +11,7 @@ import torch
 from inference_svc.taps.element_types import own_type
 from inference_svc.taps.encodings import cpu
 from inference_svc.taps.encodings.check import check_encodings
-from inference_svc.taps.encodings.signs import SignCache
+from inference_svc.taps.encodings.signs import SignCache, Signs
 from inference_svc.taps.reductions import Batch, Reduction
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.encodings import RANDOM_PROJECTIONS
@@ -53,8 +53,8 @@ class _Followed(NamedTuple):
     """What is kept of a capture from its request's begin to its end."""
 
     capture: Capture
-    vectors: Tensor | None
-    """What its rows are projected to, float32 [vectors, hidden]."""
+    basis: Tensor | None
+    """What its rows are multiplied with: vectors, float32 [vectors, hidden], or signs, [hidden, dimensions]."""
     reduction: Reduction | None
 
 
@@ -92,13 +92,18 @@ class BlockSink:
         """Prepare for the blocks of a request whose capture is followed; they come until `end`."""
         capture = plan.capture
         assert capture is not None  # noqa: S101 - it is followed
-        vectors = None
-        if capture.encoding.rows:
-            assert self._bank is not None  # noqa: S101 - a worker has one
-            # A copy: the last blocks leave when the request has ended, and the bank's rows may be others' by then.
-            vectors = torch.stack([self._bank.vectors[row] for row in capture.encoding.rows])
         reduction = Reduction(plan) if capture.is_reduced else None
-        self._followed[id(capture)] = _Followed(capture, vectors, reduction)
+        self._followed[id(capture)] = _Followed(capture, self._basis(capture), reduction)
+
+    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool]:
+        """Have the signs of projections at hand, made beside the steps; see `SignCache.keep`.
+
+        Args:
+            projections: Of each its seed, its dimensions, and whether the rows that it projects are computed.
+        """
+        return self._signs.keep(
+            [Signs(seed, size, self._signs_type(computed=computed)) for seed, size, computed in projections]
+        )
 
     def send(self, blocks: Sequence[Block]) -> None:
         """Move blocks' rows on and give the blocks back to the pool.
@@ -218,9 +223,21 @@ class BlockSink:
         encoding, form, rows = batch.capture.encoding, self._form(batch.capture), batch.rows
         if encoding.encoding in (capture_pb2.ENCODING_RAW, capture_pb2.ENCODING_TOPK):
             return rows.to(own_type(form)), None
+        return rows, self._followed[id(batch.capture)].basis if encoding.has_basis else None
+
+    def _basis(self, capture: Capture) -> Tensor | None:
+        """Return what a capture's rows are multiplied with, to be held until its last block has left.
+
+        The request has ended by then, and the bank's rows may be others', and its signs dropped.
+        """
+        encoding = capture.encoding
+        if encoding.rows:
+            assert self._bank is not None  # noqa: S101 - a worker has one
+            return torch.stack([self._bank.vectors[row] for row in encoding.rows])
         if encoding.encoding in RANDOM_PROJECTIONS:
-            return rows, self._signs.get(encoding.seed, encoding.dimensions, self._signs_type(rows))
-        return rows, self._followed[id(batch.capture)].vectors if encoding.rows else None
+            dtype = self._signs_type(computed=capture.is_computed)
+            return self._signs.get(encoding.seed, encoding.dimensions, dtype)
+        return None
 
     def _encoded(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:
         """Return rows as they would come to the ring."""
@@ -228,8 +245,8 @@ class BlockSink:
         cpu.encode(rows, form, basis, torch.from_numpy(data).view(len(rows), -1))
         return data
 
-    def _signs_type(self, rows: Tensor) -> torch.dtype:
-        del rows
+    def _signs_type(self, *, computed: bool) -> torch.dtype:
+        del computed
         return torch.float32  # 16-bit matrices are slow on a CPU
 
     def _encode(self, batch: Batch, extent: Extent) -> None:

@@ -191,8 +191,9 @@ class StreamedSink(BlockSink):
         arrived[:] = 0
         return data
 
-    def _signs_type(self, rows: Tensor) -> torch.dtype:
-        return rows.dtype  # the tensor cores want both alike
+    def _signs_type(self, *, computed: bool) -> torch.dtype:
+        # The tensor cores want both alike.
+        return torch.float32 if computed else self._pool.memory.dtype
 
     def _check_copies(self, memory: npt.NDArray[np.uint8]) -> None:
         """Copy blocks of known bytes, as rows are copied later, and compare what arrives. Nothing is in the pool yet.

@@ -121,6 +121,10 @@ class TappedWorker:
             for name, operations in changes.items()
         }
 
+    def residuum_keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool]:
+        """Have the signs of projections at hand; see `BlockSink.keep_signs`. Who captures nothing needs none."""
+        return self._residuum.keep_signs(projections)
+
     def residuum_forget(self, names: Sequence[str]) -> None:
         """Forget changes of requests that will not come any more."""
         self._residuum.runtime.forget(names)
@@ -203,6 +207,10 @@ class _Taps:
             return True
         deadline = time.monotonic() + timeout_seconds
         return self._sink.flush(timeout_seconds) and self.producer.drain(max(deadline - time.monotonic(), 0.0))
+
+    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool]:
+        """See `TappedWorker.residuum_keep_signs`."""
+        return [True] * len(projections) if self._sink is None else self._sink.keep_signs(projections)
 
     def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
         """See `TappedWorker.residuum_take_probe`."""

@@ -13,8 +13,9 @@ import pytest
 from shell import command, environment
 
 import residuum
-from residuum.cli.doctor import _examine_stats
+from residuum.cli.doctor import _examine_stats, _rights
 from residuum.replies import StoreStats
+from residuum.rpc.credentials import TLS, Credentials
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
 from residuum.wire.placement import StoreAddress
@@ -164,6 +165,26 @@ def test_doctor_warns_of_a_disk_that_is_full_before_the_store(free, disk, warnin
 def test_doctor_compares_versions_of_the_store():
     assert look("store x:1: versions", server_version="9.9.0").ok is False
     assert look("store x:1: versions", server_version="unknown").ok
+
+
+@pytest.mark.parametrize(
+    ("credentials", "endpoint", "tenant", "words"),
+    [
+        ({"tls": TLS(cert="c.pem", key="c.key")}, "localhost:1", None, "whoever has a certificate that it accepts"),
+        ({"tls": TLS()}, "store.example:1", None, "whoever reaches it"),
+        ({}, "store.example:1", None, "whoever reaches it"),
+        ({}, "localhost:1", None, ""),
+        ({"tls": TLS(), "token": "an-admins"}, "store.example:1", None, ""),
+        ({"tls": TLS(cert="c.pem", key="c.key")}, "store.example:1", "alice", ""),
+    ],
+)
+def test_doctor_warns_of_a_store_where_everybody_may_do_everything(credentials, endpoint, tenant, words):
+    found = list(_rights(Credentials(**credentials), replace(stats(), endpoint=endpoint, tenant=tenant)))
+    assert len(found) == bool(words)
+    for finding in found:
+        assert (finding.ok, finding.warning) == (True, True)
+        assert words in finding.detail
+        assert "--tokens" in finding.detail
 
 
 def test_doctor_suspects_an_address_of_the_other_machines_own():

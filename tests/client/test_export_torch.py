@@ -201,7 +201,7 @@ def test_captures_that_are_not_complete_are_left_out_or_refused(running_peer, en
             client.manifest("torch-broken", wait=True)
             assert "torch-broken" not in ActivationDataset(endpoint, prefix="torch-").captures
             with pytest.raises(residuum.IncompleteCapture, match="OVERFLOW"):
-                list(ActivationDataset(endpoint, ["torch-broken"]))
+                ActivationDataset(endpoint, [NAMES[0], "torch-broken"])
             data = ActivationDataset(endpoint, prefix="torch-b", allow_partial=True)
             (batch,) = data
             assert set(batch.layers.tolist()) == {4}
@@ -211,11 +211,46 @@ def test_captures_that_are_not_complete_are_left_out_or_refused(running_peer, en
         running_peer.servicer.reset()
 
 
-def test_a_worker_tells_what_went_wrong(endpoint):
-    data = ActivationDataset(endpoint, [NAMES[0], "never-was"], batch_size=8)
+def test_a_capture_that_is_not_there_is_told_before_an_epoch_begins(endpoint):
     with pytest.raises(residuum.UnknownCapture, match="never-was"):
+        ActivationDataset(endpoint, [*NAMES, "never-was"])
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"layers": [1, 2, 4, 5]}, "The capture torch-0 has no layers 2, 5; it has 1, 4."),
+        ({"sites": ["resid_post", "mlp_out"]}, "has no sites mlp_out; it has"),
+        ({"sequences": [0, 2]}, "has no sequences 2; it has 0, 1."),
+    ],
+)
+def test_what_a_capture_does_not_have_is_told_before_an_epoch_begins(endpoint, choice, message):
+    with pytest.raises(residuum.InvalidRequest, match=re.escape(message)):
+        ActivationDataset(endpoint, prefix="torch-", **choice)
+
+
+def test_the_one_that_lacks_a_layer_is_named(endpoint):
+    with residuum.Client(endpoint) as client:
+        client.generate("a", max_tokens=3, capture=residuum.Capture(layers=[4]), request_id="torch-narrow")
+        client.manifest("torch-narrow", wait=True)
+        try:
+            with pytest.raises(residuum.InvalidRequest, match="torch-narrow has no layers 1"):
+                ActivationDataset(endpoint, [*NAMES, "torch-narrow"], layers=[1, 4])
+            both = ActivationDataset(endpoint, [NAMES[0], "torch-narrow"])  # all that each has
+            assert {layer for batch in both for layer in batch.layers.tolist()} == {1, 4}
+        finally:
+            client.delete("torch-narrow")
+
+
+def test_a_worker_tells_what_went_wrong(endpoint):
+    with residuum.Client(endpoint) as client:
+        client.generate("a", max_tokens=3, capture=residuum.Capture(layers=[1, 4]), request_id="torch-gone")
+        client.manifest("torch-gone", wait=True)
+        data = ActivationDataset(endpoint, [NAMES[0], "torch-gone"], batch_size=8)
+        client.delete("torch-gone")
+    with pytest.raises(residuum.UnknownCapture, match="torch-gone"):
         list(data)
-    with pytest.raises(residuum.ResiduumError, match="never-was"):
+    with pytest.raises(residuum.ResiduumError, match="torch-gone"):
         list(DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork"))
 
 

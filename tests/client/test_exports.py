@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[2]
 
 NAMES = """
     Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadCredentials BadVector BatchFailed
-    Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client ClientClosed
-    DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
+    CallerStalled Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client
+    ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
     IncompleteCapture InvalidRequest LimitReached Manifest MissingVectors ModelInfo NoStore NotFound NotServing
     NotUpdatable OpenCapture PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
-    Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Sampling Sequence SequenceOutcome
-    ServerFault SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreStats StoreUnreachable Stream TLS
-    TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer UnknownModel UnknownOperation UnknownRequest
-    UnknownSite Unreachable Usage Vector __version__ directions load_vectors
+    Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Sampling Sequence
+    SequenceOutcome ServerFault SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreStats
+    StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer UnknownModel
+    UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__ directions load_vectors
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 SERVICES = ("store", "inference")
 
 
-def run(outcome: Outcome) -> None:
-    """Run the round."""
-    with Project() as project, tempfile.TemporaryDirectory() as scratch:
+def run(outcome: Outcome, variables: dict[str, str]) -> None:
+    """Run the round, with what is set for `docker compose`."""
+    with Project(variables=variables) as project, tempfile.TemporaryDirectory() as scratch:
         outcome.sizes.update(project.build(*SERVICES))
         outcome.say(f"built: {outcome.sizes}")
         project.up()

@@ -23,6 +23,7 @@ WAIT_SECONDS = 900
 
 _LABEL = "com.docker.compose.project"
 _LAST_LINES = 40
+_LONGEST_LINE = 1000
 
 
 class DockerError(RuntimeError):
@@ -82,7 +83,8 @@ class Project:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:  # what the services have said goes with their containers
-            print(self.compose("logs", "--no-color", "--tail", str(_LAST_LINES)), flush=True)
+            for line in self.compose("logs", "--no-color", "--tail", str(_LAST_LINES)).splitlines():
+                print(line[:_LONGEST_LINE], flush=True)
         self.down()
 
     def compose(self, *arguments: str, timeout: float | None = None) -> str:

@@ -27,13 +27,13 @@ SHARDS = {"a": "store-a", "b": "store-b"}
 SERVICES = (*SHARDS.values(), "inference-sharded")
 
 
-def run(outcome: Outcome) -> None:
-    """Run the round."""
+def run(outcome: Outcome, variables: dict[str, str]) -> None:
+    """Run the round, with what is set for `docker compose`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         token = _fill(folder)
-        variables = {"RESIDUUM_TLS_DIR": str(folder), "RESIDUUM_ENFORCE_EAGER": "true"}
-        with Project(FILES, variables) as project:
+        own = {"RESIDUUM_TLS_DIR": str(folder), "RESIDUUM_ENFORCE_EAGER": "true"}
+        with Project(FILES, {**variables, **own}) as project:
             outcome.sizes.update(project.build(*SERVICES))
             project.up("inference-sharded")
             outcome.say("up, and healthy: TLS, tokens, two stores")

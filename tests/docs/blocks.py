@@ -10,11 +10,28 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+"""The pages whose blocks are run."""
+ELSEWHERE = [
+    ROOT / name
+    for name in (
+        "ARCHITECTURE.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "bench/README.md",
+        "deploy/README.md",
+        "examples/languages/README.md",
+        "examples/languages/README.md",
+        "tests/conformance/README.md",
+        "tests/faults/README.md",
+    )
+]
+"""Documents that are pages of the site, too; their blocks are about containers, GPUs and minutes, and are only read."""
 
 RUN = ("python", "pycon", "console")
 """Languages whose blocks are run against real services (tests/integration/test_docs.py)."""
@@ -49,10 +66,15 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Of a console: what is typed. A command goes on behind a backslash, and as long as a quote is open."""
+        """What is typed: of a console what stands behind a dollar sign, of bash all.
+
+        A command goes on behind a backslash, and as long as a quote is open.
+        """
         found: list[str] = []
         for line in re.sub(r"\\\n", "", self.code).splitlines():
-            if line.startswith("$ "):
+            if self.language == "bash" and not (found and _is_open(found[-1])):
+                found.append(line)
+            elif line.startswith("$ "):
                 found.append(line.removeprefix("$ "))
             elif found and _is_open(found[-1]):
                 found[-1] += f"\n{line}"
@@ -80,7 +102,10 @@ def blocks(page: Path) -> list[Block]:
 
 
 def words(command: str) -> list[list[str]]:
-    """Return the words of each command of a shell line: what stands between &&, | and ;, without redirections."""
+    """Return the words of each command of a shell line: what stands between &&, | and ;, by itself.
+
+    Redirections, and variables that are set in front of it, are left out.
+    """
     lexer = shlex.shlex(command, posix=True, punctuation_chars="&|;<>")
     lexer.whitespace_split = True
     commands: list[list[str]] = [[]]
@@ -94,4 +119,5 @@ def words(command: str) -> list[list[str]]:
             skip = False
         else:
             commands[-1].append(word)
-    return [command for command in commands if command]
+    bare = (list(dropwhile(re.compile(r"[A-Z_]+=").match, command)) for command in commands)
+    return [command for command in bare if command]

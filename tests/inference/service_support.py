@@ -15,6 +15,7 @@ import pytest
 from inference_svc.engine import Delta, ModelFacts
 from inference_svc.generation import Generator
 from inference_svc.metrics import InferenceMetrics, ServiceCollector
+from inference_svc.places import Places
 from inference_svc.requests import RequestRegistry
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.settings import InferenceSettings
@@ -109,6 +110,10 @@ class FakeEngine:
         self.closed = []
         """Engine ids of the generators that have ended, however they did."""
         self.bank = {}
+        self.signs = []
+        """What `keep_signs` was called with."""
+        self.signs_ready = asyncio.Event()
+        self.signs_ready.set()
         self.changes = []
         """What `change_steering` was called with."""
         self.positions = {}
@@ -130,6 +135,10 @@ class FakeEngine:
                 yield delta
         finally:
             await self.note(self.closed, engine_id)
+
+    async def keep_signs(self, projections):
+        await self.note(self.signs, list(projections))
+        return [self.signs_ready.is_set()] * len(projections)
 
     async def load_vectors(self, rows):
         self.bank.update(rows)
@@ -228,10 +237,11 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
 
 
 @asynccontextmanager
-async def listening(add, servicer, port=0, on_end=None, access=None, before=(), patience=20.0):
+async def listening(add, servicer, port=0, on_end=None, access=None, before=(), patience=20.0, stall=600.0):
     """Serve on a port of loopback, by default a free one, and yield the endpoint; `before` are interceptors."""
     asking = AioAccessInterceptor(access or Access(None, []))
-    interceptors = [*before, AioErrorInterceptor(get_logger("test"), on_end), asking, AioPatienceInterceptor(patience)]
+    log = get_logger("test")
+    interceptors = [*before, AioErrorInterceptor(log, on_end), asking, AioPatienceInterceptor(log, patience, stall)]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -259,7 +269,8 @@ class Service:
         )
         self.metrics = InferenceMetrics()
         self.metrics.registry.register(ServiceCollector(self.registry, self.cache, activator, stores))
-        generator = Generator(engine, self.registry, self.cache, activator, stores, self.metrics, settings.max_requests)
+        self.places = Places(settings.max_requests, access.limits_of)
+        generator = Generator(engine, self.registry, self.cache, activator, stores, self.metrics, self.places)
         self.parts = Parts(engine, self.registry, self.cache, generator, stores, settings, access.limits_of)
         self.servicer = InferenceServicer()
         self.endpoint = self.channel = self.stub = None
@@ -313,6 +324,7 @@ async def running_service(store_endpoint=None, engine=None, before=(), **setting
             access=access,
             before=before,
             patience=values.first_message_seconds,
+            stall=values.stall_seconds,
         ) as endpoint,
         open_aio_channel(endpoint, options=once) as channel,
     ):

@@ -105,10 +105,14 @@ async def test_deltas_say_what_vllm_says(engine, llm):
 async def test_a_plain_request_is_a_plain_request(engine, llm):
     sampling, _ = await generate(engine)
     ((prompt, asked, request_id),) = llm.asked
-    assert (prompt, request_id) == ({"prompt_token_ids": [1, 2]}, "r#0")
+    # vLLM takes it as its renderer's own: it parses nothing, and asks no thread to.
+    assert (prompt, request_id) == ({"type": "token", "prompt_token_ids": [1, 2]}, "r#0")
     assert asked.extra_args is None
     assert not asked.skip_reading_prefix_cache
     assert asked is not sampling  # sequences must not share what is written here
+    assert sampling.extra_args is None
+    assert not sampling.skip_clone
+    assert asked.clone().stop is asked.stop  # nor does vLLM make a deep copy of it all
 
 
 async def test_a_captured_prompt_is_computed_and_not_read_from_the_cache(engine, llm):

@@ -338,7 +338,7 @@ async def test_only_so_many_requests_run_or_wait(store):
         failure = await failure_of(service.events(ask()))
         assert (failure.reason, failure.metadata) == (Reason.ERROR_REASON_LIMIT_REACHED, {"limit": "max_requests"})
         calls[0].cancel()
-        while service.parts.generator._num_requests > 1:  # noqa: ASYNC110 - nothing else tells of it
+        while service.places.num_taken > 1:  # noqa: ASYNC110 - nothing else tells of it
             await asyncio.sleep(0)
         service.engine.script = three_tokens
         assert (await service.events(ask()))[-1].HasField("finished")

@@ -173,6 +173,13 @@ def test_abort_reaches_the_running_request(registry):
     assert not other.aborted.is_set()
 
 
+def test_abort_tells_who_asked_to_be_told(registry):
+    running, told = registry.start_inline(make_spec("r")), []
+    running.on_abort = lambda: told.append(running.aborted.is_set())
+    registry.abort("r")
+    assert told == [True]
+
+
 def test_abort_drops_a_registration(registry):
     registry.register(make_spec())
     registry.abort("r")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
+import sys
 import tracemalloc
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 import structlog
 
+import inference_svc
+import residuum.rpc
 from inference_svc.engine import Engine, sampling_params
 from residuum._events import ReplyBuilder
 from residuum.v1 import inference_pb2
@@ -106,6 +111,60 @@ async def test_log_lines_do_not_grow_with_the_reply(service, caplog):
                 await read_all(stream)
         lines[tokens] = len([line for line in logged if line["log_level"] != "debug"]) + len(caplog.records)
     assert lines[2] == lines[300] > 0
+
+
+class OwnCode:
+    """Counts what the service's own code does while the context lasts: its functions and generators that are entered,
+    again after each time that they waited; and its tasks."""
+
+    _FOLDERS = tuple(str(Path(module.__file__).parent) for module in (inference_svc, residuum.rpc))
+
+    def __init__(self):
+        self.steps = 0
+        self.tasks = []
+
+    def __enter__(self):
+        self._loop = asyncio.get_running_loop()
+        self._factory = self._loop.get_task_factory()
+        self._loop.set_task_factory(self._task)
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_exception):
+        sys.setprofile(None)
+        self._loop.set_task_factory(self._factory)
+
+    def _note(self, frame, event, _argument):
+        self.steps += event == "call" and frame.f_code.co_filename.startswith(self._FOLDERS)
+
+    def _task(self, loop, coroutine, **options):
+        code = getattr(coroutine, "cr_code", None)
+        if code is not None and code.co_filename.startswith(self._FOLDERS):
+            self.tasks.append(code.co_name)
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+
+async def test_a_plain_request_has_one_task_and_few_steps(service):
+    """What all requests of a crowd pay for before any of them has its first token."""
+    await service.events(ask(spec("first")))
+    with OwnCode() as own:
+        for number in range(10):
+            await service.events(ask(spec(f"r{number}"), max_tokens=3))
+    assert own.tasks == ["_generate"] * 10
+    assert own.steps / 10 < 180  # three tokens are among it
+
+
+async def test_a_token_takes_few_steps(service):
+    steps = {}
+    for tokens in (10, 110):
+        async with generating(service, spec(f"r{tokens}"), max_tokens=tokens) as (stream, hand):
+            with OwnCode() as own:
+                for _ in range(tokens - 1):
+                    hand.token(f"r{tokens}#0")
+                    await stream.read()
+            steps[tokens] = own.steps
+            assert not own.tasks
+    assert (steps[110] - steps[10]) / 100 < 20
 
 
 async def test_the_engine_has_a_request_before_anybody_reads_its_first_event(service):

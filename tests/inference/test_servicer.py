@@ -301,12 +301,17 @@ async def test_a_defect_is_told_by_number_and_not_in_detail(service, monkeypatch
 @pytest.mark.parametrize("method", ["GetModelInfo", "PutVectors", "Generate"])
 async def test_a_call_that_sends_nothing_is_ended(method):
     async with running_service(first_message_seconds=0.2) as service:
-        call = service.channel.stream_stream(METHOD + method)()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "No message came" in caught.value.details()
+        failure = await failure_of(service.channel.stream_stream(METHOD + method)().read())
+        assert failure.reason_name == "CALLER_STALLED"
+        assert "No message came in 0.2 s" in failure.message
         assert (await service.events(ask()))[-1].HasField("finished")
+
+
+@pytest.mark.parametrize("method", ["GetModelInfo", "Generate"])
+async def test_a_call_that_ends_without_its_message_is_told_so(service, method):
+    call = service.channel.stream_stream(METHOD + method)(iter(()))
+    failure = await failure_of(call.read())
+    assert (failure.reason_name, failure.metadata) == ("INVALID_FIELD", {"field": ""})
 
 
 async def test_health_watches_and_silent_checks_leave_room_for_calls():
@@ -320,16 +325,13 @@ async def test_health_watches_and_silent_checks_leave_room_for_calls():
         stub = health_pb2_grpc.HealthStub(channel)
         reflect = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
         for method in (channel.stream_stream("/grpc.health.v1.Health/Check"), reflect):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await method().read()
-            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert (await failure_of(method().read())).reason_name == "CALLER_STALLED"
         watches = [stub.Watch(request) for _ in range(MAX_WATCHES)]
         for watch in watches:
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         for call in (stub.Watch(request), reflect(iter([b""]))):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call.read()
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            failure = await failure_of(call.read())
+            assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "watches"})
         assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
         for watch in watches:
             watch.cancel()

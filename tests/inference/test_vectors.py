@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
-from inference_svc.vectors import VectorActivator, VectorCache, cache_capacity
+from inference_svc.vectors import VectorActivator, VectorCache, cache_capacity, vector_name
 from residuum.rpc.errors import Failure
 from residuum.v1 import tensor_pb2
 from residuum.wire.digests import digest_of_bytes, vector_message
@@ -124,6 +124,24 @@ def test_no_room_is_told_and_changes_nothing(cache, users):
     assert (caught.value.reason_name, caught.value.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors"})
     assert cache.missing([item.digest for item in [*kept, numbered(4)]]) == [numbered(4).digest]
     cache.put(kept[0])  # sending one that is here needs no room
+
+
+@pytest.mark.parametrize("tenant", ["", "alice"])
+def test_room_is_found_without_passing_all_that_is_in_use_again_and_again(tenant):
+    """Of 400 vectors, the 200 oldest are in use; then 1,000 new ones come, one after the other."""
+    held = {vector_name(tenant, numbered(number).digest) for number in range(200)}
+    asked = []
+    cache = VectorCache(10_000 if tenant else 400, HIDDEN, lambda name: bool(asked.append(name)) or name in held)
+    limit = {"tenant": tenant, "max_bytes": 400 * 4 * HIDDEN} if tenant else {}
+    for number in range(10):
+        cache.put(numbered(-1 - number), "bob")  # another's are not looked at for a tenant's own limit
+    for number in range(1400):
+        cache.put(numbered(number), **limit)
+    assert cache.missing(held) == []
+    assert len(asked) < 3000
+    names = [vector_name(tenant, numbered(number).digest) for number in range(1300, 1400)]
+    assert cache.missing(names) == []
+    assert cache.num_vectors == (410 if tenant else 400)
 
 
 def test_more_vectors_than_are_kept_are_told(cache):

@@ -12,6 +12,7 @@ import pytest
 import residuum
 from examples.services import start_inference, start_store
 from residuum.cli import main
+from tests.security.test_scans import KNOCKS, noise
 
 pytestmark = pytest.mark.engine
 
@@ -69,6 +70,10 @@ def test_two_tenants_of_one_engine(tiny_llama, tmp_path, tokens, authority, serv
         assert bob.activations("same")[0].shape == rows[bob][0].shape
         with pytest.raises(residuum.UnknownCapture):
             alice.manifest("same")
+        lines = len(inference.log.read_text().splitlines())
+        for _ in range(KNOCKS):  # a scanner leaves no lines
+            noise(int(inference.endpoint.rpartition(":")[2]))
+        assert len(inference.log.read_text().splitlines()) < lines + KNOCKS // 2
         with pytest.raises(residuum.Unauthenticated):
             connect("rsd_unknown").generate("Hello")
         with pytest.raises(residuum.PermissionDenied) as denied:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.inference.service_support import (
     listening,
     running_service,
     stuck_after,
+    three_tokens,
 )
 from tests.store.support import describe
 
@@ -62,7 +64,7 @@ async def tenants(tokens):
     """Alice and Bob at one service, which has a store."""
     servicer = FakeStore()
     given = {name: tokens.add(name, "generate") for name in ("alice", "bob")}
-    tokens.limit("alice", max_vector_bytes=2 * 16)
+    tokens.limit("alice", max_vector_bytes=2 * 16, max_requests=2)
 
     @asynccontextmanager
     async def connected(endpoint, token):
@@ -136,6 +138,31 @@ async def test_limits_of_vectors(tenants):
     assert await alice.missing(*vectors) == [vectors[0].digest]  # the one that was not used for longest
     await bob.put(*vectors)
     assert await bob.missing(*vectors) == []
+
+
+async def test_limits_of_requests(tenants):
+    """One tenant cannot take the places of another, nor more of the engine than it may."""
+    service, alice, bob = tenants
+    service.engine.script = stuck_after()
+    plain = inference_pb2.RequestSpec()
+    running = [alice.generate(spec=plain) for _ in range(2)]
+    for call in running:
+        await anext(aiter(call))
+    await alice.register(captured("later"))
+    failure = await failure_of(drain(alice.generate("later")))
+    assert failure.reason == Reason.ERROR_REASON_QUOTA_EXCEEDED
+    assert failure.metadata == {"limit": "max_requests", "allowed": "2"}
+    others = [bob.generate(spec=plain) for _ in range(3)]
+    for call in others:
+        await anext(aiter(call))
+    running[0].cancel()
+    await service.engine.until(lambda: len(service.engine.closed) == 1)
+    while service.places.num_taken > 4:  # noqa: ASYNC110 - nothing else tells of it
+        await asyncio.sleep(0)
+    service.engine.script = three_tokens
+    assert (await drain(alice.generate("later")))[-1].HasField("finished")  # what was refused is still registered
+    for call in (running[1], *others):
+        call.cancel()
 
 
 async def test_the_same_id_for_both(tenants):

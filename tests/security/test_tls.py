@@ -245,9 +245,32 @@ def test_settings_that_do_not_go_together(flags, words):
     assert words in result.stderr
 
 
-def test_told_so_it_listens_everywhere(store):
+def test_told_so_it_listens_everywhere(store, capfd):
     with store(listen="0.0.0.0:0", insecure=True) as endpoint:
         assert stats_sync(endpoint)
+    assert "whoever reaches 0.0.0.0:0" in "".join(capfd.readouterr())
+
+
+def test_without_tokens_every_certificate_may_do_everything_and_that_is_said(
+    store, tokens, authority, server_pair, client_pair, capfd
+):
+    tls = residuum.TLS(ca=authority.path, cert=client_pair.cert, key=client_pair.key)
+    mutual = {"tls_cert": server_pair.cert, "tls_key": server_pair.key, "tls_client_ca": authority.path}
+
+    def rights(endpoint, **options):
+        with residuum.Client("localhost:1", store=endpoint, timeout=20, tls=tls, **options) as client:
+            (stats,) = client.stats()
+            return [finding.detail for finding in doctor._rights(client.credentials, stats)]
+
+    with store(**mutual) as endpoint:
+        assert "whoever has a certificate that it accepts may do everything" in rights(endpoint)[0]
+    assert "callers have all rights, of all tenants" in "".join(capfd.readouterr())
+    token = tokens.add("alice", "read")
+    with store(**mutual, tokens=tokens.path) as endpoint:
+        with pytest.raises(residuum.Unauthenticated):  # a certificate is no token
+            rights(endpoint)
+        assert rights(endpoint, token=token) == []
+    assert "callers have all rights" not in "".join(capfd.readouterr())
 
 
 def test_an_authority_of_the_tests_differs_from_the_other(authority, stranger):

@@ -61,9 +61,9 @@ def test_no_file(store, tmp_path):
 
 
 def test_limits(tokens):
-    tokens.limit("alice", max_bytes="1MiB", max_open_captures=3, max_vector_bytes=4096)
+    tokens.limit("alice", max_bytes="1MiB", max_open_captures=3, max_vector_bytes=4096, max_requests=5)
     table = TokenFile(tokens.path).table()
-    assert table.limits_of("alice") == Limits(1 << 20, 3, 4096)
+    assert table.limits_of("alice") == Limits(1 << 20, 3, 4096, 5)
     assert table.limits_of("bob") == Limits()
 
 

@@ -12,8 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from residuum.rpc.alarms import Alarm
 from residuum.rpc.errors import Reason
-from residuum.rpc.patience import MAX_WATCHES, Alarm
+from residuum.rpc.patience import MAX_WATCHES
 from residuum.v1 import store_pb2
 from store_svc import servicer
 from tests.store.support import (
@@ -121,15 +122,22 @@ def test_health_watches_leave_room_for_calls(client: Client) -> None:
     request = health_pb2.HealthCheckRequest()
     watches = [health.Watch(request) for _ in range(MAX_WATCHES)]
     assert all(next(watch).status == health_pb2.HealthCheckResponse.SERVING for watch in watches)
-    with pytest.raises(grpc.RpcError) as caught:
+    with failing_with(LIMIT) as caught:
         next(health.Watch(request, timeout=30))
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught[0].metadata == {"limit": "watches"}
     assert health.Check(request, timeout=30).status == health_pb2.HealthCheckResponse.SERVING
     client.open()
     watches.pop().cancel()
     wait_until(lambda: _is_watched(health.Watch(request, timeout=30)))
     for watch in watches:
         watch.cancel()
+
+
+@pytest.mark.parametrize("method", ["GetStats", "ReadChunks"])
+def test_a_call_that_ends_without_its_message_is_told_so(client: Client, method: str) -> None:
+    call = client.channel.stream_stream(f"/residuum.v1.StoreService/{method}")(iter(()), timeout=30)
+    with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
+        next(call)
 
 
 def _is_watched(watch: Iterator[health_pb2.HealthCheckResponse]) -> bool:

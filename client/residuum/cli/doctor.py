@@ -17,7 +17,7 @@ import residuum
 from residuum._credentials import describe
 from residuum.cli.commands import open_client
 from residuum.cli.output import Output, size
-from residuum.rpc.credentials import is_loopback
+from residuum.rpc.credentials import Credentials, is_loopback
 
 _CONNECT_SECONDS = 5.0
 _MOST_SKEW_SECONDS = 2.0
@@ -112,6 +112,7 @@ def _examine_stores(client: residuum.Client) -> Iterator[Finding]:
         yield Finding("store answers", ok=True, detail="; ".join(map(_contents, answers)))
     for stats in answers:
         yield from _examine_stats(stats, started)
+        yield from _rights(client.credentials, stats)
 
 
 def _ask(client: residuum.Client) -> tuple[list[residuum.StoreStats], str]:
@@ -132,6 +133,21 @@ def _examine_stats(stats: residuum.StoreStats, started: float) -> Iterator[Findi
     if stats.append_limit_bytes:  # otherwise it is older than what follows
         yield _room(name, stats)
         yield _disk(name, stats)
+
+
+def _rights(credentials: Credentials, stats: residuum.StoreStats) -> Iterator[Finding]:
+    """Warn of a store that gives all rights to whoever it lets in: it tells a caller without a token of all tenants."""
+    if credentials.has_token or stats.tenant is not None:
+        return
+    shows_certificate = credentials.tls is not None and credentials.tls.cert is not None
+    if not shows_certificate and is_loopback(stats.endpoint.rpartition(":")[0]):
+        return
+    who = "whoever has a certificate that it accepts" if shows_certificate else "whoever reaches it"
+    detail = (
+        f"{who} may do everything there, to all tenants' captures: it asks for no token. Start it with --tokens, and "
+        "the inference service, too, if callers are to be told apart"
+    )
+    yield Finding(f"store {stats.endpoint}: rights", ok=True, warning=True, detail=detail)
 
 
 def _clock(name: str, theirs: datetime.datetime | None, started: float) -> Iterator[Finding]:

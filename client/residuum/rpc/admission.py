@@ -5,7 +5,6 @@ A call that may not be made never reaches its handler, and its messages are not 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,8 @@ import grpc.aio
 
 from residuum.rpc.access import Access, set_caller
 from residuum.rpc.errors import Failure
-from residuum.rpc.serving import OURS, handler_of
+from residuum.rpc.methods import is_ours
+from residuum.rpc.serving import handler_of
 
 if TYPE_CHECKING:
     from residuum.rpc.tokens import Caller
@@ -58,7 +58,7 @@ class AioAccessInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        ours = handler_call_details.method.startswith(OURS)
+        ours = is_ours(handler_call_details.method)
         try:
             caller = _admit(self._access, handler_call_details)
         except Failure as failure:
@@ -93,19 +93,14 @@ def _admitted(handler: _Handler, caller: Caller) -> Callable[..., Any]:
 
 
 def _aio_admitted(handler: _Handler, caller: Caller) -> Callable[..., Any]:
+    """Return a call that is made by `caller`: of a coroutine or of an iterator, whichever the handler's returns."""
     call = _call_of(handler)
 
-    async def unary(request: Any, context: Any) -> Any:
-        set_caller(caller)
-        return await call(request, context)
+    def admitted(request: Any, context: Any) -> Any:
+        set_caller(caller)  # in the task of the call: what makes it runs there, in the interceptor of `serving`
+        return call(request, context)
 
-    async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
-        set_caller(caller)
-        async with contextlib.aclosing(call(request, context)) as responses:
-            async for response in responses:
-                yield response
-
-    return streaming if handler.response_streaming else unary
+    return admitted
 
 
 def _refusing(handler: _Handler, failure: Failure) -> _Handler:

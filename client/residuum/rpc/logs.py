@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 
@@ -24,6 +25,24 @@ _SHARED: tuple[structlog.typing.Processor, ...] = (
 """What every record gets, whoever made it."""
 
 
+class _Stderr:
+    """Writes the lines of one of our own loggers.
+
+    Not through `logging`, whose records cost as much again as all the rest of a line, and a service has one of each
+    request. As there, a log that nobody can write to any more does not fail what is logged.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def msg(self, line: str) -> None:
+        """Write a line, at once and whole."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{line}\n")  # it is buffered by lines, on a terminal and anywhere else
+
+    debug = info = warning = error = critical = msg
+
+
 def configure_logs(level: str = "info") -> None:
     """Send this process's logs, and those of the libraries that use `logging`, to stderr in one form."""
     handler = logging.StreamHandler(sys.stderr)
@@ -32,24 +51,37 @@ def configure_logs(level: str = "info") -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     structlog.configure(
-        processors=[*_SHARED, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
+        processors=[*_SHARED, *_final()],
+        logger_factory=_Stderr,
+        wrapper_class=structlog.make_filtering_bound_logger(root.level),
         cache_logger_on_first_use=True,
     )
 
 
+def quiet_grpc() -> None:
+    """Let gRPC's core log errors alone, here and in the processes that are started from here.
+
+    Else it writes a line of its own, in no form of ours, for each failed TLS handshake: whoever reaches the port could
+    fill the disk with them. It must come before grpc is imported, which reads the environment then. Whoever set
+    GRPC_VERBOSITY or GRPC_TRACE wants to see more, and does.
+    """
+    if "GRPC_TRACE" not in os.environ:
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
 def make_formatter() -> logging.Formatter:
-    """Return the formatter of every record of a service, also of those that a library logs by `logging`."""
-    final: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer()]
-        if sys.stderr.isatty()
-        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    )
+    """Return the formatter of what a library logs by `logging`: it looks like our own lines."""
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=_SHARED,
-        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_final()],
     )
+
+
+def _final() -> list[structlog.typing.Processor]:
+    """Return what makes a line of an event."""
+    if sys.stderr.isatty():
+        return [structlog.dev.ConsoleRenderer()]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:

@@ -1,8 +1,11 @@
 """How long a server waits for callers that send nothing, or do not read what is sent to them.
 
 A call that does neither costs a thread or a place all the same, and a reader keeps its capture from expiring. So the
-first message must come within a time, and so must the room to send on; else the call is cancelled. Between messages
-nobody is hurried: a follower may wait for rows, and a writer for something to write, for as long as they like.
+first message must come within a time, and so must the room to send on; else the call is ended. Between messages nobody
+is hurried: a follower may wait for rows, and a writer for something to write, for as long as they like.
+
+Both interceptors stand behind the others: who may not call is refused before a message is waited for, and what is
+raised here is sent by those of `residuum.rpc.serving`.
 """
 
 from __future__ import annotations
@@ -10,87 +13,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import sys
 import threading
-import time
-from collections import OrderedDict
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
+from residuum.rpc.alarms import AioAlarm, Alarm
+from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.methods import is_ours
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-    from typing import Any
 
     import structlog
 
     _Handler = grpc.RpcMethodHandler[Any, Any]
 
-_OURS = "/residuum."
 MAX_WATCHES = 16
 """Streams of other services than ours (health watches, reflection) that run at once. They last as long as their clients
 like, and must not take the places of calls that do something."""
 
-_TOO_MANY_WATCHES = (
-    f"At most {MAX_WATCHES} health watches and reflections run at once; ask by Check, or try again later."
-)
-
-
-class Alarm:
-    """Rings for whatever takes longer than a time that is the same for all: one thread, however many wait."""
-
-    def __init__(self, seconds: float) -> None:
-        """Start the thread."""
-        self._seconds = seconds
-        self._condition = threading.Condition()
-        self._waiting: OrderedDict[object, tuple[float, Callable[[], object]]] = OrderedDict()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="alarm", daemon=True)
-        self._thread.start()
-
-    @contextmanager
-    def over(self, ring: Callable[[], object]) -> Iterator[None]:
-        """Call `ring`, in another thread, if the context lasts too long."""
-        token = object()
-        with self._condition:
-            # The thread need not hear of it: it looks again within the time, and nothing is due before. Readers come by
-            # here with each chunk.
-            self._waiting[token] = time.monotonic() + self._seconds, ring
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._waiting.pop(token, None)
-
-    def close(self) -> None:
-        """End the thread; nothing rings any more."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (ring := self._next()) is not None:
-            ring()
-
-    def _next(self) -> Callable[[], object] | None:
-        """Wait until the next one is too long; None: closed."""
-        with self._condition:
-            while not self._closed:
-                now = time.monotonic()
-                token, (end, ring) = next(iter(self._waiting.items()), (None, (now + self._seconds, None)))
-                if ring is not None and end <= now:
-                    del self._waiting[token]
-                    return ring
-                self._condition.wait(end - now)
-        return None
+_WRITTEN: tuple[Any, ...] = ()
+"""What a call yields that has written its messages itself. The interceptors around it want a generator all the same."""
 
 
 class PatienceInterceptor(grpc.ServerInterceptor):
     """Cancels calls of a sync server that send no first message, or do not read.
 
-    It stands behind the other interceptors: who may not call is refused before a message is waited for.
+    They are cut off: gRPC sends no status with that, so the caller sees CANCELLED without a reason.
     """
 
     def __init__(self, log: structlog.stdlib.BoundLogger, first_message_seconds: float, stall_seconds: float) -> None:
@@ -136,7 +89,7 @@ class PatienceInterceptor(grpc.ServerInterceptor):
         self, handler: _Handler, method: str
     ) -> Callable[[Iterator[Any], grpc.ServicerContext], Iterator[Any]]:
         def patient(messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._place(method, context):
+            with self._place(method):
                 request = self._request(handler, messages, context, method)
                 call: Callable[..., Any] | None = handler.unary_stream or handler.stream_stream
                 for response in call(request, context) if call else ():
@@ -152,16 +105,16 @@ class PatienceInterceptor(grpc.ServerInterceptor):
         if handler.request_streaming:
             return _chained(first, messages)
         if first is None:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The call ended without its message.")
+            raise _no_message()
         return first
 
     @contextmanager
-    def _place(self, method: str, context: grpc.ServicerContext) -> Iterator[None]:
-        if method.startswith(_OURS):
+    def _place(self, method: str) -> Iterator[None]:
+        if is_ours(method):
             yield
             return
         if not self._watches.acquire(blocking=False):
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_MANY_WATCHES)
+            raise _too_many_watches()
         try:
             yield
         finally:
@@ -176,11 +129,17 @@ class PatienceInterceptor(grpc.ServerInterceptor):
 
 
 class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls of an asyncio server that send no first message. It stands behind the other interceptors."""
+    """Ends calls of an asyncio server that send no first message, or do not read.
 
-    def __init__(self, first_message_seconds: float) -> None:
+    What such a call had is given back at once. The call itself stays until its caller reads on, and then hears why, or
+    leaves: grpc.aio has no way to cut it off.
+    """
+
+    def __init__(self, log: structlog.stdlib.BoundLogger, first_message_seconds: float, stall_seconds: float) -> None:
         """Make an interceptor."""
-        self._seconds = first_message_seconds
+        self._log = log
+        self._first_seconds, self._stall_seconds = first_message_seconds, stall_seconds
+        self._stall = AioAlarm(stall_seconds)
         self._watches = 0
 
     async def intercept_service(
@@ -196,55 +155,114 @@ class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
         call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
         async def unary(messages: AsyncIterator[Any], context: Any) -> Any:
-            return await call(await self._request(handler, messages, context), context)
+            async with _telling(method, context):
+                return await call(await self._request(handler, messages), context)
 
         async def streaming(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-            async with self._place(method, context):
-                request = await self._request(handler, messages, context)
-                async with contextlib.aclosing(call(request, context)) as responses:
-                    async for response in responses:
-                        yield response
+            async with (
+                _telling(method, context),
+                self._place(method),
+                contextlib.aclosing(call(await self._request(handler, messages), context)) as responses,
+            ):
+                async for response in responses:
+                    await self._write(response, context, method)
+            for nothing in _WRITTEN:
+                yield nothing
 
         async def writing(messages: AsyncIterator[Any], context: Any) -> None:
-            async with self._place(method, context):
-                await call(await self._request(handler, messages, context), context)
+            async with _telling(method, context), self._place(method):
+                await call(await self._request(handler, messages), context)
 
         if handler.response_streaming:
             # Health watches write their answers to the context.
             return grpc.stream_stream_rpc_method_handler(
-                streaming if inspect.isasyncgenfunction(call) else writing,
+                writing if inspect.iscoroutinefunction(call) else streaming,
                 handler.request_deserializer,
                 handler.response_serializer,
             )
         return grpc.stream_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
 
     @asynccontextmanager
-    async def _place(self, method: str, context: Any) -> AsyncIterator[None]:
-        if method.startswith(_OURS):
+    async def _place(self, method: str) -> AsyncIterator[None]:
+        if is_ours(method):
             yield
             return
         if self._watches >= MAX_WATCHES:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_MANY_WATCHES)
+            raise _too_many_watches()
         self._watches += 1
         try:
             yield
         finally:
             self._watches -= 1
 
-    async def _request(self, handler: _Handler, messages: AsyncIterator[Any], context: Any) -> Any:
+    async def _request(self, handler: _Handler, messages: AsyncIterator[Any]) -> Any:
         """Return what a handler is called with: the one message, or all of them."""
         first = None
         with contextlib.suppress(StopAsyncIteration):
             try:
-                first = await asyncio.wait_for(anext(aiter(messages)), self._seconds)
+                first = await asyncio.wait_for(anext(aiter(messages)), self._first_seconds)
             except asyncio.TimeoutError:
-                text = f"No message came in {self._seconds:g} s."
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+                raise _stalled(f"No message came in {self._first_seconds:g} s.") from None
         if handler.request_streaming:
             return _aio_chained(first, messages)
         if first is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The call ended without its message.")
+            raise _no_message()
         return first
+
+    async def _write(self, response: Any, context: Any, method: str) -> None:
+        """Send a message; wait no longer than the caller may take to make room for it.
+
+        Raises:
+            Failure: CALLER_STALLED.
+        """
+        task, late = asyncio.current_task(), []
+
+        def give_up() -> None:
+            late.append(True)
+            if task is not None:
+                task.cancel()
+
+        try:
+            with self._stall.over(give_up):
+                await context.write(response)
+        except asyncio.CancelledError:
+            if not late:  # the caller has left
+                raise
+            if sys.version_info >= (3, 11) and task is not None:
+                task.uncancel()
+            self._log.warning("call ended", method=method, why="the caller does not read", peer=context.peer())
+            raise _stalled(
+                f"Nothing of what was sent was read for {self._stall_seconds:g} s (--stall-seconds), so the call was "
+                "ended. Read on sooner, or start it again."
+            ) from None
+
+
+@asynccontextmanager
+async def _telling(method: str, context: Any) -> AsyncIterator[None]:
+    """Send a failure where nobody else does: the interceptor that does so leaves methods of others alone."""
+    try:
+        yield
+    except Failure as failure:
+        if is_ours(method):
+            raise
+        status = failure.to_status()
+        await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def _no_message() -> Failure:
+    return Failure(Reason.ERROR_REASON_INVALID_FIELD, "The call ended without its message.", field="")
+
+
+def _stalled(message: str) -> Failure:
+    return Failure(Reason.ERROR_REASON_CALLER_STALLED, message)
+
+
+def _too_many_watches() -> Failure:
+    return Failure(
+        Reason.ERROR_REASON_LIMIT_REACHED,
+        f"At most {MAX_WATCHES} health watches and reflections run at once; ask by Check, or try again later.",
+        limit="watches",
+    )
 
 
 async def _aio_chained(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -39,7 +39,8 @@ class SecureSettings(ServiceSettings):
     tls_key: Path | None = None
     """The private key of tls-cert: a PEM file, without a passphrase."""
     tls_client_ca: Path | None = None
-    """Ask callers for a certificate, too, and serve those alone whose CA is in this PEM file."""
+    """Ask callers for a certificate, too, and serve those alone whose CA is in this PEM file. It says who may connect;
+    without tokens, each of them may do everything, to all tenants."""
     tokens: Path | None = None
     """Ask callers for a token that this file knows; it says what each may do (ARCHITECTURE.md, Who may call what). It
     is read again when it changes."""
@@ -78,14 +79,35 @@ class SecureSettings(ServiceSettings):
             )
 
 
+def log_callers(settings: SecureSettings) -> None:
+    """Say at the start what nobody should learn later: without tokens, whoever is let in may do everything."""
+    if settings.tokens is not None:
+        return
+    if settings.tls_client_ca is not None:
+        _log.warning(
+            "callers have all rights, of all tenants",
+            who="whoever has a certificate of tls-client-ca",
+            advice="a certificate says who may connect, --tokens says who may do what: set both",
+        )
+    elif is_loopback(parse_endpoint(settings.listen)[0]):
+        _log.info("callers have all rights, of all tenants", who="whoever is on this machine")
+    else:
+        _log.warning(
+            "callers have all rights, of all tenants",
+            who=f"whoever reaches {settings.listen}",
+            advice="--tokens says who may do what",
+        )
+
+
 def add_port(server: grpc.Server | grpc.aio.Server, settings: SecureSettings) -> int:
-    """Let a server listen as its settings say; return the port.
+    """Let a server listen as its settings say, and log who may call; return the port.
 
     Raises:
         SecurityError: A certificate or key cannot be used.
         OSError: The address cannot be listened on.
     """
     credentials = _Certificates(settings).credentials() if settings.tls_cert else None
+    log_callers(settings)
     try:
         if credentials is None:
             return server.add_insecure_port(settings.listen)

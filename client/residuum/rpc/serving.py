@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import request_scope
+from residuum.rpc.methods import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-OURS = "/residuum."
-"""What the names of our own methods begin with."""
 
 OK = "OK"
 """The outcome of a call that did not fail."""
@@ -114,7 +112,7 @@ class _Watch:
             try:
                 yield call
             finally:
-                if self._on_end is not None and method.startswith(OURS):
+                if self._on_end is not None and is_ours(method):
                     self._on_end(method.rpartition("/")[2], call.outcome, time.monotonic() - start)
 
     def _failure(self, error: Exception, call: _Call) -> Failure:
@@ -180,7 +178,7 @@ class AioErrorInterceptor(_Watch, grpc.aio.ServerInterceptor):
     ) -> _Handler | None:
         """Wrap the handler of a call. Handlers must be coroutines or async generators."""
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(OURS):
+        if handler is None or not is_ours(handler_call_details.method):
             return handler
         method = handler_call_details.method
         if handler.response_streaming:
@@ -192,10 +190,14 @@ class AioErrorInterceptor(_Watch, grpc.aio.ServerInterceptor):
             with self._watching(method) as watched:
                 try:
                     response = await call(request, context)
+                except grpc.aio.AbortError:
+                    raise
                 except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
-                    await self._abort(error, context, watched)
-                watched.outcome = OK
-                return response
+                    failure = self._failure(error, watched)
+                else:
+                    watched.outcome = OK
+                    return response
+            return await _abort(context, failure)
 
         return guarded
 
@@ -206,18 +208,23 @@ class AioErrorInterceptor(_Watch, grpc.aio.ServerInterceptor):
                     async with contextlib.aclosing(call(request, context)) as responses:
                         async for response in responses:
                             yield response
+                except grpc.aio.AbortError:
+                    raise
                 except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
-                    await self._abort(error, context, watched)
-                watched.outcome = OK
+                    failure = self._failure(error, watched)
+                else:
+                    watched.outcome = OK
+                    return
+            await _abort(context, failure)
 
         return guarded
 
-    async def _abort(self, error: Exception, context: grpc.aio.ServicerContext[Any, Any], call: _Call) -> NoReturn:
-        if isinstance(error, grpc.aio.AbortError):
-            raise error
-        status = self._failure(error, call).to_status()
-        await context.abort(status.code, status.details, status.trailing_metadata)
-        raise AssertionError("abort always raises")
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], failure: Failure) -> NoReturn:
+    """End a call. It is over by then, and counted: who does not read may never take the status."""
+    status = failure.to_status()
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("abort always raises")
 
 
 def _is_abort(error: Exception) -> bool:

@@ -11,6 +11,7 @@
     max_bytes = "100GiB"             # chunks in the store
     max_open_captures = 64
     max_vector_bytes = "64MiB"       # steering vectors that the inference service keeps
+    max_requests = 256               # that run at once, or wait for their turn, in the inference service
 
 The file is read again when it changes, so tokens come and go without a restart. A call that runs goes on to its end.
 """
@@ -102,6 +103,8 @@ class Limits:
     """Captures of it that have not ended."""
     max_vector_bytes: int | None = None
     """Bytes of its steering vectors that an inference service keeps."""
+    max_requests: int | None = None
+    """Requests of it that run at once, or wait for their turn, in an inference service."""
 
 
 class TokenTable:
@@ -197,6 +200,7 @@ class _Tenant(_Strict):
     max_bytes: ByteSize | None = None
     max_open_captures: Annotated[int, Field(ge=0)] | None = None
     max_vector_bytes: ByteSize | None = None
+    max_requests: Annotated[int, Field(ge=0)] | None = None
 
 
 class _File(_Strict):

@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from residuum.rpc.interceptors import around_aio_calls, around_calls, with_aio_metadata, with_metadata
+from residuum.rpc.methods import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 """OpenTelemetry's own name for where traces go."""
 
-_OURS = "/residuum."
 _SCOPE = "residuum"
 
 
@@ -234,7 +234,7 @@ class TracingInterceptor(grpc.ServerInterceptor):
         from residuum.rpc.serving import handler_of
 
         handler, details = continuation(handler_call_details), handler_call_details
-        if handler is None or not details.method.startswith(_OURS):
+        if handler is None or not is_ours(details.method):
             return handler
         call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
@@ -259,7 +259,7 @@ class AioTracingInterceptor(grpc.aio.ServerInterceptor):
         from residuum.rpc.serving import handler_of
 
         handler, details = await continuation(handler_call_details), handler_call_details
-        if handler is None or not details.method.startswith(_OURS):
+        if handler is None or not is_ours(details.method):
             return handler
         call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 

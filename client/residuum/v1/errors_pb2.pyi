@@ -85,6 +85,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """PERMISSION_DENIED: the token does not have the right that the method takes. Metadata: `right`, `method`."""
     ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 29
     """RESOURCE_EXHAUSTED: the tenant has as much as it may have; others are not concerned. Metadata: `limit`, `allowed`."""
+    ERROR_REASON_CALLER_STALLED: _ErrorReason.ValueType  # 30
+    """CANCELLED: the caller sent no first message in time, or read nothing of what was sent to it for too long. Where gRPC
+    can only cut such a call off, it is CANCELLED without a reason.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The cause of a failure.
@@ -157,6 +161,10 @@ ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 28
 """PERMISSION_DENIED: the token does not have the right that the method takes. Metadata: `right`, `method`."""
 ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 29
 """RESOURCE_EXHAUSTED: the tenant has as much as it may have; others are not concerned. Metadata: `limit`, `allowed`."""
+ERROR_REASON_CALLER_STALLED: ErrorReason.ValueType  # 30
+"""CANCELLED: the caller sent no first message in time, or read nothing of what was sent to it for too long. Where gRPC
+can only cut such a call off, it is CANCELLED without a reason.
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

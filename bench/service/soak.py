@@ -1,0 +1,133 @@
+"""`python -m bench.service.soak`: whether the memory of any process grows with the requests that were served.
+
+Both services as they are, with a real engine. All kinds of requests by turns, some of which capture, are steered, are
+broken off or refused; what is captured is read and deleted. They come in crowds that begin at once, and the memory of
+each process is looked at when a crowd has been served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import residuum
+from bench.capture.options import positive
+from bench.capture.shapes import SHAPES, write_shape
+from bench.machine import Machine
+from bench.parts import run_parts, table
+from bench.service.growth import MOST_KIB_PER_REQUEST, WARM_UP, growth_of
+from bench.service.mixture import Mixture
+from bench.service.resident import Processes
+from examples.model import default_model
+from examples.services import ServiceFailedError, running_services
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from examples.services import Service
+
+BENCHMARK = "bench.service.soak"
+
+_FLAGS = (
+    *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32"),
+    # What fills up by design has to be full when the warm-up ends: KV blocks take turns, and so do places of the ring.
+    *("--kv-cache-gib", "0.25", "--ring-mib", "32", "--max-vectors", "32"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, print, and write the result. Fails if the memory of a process is not flat."""
+    options = parse(arguments)
+    name = options.shape or Path(options.model or default_model()).name
+    run_parts(BENCHMARK, Machine.describe(), [name], options.output, lambda _: _measured(options))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.service.soak",
+        description=__doc__.partition(": ")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", help="the model's folder, or its name on the Hugging Face hub (default: SmolLM2)")
+    which.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape with random weights, no tokenizer")
+    parser.add_argument("--requests", type=positive, default=2000, help="requests in all")
+    parser.add_argument("--crowd", type=positive, default=20, help="requests that begin at once")
+    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    return parser.parse_args(arguments)
+
+
+def _measured(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    model = write_shape(options.shape) if options.shape else options.model or default_model()
+    more = ["--engine-args", json.dumps(SHAPES[options.shape].engine_args)] if options.shape else []
+    try:
+        with running_services(model, inference_arguments=[*_FLAGS, *more]) as both:
+            part = asyncio.run(soak(*both, options.requests, options.crowd, texts=not options.shape))
+    except ServiceFailedError as error:
+        return {}, [str(error)]
+    for line in show(part):
+        print(line, flush=True)
+    growing = [f"the memory of the {name} is not flat" for name, item in part["processes"].items() if not item["flat"]]
+    return part, growing
+
+
+async def soak(store: Service, inference: Service, requests: int, crowd: int, *, texts: bool) -> dict[str, Any]:
+    """Send requests to running services, and return the part of the result.
+
+    Raises:
+        RunFailedError: A process has ended.
+        ResiduumError: A request failed.
+    """
+    processes = Processes({"service": inference.process.pid, "store": store.process.pid})
+    counts, own = [0], [processes.own_mib()]
+    began = time.perf_counter()
+    async with residuum.AsyncClient(inference.endpoint, timeout=None) as client:
+        mixture = Mixture(client, await client.info(), texts=texts)
+        while counts[-1] < requests:
+            numbers = range(counts[-1], min(counts[-1] + crowd, requests))
+            await asyncio.gather(*map(mixture.run, numbers))
+            counts.append(numbers.stop)
+            own.append(processes.own_mib())
+    mapped = processes.mapped_mib()
+    series = {name: [round(sample[name], 2) for sample in own] for name in mapped}
+    return {
+        "parameters": {"requests": requests, "crowd": crowd, "flags": list(_FLAGS)},
+        "requests_per_second": round(requests / (time.perf_counter() - began), 2),
+        "made": dict(mixture.made),
+        "requests": counts,
+        "processes": {
+            name: {**growth_of(counts, mib).to_json(), "mapped_mib": round(mapped[name], 2), "own_mib": mib}
+            for name, mib in series.items()
+        },
+    }
+
+
+def show(part: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is printed."""
+    made = ", ".join(f"{count} {kind}" for kind, count in part["made"].items())
+    yield f"{part['parameters']['requests']} requests: {made}"
+    head = ["process", "at first, MiB", "warm, MiB", "at the end, MiB", "KiB/request", "at most, MiB", "memory is"]
+    rows = [
+        [
+            name,
+            *(f"{value:.1f}" for value in (item["own_mib"][0], item["before_mib"], item["after_mib"])),
+            f"{item['kib_per_request']:+.2f}",
+            f"{item['before_mib'] + item['margin_mib']:.1f}",
+            "FLAT" if item["flat"] else "NOT FLAT",
+        ]
+        for name, item in part["processes"].items()
+    ]
+    yield table(head, rows)
+    yield (
+        f"FLAT: once {WARM_UP:.0%} were served, at most {MOST_KIB_PER_REQUEST:g} KiB for each of the others, and at "
+        "the end no more than the column before says."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+package main
+
+import (
+	"fmt"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/status"
+)
+
+const domain = "residuum.dev"
+
+// reasonOf returns why a call failed, such as "UNKNOWN_CAPTURE", a reason of errors.proto that programs act on; "" if the
+// server did not say, because it was never reached.
+func reasonOf(err error) string {
+	for _, detail := range status.Convert(err).Details() {
+		if info, ok := detail.(*errdetails.ErrorInfo); ok && info.GetDomain() == domain {
+			return info.GetReason()
+		}
+	}
+	return ""
+}
+
+// describe returns an error as a line for a person: "NotFound (UNKNOWN_CAPTURE): ...".
+func describe(err error) string {
+	failure, ok := status.FromError(err)
+	if !ok {
+		return err.Error()
+	}
+	if reason := reasonOf(err); reason != "" {
+		return fmt.Sprintf("%v (%s): %s", failure.Code(), reason, failure.Message())
+	}
+	return fmt.Sprintf("%v: %s", failure.Code(), failure.Message())
+}

@@ -1,0 +1,143 @@
+"""Callers of Generate who stop reading: a real client on a real stream, whose window is full."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import pytest
+
+from inference_svc.engine import Delta
+from residuum.rpc.alarms import AioAlarm
+from residuum.v1 import capture_pb2, inference_pb2_grpc
+from tests.inference.service_support import CAPTURE, DEADLINE, ask, failure_of, running_service, spec, stuck_after
+
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+"""A client that is sent 64 KiB ahead of what it reads. By default that grows to megabytes."""
+FULL = 200_000
+"""Characters, in one message: more than its window and the server's own buffer."""
+
+
+@asynccontextmanager
+async def small_window(service):
+    async with grpc.aio.insecure_channel(service.endpoint, options=SMALL_WINDOW) as channel:
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+def stalled_calls(service):
+    labels = {"method": "Generate", "reason": "CALLER_STALLED"}
+    return service.metrics.registry.get_sample_value("residuum_call_errors_total", labels) or 0
+
+
+async def test_a_caller_that_stops_reading_loses_its_request_and_hears_why(store):
+    async with running_service(store.endpoint, stall_seconds=0.3, max_requests=1) as service:
+        service.engine.script = stuck_after(*[Delta("x" * FULL, [1])] * 5)
+        async with small_window(service) as stub:
+            stream = stub.Generate(ask(spec("r", CAPTURE)))
+            assert (await stream.read()).HasField("started")
+            await service.engine.until(lambda: service.engine.closed == ["r#0"])
+            assert (await store.seal()).outcome == capture_pb2.CAPTURE_STATE_ABORTED
+            assert service.registry.running == ()
+            service.engine.script = stuck_after(Delta("y", [2], "length"))
+            other = service.stub.Generate(ask())  # there is room again, although the first one has not hung up
+            assert (await other.read()).HasField("started")
+            assert stalled_calls(service) == 1
+            read = 0
+            while (event := await next_event(stream)) is not None:
+                read += event.HasField("delta")
+            failure = await failure_of(stream.read())
+            assert failure.reason_name == "CALLER_STALLED"
+            assert "--stall-seconds" in failure.message
+            assert read < 5
+            other.cancel()
+
+
+async def next_event(stream):
+    """Return the next event of a stream, or None when it has failed."""
+    try:
+        return await stream.read()
+    except grpc.aio.AioRpcError:
+        return None
+
+
+async def test_what_was_generated_and_never_taken_is_no_complete_capture(store):
+    async with running_service(store.endpoint, stall_seconds=0.3) as service:
+        service.engine.script = five_full
+        async with small_window(service) as stub:
+            stream = stub.Generate(ask(spec("r", CAPTURE)))
+            await stream.read()
+            assert (await store.seal()).outcome == capture_pb2.CAPTURE_STATE_ABORTED
+            assert stalled_calls(service) == 1
+            stream.cancel()
+
+
+async def five_full(call):
+    for _ in range(4):
+        yield Delta("x" * FULL, [1])
+        await asyncio.sleep(0)
+    yield Delta("x" * FULL, [1], "length")
+
+
+async def test_those_who_wait_for_tokens_may_wait(store):
+    async with running_service(store.endpoint, stall_seconds=0.2) as service:
+        gates = {"slow": asyncio.Event()}
+
+        async def script(call):
+            if call.engine_id.startswith("slow"):
+                await gates["slow"].wait()
+                yield Delta("late", [1], "length")
+                return
+            for _ in range(5):
+                yield Delta("x" * FULL, [1])
+            await asyncio.Event().wait()
+
+        service.engine.script = script
+        slow = service.stub.Generate(ask(spec("slow")))
+        assert (await slow.read()).HasField("started")
+        async with small_window(service) as stub:
+            for at in range(3):  # each takes longer than anybody may leave unread
+                stalled = stub.Generate(ask(spec(f"stalled-{at}")))
+                await stalled.read()
+                await service.engine.until(lambda at=at: f"stalled-{at}#0" in service.engine.closed)
+        gates["slow"].set()
+        assert (await slow.read()).delta.text == "late"
+        assert (await slow.read()).HasField("finished")
+
+
+async def test_a_caller_that_leaves_while_it_is_waited_for_has_not_stalled(store):
+    async with running_service(store.endpoint, stall_seconds=DEADLINE * 10) as service:
+        service.engine.script = stuck_after(*[Delta("x" * FULL, [1])] * 5)
+        async with small_window(service) as stub:
+            stream = stub.Generate(ask(spec("r", CAPTURE)))
+            await stream.read()
+            stream.cancel()
+            await service.engine.until(lambda: service.engine.closed == ["r#0"])
+        assert (await store.seal()).outcome == capture_pb2.CAPTURE_STATE_ABORTED
+        assert stalled_calls(service) == 0
+
+
+async def test_an_alarm_rings_for_what_takes_too_long_and_for_nothing_else():
+    alarm, rung, early = AioAlarm(0.2), asyncio.Event(), []
+    loop = asyncio.get_running_loop()
+    for _ in range(100):
+        with alarm.over(lambda: early.append("quick")):
+            pass
+    start = loop.time()
+    with alarm.over(rung.set):
+        await asyncio.wait_for(rung.wait(), DEADLINE)
+    assert loop.time() - start >= 0.19  # the clock of a loop is coarse
+    assert not early
+    rung.clear()
+    with alarm.over(rung.set):  # and once more, when it has been quiet
+        await asyncio.wait_for(rung.wait(), DEADLINE)
+
+
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_the_time_must_be_one(value):
+    from pydantic import ValidationError
+
+    from inference_svc.settings import InferenceSettings
+
+    with pytest.raises(ValidationError, match="stall_seconds"):
+        InferenceSettings(model="tiny", stall_seconds=value)
