@@ -1,34 +1,21 @@
-"""Models that several folders' tests serve, and which tests belong together. Nothing heavy is imported here."""
+"""Models that several folders' tests serve, and how tests are shared out. Nothing heavy is imported before it is needed."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-_FIRST = ("conformance", "tests/conformance/test_architectures", "integration")
-"""The groups that take longest: begun first, so that no worker is left alone with one of them at the end."""
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share tests out by the engine that they have in common (`make test`)."""
+    from tests.sharing import SharingByEngine
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say which tests belong together when several processes share them out (`make test`): those of one engine."""
-    groups = {item: _group_of(item) for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    ranks = {group: rank for rank, group in enumerate(_FIRST)}
-    items.sort(key=lambda item: ranks.get(groups[item], len(ranks)))
-
-
-def _group_of(item: pytest.Item) -> str:
-    """Return the name of the tests with which one shares what is dear to start, its file by default."""
-    fixtures = getattr(item, "fixturenames", ())
-    if "services" in fixtures:
-        return "integration"
-    if {"engine", "stock_before"} & set(fixtures) and item.path.parent.name == "conformance":
-        return "conformance"
-    return item.path.relative_to(item.config.rootpath).with_suffix("").as_posix()
+    return SharingByEngine(config, log)
 
 
 @pytest.fixture(scope="session")
