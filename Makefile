@@ -9,7 +9,7 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve bench bench-gpu test test-languages test-compose soak fuzz docs docs-serve lint format types imports protos check-protos contract lock ci clean
+.PHONY: help setup model demo serve bench bench-gpu test test-languages test-compose soak fuzz docs docs-serve lint format types imports protos check-protos contract lock licences sbom release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,6 +87,16 @@ contract: setup ## Release the contract: from now on check-protos refuses what b
 
 lock: setup ## Resolve pyproject.toml into requirements/*.lock (ARGS=--upgrade for newer versions)
 	$(BIN)/python scripts/lock.py $(ARGS)
+
+licences: setup ## List the licences of all dependencies; fail if the client or the store needs one that is not allowed
+	@$(BIN)/python -m scripts.licences $(ARGS)
+
+sbom: setup ## Bills of materials, CycloneDX: dist/client.cdx.json, store.cdx.json, inference.cdx.json
+	@$(BIN)/python -m scripts.sbom $(ARGS)
+
+release-check: setup ## May this tree be released? Version, changelog, builds that can be repeated, metadata, licences
+	@$(BIN)/python -m scripts.licences > /dev/null
+	@$(BIN)/python -m scripts.release_check $(ARGS)
 
 ci: ## All checks and all tests, with times
 	@.ci/run

@@ -24,10 +24,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.capture_specs import CaptureDefaults
 from inference_svc.prompts import PromptReader
-from inference_svc.settings import SITES
 from inference_svc.specs import max_new_tokens
 from inference_svc.taps.reductions import REDUCTIONS
 from inference_svc.taps.worker import REFUSAL_FILE, SETTINGS_VARIABLE
+from inference_svc.worker_settings import LONGEST_STEP_SECONDS, taps_fingerprint, worker_settings
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import ENCODINGS
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.plan import Operation, RequestPlan
     from residuum.v1 import inference_pb2, tensor_pb2
-
-_TAPS_VERSION = 2
-"""Raised whenever the ops in the graph change."""
 
 _WORKERS = {
     "cpu": "inference_svc.taps.cpu_worker.TappedCpuWorker",
@@ -380,19 +377,8 @@ def _engine_dead() -> Failure:
 
 def _prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
     # The workers inherit the environment.
-    worker = {
-        "control_dir": control_dir,
-        "service_pid": os.getpid(),
-        "ring_bytes": settings.ring_mib << 20,
-        "stores": [store.name for store in settings.stores],
-        "bank_rows": settings.max_active_vectors,
-        "sites": sorted(SITES[name] for name in settings.capture_sites),
-        "fold_norms": settings.fold_norms,
-    }
-    os.environ[SETTINGS_VARIABLE] = json.dumps(worker)
-    # A step may wait for the store for as long as the operator lets it (policy WAIT); vLLM would kill the engine after
-    # five minutes.
-    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(7 * 24 * 3600))
+    os.environ[SETTINGS_VARIABLE] = json.dumps(worker_settings(settings, control_dir, os.getpid()))
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # vLLM forks on a GPU unless it is told otherwise. This process has gRPC's threads by now: what they hold at that
     # moment would stay locked in the engine, and in every rank.
@@ -405,20 +391,8 @@ def _engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         **engine_arguments(settings),
         worker_cls=_WORKERS["cpu" if current_platform.is_cpu() else "cuda"],
-        additional_config=_taps_fingerprint(settings),
+        additional_config=taps_fingerprint(settings),
     )
-
-
-def _taps_fingerprint(settings: InferenceSettings) -> dict[str, Any]:
-    """Return what goes into vLLM's compile cache's key.
-
-    A graph that was compiled without the ops, or with others, is never taken for this one.
-    """
-    return {
-        "residuum_taps": _TAPS_VERSION,
-        "residuum_sites": sorted(settings.capture_sites),
-        "residuum_fold_norms": settings.fold_norms,
-    }
 
 
 def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str, Any]]) -> ModelFacts:

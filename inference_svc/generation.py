@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from inference_svc.capture_ends import aborted_seal, blame, describe_capture
 from inference_svc.captures import NoAnswerError
 from inference_svc.engine import sampling_params
 from inference_svc.metrics import InferenceMetrics
@@ -31,7 +32,7 @@ from inference_svc.vectors import VectorHold, missing_vectors, vector_name
 from residuum.rpc import tracing
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.logs import bind_request
-from residuum.v1 import capture_pb2, inference_pb2, steering_pb2, store_pb2
+from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 
 if TYPE_CHECKING:
@@ -213,31 +214,14 @@ class Generator:
         if running.spec.capture is None:
             return None
         stores = require_stores(self._stores)
-        facts = self._engine.facts
-        description = capture_pb2.CaptureDescription(
-            capture_id=running.request_id,
-            tenant=running.tenant,
-            model=facts.name,
-            hidden_size=facts.hidden_size,
-            num_layers=facts.num_layers,
-            dtype=facts.dtype,
-            spec=running.spec.capture,
-            steering=running.spec.steering,
-            prompt_token_ids=token_ids,
-            num_sequences=num_sequences(sampling),
-            layout=capture_pb2.ParallelLayout(
-                tensor_parallel_size=facts.tensor_parallel_size, pipeline_parallel_size=facts.pipeline_parallel_size
-            ),
-            vllm_version=facts.vllm_version,
-        )
-        description.request_time.GetCurrentTime()
+        description = describe_capture(self._engine.facts, running, token_ids, num_sequences(sampling))
         try:
             await stores.open(description, is_new_id=not running.spec.request_id)
         except (asyncio.CancelledError, NoAnswerError):
             # The store may have opened the capture: nobody else would ever end it.
             self._registry.end(running)
             unheard = [capture_pb2.SequenceOutcome(finish_reason="abort")] * num_sequences(sampling)
-            stores.seal(_aborted(running, unheard))
+            stores.seal(aborted_seal(running, unheard))
             raise
         return stores.handle(running.request_id)
 
@@ -245,12 +229,12 @@ class Generator:
         """Seal the run's capture, if it has one, however the run ended."""
         if run.handle is None:
             return
-        seal = _aborted(run.running, run.outcomes(default="abort"))
+        seal = aborted_seal(run.running, run.outcomes(default="abort"))
         seal.steering_changes.extend(run.steering_changes())
         if run.has_generated:
             seal.outcome = capture_pb2.CAPTURE_STATE_COMPLETE
         elif run.failure is not None and not _is_abort(run.failure):
-            _blame(seal, run.failure)  # where the client dropped the stream, there is no failure: ABORTED as well
+            blame(seal, run.failure)  # where the client dropped the stream, there is no failure: ABORTED as well
         require_stores(self._stores).seal(seal)
 
 
@@ -534,27 +518,8 @@ def require_stores(stores: Stores | None) -> Stores:
     return stores
 
 
-def _aborted(running: Running, sequences: Sequence[capture_pb2.SequenceOutcome]) -> store_pb2.SealCaptureRequest:
-    return store_pb2.SealCaptureRequest(
-        capture_id=running.request_id,
-        tenant=running.tenant,
-        sequences=sequences,
-        outcome=capture_pb2.CAPTURE_STATE_ABORTED,
-    )
-
-
 def _is_abort(error: Exception) -> bool:
     return isinstance(error, Failure) and error.reason == Reason.ERROR_REASON_ABORTED
-
-
-def _blame(seal: store_pb2.SealCaptureRequest, error: Exception) -> None:
-    died = isinstance(error, Failure) and error.reason == Reason.ERROR_REASON_ENGINE_DEAD
-    seal.outcome = capture_pb2.CAPTURE_STATE_INCOMPLETE
-    seal.incomplete_reason = (
-        capture_pb2.INCOMPLETE_REASON_ENGINE_DIED if died else capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED
-    )
-    # Another text than that of our own failures is for the log: it may hold anything.
-    seal.incomplete_detail = error.message if isinstance(error, Failure) else "The engine failed; see its log."
 
 
 def _key_of(steering: steering_pb2.SteeringSpec | None) -> bytes:

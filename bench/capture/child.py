@@ -24,7 +24,8 @@ from bench.capture.subjects import Batch, StockSubject, Subject, TappedSubject, 
 from bench.capture.worker_extension import EXTENSION
 from bench.capture.workload import Job, Mode, Vectors, Workload, turns
 from bench.gpu import used_mib
-from inference_svc.settings import SITES, InferenceSettings
+from inference_svc.settings import InferenceSettings
+from inference_svc.tap_settings import SITES
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import selection_pb2
 from residuum.wire.encodings import ENCODINGS

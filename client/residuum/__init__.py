@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from residuum.steering import Ablate, Add, Cap, Replace
     from residuum.streams import AsyncStream, Stream
     from residuum.vector import Vector, load_vectors
+    from residuum.xargs import vllm_xargs
 
 _HOMES = {
     "Piece": "residuum._reading",
@@ -135,6 +136,7 @@ _HOMES = {
     "Stream": "residuum.streams",
     "Vector": "residuum.vector",
     "load_vectors": "residuum.vector",
+    "vllm_xargs": "residuum.xargs",
 }
 """The module of each public name, apart from the exceptions."""
 
@@ -219,6 +221,7 @@ __all__ = [
     "__version__",
     "directions",
     "load_vectors",
+    "vllm_xargs",
 ]
 
 

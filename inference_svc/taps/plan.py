@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from inference_svc.taps.points import TapPoints
     from residuum.v1 import tensor_pb2
 
-KEY = "residuum"
+KEY = "residuum_plan"
 """The key of the plan in `extra_args`."""
 
 

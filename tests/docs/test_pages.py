@@ -138,7 +138,8 @@ def test_every_setting_is_there_and_says_what_it_is(service: str, settings: type
 
 
 def test_every_flag_that_pages_name_exists():
-    others = {"--help", "--version", "--shm-size", "--worker-cls", "--profile"}  # ours for programs, Docker's, vLLM's
+    others = {"--help", "--version", "--shm-size", "--profile"}  # ours for programs, Docker's
+    others |= {"--worker-cls", "--api-key", "--api-server-count", "--gpu-memory-utilization"}  # vLLM's
     known = set(re.findall(r"`(--[a-z-]+)", "\n".join([*generated.commands(), *generated.settings("inference"),
                 *generated.settings("store")]))) | others | {"--config"}  # fmt: skip
     for page in PAGES:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import inference_svc
-from inference_svc.settings import SITES, InferenceSettings
+from inference_svc.settings import InferenceSettings
+from inference_svc.tap_settings import SITES
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.worker import _STEPS_LEAVING
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from tests.languages.programs import LANGUAGES, MissingToolchainError
+from tests.languages.programs import LANGUAGES, BuildError, MissingToolchainError
 
 REQUIRED = os.environ.get("RESIDUUM_TEST_LANGUAGES") == "required"
 """`make test-languages`: a missing toolchain is a failure, not a reason to skip."""
@@ -18,31 +18,31 @@ absent: dict[str, str] = {}
 
 
 @functools.cache
-def missing(name: str) -> str:
-    """Build an example, once; return what is missing for it, or ""."""
+def built(name: str) -> MissingToolchainError | BuildError | None:
+    """Build an example, once; return why it is not there, or None."""
     try:
         LANGUAGES[name].make()
-    except MissingToolchainError as error:
-        absent[name] = str(error).partition("\n")[0]
-        return str(error)
-    return ""
+    except (MissingToolchainError, BuildError) as error:
+        absent[name] = str(error).partition("\n")[0].rstrip(":")
+        return error
+    return None
 
 
 @pytest.fixture(scope="module", params=LANGUAGES)
 def program(request):
     """An example, built; skipped if its toolchain is missing."""
     compared.setdefault(request.param, Counter())
-    lacks = missing(request.param)
-    if lacks and REQUIRED:
-        pytest.fail(lacks, pytrace=False)
-    if lacks:
-        pytest.skip(lacks)
+    failure = built(request.param)
+    if isinstance(failure, MissingToolchainError) and not REQUIRED:
+        pytest.skip(str(failure))
+    if failure:
+        pytest.fail(str(failure), pytrace=False)
     return LANGUAGES[request.param]
 
 
 @pytest.fixture
 def count(program):
-    """Counts what was found equal to what Python's client reads: captures, rows and numbers."""
+    """Counts what was found right: rows of captures as Python's client reads them, numbers decoded, failures told."""
     return compared[program.name]
 
 
@@ -56,7 +56,7 @@ def pytest_terminal_summary(terminalreporter):
             said = f"not run: {absent[name].removeprefix(f'{name}: ')}"
         else:
             said = (
-                f"{found['rows']} rows of {found['captures']} captures ({found['numbers']} float32) equal to Python's, "
-                f"read and followed; {found['refusals']} failures told apart"
+                f"{found['rows']} rows of {found['captures']} captures equal to those of Python's client, read and "
+                f"followed; {found['decoded']} scripted numbers decoded; {found['refusals']} failures told apart"
             )
         terminalreporter.write_line(f"{name:<11} {said}")

@@ -28,6 +28,10 @@ class MissingToolchainError(Exception):
     """What a language needs is not on this machine; the message says what, and how to install it."""
 
 
+class BuildError(Exception):
+    """An example does not build; the message says why."""
+
+
 @dataclass(frozen=True)
 class Language:
     """An example."""
@@ -49,6 +53,7 @@ class Language:
 
         Raises:
             MissingToolchainError: A tool or a library is not there.
+            BuildError: They are, and yet it does not build.
         """
         absent = [tool for tool in self.tools if shutil.which(tool) is None]
         if absent:
@@ -59,7 +64,8 @@ class Language:
                 raise MissingToolchainError(self._missing(f"`{' '.join(command)}` failed:\n{done.stdout}{done.stderr}"))
         for command in self.build:
             done = self._run(command, BUILD_SECONDS)
-            assert done.returncode == 0, f"{self.name}: {' '.join(command)}\n{done.stdout}{done.stderr}"
+            if done.returncode != 0:
+                raise BuildError(f"{self.name}: `{' '.join(command)}` failed:\n{done.stdout}{done.stderr}")
 
     def round(self, vector: Path, out: Path, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run it, with these variables and no other ones of residuum."""

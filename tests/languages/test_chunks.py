@@ -77,7 +77,7 @@ def test_every_number_of_16_bits_is_decoded(run, dtype, element_type, encoding, 
     assert outcome.followed == expected
     assert (outcome.summary["generated_token_ids"], outcome.summary["text"]) == ([7, 8, 9], " so it is")
     assert outcome.summary["positions"] == list(range(POSITIONS))
-    count.update(captures=1, rows=outcome.num_rows, numbers=outcome.array.size)
+    count.update(decoded=outcome.array.size)
 
 
 def test_float32_is_taken_as_it_is(run, count):
@@ -88,7 +88,7 @@ def test_float32_is_taken_as_it_is(run, count):
     header = {"dtype": tensor_pb2.DATA_TYPE_FLOAT32, "encoding": RAW}
     outcome = Outcome.of(*run(Script(WIDTH, POSITIONS, spread(values, **header))))
     assert outcome.rows == outcome.followed == values.tobytes()
-    count.update(captures=1, rows=outcome.num_rows, numbers=outcome.array.size)
+    count.update(decoded=outcome.array.size)
 
 
 def test_stores_are_asked_in_the_order_of_their_ranks(run):

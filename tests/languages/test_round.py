@@ -119,7 +119,7 @@ def test_every_row_is_as_python_reads_it(services, program, vector, encoding, tm
 
     assert said["asked"] == ranks(STORES, said["request_id"])[:1], "the first that is asked is the one that has it"
     assert said["store"] == said["asked"][0]
-    count.update(captures=1, rows=outcome.num_rows, numbers=outcome.array.size)
+    count.update(captures=1, rows=outcome.num_rows)
 
 
 def test_the_same_request_from_python_gives_the_same_tokens_and_rows(services, program, vector, tmp_path):

@@ -1,8 +1,8 @@
 """`pip install .` gives the thin client and nothing heavy: built, installed into a fresh environment, and looked at."""
 
 import json
+import os
 import subprocess
-import sys
 import venv
 import zipfile
 from pathlib import Path
@@ -11,16 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ["torch", "vllm", "lmdb", "transformers"]
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built by the environment's own hatchling: no download."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(folder), str(ROOT)], check=True, capture_output=True)
-    (built,) = folder.glob("residuum-*.whl")
-    return built
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +88,27 @@ def test_command_is_installed(python):
     result = subprocess.run([python.parent / "residuum", "--help"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "doctor" in result.stdout
+
+
+def test_mypy_sees_the_types_of_an_installed_wheel(python, tool, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import residuum\n"
+        "client = residuum.Client('localhost:50051')\n"
+        "reveal_type(client.generate('a'))\n"
+        "reveal_type(client.activations('a')[3])\n"
+        "residuum.Capture(layers=3.5)\n"
+    )
+    flags = ["--strict", "--config-file=", "--cache-dir", str(tmp_path / "cache"), "--python-executable", str(python)]
+    checked = subprocess.run(
+        [tool("mypy"), *flags, str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name not in {"MYPYPATH", "PYTHONPATH"}},
+    )
+    assert "residuum.replies.Reply" in checked.stdout, checked.stdout + checked.stderr
+    assert "numpy.ndarray" in checked.stdout
+    assert 'program.py:5: error: Argument "layers"' in checked.stdout
+    assert "Found 1 error in 1 file" in checked.stdout

@@ -50,10 +50,15 @@ def configure_logs(level: str = "info") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    configure_own_logs(level)
+
+
+def configure_own_logs(level: str) -> None:
+    """Send our own logs to stderr, and leave those of others as they are: for a process that is theirs."""
     structlog.configure(
         processors=[*_SHARED, *_final()],
         logger_factory=_Stderr,
-        wrapper_class=structlog.make_filtering_bound_logger(root.level),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
         cache_logger_on_first_use=True,
     )
 

@@ -127,6 +127,22 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
     return settings
 
 
+class BadSettingsError(ValueError):
+    """Settings of the environment cannot be used. The text has a line for each."""
+
+
+def from_environment(kind: type[_Settings]) -> _Settings:
+    """Read settings from the environment alone.
+
+    Raises:
+        BadSettingsError: Some of them cannot be used.
+    """
+    try:
+        return kind()
+    except ValidationError as error:
+        raise BadSettingsError("\n".join(f"  {_explain(kind, problem)}" for problem in error.errors())) from None
+
+
 def _take_config(arguments: list[str]) -> tuple[list[str], str | None]:
     for at, argument in enumerate(arguments):
         if argument == "--config" and at + 1 < len(arguments):

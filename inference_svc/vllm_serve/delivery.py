@@ -1,0 +1,93 @@
+"""The stores and the shippers of a `vllm serve`, on a thread with an event loop of its own.
+
+vLLM stops its engine in a function, on the loop that serves HTTP: there, nothing that has to be awaited could be waited
+for any more. Here, ends of captures can still be told meanwhile, and shippers stopped in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inference_svc.shipping.supervisor import ShipperSupervisor
+from inference_svc.stores import Stores
+from residuum.rpc.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+    from concurrent.futures import Future
+
+    from inference_svc.tap_settings import TapSettings
+    from residuum.v1 import capture_pb2, store_pb2
+
+_log = get_logger(__name__)
+
+_SEAL_SECONDS = 5.0
+_STOP_SECONDS = 5.0
+
+
+class Delivery:
+    """Opens and seals captures, and keeps the shippers running."""
+
+    def __init__(self, settings: TapSettings) -> None:
+        """Connect lazily to the stores."""
+        self._settings = settings
+        self._shippers: ShipperSupervisor | None = None
+        # Not uvloop's: it starts processes on the main thread alone.
+        self._loop = asyncio.SelectorEventLoop()
+        threading.Thread(target=self._loop.run_forever, name="residuum-delivery", daemon=True).start()
+        self._stores = self._call(self._connect()).result()
+
+    async def ship(self, control_paths: Sequence[str]) -> None:
+        """Start the shippers.
+
+        Raises:
+            OSError: A process cannot be started.
+        """
+        await asyncio.wrap_future(self._call(self._start_shippers(control_paths)))
+
+    async def open(self, description: capture_pb2.CaptureDescription) -> None:
+        """Create a capture; see `Stores.open`."""
+        await asyncio.wrap_future(self._call(self._stores.open(description, is_new_id=False)))
+
+    def seal(self, request: store_pb2.SealCaptureRequest) -> None:
+        """Say how a request ended; see `Stores.seal`."""
+        self._loop.call_soon_threadsafe(self._stores.seal, request)
+
+    def close_stores(self) -> None:
+        """Wait until the stores have heard of all ends, for a while. What was not heard is logged."""
+        self._wait(self._stores.close(_SEAL_SECONDS), _SEAL_SECONDS)
+
+    def close(self) -> None:
+        """Let the shippers deliver what they were handed, for a while, then end everything."""
+        if self._shippers is not None:
+            self._wait(self._shippers.stop(_STOP_SECONDS), _STOP_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _connect(self) -> Stores:  # on the loop on which its channels are used
+        settings = self._settings
+        return Stores(settings.stores, (), settings.store_credentials, fixed=settings.fixed_stores)
+
+    async def _start_shippers(self, control_paths: Sequence[str]) -> None:
+        settings = self._settings
+        folder = Path(control_paths[0]).parent
+        self._shippers = ShipperSupervisor(
+            control_paths,
+            settings.store,
+            settings.shippers,
+            credentials=settings.store_credentials,
+            folder=folder,
+            arguments=("--nice", str(settings.shipper_nice)),
+        )
+        await self._shippers.start()
+
+    def _call(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, work: Coroutine[Any, Any, None], seconds: float) -> None:
+        try:
+            self._call(work).result(seconds + 1)
+        except Exception:  # noqa: BLE001 - logged; what comes after has its turn
+            _log.exception("not everything was handed to the store")

@@ -1,0 +1,111 @@
+"""What vLLM loads in each of its processes (entry point `vllm.general_plugins`): it puts the front end into AsyncLLM.
+
+Three public methods are wrapped: `__init__`, `generate`, which every endpoint calls, and `shutdown`. An engine whose
+worker class is not ours is not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import TYPE_CHECKING, Any
+
+from inference_svc.vllm_serve import WORKER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_FRONT = "_residuum"
+"""Where an AsyncLLM has its front end."""
+
+_GENERATE = ("self", "prompt", "sampling_params", "request_id")
+"""How the parameters of `generate` must begin."""
+
+_USED = ("abort", "collective_rpc", "errored", "generate", "shutdown")
+"""What the front end uses of AsyncLLM."""
+
+_state: dict[str, str | None] = {"problem": "vLLM has not loaded the plugin"}
+
+
+def problem() -> str | None:
+    """Return why the front end is not in this process's vLLM; None if it is."""
+    return _state["problem"]
+
+
+def register() -> None:
+    """Put the front end into vLLM. Called again, or in a process that never makes an AsyncLLM, it does no harm."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if not hasattr(AsyncLLM, _FRONT):
+        _state["problem"] = _missing(AsyncLLM)
+        if _state["problem"] is None:
+            _wrap(AsyncLLM)
+
+
+def _missing(kind: Any) -> str | None:
+    """Tell what a version of vLLM lacks; None if nothing."""
+    lacking = [name for name in _USED if not hasattr(kind, name)]
+    if lacking:
+        return f"AsyncLLM of this vLLM has no {', '.join(lacking)}"
+    parameters = tuple(inspect.signature(kind.generate).parameters)
+    if parameters[: len(_GENERATE)] != _GENERATE:
+        return f"AsyncLLM.generate of this vLLM takes {', '.join(parameters)}"
+    return None
+
+
+def _wrap(kind: Any) -> None:
+    init, generate, shutdown = kind.__init__, kind.generate, kind.shutdown
+
+    @functools.wraps(init)
+    def start(llm: Any, vllm_config: Any, *arguments: Any, **options: Any) -> None:
+        make_front = _front_of(vllm_config)
+        init(llm, vllm_config, *arguments, **options)
+        if make_front is not None:
+            index, count = options.get("client_index", 0), options.get("client_count", 1)
+            setattr(llm, _FRONT, make_front(llm, functools.partial(generate, llm), index, count))
+
+    @functools.wraps(generate)
+    def generate_tapped(llm: Any, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
+        front = getattr(llm, _FRONT)
+        if front is None:
+            return generate(llm, prompt, sampling_params, request_id, **options)
+        return front.generate(prompt, sampling_params, request_id, options)
+
+    @functools.wraps(shutdown)
+    def stop(llm: Any, *arguments: Any, **options: Any) -> None:
+        front, llm_state = getattr(llm, _FRONT), vars(llm)
+        llm_state.pop(_FRONT, None)  # vLLM calls this again when the object goes
+        try:
+            if front is not None:
+                front.hand_over()
+        finally:
+            shutdown(llm, *arguments, **options)
+            if front is not None:
+                front.close()
+
+    setattr(kind, _FRONT, None)
+    kind.__init__, kind.generate, kind.shutdown = start, generate_tapped, stop
+
+
+def _front_of(vllm_config: Any) -> Callable[..., Any] | None:
+    """Return what makes the front end of an engine; None if the engine is not ours.
+
+    Raises:
+        SystemExit: The settings are wrong. It is said before the model is loaded.
+    """
+    if vllm_config.parallel_config.worker_cls != WORKER:
+        return None
+    from inference_svc.tap_settings import TapSettings
+    from inference_svc.vllm_serve.front import FrontEnd
+    from inference_svc.worker_settings import LONGEST_STEP_SECONDS
+    from residuum.rpc.logs import configure_own_logs
+    from residuum.rpc.settings import BadSettingsError, from_environment
+
+    try:
+        settings = from_environment(TapSettings)
+    except BadSettingsError as error:
+        raise SystemExit(f"vllm serve with residuum: bad settings\n{error}") from None
+    configure_own_logs(settings.log_level)
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))
+    return functools.partial(FrontEnd, settings)

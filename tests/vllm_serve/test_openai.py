@@ -1,0 +1,373 @@
+"""`vllm serve` with the taps, asked by the `openai` client: one server for all of it, with SmolLM2 in float32."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import openai
+import psutil
+import pytest
+
+import residuum
+from examples.services import start_store
+from tests.reference.hf import Reference, relative_error
+from tests.vllm_serve.serving import running_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from examples.services import Service
+    from tests.vllm_serve.serving import Server
+
+pytestmark = pytest.mark.engine
+
+MODEL = "smollm2"
+PROMPT = "The capital of France is Paris, and the capital of Italy is"
+ALL = residuum.Capture(layers="all")
+CLOSE = 1e-3
+"""How far rows may be from transformers', both in float32, relative to their length."""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = start_store(tmp_path_factory.mktemp("store"))
+    try:
+        service.wait_until_serving(60)
+        yield service
+    finally:
+        service.stop()
+
+
+@pytest.fixture(scope="module")
+def server(store: Service, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("vllm")
+    environment = {"RESIDUUM_STORE": store.endpoint, "RESIDUUM_CAPTURE_SITES": "resid_post,resid_pre"}
+    with running_server(folder, smollm2, **environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def api(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def captures(store: Service) -> Iterator[residuum.Client]:
+    with residuum.Client(store.endpoint, store=store.endpoint) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: Path) -> Reference:
+    return Reference(smollm2)
+
+
+def asking(*arguments: object, **options: object) -> dict[str, object]:
+    return {"vllm_xargs": residuum.vllm_xargs(*arguments, **options)}
+
+
+def check_rows(acts: residuum.Activations, reference: Reference) -> None:
+    assert acts.manifest.state == "complete"
+    rows = acts.stack()
+    assert rows.shape[1] == len(acts.token_ids)
+    assert relative_error(rows, reference.rows(acts.token_ids.tolist())["resid_post"]) < CLOSE
+
+
+def test_a_chat_is_captured_under_the_answers_id(
+    api: openai.OpenAI, captures: residuum.Client, reference: Reference
+) -> None:
+    answer = api.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=24,
+        temperature=0,
+        extra_body=asking(ALL),
+    )
+    assert "Paris" in answer.choices[0].message.content
+    acts = captures.activations(answer.id)
+    assert len(acts.positions) == answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
+    assert acts.manifest.model == MODEL
+    check_rows(acts, reference)
+
+
+def test_a_capture_changes_nothing_of_the_answer(api: openai.OpenAI, captures: residuum.Client) -> None:
+    def ask(**extra: object) -> dict[str, object]:
+        answer = api.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=16, temperature=0, logprobs=2, stop=["Madrid"], **extra
+        )
+        return answer.model_dump(exclude={"id", "created", "system_fingerprint"}) | {"id": answer.id}
+
+    plain, captured = ask(), ask(extra_body=asking(ALL))
+    name = captured.pop("id")
+    plain.pop("id")
+    for choice in (*plain["choices"], *captured["choices"]):
+        values = choice["logprobs"].pop("token_logprobs")
+        assert len(values) == len(choice["logprobs"]["tokens"])
+        choice["logprobs"].pop("top_logprobs")  # floats
+    assert captured == plain
+    assert captures.activations(f"{name}-0").manifest.state == "complete"
+
+
+def test_streams_and_their_neighbours(api: openai.OpenAI, captures: residuum.Client, reference: Reference) -> None:
+    """Half of them captured, half of them not, streamed or not: all at once."""
+    prompts = [PROMPT, "To bake bread, you need", "def fibonacci(n):", "Hello", "Once upon a time", "My favourite"]
+
+    def ask(index: int) -> tuple[str, str | None]:
+        extra = {"extra_body": asking(ALL, request_id=f"neighbour-{index}")} if index % 3 else {}
+        options = {"model": MODEL, "prompt": prompts[index % len(prompts)], "max_tokens": 20, "temperature": 0}
+        if index % 2:
+            chunks = list(api.completions.create(stream=True, **options, **extra))
+            text = "".join(chunk.choices[0].text for chunk in chunks)
+        else:
+            text = api.completions.create(**options, **extra).choices[0].text
+        return text, f"neighbour-{index}" if extra else None
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(ask, range(12)))
+    for index, (text, _) in enumerate(answers):
+        assert text == answers[index % len(prompts)][0], "captured or not, streamed or not: the same reply"
+    names = [name for _, name in answers if name]
+    assert len(names) == 8
+    for name in names:
+        check_rows(captures.activations(name), reference)
+
+
+def test_several_prompts_and_several_sequences(api: openai.OpenAI, captures: residuum.Client) -> None:
+    options = {"model": MODEL, "prompt": ["A colour is", "A city is"], "n": 2, "max_tokens": 8}
+    sampling = {"temperature": 1.0, "seed": 7}
+    plain = api.completions.create(**options, **sampling)
+    captured = api.completions.create(**options, **sampling, extra_body=asking(ALL))
+    assert [choice.index for choice in captured.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in captured.choices] == [choice.text for choice in plain.choices]
+    for prompt in range(2):
+        acts = captures.activations(f"{captured.id}-{prompt}")
+        assert acts.manifest.state == "complete"
+        assert len(acts.manifest.sequences) == 2
+        assert acts.select(sequence=0)[0].shape == acts.select(sequence=1)[0].shape
+
+
+def test_two_streamed_sequences(api: openai.OpenAI, captures: residuum.Client) -> None:
+    texts, ends = ["", ""], 0
+    for chunk in api.completions.create(
+        model=MODEL, prompt="A colour is", n=2, max_tokens=6, stream=True, extra_body=asking(ALL, request_id="pair")
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ends += choice.finish_reason is not None
+    assert all(texts)
+    assert ends == 2
+    assert captures.activations("pair").manifest.state == "complete"
+
+
+def test_steering_by_vectors_in_the_request_then_by_their_digests(
+    api: openai.OpenAI, captures: residuum.Client
+) -> None:
+    direction = residuum.Vector.from_array(np.random.default_rng(5).standard_normal(576).astype(np.float32))
+    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+    steer = [residuum.Add(direction, layer=12, scale=0.5)]
+    with pytest.raises(openai.BadRequestError, match="MISSING_VECTORS"):
+        api.completions.create(**options, extra_body=asking(ALL, steer, send_vectors=False))
+    names = ["unsteered", "steered", "steered-again"]
+    asked = [
+        asking(ALL, request_id="unsteered"),
+        asking(ALL, steer, request_id="steered"),
+        asking(ALL, steer, request_id="steered-again", send_vectors=False),
+    ]
+    for extra_body in asked:
+        api.completions.create(**options, extra_body=extra_body)
+    plain, steered, again = (captures.activations(name).stack() for name in names)
+    np.testing.assert_allclose(steered[12], plain[12] + 0.5 * np.asarray(direction), rtol=1e-4, atol=1e-3)
+    assert relative_error(steered[:12], plain[:12]) < CLOSE
+    assert relative_error(again, steered) < CLOSE
+    assert captures.manifest("steered").steered
+
+
+def test_vectors_to_project_onto(api: openai.OpenAI, captures: residuum.Client) -> None:
+    vectors = [residuum.Vector.from_array(np.eye(576, dtype=np.float32)[at]) for at in (3, 5)]
+    both = residuum.Capture(layers=[7], encoding="project", vectors=vectors)
+    for name, capture in (("projected", both), ("whole", residuum.Capture(layers=[7]))):
+        api.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=2, temperature=0, extra_body=asking(capture, request_id=name)
+        )
+    projected, whole = captures.activations("projected")[7], captures.activations("whole")[7]
+    np.testing.assert_allclose(projected, whole[:, [3, 5]], rtol=1e-4, atol=1e-4)
+
+
+def test_a_random_projection_to_one_row(api: openai.OpenAI, captures: residuum.Client) -> None:
+    capture = residuum.Capture(layers=[7], encoding="rp8", dimensions=32, seed=3, reduction="mean", positions="prompt")
+    answer = api.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3, extra_body=asking(capture))
+    acts = captures.activations(f"{answer.id}-0")
+    assert acts.manifest.state == "complete"
+    assert acts[7].shape == (1, 32)
+
+
+def test_a_connection_that_is_closed_leaves_the_capture_aborted(api: openai.OpenAI, captures: residuum.Client) -> None:
+    with api.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=400,
+        stream=True,
+        extra_body={**asking(ALL, request_id="closed"), "ignore_eos": True},
+    ) as stream:
+        for at, _ in enumerate(stream):
+            if at == 3:
+                break
+    manifest = captures.manifest("closed", wait=60)
+    assert manifest.state == "aborted"
+    (sequence,) = manifest.sequences
+    assert 3 <= len(sequence.generated_token_ids) < 400
+    acts = captures.activations("closed", allow_partial=True)
+    assert len(acts.positions) >= len(manifest.prompt_token_ids)
+
+
+def test_who_does_not_wait_for_an_answer_leaves_it_aborted(api: openai.OpenAI, captures: residuum.Client) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        api.completions.create(
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=490,
+            extra_body={**asking(ALL, request_id="unread"), "ignore_eos": True},
+            timeout=1.5,
+        )
+    manifest = captures.manifest("unread", wait=60)
+    assert manifest.state == "aborted"
+    assert manifest.sequences[0].generated_token_ids, "known although the answer was to come at once"
+
+
+BAD = {
+    "not JSON": ({"residuum": "layers=all"}, "not a RequestSpec"),
+    "not a spec": ({"residuum": '{"capture": {"depth": 3}}'}, "depth"),
+    "a number": ({"residuum": 3}, "it is a text"),
+    "a list": ({"residuum": ["{}"]}, "it is a text"),
+    "deep": ({"residuum": "[" * 20_000}, "not a RequestSpec"),
+    "nothing asked": ({"residuum": "{}"}, "neither a capture nor steering"),
+    "no such layer": ({"residuum": '{"capture": {"layers": {"list": {"layers": [30]}}}}'}, "UNKNOWN_LAYER"),
+    "a site that is not armed": (
+        {"residuum": '{"capture": {"layers": {"all": true}, "sites": ["SITE_MLP_OUT"]}}'},
+        "UNKNOWN_SITE",
+    ),
+    "another model": ({"residuum": '{"model": "gpt-2", "capture": {"layers": {"all": true}}}'}, "UNKNOWN_MODEL"),
+    "a bad id": ({"residuum": '{"request_id": "../x", "capture": {"layers": {"all": true}}}'}, "request id"),
+    "updatable": ({"residuum": '{"steering": {"updatable": true}}'}, "updatable|cannot change"),
+    "vectors alone": ({"residuum_vectors": ["AAAA"]}, "add residuum"),
+    "not base64": (
+        {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["§"]},
+        "not base64",
+    ),
+    "a vector of another width": (
+        {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["AAAAAA=="]},
+        "hidden size",
+    ),
+    "a vector that is no number": (
+        {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["AADAfw==" * 576]},
+        "BAD_VALUES|base64",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_spec_is_a_bad_request(api: openai.OpenAI, case: str, stream: bool) -> None:
+    arguments, message = BAD[case]
+    with pytest.raises(openai.BadRequestError, match=message):
+        api.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=2, stream=stream, extra_body={"vllm_xargs": arguments}
+        )
+
+
+def test_an_id_that_was_used_is_a_bad_request(api: openai.OpenAI, captures: residuum.Client) -> None:
+    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "extra_body": asking(ALL, request_id="once")}
+    api.completions.create(**options)
+    rows = captures.activations("once").stack()
+    with pytest.raises(openai.BadRequestError, match="once"):
+        api.completions.create(**options)
+    assert np.array_equal(captures.activations("once").stack(), rows)
+
+
+def test_plans_of_callers_do_not_reach_the_worker(server: Server, api: openai.OpenAI) -> None:
+    """A worker believes what it finds under this name, and would end with its engine."""
+    api.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=2, extra_body={"vllm_xargs": {"residuum_plan": "x", "other": 1}}
+    )
+    body = {
+        "token_ids": [504, 3575],
+        "sampling_params": {"max_tokens": 2, "extra_args": {"residuum_plan": {"prompt_tokens": "x"}}},
+    }
+    request = urllib.request.Request(
+        f"{server.url}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
+
+
+def test_where_objects_are_taken_the_spec_may_be_one(server: Server, captures: residuum.Client) -> None:
+    spec = {"request_id": "tokens", "capture": {"layers": {"list": {"layers": [2]}}, "positions": {"phases": [1]}}}
+    body = {"token_ids": [504, 3575], "sampling_params": {"max_tokens": 2, "extra_args": {"residuum": spec}}}
+    request = urllib.request.Request(
+        f"{server.url}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
+    acts = captures.activations("tokens")
+    assert acts.token_ids.tolist() == [504, 3575]
+
+
+def test_the_command_line_pulls_it(api: openai.OpenAI, store: Service, tmp_path: Path) -> None:
+    answer = api.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_tokens=2, extra_body=asking(ALL)
+    )
+    pulled = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "residuum",
+            "pull",
+            answer.id,
+            "--store",
+            store.endpoint,
+            "--out",
+            str(tmp_path / "a.npz"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert pulled.returncode == 0, pulled.stderr
+    assert (tmp_path / "a.npz").stat().st_size > 10_000
+
+
+def test_an_engine_that_dies_leaves_the_capture_incomplete(
+    server: Server, api: openai.OpenAI, captures: residuum.Client
+) -> None:
+    """The last test: it takes the server down."""
+    stream = api.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=400,
+        stream=True,
+        extra_body={**asking(ALL, request_id="orphan"), "ignore_eos": True},
+    )
+    next(iter(stream))
+    engines = [child for child in psutil.Process(server.process.pid).children() if "EngineCore" in _title(child)]
+    assert engines, [_title(child) for child in psutil.Process(server.process.pid).children()]
+    os.kill(engines[0].pid, signal.SIGKILL)
+    manifest = captures.manifest("orphan", wait=120)
+    assert manifest.state == "incomplete"
+    assert manifest.reason == "ENGINE_DIED"
+    server.process.wait(120)
+    left = [path.name for path in server.log.parent.iterdir() if path.name.startswith("residuum-")]
+    assert not left
+
+
+def _title(process: psutil.Process) -> str:
+    return " ".join(process.cmdline()) + process.name()

@@ -1,0 +1,117 @@
+"""What callers get of a captured request is what vLLM would have given them; and the tokens are known at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from inference_svc.vllm_serve.outputs import Sequences, in_turn
+
+
+def step(text, token_ids, finish_reason=None, *, logprob=None):
+    logprobs = None if logprob is None else [{token: logprob} for token in token_ids]
+    completion = CompletionOutput(0, text, token_ids, logprob, logprobs, finish_reason=finish_reason)
+    return RequestOutput("cmpl-1", None, [9, 9], None, [completion], finish_reason is not None)
+
+
+STEPS = (("a", [1], None), ("bc", [2, 3], None), ("d", [4], "length"))
+
+
+def outputs_of(kind, count=1):
+    sequences = Sequences(count, kind)
+    given = []
+    for at, _ in enumerate(STEPS):
+        for index in range(count):
+            output = sequences.add(index, step(*STEPS[at], logprob=-1.0))
+            if output is not None:
+                given.append(output)
+    return sequences, given
+
+
+def test_steps():
+    sequences, given = outputs_of(RequestOutputKind.DELTA)
+    assert [output.outputs[0].text for output in given] == ["a", "bc", "d"]
+    assert [output.finished for output in given] == [False, False, True]
+    assert sequences.have_generated
+
+
+def test_all_so_far_is_not_changed_by_what_comes():
+    _, given = outputs_of(RequestOutputKind.CUMULATIVE)
+    assert [output.outputs[0].text for output in given] == ["a", "abc", "abcd"]
+    assert [list(output.outputs[0].token_ids) for output in given] == [[1], [1, 2, 3], [1, 2, 3, 4]]
+    assert [len(output.outputs[0].logprobs) for output in given] == [1, 3, 4]
+    assert [output.finished for output in given] == [False, False, True]
+
+
+def test_the_end_alone():
+    _, (final,) = outputs_of(RequestOutputKind.FINAL_ONLY, count=3)
+    assert final.finished
+    assert [completion.index for completion in final.outputs] == [0, 1, 2]
+    assert [completion.text for completion in final.outputs] == ["abcd"] * 3
+    assert [completion.finish_reason for completion in final.outputs] == ["length"] * 3
+
+
+def test_steps_of_several_end_with_the_last():
+    _, given = outputs_of(RequestOutputKind.DELTA, count=2)
+    assert [output.finished for output in given] == [False] * 5 + [True]
+    assert [output.outputs[0].index for output in given] == [0, 1] * 3
+
+
+def test_tokens_are_known_before_the_end():
+    sequences = Sequences(2, RequestOutputKind.FINAL_ONLY)
+    assert sequences.add(0, step("a", [1])) is None
+    assert sequences.add(1, step("x", [7, 8], "stop")) is None
+    outcomes = sequences.outcomes()
+    assert [list(outcome.generated_token_ids) for outcome in outcomes] == [[1], [7, 8]]
+    assert [outcome.finish_reason for outcome in outcomes] == ["abort", "stop"]
+    assert not sequences.have_ended
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_what_vllm_gave_up_is_not_complete(reason):
+    sequences = Sequences(1, RequestOutputKind.DELTA)
+    sequences.add(0, step("a", [1], reason))
+    assert sequences.have_ended
+    assert not sequences.have_generated
+    assert sequences.have_failed == (reason == "error")
+
+
+async def counting(until, closed, error=None):
+    try:
+        for number in range(until):
+            await asyncio.sleep(0)
+            yield number
+        if error:
+            raise error
+    finally:
+        closed.append(until)
+
+
+async def everything(stream):
+    async with aclosing(stream) as items:
+        return [item async for item in items]
+
+
+async def test_several_generators_in_turn():
+    closed = []
+    seen = await everything(in_turn([counting(2, closed), counting(4, closed), counting(0, closed)]))
+    assert sorted(seen) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert sorted(closed) == [0, 2, 4]
+
+
+async def test_an_error_of_one_ends_all():
+    closed = []
+    with pytest.raises(ValueError, match="broken"):
+        await everything(in_turn([counting(1000, closed), counting(1, closed, ValueError("broken"))]))
+    assert sorted(closed) == [1, 1000]
+
+
+async def test_whoever_stops_reading_closes_all():
+    closed = []
+    async with aclosing(in_turn([counting(1000, closed), counting(2000, closed)])) as both:
+        await anext(both)
+    assert sorted(closed) == [1000, 2000]

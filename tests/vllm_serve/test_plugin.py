@@ -1,0 +1,104 @@
+"""The plugin in a vLLM that is not ours, or not one that it knows; and settings that cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+
+import pytest
+
+from inference_svc import vllm_serve
+from inference_svc.tap_settings import TapSettings
+from inference_svc.vllm_serve import plugin
+from residuum.rpc.settings import BadSettingsError, from_environment
+
+
+def config(worker_cls):
+    return SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker_cls))
+
+
+def test_vllm_finds_it():
+    (found,) = {entry.value for entry in entry_points(group="vllm.general_plugins", name="residuum")}
+    assert found == "inference_svc.vllm_serve.plugin:register"
+
+
+def test_engines_of_others_are_left_alone(monkeypatch):
+    monkeypatch.setenv("RESIDUUM_STORE", "no store at all")
+    for worker in ("auto", "vllm.v1.worker.gpu_worker.Worker", "inference_svc.taps.cpu_worker.TappedCpuWorker"):
+        assert plugin._front_of(config(worker)) is None
+
+
+def test_bad_settings_are_told_before_the_model_is_loaded(monkeypatch):
+    monkeypatch.setenv("RESIDUUM_STORE", "no store at all")
+    monkeypatch.setenv("RESIDUUM_CAPTURE_SITES", "resid_mid")
+    with pytest.raises(SystemExit, match=r"(?s)RESIDUUM_STORE.*RESIDUUM_CAPTURE_SITES.*resid_mid"):
+        plugin._front_of(config(vllm_serve.WORKER))
+
+
+def test_settings_are_those_of_the_service(monkeypatch):
+    monkeypatch.setenv("RESIDUUM_STORE", "a=h:1,b=h:2")
+    monkeypatch.setenv("RESIDUUM_RING_MIB", "7")
+    monkeypatch.setenv("RESIDUUM_LISTEN", "0.0.0.0:1")  # the service's own, which would not start so
+    settings = from_environment(TapSettings)
+    assert [store.name for store in settings.stores] == ["a", "b"]
+    assert settings.ring_mib == 7
+    monkeypatch.setenv("RESIDUUM_RING_MIB", "0")
+    with pytest.raises(BadSettingsError, match="RESIDUUM_RING_MIB"):
+        from_environment(TapSettings)
+
+
+class Other:
+    """A vLLM in which something has another name."""
+
+    abort = collective_rpc = errored = shutdown = None
+
+    def generate(self, prompt, sampling_params, request_id):
+        """Take what it takes."""
+
+
+class Reordered(Other):
+    def generate(self, request_id, prompt, sampling_params):
+        """Take the same in another order."""
+
+
+def test_a_vllm_that_it_does_not_know_is_told_apart():
+    assert plugin._missing(Other) is None
+    assert "takes self, request_id, prompt" in plugin._missing(Reordered)
+    assert "no abort, collective_rpc" in plugin._missing(object)
+
+
+def run(code, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", **environment},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+WORKER = """
+import json
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from inference_svc.vllm_serve.worker import _check_front_end
+try:
+    _check_front_end()
+except Exception as error:
+    print(json.dumps(str(error)))
+else:
+    print("null")
+"""
+
+
+def test_a_worker_whose_front_end_does_not_know_residuum_does_not_start():
+    assert run(WORKER) is None
+    assert "VLLM_PLUGINS" in run(WORKER, VLLM_PLUGINS="another")
+    assert "VLLM_USE_RUST_FRONTEND" in run(WORKER, VLLM_USE_RUST_FRONTEND="1")
+    assert run(WORKER, VLLM_PLUGINS="residuum", VLLM_USE_RUST_FRONTEND="0") is None
