@@ -1,4 +1,4 @@
-"""Models that several folders' tests serve, and how tests are shared out. Nothing heavy is imported before it is needed."""
+"""Models that several folders' tests serve, and how tests are shared out. What is heavy is imported late."""
 
 from __future__ import annotations
 
