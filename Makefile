@@ -35,7 +35,7 @@ bench-gpu: setup ## The same on a GPU, with Qwen2.5-3B's shape; ARGS='--stop-aft
 	@$(BIN)/python -m bench.readme
 
 test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder --ignore tests/languages $(ARGS)
 
 test-languages: setup model ## The examples in other languages, row by row beside Python's client; needs their toolchains
 	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)

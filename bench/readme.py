@@ -82,6 +82,7 @@ def figures(results: Path) -> str:
         "encodings.json": encodings,
         "store.json": store,
         "steering.json": steering,
+        "steering-engine.json": steering,
         "service.json": service,
     }
     sections = []

@@ -1,12 +1,21 @@
-"""Models that several folders' tests serve. Nothing heavy is imported before one is asked for."""
+"""Models that several folders' tests serve, and how tests are shared out. What is heavy is imported late."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share tests out by the engine that they have in common (`make test`)."""
+    from tests.sharing import SharingByEngine
+
+    return SharingByEngine(config, log)
 
 
 @pytest.fixture(scope="session")

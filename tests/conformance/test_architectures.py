@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-_ENGINES = 3
+_ENGINES = 2
 """At a time: starting keeps one core busy, and stopping none."""
 _STREAM = ("resid_post", "resid_pre")
 _SCALED = ("granite_hybrid",)

@@ -78,9 +78,13 @@ def test_the_protos_state_the_limits(file, words):
     assert words in comments
 
 
-@pytest.mark.parametrize("name", ["a", "A.b_c-9", "_x", "0", "x" * 128, make_id()])
+@pytest.mark.parametrize("name", ["a", "A.b_c-9", "_x", "0", "x" * 128])
 def test_good_ids(name):
     assert is_valid_id(name)
+
+
+def test_ids_that_are_made_are_good():
+    assert is_valid_id(make_id())
 
 
 @pytest.mark.parametrize("name", ["", ".a", "-a", "a b", "a/b", "a\n", "x" * 129, "é", "²"])
