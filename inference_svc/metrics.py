@@ -122,8 +122,8 @@ class RequestWatch:
                 **({"reason": reason} if reason else {}),
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._generated_tokens,
-                seconds=round(seconds, 3),
-                first_token_seconds=None if self._first is None else round(self._first, 3),
+                seconds=round(seconds, 6),
+                first_token_seconds=None if self._first is None else round(self._first, 6),
             )
 
     def _elapsed(self) -> float:
