@@ -49,7 +49,8 @@ class InferenceSettings(SecureSettings, TapSettings):
     max_num_seqs: int = Field(default=64, ge=1, le=1024)
     """Requests that run at once; more wait. Capture blocks take, of device memory, (2 * max-num-batched-tokens + 96 *
     max-num-seqs) * layers * sites * hidden size * bytes of an element on a GPU, and (max-num-batched-tokens + 64 *
-    max-num-seqs) * ... on a CPU: at the defaults 2.5 GiB a site for 8 B parameters on a GPU. See deploy/README.md."""
+    max-num-seqs) * ... on a CPU: at the defaults 2.5 GiB a site for 8 B parameters on a GPU. See
+    docs/operations/sizing.md."""
     max_num_batched_tokens: int = Field(default=2048, ge=32)
     """Tokens that one step computes at most. The memory of capture blocks grows with it; see max-num-seqs."""
     kv_cache_gib: float = Field(default=0.0, ge=0.0)
