@@ -91,6 +91,7 @@ def figures(results: Path) -> str:
         if folder.name != "cpu" and (folder / "capture.json").exists():
             sections.append(capture(_read(folder / "capture.json"), link))
         sections += [make(_read(folder / name), link) for name, make in files.items() if (folder / name).exists()]
+        sections.append(conformance([_read(file) for file in _conformance_files(folder)], link))
     return "\n\n".join(section for section in sections if section)
 
 
@@ -243,6 +244,54 @@ def suite(result: Mapping[str, Any], link: str) -> str:
     columns = (head, "generation", "over stock", "fetch", "both, ours = 1")
     stock = ("stock vLLM", seconds(base.generation), "", "", "")
     return f"{fill(intro, _WIDTH)}\n\n{table(columns, [stock, *rows])}{note}"
+
+
+def conformance(results: Sequence[Mapping[str, Any]], link: str) -> str:
+    """Return which models' rows were compared with transformers, as `bench.conformance` did in several runs."""
+    rows = []
+    for result in results:
+        alike: dict[str, list[Mapping[str, Any]]] = {}
+        for model in result["architectures"]:
+            if model["verdict"] != "refused":
+                alike.setdefault(_served(model, result["setup"]), []).append(model)
+        rows += [_conformance_row(how, models, result) for how, models in alike.items()]
+    if not rows:
+        return ""
+    machines = " and ".join(dict.fromkeys(_machine(result) for result in results))
+    intro = (
+        f"Tiny models compared with transformers, every row of {_words(results[0]['setup']['sites'])}, on {machines} "
+        f"with vLLM {_vllm(results[0])} ([results]({link})):"
+    )
+    head = ("models, `bench.conformance`", "at", "served in", "rows", "missing", "wrong", "least cosine")
+    return f"{fill(intro, _WIDTH)}\n\n{table(head, rows)}"
+
+
+def _conformance_row(how: str, models: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> tuple[str, ...]:
+    wrong = [model["name"] for model in models if model["verdict"] != "exact"]
+    return (
+        _words([model["name"] for model in models]),
+        _revision(result),
+        how,
+        f"{sum(model['rows'] for model in models):,}",
+        f"{sum(model['missing'] for model in models)}",
+        _words(wrong) if wrong else "none",
+        f"{min(model['min_cosine'] for model in models):.5f}",
+    )
+
+
+def _served(model: Mapping[str, Any], setup: Mapping[str, Any]) -> str:
+    tensor, pipeline = model["layout"]
+    runner = f", runner {model['model_runner'].upper()}" if model.get("model_runner") else ""
+    ranks = f", tensor × pipeline {tensor} × {pipeline}" if tensor * pipeline > 1 else ""
+    return f"{setup['dtype']}, {'eager' if setup['eager'] else 'compiled'}{runner}{ranks}"
+
+
+def _words(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _conformance_files(folder: Path) -> list[Path]:
+    return [*sorted(folder.glob("conformance*.json")), *folder.glob("parallel.json")]
 
 
 def _suite_row(item: Measured, base: Measured, ours: Measured) -> tuple[str, ...]:

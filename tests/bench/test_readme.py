@@ -10,6 +10,7 @@ from bench.readme import (
     README,
     RESULTS,
     NoMarksError,
+    conformance,
     encodings,
     end_to_end,
     figures,
@@ -117,6 +118,31 @@ def test_what_the_service_adds_is_told_for_each_number_of_streams():
     assert "| 32 at a time, runner V1 | 0.958 | +21.9 ms | +0.004 ms |" in service(
         {**CONTEXT, "parts": {"v1": part}}, ""
     )
+
+
+def test_models_that_were_served_alike_are_one_row_with_what_was_missing_and_wrong():
+    def model(name, cosine, layout, **more):
+        return {
+            "name": name,
+            "min_cosine": cosine,
+            "layout": layout,
+            "rows": 100,
+            "missing": 0,
+            "verdict": "exact",
+        } | more
+
+    models = [
+        model("llama", 0.9991, [1, 1], model_runner="v2"),
+        model("mixtral", 0.5, [1, 1], model_runner="v2", missing=3, verdict="wrong"),
+        model("llama", 0.9992, [2, 1]),
+        model("mamba", 0.0, [0, 0], verdict="refused"),
+    ]
+    setup = {"dtype": "bfloat16", "eager": False, "sites": ["resid_post"]}
+    text = conformance([{**CONTEXT, "setup": setup, "architectures": models}], "folder")
+    assert "| bfloat16, compiled, runner V2 | 200 | 3 | `mixtral` | 0.50000 |" in text
+    assert "| bfloat16, compiled, tensor × pipeline 2 × 1 | 100 | 0 | none | 0.99920 |" in text
+    assert "mamba" not in text
+    assert conformance([], "") == ""
 
 
 def test_no_results_are_no_figures(tmp_path):
