@@ -150,7 +150,7 @@ def from_environment(kind: type[_Settings]) -> _Settings:
 def log_strangers(kind: type[ServiceSettings]) -> None:
     """Log which variables of the environment begin as settings do, and are nobody's; see `strangers`."""
     if unknown := list(strangers(kind.model_fields)):
-        _log.warning("environment variables that nobody reads", variables=unknown, advice="--help names the settings")
+        _log.warning("environment variables that nobody reads", variables=unknown)
 
 
 def _checked(kind: type[_Settings], read: Callable[[], _Settings]) -> _Settings:
