@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 MAX_BYTES = 256 << 20
 """What all signs that are kept take at most; one matrix always is, whatever it takes."""
 
+LEAST_BYTES = 1 << 20
+"""What signs count as at least. Each time that some are made, the workers are told of all that are kept, between two
+steps: so there must not be very many, however small."""
+
 _POLL_SECONDS = 0.01
 """How often the workers are asked whether signs are there. They answer between two steps."""
 
@@ -54,6 +58,7 @@ class Projections:
         width: int,
         wait_seconds: float,
         max_bytes: int = MAX_BYTES,
+        least_bytes: int = LEAST_BYTES,
     ) -> None:
         """Keep nothing yet.
 
@@ -63,11 +68,13 @@ class Projections:
             width: Elements of a row.
             wait_seconds: How long a request waits for its turn before it fails.
             max_bytes: What all signs take at most.
+            least_bytes: What those of one projection count as at least.
         """
         self._keep = keep
         self._width = width
         self._wait_seconds = wait_seconds
         self._max_bytes = max_bytes
+        self._least_bytes = least_bytes
         self._kept: OrderedDict[Projection, asyncio.Task[None]] = OrderedDict()  # least recently used first
         self._users: Counter[Projection] = Counter()
         self._turns: deque[tuple[Projection, asyncio.Future[None]]] = deque()
@@ -102,7 +109,7 @@ class Projections:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was admitted in the same moment
+            if turn.done() and not turn.cancelled() and turn.exception() is None:  # admitted in the same moment
                 self._leave(projection)
             raise
         finally:
@@ -162,7 +169,7 @@ class Projections:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _size(self, projection: Projection) -> int:
-        return 4 * self._width * projection.dimensions
+        return max(4 * self._width * projection.dimensions, self._least_bytes)
 
     def _full(self) -> Failure:
         return Failure(

@@ -25,6 +25,7 @@ from residuum.rpc.access import Access
 from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.logs import get_logger
+from residuum.rpc.memory import freeze_heap
 from residuum.rpc.metrics import MetricsListener
 from residuum.rpc.patience import AioPatienceInterceptor
 from residuum.rpc.security import add_port
@@ -167,6 +168,7 @@ class InferenceServer:
         if self._stopping.is_set():
             return False
         await run_self_test(engine)
+        freeze_heap()
         self._servicer.set_serving(serving=True)
         await self._set_health(serving=True)
         _log.info(

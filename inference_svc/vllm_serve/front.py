@@ -400,10 +400,10 @@ def _capture_id(spec: ResolvedSpec, request_id: str) -> str:
     """Return what a request is called in the store: as the caller wishes, else as the answer's `id`."""
     if spec.request_id:
         return spec.request_id
+    if spec.capture is None:
+        return make_id()  # nobody will ask for it, and vLLM's may come again: a caller that repeats its X-Request-Id
     if is_valid_id(request_id):
         return request_id
-    if spec.capture is None:
-        return make_id()
     raise invalid(
         "request_id",
         f"The capture would be called {request_id[:128]!r}, and an id is 1 to 128 of a-z A-Z 0-9 . _ -; choose another "

@@ -8,6 +8,7 @@ import re
 import secrets
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,10 +83,11 @@ class Project:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:  # what the services have said goes with their containers
-            for line in self.compose("logs", "--no-color", "--tail", str(_LAST_LINES)).splitlines():
-                print(line[:_LONGEST_LINE], flush=True)
-        self.down()
+        try:
+            if error is not None:  # what the services have said goes with their containers
+                self._print_logs()
+        finally:
+            self.down()
 
     def compose(self, *arguments: str, timeout: float | None = None) -> str:
         """Run `docker compose` for this project, with all of its profiles, and return what it printed."""
@@ -138,6 +140,11 @@ class Project:
             "network": docker("network", "ls", "--filter", label, "--format", "{{.Name}}"),
         }
         return [f"{what} {name}" for what, names in found.items() for name in names.split()]
+
+    def _print_logs(self) -> None:
+        with suppress(DockerError):  # of what was never up, for one: it must not hide the error that led here
+            for line in self.compose("logs", "--no-color", "--tail", str(_LAST_LINES), timeout=60).splitlines():
+                print(line[:_LONGEST_LINE], flush=True)
 
     def _compose(self, *arguments: str, timeout: float | None = None) -> str:
         flags = ["--project-name", self.name, "--env-file", os.devnull, *self._files]

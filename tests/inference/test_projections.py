@@ -52,7 +52,7 @@ class Workers:
 
 
 def made(workers, room=2, wait=LONG):
-    return Projections(workers.keep, WIDTH, wait, max_bytes=room * EACH)
+    return Projections(workers.keep, WIDTH, wait, max_bytes=room * EACH, least_bytes=0)
 
 
 def numbered(seed):
@@ -128,6 +128,38 @@ async def test_waiting_ends_with_a_failure_and_one_that_is_larger_than_all_room_
         assert raised.value.metadata == {"limit": "projections"}
     async with projections.held(numbered(1)):
         assert workers.kept == [numbered(1)]
+
+
+async def test_one_that_is_cancelled_in_the_moment_in_which_it_gives_up_takes_no_room_with_it():
+    workers = Workers()
+    projections = made(workers, room=1)
+
+    async def hold(seed):
+        async with projections.held(numbered(seed)):
+            pass
+
+    async with projections.held(numbered(1)):
+        waiting = asyncio.create_task(hold(2))
+        while not projections._turns:  # noqa: ASYNC110 - nothing else tells of it
+            await asyncio.sleep(0)
+        _, turn = projections._turns[0]
+        turn.set_exception(projections._full())
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    for seed in (2, 3):  # one of which would be taken for held for ever
+        await asyncio.wait_for(hold(seed), LONG)
+    assert workers.kept == [numbered(3)]
+
+
+async def test_small_ones_are_no_more_than_the_workers_can_be_told_of_each_time():
+    workers = Workers()
+    projections = Projections(workers.keep, WIDTH, LONG)
+    for seed in range(300):
+        async with projections.held(numbered(seed)):
+            pass
+    assert len(workers.kept) == 256
+    assert workers.kept[-1] == numbered(299)
 
 
 async def test_a_failure_of_the_engine_is_told_and_leaves_no_trace():

@@ -15,6 +15,8 @@ from tests.inference.service_support import CAPTURE, DEADLINE, ask, failure_of, 
 
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 """A client that is sent 64 KiB ahead of what it reads. By default that grows to megabytes."""
+STALL = 1.0
+"""Seconds, in which on a busy machine all else that is sent here is read."""
 FULL = 200_000
 """Characters, in one message: more than its window and the server's own buffer."""
 
@@ -31,7 +33,7 @@ def stalled_calls(service):
 
 
 async def test_a_caller_that_stops_reading_loses_its_request_and_hears_why(store):
-    async with running_service(store.endpoint, stall_seconds=0.3, max_requests=1) as service:
+    async with running_service(store.endpoint, stall_seconds=STALL, max_requests=1) as service:
         service.engine.script = stuck_after(*[Delta("x" * FULL, [1])] * 5)
         async with small_window(service) as stub:
             stream = stub.Generate(ask(spec("r", CAPTURE)))
@@ -62,7 +64,7 @@ async def next_event(stream):
 
 
 async def test_what_was_generated_and_never_taken_is_no_complete_capture(store):
-    async with running_service(store.endpoint, stall_seconds=0.3) as service:
+    async with running_service(store.endpoint, stall_seconds=STALL) as service:
         service.engine.script = five_full
         async with small_window(service) as stub:
             stream = stub.Generate(ask(spec("r", CAPTURE)))
@@ -80,7 +82,7 @@ async def five_full(call):
 
 
 async def test_those_who_wait_for_tokens_may_wait(store):
-    async with running_service(store.endpoint, stall_seconds=0.2) as service:
+    async with running_service(store.endpoint, stall_seconds=STALL) as service:
         gates = {"slow": asyncio.Event()}
 
         async def script(call):

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from examples.services import start_store
+from tests.shipping.support import wait_until
 
 KNOCKS = 100
 
@@ -50,8 +51,9 @@ def knocked(tmp_path, authority, server_pair):
         flags = ["--tls-cert", server_pair.cert, "--tls-key", server_pair.key, "--tls-client-ca", authority.path]
         store = start_store(tmp_path, list(map(str, flags)))
         try:
-            while not (tmp_path / "store.port").exists():
-                assert store.process.poll() is None, store.log.read_text()
+            port_file = tmp_path / "store.port"
+            wait_until(lambda: port_file.exists() or store.process.poll() is not None, "the store's port")
+            assert port_file.exists(), store.log.read_text()
             port = urlsplit(f"//{store.endpoint}").port
             for number in range(KNOCKS):
                 strangers[number % len(strangers)](port)

@@ -29,7 +29,8 @@ from tests.store.support import (
 )
 
 LIMIT = Reason.ERROR_REASON_LIMIT_REACHED
-HASTY = {"first_message_seconds": 0.2, "stall_seconds": 0.2}
+HASTY = {"first_message_seconds": 0.6, "stall_seconds": 0.6}
+"""Long enough for those who do not dawdle, also on a busy machine."""
 
 
 class Silence(Iterator[bytes]):

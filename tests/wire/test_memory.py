@@ -1,4 +1,4 @@
-"""Buffers of chunks are used again, in a process of their own: what is set holds for the whole of it."""
+"""What services do to keep their memory; in processes of their own, for it holds for the whole of a process."""
 
 import os
 import subprocess
@@ -38,3 +38,24 @@ def faults(setup):
 )
 def test_a_chunks_buffer_is_not_new_memory_each_time(setup):
     assert faults(setup) < 8 * PAGES
+
+
+FROZEN = """
+import gc, weakref
+from residuum.rpc.memory import freeze_heap
+
+class Node: pass
+
+node = Node()
+node.itself = node
+garbage = weakref.ref(node)
+del node
+kept = [[] for _ in range(50_000)]
+freeze_heap()
+print(garbage() is None, gc.get_freeze_count() > 50_000, len(gc.get_objects()) < 5_000)
+"""
+
+
+def test_what_a_service_has_loaded_is_left_out_of_collections_and_no_garbage_with_it():
+    done = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"] * 3

@@ -122,6 +122,7 @@ def _aio_refusing(handler: _Handler, failure: Failure, *, aborts: bool) -> _Hand
         if aborts:
             status = failure.to_status()
             await context.abort(status.code, status.details, status.trailing_metadata)
+        del context  # the failure keeps this frame, and this frame the failure
         raise failure
 
     async def refuse_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:

@@ -197,14 +197,16 @@ class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
 
     async def _request(self, handler: _Handler, messages: AsyncIterator[Any]) -> Any:
         """Return what a handler is called with: the one message, or all of them."""
+        incoming: Any = aiter(messages)
         first = None
         with contextlib.suppress(StopAsyncIteration):
             try:
-                first = await asyncio.wait_for(anext(aiter(messages)), self._first_seconds)
+                first = await asyncio.wait_for(anext(incoming), self._first_seconds)
             except asyncio.TimeoutError:
                 raise _stalled(f"No message came in {self._first_seconds:g} s.") from None
         if handler.request_streaming:
-            return _aio_chained(first, messages)
+            return _aio_chained(first, incoming)
+        await incoming.aclose()
         if first is None:
             raise _no_message()
         return first
@@ -265,11 +267,12 @@ def _too_many_watches() -> Failure:
     )
 
 
-async def _aio_chained(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    if first is not None:
-        yield first
-        async for message in rest:
-            yield message
+async def _aio_chained(first: Any, rest: Any) -> AsyncIterator[Any]:
+    async with contextlib.aclosing(rest):
+        if first is not None:
+            yield first
+            async for message in rest:
+                yield message
 
 
 def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

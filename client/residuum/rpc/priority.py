@@ -15,7 +15,12 @@ def give_way(niceness: int) -> None:
     Args:
         niceness: How much, as for `nice`; 0 changes nothing.
     """
-    for task in Path("/proc/self/task").iterdir() if niceness else ():
-        thread = int(task.name)
-        with suppress(ProcessLookupError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
+    if not niceness:
+        return
+    wanted = os.getpriority(os.PRIO_PROCESS, 0) + niceness
+    seen: set[int] = set()
+    while new := {int(task.name) for task in Path("/proc/self/task").iterdir()} - seen:
+        for thread in new:
+            with suppress(ProcessLookupError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, thread, wanted)
+        seen |= new  # and again: one that was not nice yet may have started another meanwhile

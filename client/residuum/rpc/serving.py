@@ -193,11 +193,13 @@ class AioErrorInterceptor(_Watch, grpc.aio.ServerInterceptor):
                 except grpc.aio.AbortError:
                     raise
                 except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
-                    failure = self._failure(error, watched)
+                    status = self._failure(error, watched).to_status()
                 else:
                     watched.outcome = OK
                     return response
-            return await _abort(context, failure)
+            aborting = _abort(context, status)
+            del request, context
+            return await aborting
 
         return guarded
 
@@ -211,19 +213,26 @@ class AioErrorInterceptor(_Watch, grpc.aio.ServerInterceptor):
                 except grpc.aio.AbortError:
                     raise
                 except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
-                    failure = self._failure(error, watched)
+                    status = self._failure(error, watched).to_status()
                 else:
                     watched.outcome = OK
                     return
-            await _abort(context, failure)
+            aborting = _abort(context, status)
+            del request, context
+            await aborting
 
         return guarded
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], failure: Failure) -> NoReturn:
-    """End a call. It is over by then, and counted: who does not read may never take the status."""
-    status = failure.to_status()
-    await context.abort(status.code, status.details, status.trailing_metadata)
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], status: grpc.Status) -> NoReturn:
+    """End a call. It is over by then, and counted: who does not read may never take the status.
+
+    gRPC's context keeps the error that this raises, and that the frames that it passes: so they must not have the
+    context, nor the failure, whose frames do; see `_aio_decoding`.
+    """
+    aborting = context.abort(status.code, status.details, status.trailing_metadata)
+    del context
+    await aborting
     raise AssertionError("abort always raises")
 
 
@@ -254,8 +263,12 @@ def _aio_decoding(handler: _Handler) -> Callable[..., Any]:
     call, decode = _call_of(handler), _decoder(handler)
 
     async def decoded(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for message in messages:
-            yield decode(message)
+        # Unless it is closed, or read to its end, gRPC's iterator and the call refer to each other: then all of the
+        # call stays in memory until the garbage collector looks at objects of its age.
+        incoming: Any = aiter(messages)
+        async with contextlib.aclosing(incoming):
+            async for message in incoming:
+                yield decode(message)
 
     if handler.request_streaming:
         return lambda messages, context: call(decoded(messages), context)
