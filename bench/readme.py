@@ -91,6 +91,7 @@ def figures(results: Path) -> str:
         if folder.name != "cpu" and (folder / "capture.json").exists():
             sections.append(capture(_read(folder / "capture.json"), link))
         sections += [make(_read(folder / name), link) for name, make in files.items() if (folder / name).exists()]
+        sections.append(conformance([_read(file) for file in _conformance_files(folder)], link))
     return "\n\n".join(section for section in sections if section)
 
 
@@ -239,10 +240,76 @@ def suite(result: Mapping[str, Any], link: str) -> str:
         f"{_machine(result)} with vLLM {_vllm(result)} ([report]({link}/report.md)):"
     )
     missing = ", ".join(failures(result["parts"]))
-    note = f"\n\nWhat could not run there, and why, stands in the report: {missing}." if missing else ""
+    notes = [_rounds(measured)]
+    if missing:
+        notes.append(f"What could not run there, and why, stands in the report: {missing}.")
     columns = (head, "generation", "over stock", "fetch", "both, ours = 1")
     stock = ("stock vLLM", seconds(base.generation), "", "", "")
-    return f"{fill(intro, _WIDTH)}\n\n{table(columns, [stock, *rows])}{note}"
+    return "\n\n".join(filter(None, [fill(intro, _WIDTH), table(columns, [stock, *rows]), *notes]))
+
+
+def conformance(results: Sequence[Mapping[str, Any]], link: str) -> str:
+    """Return which models' rows were compared with transformers, as `bench.conformance` did in several runs."""
+    rows = []
+    for result in results:
+        alike: dict[str, list[Mapping[str, Any]]] = {}
+        for model in result["architectures"]:
+            if model["verdict"] != "refused":
+                alike.setdefault(_served(model, result["setup"]), []).append(model)
+        rows += [_conformance_row(how, models, result) for how, models in alike.items()]
+    if not rows:
+        return ""
+    machines = " and ".join(dict.fromkeys(_machine(result) for result in results))
+    intro = (
+        f"Tiny models compared with transformers, every row of {_words(results[0]['setup']['sites'])}, on {machines} "
+        f"with vLLM {_vllm(results[0])} ([results]({link})):"
+    )
+    head = ("models, `bench.conformance`", "at", "served in", "rows", "missing", "wrong", "least cosine")
+    return f"{fill(intro, _WIDTH)}\n\n{table(head, rows)}"
+
+
+def _conformance_row(how: str, models: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> tuple[str, ...]:
+    wrong = [model["name"] for model in models if model["verdict"] != "exact"]
+    return (
+        _words([model["name"] for model in models]),
+        _revision(result),
+        how,
+        f"{sum(model['rows'] for model in models):,}",
+        f"{sum(model['missing'] for model in models)}",
+        _words(wrong) if wrong else "none",
+        f"{min(model['min_cosine'] for model in models):.5f}",
+    )
+
+
+def _served(model: Mapping[str, Any], setup: Mapping[str, Any]) -> str:
+    tensor, pipeline = model["layout"]
+    runner = f", runner {model['model_runner'].upper()}" if model.get("model_runner") else ""
+    ranks = f", tensor × pipeline {tensor} × {pipeline}" if tensor * pipeline > 1 else ""
+    return f"{setup['dtype']}, {'eager' if setup['eager'] else 'compiled'}{runner}{ranks}"
+
+
+def _words(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _conformance_files(folder: Path) -> list[Path]:
+    return [*sorted(folder.glob("conformance*.json")), *folder.glob("parallel.json")]
+
+
+def _rounds(measured: Mapping[str, Measured]) -> str:
+    """Return how far the rounds of a suite lie apart, of what was measured in several of them."""
+    base = measured[BASELINE]
+    named = {"nothing captured": ZERO_LAYER, "all layers": ALL_LAYERS}
+    ratios = {words: measured[name].by_round(base) for words, name in named.items() if name in measured}
+    ratios = {words: values for words, values in ratios.items() if len(values) > 1}
+    if not ratios:
+        return ""
+    told = "; ".join(f"{words} {', '.join(percent(value) for value in values)}" for words, values in ratios.items())
+    text = f"Over stock, round by round: {told}."
+    widest = max(max(values) - min(values) for values in ratios.values())
+    if ZERO_LAYER in measured and widest > abs(measured[ALL_LAYERS].over(base) - measured[ZERO_LAYER].over(base)):
+        text += " The rounds differ by more than these two rows of the table do: differences of that size say nothing."
+    return fill(text, _WIDTH)
 
 
 def _suite_row(item: Measured, base: Measured, ours: Measured) -> tuple[str, ...]:
@@ -302,7 +369,8 @@ def _engine(engine: Mapping[str, Any]) -> str:
 def _workload(workload: Mapping[str, Any]) -> str:
     requests = f"{workload['batch_size']} requests of {workload['prefill']} + {workload['decode']} tokens"
     dummy = workload["engine_args"].get("load_format") == "dummy"
-    return f"{_shape(workload['model']) if dummy else workload['model']}, {requests}"
+    how = ", not compiled" if workload.get("eager") else ""
+    return f"{_shape(workload['model']) if dummy else workload['model']}, {requests}{how}"
 
 
 def _shape(name: str) -> str:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from residuum.rpc.errors import Failure, Reason
 
+SHORT_CALLS = 32
+"""Places beyond those of calls that last, so that health and short calls are answered in a full house."""
+
 
 @dataclass
 class _Room:

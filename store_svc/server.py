@@ -26,9 +26,9 @@ from residuum.rpc.serving import (
     add_health_and_reflection,
     write_port_file,
 )
-from residuum.rpc.settings import load_settings
+from residuum.rpc.settings import load_settings, log_strangers
 from residuum.rpc.tracing import TracingError, TracingInterceptor, is_on, start_tracing
-from store_svc.calls import Calls
+from store_svc.calls import SHORT_CALLS, Calls
 from store_svc.capture import Wait
 from store_svc.catalog import CatalogLimits
 from store_svc.db import DamagedError, Database, Table, Txn
@@ -40,9 +40,6 @@ from store_svc.servicer import SERVICE, StoreServicer
 from store_svc.settings import StoreSettings
 from store_svc.traces import CaptureTraces
 from store_svc.writer import Writer, WriterOptions
-
-_SHORT_CALLS = 32
-"""Threads beyond those for long calls, so that health and short calls are answered in a full house."""
 
 _FLUSH_SECONDS = 0.5
 """For the last answers to leave, once no call runs. Health watches would use up the whole grace period."""
@@ -79,7 +76,7 @@ class Store:
         self._health = health.HealthServicer()
         self._access = Access(settings.tokens, [SERVICE])
         synced = settings.ack == "synced"
-        readers = settings.max_streams + 2 * _SHORT_CALLS
+        readers = settings.max_streams + 2 * SHORT_CALLS
         self._db = Database(settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers)
         self._catalog = load_catalog(self._db, CatalogLimits(settings.max_captures, settings.max_open_mib << 20))
         retention = _retention(settings)
@@ -117,7 +114,13 @@ class Store:
         self._writer.start()
         self._server.start()
         self._set_health(SERVING)
-        _log.info("serving", listen=settings.listen, port=self.port, path=str(settings.path))
+        _log.info(
+            "serving",
+            listen=settings.listen,
+            port=self.port,
+            path=str(settings.path),
+            memory_bound_bytes=settings.memory_bound_bytes,
+        )
 
     def stop(self) -> None:
         """Stop: take no more, end what runs, write and sync what was taken, close. A second time does nothing."""
@@ -139,7 +142,7 @@ class Store:
         _log.info("stopped")
 
     def _make_server(self) -> grpc.Server:
-        calls = self._settings.max_streams + self._settings.max_writers + _SHORT_CALLS
+        calls = self._settings.max_streams + self._settings.max_writers + SHORT_CALLS
         server = grpc.server(
             ThreadPoolExecutor(calls, thread_name_prefix="call"),
             interceptors=[
@@ -188,6 +191,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the store service until SIGTERM or SIGINT; return the exit status."""
     settings = load_settings(StoreSettings, "python -m store_svc", arguments)
     configure_logs(settings.log_level)
+    log_strangers(StoreSettings)
     give_way(settings.nice)
     keep_memory()
     ending = Ending()

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, Positive
 from residuum.rpc.security import SecureSettings
 from residuum.rpc.settings import Endpoint, OptionalEndpoint
 from store_svc.db import bytes_for_appends
+from store_svc.memory_bound import memory_bound
 
 _SMALLEST_MAP = 16 << 20
 
@@ -101,3 +102,13 @@ class StoreSettings(SecureSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least level that is logged."""
+
+    @property
+    def memory_bound_bytes(self) -> int:
+        """What the store may take of memory by these settings; see `memory_bound`."""
+        return memory_bound(
+            max_streams=self.max_streams,
+            max_writers=self.max_writers,
+            max_open_mib=self.max_open_mib,
+            max_captures=self.max_captures,
+        )

@@ -16,6 +16,7 @@ from inference_svc.taps.limits import UnsupportedEngineError
 from inference_svc.taps.worker import SETTINGS_VARIABLE
 from inference_svc.vllm_serve import plugin
 from inference_svc.worker_settings import taps_fingerprint, worker_settings
+from residuum.rpc.extras import install_extra
 from residuum.rpc.settings import from_environment
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _check_front_end() -> None:
     if (problem := plugin.problem()) is not None:
         raise UnsupportedEngineError(
             f"vLLM's API server does not know residuum: {problem}. Its plugin is called `residuum`: name it in "
-            "VLLM_PLUGINS if you set that, and install residuum into vLLM's environment (pip install residuum[cuda])."
+            f"VLLM_PLUGINS if you set that, and in vLLM's environment {install_extra('cuda')}."
         )
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in {"", "0"}:
         raise UnsupportedEngineError(

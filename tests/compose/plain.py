@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import residuum
 from tests.compose import containers, steps
-from tests.compose.outcome import expect
-from tests.compose.project import Project
+from tests.compose.outcome import FailedError, expect
+from tests.compose.project import DockerError, Project
 
 if TYPE_CHECKING:
     from tests.compose.outcome import Outcome
 
 SERVICES = ("store", "inference")
+_REFUSAL_SECONDS = 60.0
 
 
 def run(outcome: Outcome, variables: dict[str, str]) -> None:
@@ -31,6 +32,20 @@ def run(outcome: Outcome, variables: dict[str, str]) -> None:
         with residuum.Client(endpoint) as client:  # finds the store by what the service says of it
             _use(client, project, endpoint, Path(scratch), outcome)
         containers.take_down(project, outcome)
+    with Project(variables={**variables, "RESIDUUM_BIND": "0.0.0.0"}) as project:
+        _refuses_to_be_open(project, outcome)
+
+
+def _refuses_to_be_open(project: Project, outcome: Outcome) -> None:
+    """See that no service starts whose port would be open to other machines, by the same file and one variable."""
+    for service in SERVICES:
+        try:
+            project.compose("run", "--rm", "--no-TTY", "--no-deps", service, timeout=_REFUSAL_SECONDS)
+        except DockerError as error:
+            expect("where the port is published, can be reached from other machines" in str(error), str(error))
+        else:
+            raise FailedError(f"{service} has served at all addresses of this machine, and ended")
+    outcome.say("published beyond this machine, without TLS: refused")
 
 
 def _use(client: residuum.Client, project: Project, endpoint: str, folder: Path, outcome: Outcome) -> None:

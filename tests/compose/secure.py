@@ -17,7 +17,7 @@ from tests.compose.project import Project
 from tests.security.certificates import LOOPBACK, Authority
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from tests.compose.outcome import Outcome
 
@@ -31,30 +31,34 @@ def run(outcome: Outcome, variables: dict[str, str]) -> None:
     """Run the round, with what is set for `docker compose`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        token = _fill(folder)
-        own = {"RESIDUUM_TLS_DIR": str(folder), "RESIDUUM_ENFORCE_EAGER": "true"}
+        token = _fill(folder / "tls")
+        own = {"RESIDUUM_TLS_DIR": str(folder / "tls"), "RESIDUUM_ENFORCE_EAGER": "true"}
+        ca = folder / "tls" / "common" / "ca.pem"
         with Project(FILES, {**variables, **own}) as project:
             outcome.sizes.update(project.build(*SERVICES))
             project.up("inference-sharded")
             outcome.say("up, and healthy: TLS, tokens, two stores")
             containers.check_confinement(project, SERVICES, outcome)
+            _keeps_the_token_from_stores(project)
             endpoint = project.endpoint("inference-sharded")
-            _refuses_strangers(endpoint, folder)
-            with residuum.Client(endpoint, tls=residuum.TLS(ca=folder / "ca.pem"), token=token) as client:
-                _use(client, project, endpoint, folder, token, outcome)
+            _refuses_strangers(endpoint, ca)
+            environment = {**os.environ, "RESIDUUM_TLS_CA": str(ca), "RESIDUUM_TOKEN": token}
+            with residuum.Client(endpoint, tls=residuum.TLS(ca=ca), token=token) as client:
+                _use(client, project, endpoint, folder, environment, outcome)
             containers.take_down(project, outcome)
 
 
 def _fill(folder: Path) -> str:
     """Make certificates and tokens as deploy/README.md tells people to; return the client's token."""
-    folder.chmod(0o755)  # the containers' user is another one
-    Authority(folder).issue("server", names=(*LOOPBACK, *SERVICES))
-    tokens = str(folder / "tokens.toml")
+    common, inference = folder / "common", folder / "inference"
+    Authority(common).issue("server", names=(*LOOPBACK, *SERVICES))
+    inference.mkdir()
+    tokens = str(common / "tokens.toml")
     own = _token("--tenant", "*", "--rights", "write", "--append", tokens)
-    (folder / "store.token").write_text(own)
+    (inference / "store.token").write_text(own)
     theirs = _token("--tenant", "alice", "--rights", "generate,read", "--append", tokens)
-    for file in folder.iterdir():
-        file.chmod(0o644)
+    for path in (folder.parent, folder, *folder.rglob("*")):  # the containers' user is another one
+        path.chmod(0o755 if path.is_dir() else 0o644)
     return theirs
 
 
@@ -63,13 +67,22 @@ def _token(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _refuses_strangers(endpoint: str, folder: Path) -> None:
+def _keeps_the_token_from_stores(project: Project) -> None:
+    """See that the token which may write as any tenant is in no container but the one that shows it."""
+    for service in SERVICES:
+        mounts = {mount["Destination"] for mount in project.inspect(service)["Mounts"]}
+        expect(("/store-token" in mounts) is (service not in SHARDS.values()), f"{service} has {', '.join(mounts)}")
+        common = project.execute(service, "ls", "/tls").split()
+        expect("tokens.toml" in common and "store.token" not in common, f"{service} has {', '.join(common)} in /tls")
+
+
+def _refuses_strangers(endpoint: str, ca: Path) -> None:
     """See that neither plain text nor a caller without a token gets in."""
-    ca = residuum.TLS(ca=folder / "ca.pem")
+    trusting = residuum.TLS(ca=ca)
     for what, refusal, arguments in (
         ("without TLS", residuum.Unreachable, {"tls": False}),
-        ("without a token", residuum.Unauthenticated, {"tls": ca}),
-        ("with a token of nobody's", residuum.Unauthenticated, {"tls": ca, "token": "residuum-nobodys"}),
+        ("without a token", residuum.Unauthenticated, {"tls": trusting}),
+        ("with a token of nobody's", residuum.Unauthenticated, {"tls": trusting, "token": "residuum-nobodys"}),
     ):
         with residuum.Client(endpoint, **arguments) as client:
             try:
@@ -79,8 +92,14 @@ def _refuses_strangers(endpoint: str, folder: Path) -> None:
             raise FailedError(f"a caller {what} was served")
 
 
-def _use(client: residuum.Client, project: Project, endpoint: str, folder: Path, token: str, outcome: Outcome) -> None:
-    environment = {**os.environ, "RESIDUUM_TLS_CA": str(folder / "ca.pem"), "RESIDUUM_TOKEN": token}
+def _use(
+    client: residuum.Client,
+    project: Project,
+    endpoint: str,
+    folder: Path,
+    environment: Mapping[str, str],
+    outcome: Outcome,
+) -> None:
     outcome.say(steps.run_command(endpoint, environment, "doctor").splitlines()[-1])
     acts = steps.capture_all(client, "first", outcome)
     steps.pull(endpoint, acts, folder, environment, outcome)

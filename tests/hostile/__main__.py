@@ -17,10 +17,11 @@ from pathlib import Path
 
 from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import inference_pb2_grpc
+from store_svc.memory_bound import memory_bound
 from tests.faults.support import ENVIRONMENT, Store
 from tests.hostile import inference
-from tests.hostile.memory import Peak, inference_bound_mib, own_mib, store_bound_mib
-from tests.hostile.store import ATTACKS, WellBehaved, idle_streams, wide_capture
+from tests.hostile.memory import Peak, inference_bound_mib, own_mib
+from tests.hostile.store import ATTACKS, MIB, WellBehaved, idle_streams, wide_capture
 
 LIMITS = {"max_streams": 128, "max_writers": 128, "max_open_mib": 64}
 IDLE = 1000
@@ -39,7 +40,7 @@ def main() -> int:
 
 def attack(folder: Path) -> bool:
     """Run all attacks on one store; tell whether it kept its bound."""
-    bound = store_bound_mib(**LIMITS, captures=1000)
+    bound = memory_bound(**LIMITS, max_captures=1000) / MIB
     store = _start(folder, LIMITS)
     peak = Peak(store.process.pid)
     try:
@@ -60,7 +61,8 @@ def attack(folder: Path) -> bool:
 def idle_alone(folder: Path) -> bool:
     """Hold many idle streams; tell whether the store kept its bound, of which streams that wait are a small part."""
     limits = {"max_streams": IDLE + 100, "max_writers": 16, "max_open_mib": 64}
-    bound = store_bound_mib(**{**limits, "max_streams": 0}, captures=1) + 0.25 * limits["max_streams"]
+    # Streams that wait have no chunks, and a thread each.
+    bound = memory_bound(**{**limits, "max_streams": 0}, max_captures=1) / MIB + 0.25 * limits["max_streams"]
     store = _start(folder, limits)
     peak = Peak(store.process.pid)
     try:

@@ -5,31 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-_BASE_MIB = 160
-"""Interpreter, libraries, an empty catalog, gRPC's own buffers."""
-
 _KEPT_MIB = 256
 """What glibc keeps of freed memory (residuum/rpc/memory.py)."""
-
-_CALL_MIB = 0.25
-"""A call that runs: its thread's stack as far as it is touched, and what gRPC has of it."""
-
-_QUEUE_MIB = 96
-"""Chunks that wait for the writer, and those that it writes."""
-
-
-def store_bound_mib(*, max_streams: int, max_writers: int, max_open_mib: int, captures: int) -> float:
-    """Return what a store's settings let it take; the formula is explained in ARCHITECTURE.md."""
-    calls = max_streams + max_writers + 32
-    return (
-        _BASE_MIB + _KEPT_MIB + _QUEUE_MIB
-        + _CALL_MIB * (2 * calls)  # a writer has a thread more, and so has a read of many chunks
-        + 8 * max_writers  # one message that comes, one that waits for room
-        + 8 * max_streams  # up to three chunks made ahead, one on its way
-        + 4 * 32  # requests of short calls
-        + max_open_mib
-        + captures * 1.5 / 1024
-    )  # fmt: skip
 
 
 def inference_bound_mib(*, base_mib: float, max_requests: int, max_registration_mib: int, max_vector_mib: int) -> float:

@@ -4,6 +4,7 @@ Nothing here needs an engine; `make test-compose` brings it all up. Where the `d
 """
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -14,12 +15,14 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from pydantic import ValidationError
 
 from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
 from residuum.rpc.serving import parse_endpoint
 from residuum.wire.placement import parse_stores
 from store_svc.settings import StoreSettings
+from tests.hostile.memory import inference_bound_mib
 
 ROOT = Path(__file__).resolve().parents[2]
 STORES, INFERENCES = ("store", "store-a", "store-b"), ("inference", "inference-gpu", "inference-sharded")
@@ -33,19 +36,20 @@ PROFILES = {
 OVERLAY = ROOT / "deploy" / "compose.tls.yaml"
 DOCKERFILES = {name: ROOT / "deploy" / f"{name}.Dockerfile" for name in ("store", "inference", "gpu")}
 METRICS = "0.0.0.0:9464"
+EVERYWHERE = {"RESIDUUM_BIND": "0.0.0.0"}
 
 
 def kind(name):
     return StoreSettings if name in STORES else InferenceSettings
 
 
-def with_defaults(text):
-    """Compose's ${NAME:-default}, as if nothing were set."""
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+def interpolated(text, variables):
+    """Compose's ${NAME:-default}, as if nothing but these variables were set."""
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: variables.get(found[1], found[2]), text)
 
 
-def parsed(file):
-    text = with_defaults(file.read_text())
+def parsed(file, **variables):
+    text = interpolated(file.read_text(), variables)
     assert "${" not in text  # each variable has a default: `docker compose up` needs no preparation
     return yaml.safe_load(text)
 
@@ -155,6 +159,8 @@ def test_every_service_is_kept_short(compose, name):
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "network_mode", "pid", "ipc"} & set(service)
     assert service["restart"] == "unless-stopped"
+    assert service["logging"]["driver"] == "json-file"  # the engine's own may be one that does not know these options
+    assert size(service["logging"]["options"]["max-size"]) * int(service["logging"]["options"]["max-file"]) <= 100 << 20
     assert service["init"] is True
     assert service["pids_limit"] > 0
     assert 0 < size(service["shm_size"]) < size(service["mem_limit"])
@@ -194,9 +200,11 @@ def docker():
         key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "DOCKER_", "RESIDUUM_"))
     }
 
-    def run(*arguments):
+    def run(*arguments, **variables):
         command = [program, "compose", "--env-file", os.devnull, *arguments]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True, check=False
+        )
 
     return run
 
@@ -210,6 +218,17 @@ def test_compose_itself_takes_the_files(docker, compose, profile, files):
     listed = docker(*files, *flags, "config", "--services").stdout.split()
     expected = {"store", "inference"} | PROFILES.get(profile, set())
     assert set(listed) == (set(compose["services"]) if profile == "*" else expected)
+
+
+def test_compose_itself_tells_services_where_their_ports_are_published(docker):
+    """As it merges and interpolates the files, with the overlay and without."""
+    for files in ((), ("-f", "compose.yaml", "-f", "deploy/compose.tls.yaml")):
+        shown = docker(*files, "--profile", "*", "config", "--format", "json", **EVERYWHERE)
+        services = json.loads(shown.stdout)["services"]
+        for name in OURS:
+            assert services[name]["environment"]["RESIDUUM_PUBLISHED_ON"] == "0.0.0.0"
+            assert services[name]["environment"]["RESIDUUM_INSECURE"] == "false"
+            assert [port["host_ip"] for port in services[name]["ports"]] == ["0.0.0.0"]
 
 
 # ------------------------------------------------------------------------------------------------------ each service
@@ -284,16 +303,76 @@ def test_the_end_is_not_cut_short(service, settings):
     assert seconds(service["stop_grace_period"]) > settings.grace_seconds
 
 
+def in_memory(service):
+    """What a container's own file systems may take of its memory."""
+    return size(service["shm_size"]) + sum(size(mount.split(":size=")[1]) for mount in service["tmpfs"])
+
+
+HEALTH_CHECK = 64 << 20
+"""The process that asks, beside the service's own."""
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_a_stores_limits_fit_its_container(service, settings):
+    bound, limit = settings.memory_bound_bytes, size(service["mem_limit"])
+    assert bound + in_memory(service) + HEALTH_CHECK < limit
+    assert f"{bound / 2**30:.1f} GiB of {limit >> 30}" in (ROOT / "deploy/README.md").read_text()
+
+
+def test_the_memory_for_a_million_captures_is_as_it_is_told(monkeypatch):
+    """deploy/README.md names what must be raised together."""
+    (told,) = re.findall(r"for a million, `RESIDUUM_STORE_MEMORY=(\w+)`", (ROOT / "deploy/README.md").read_text())
+    raised = parsed(ROOT / "compose.yaml", RESIDUUM_MAX_CAPTURES="1000000", RESIDUUM_STORE_MEMORY=told)
+    service = raised["services"]["store"]
+    environment = {**image_environment(dockerfile_of(service)), **service["environment"]}
+    settings = settings_from(environment, "store", monkeypatch)
+    assert settings.max_captures == 1_000_000
+    assert settings.memory_bound_bytes + in_memory(service) + HEALTH_CHECK < size(service["mem_limit"])
+
+
 @pytest.mark.parametrize("name", INFERENCES)
 def test_memory_suffices(service, settings):
-    """Shared memory, ring and KV cache are the container's, and do not take all of it."""
+    """Shared memory, ring and KV cache are the container's, and so is what callers can make the front end keep.
+
+    What is left must do for the processes as they start, the model's weights and the capture blocks: a GiB and a half.
+    """
     ring, cache = settings.ring_mib << 20, int(settings.kv_cache_gib) << 30
-    assert size(service["mem_limit"]) > size(service["shm_size"]) + ring + cache + (2 << 30)
+    kept = inference_bound_mib(
+        base_mib=0,
+        max_requests=settings.max_requests,
+        max_registration_mib=settings.max_registration_mib,
+        max_vector_mib=settings.max_vector_mib,
+    )
+    taken = in_memory(service) + ring + cache + (int(kept) << 20) + HEALTH_CHECK
+    assert size(service["mem_limit"]) > taken + (3 << 29)
 
 
 def test_figures_are_shown_to_containers_and_not_published(service, settings):
     assert settings.metrics == METRICS
     assert not any(port.endswith(f":{METRICS.split(':')[1]}") for port in service["ports"])
+
+
+# ------------------------------------------------------------------------------------------------------- who may call
+
+
+def settings_with(name, monkeypatch, **variables):
+    """The settings of a service, with variables set for Compose."""
+    service = parsed(ROOT / "compose.yaml", **variables)["services"][name]
+    return settings_from({**image_environment(dockerfile_of(service)), **service["environment"]}, name, monkeypatch)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_service_is_told_where_its_port_is_published(name, address):
+    service = parsed(ROOT / "compose.yaml", RESIDUUM_BIND=address)["services"][name]
+    assert [port.split(":")[0] for port in service["ports"]] == [service["environment"]["RESIDUUM_PUBLISHED_ON"]]
+    assert service["environment"]["RESIDUUM_PUBLISHED_ON"] == address
+
+
+def test_beyond_this_machine_nobody_is_served_by_accident(name, monkeypatch):
+    with pytest.raises(ValidationError, match=r"0\.0\.0\.0, where the port is published, can be reached"):
+        settings_with(name, monkeypatch, **EVERYWHERE)
+    told = settings_with(name, monkeypatch, **EVERYWHERE, RESIDUUM_BIND_INSECURE="true")
+    assert (told.insecure, told.asks_who_calls) == (True, False)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GPUs
@@ -337,25 +416,43 @@ def test_the_overlay_is_for_all_our_services_and_changes_no_other(overlay):
     assert set(overlay["services"]) == set(OURS)
 
 
-def test_the_overlay_makes_the_services_ask(overlay, compose, environment, name, monkeypatch, tmp_path):
+def mounts(overlay, name):
+    """Where each folder of the user's lies in the container."""
+    found = [volume.split(":") for volume in overlay["services"][name]["volumes"]]
+    assert {mode for _, _, mode in found} == {"ro"}
+    return {place: source for source, place, _ in found}
+
+
+@pytest.mark.parametrize("bound", [{}, EVERYWHERE], ids=["here", "everywhere"])
+def test_the_overlay_makes_the_services_ask(overlay, name, bound, monkeypatch, tmp_path):
     """Over compose.yaml, its settings are good ones; beside them stand only those of the health check, a client's."""
     of_client = {"RESIDUUM_TLS_CA"}
     extra = overlay["services"][name]["environment"]
     assert of_client <= set(extra)
-    (mount,) = overlay["services"][name]["volumes"]
-    folder = mount.split(":")[1]
-    secure = {key: value.replace(folder, str(tmp_path)) for key, value in extra.items() if key not in of_client}
+    secure = {key: value for key, value in extra.items() if key not in of_client}
     for key, value in secure.items():
-        if value.startswith(str(tmp_path)):
-            assert key.startswith("RESIDUUM_")
-            Path(value).write_text("word" if value.endswith(".token") else "-----BEGIN CERTIFICATE-----\n")
-    settings = settings_from({**environment, **secure}, name, monkeypatch)
+        if value.startswith("/"):
+            assert str(Path(value).parent) in mounts(overlay, name), key
+            secure[key] = str(tmp_path / Path(value).name)
+            Path(secure[key]).write_text("word" if value.endswith(".token") else "-----BEGIN CERTIFICATE-----\n")
+    service = parsed(ROOT / "compose.yaml", **bound)["services"][name]
+    environment = {**image_environment(dockerfile_of(service)), **service["environment"], **secure}
+    settings = settings_from(environment, name, monkeypatch)
     assert settings.insecure is False
     assert settings.asks_who_calls
     assert settings.tls_cert
     if name in INFERENCES:
         assert settings.store_credentials.tls.ca == tmp_path / "ca.pem"
         assert settings.store_token_file == tmp_path / "store.token"
+
+
+def test_the_token_that_may_write_as_any_tenant_is_where_it_is_needed_alone(overlay, name):
+    common, own = "./tls/common", "./tls/inference"
+    assert set(mounts(overlay, name).values()) == ({common, own} if name in INFERENCES else {common})
+    token = overlay["services"][name]["environment"].get("RESIDUUM_STORE_TOKEN_FILE")
+    assert (token is not None) is (name in INFERENCES)
+    if token:
+        assert mounts(overlay, name)[str(Path(token).parent)] == own
 
 
 # -------------------------------------------------------------------------------------------------------- the images

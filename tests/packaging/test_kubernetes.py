@@ -318,6 +318,15 @@ def test_a_store_is_smaller_than_its_volume(workload, settings, container):
     assert workload["spec"]["persistentVolumeClaimRetentionPolicy"] == {"whenDeleted": "Retain", "whenScaled": "Retain"}
 
 
+@pytest.mark.parametrize("name", ["store"])
+def test_a_stores_limits_fit_its_container(pod, container, settings):
+    files = sum(size(volume["emptyDir"]["sizeLimit"]) for volume in pod["volumes"] if "emptyDir" in volume)
+    probe = 64 << 20  # with TLS it is a process
+    bound, limit = settings.memory_bound_bytes, size(container["resources"]["limits"]["memory"])
+    assert bound + files + probe < limit
+    assert f"{bound / 2**30:.1f} GiB of {limit >> 30}" in (FOLDER.parent / "README.md").read_text()
+
+
 def test_stores_go_one_at_a_time(found):
     budget = one(found, "PodDisruptionBudget", "store")["spec"]
     assert budget["maxUnavailable"] == 1
@@ -369,6 +378,19 @@ def test_the_inference_service_reaches_the_stores_on_both_sides(found):
     store, inference = (one(found, "NetworkPolicy", name) for name in ("store", "inference"))
     assert allowed(store, "ingress", "inference") == allowed(inference, "egress", "store") == {50052}
     assert "egress" not in store["spec"]
+
+
+def test_what_is_commented_out_is_a_rule_too():
+    """Whoever needs one takes the marks away, and has what Kubernetes takes."""
+    text = (FOLDER / "base" / "network.yaml").read_text()
+    uncommented = re.sub(r"^( +)# ", r"\1", text, flags=re.MULTILINE)
+    rules = [
+        one(list(yaml.safe_load_all(text)), "NetworkPolicy", "inference")["spec"]["egress"]
+        for text in (text, uncommented)
+    ]
+    assert len(rules[1]) == len(rules[0]) + 2  # a resolver on the node, a collector of traces
+    for item in yaml.safe_load_all(uncommented):
+        kubernetes_validate.validate(item, VERSIONS[-1], strict=True)
 
 
 def test_figures_are_for_the_monitoring_alone(found):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +99,25 @@ def test_each_query_is_one_of_what_is_exported(exported, where, expression):
     names = set(selected(expression))
     assert names
     assert {name for name in names if not OF_PROCESSES.match(name)} - exported - OF_PROMETHEUS == set()
+
+
+def test_alerts_fire_when_they_should():
+    """By Prometheus' own tool, which is in its image and in its packages."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no `promtool` here")
+    checked = subprocess.run(
+        [promtool, "test", "rules", Path(__file__).with_name("alerts.yml")], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_a_service_that_is_no_target_any_more_is_missed():
+    """A container that has ended takes its name along: `up` of it is not 0 but gone."""
+    (rule,) = (rule for rule in RULES if rule["alert"] == "ResiduumServiceDown")
+    was_and_is_not = 'last_over_time(up{job="residuum"}[1h]) unless up{job="residuum"}'
+    wanted = promql_parser.parse(f'up{{job="residuum"}} == 0 or ({was_and_is_not})')
+    assert str(promql_parser.parse(rule["expr"])) == str(wanted)
 
 
 def test_nothing_that_is_exported_is_left_out(exported):

@@ -14,6 +14,7 @@ import pytest
 import residuum
 from residuum.cli import doctor, main
 from residuum.rpc.security import SecurityError
+from store_svc.settings import StoreSettings
 from tests.security.certificates import Authority
 
 ROOT = Path(__file__).parents[2]
@@ -230,6 +231,34 @@ def test_beyond_loopback_a_service_wants_tls_and_callers_who_say_who_they_are(ad
     result = start("--listen", address, "--tls-cert", str(server_pair.cert), "--tls-key", str(server_pair.key))
     assert result.returncode == 1
     assert "asks nobody who they are" in result.stderr
+
+
+def test_a_container_is_asked_for_as_much_as_its_published_port_needs(server_pair, tokens, tmp_path):
+    refused = start("--listen", "0.0.0.0:0", "--published-on", "0.0.0.0")
+    assert refused.returncode == 1
+    assert "0.0.0.0, where the port is published, can be reached from other machines" in refused.stderr
+    assert "publish it on 127.0.0.1" in refused.stderr
+    assert "--insecure (with compose.yaml: RESIDUUM_BIND_INSECURE=true)" in refused.stderr
+    everywhere = {"path": tmp_path, "listen": "0.0.0.0:0", "published_on": "0.0.0.0"}
+    for enough in (
+        {"tls_cert": server_pair.cert, "tls_key": server_pair.key, "tokens": tokens.path},
+        {"insecure": True},
+        {"published_on": "127.0.0.1"},
+        {"published_on": "[::1]"},
+    ):
+        StoreSettings(**everywhere | enough)
+
+
+def test_published_beyond_loopback_it_does_not_help_to_listen_on_it():
+    refused = start("--listen", "127.0.0.1:0", "--published-on", "192.0.2.1")
+    assert refused.returncode == 1
+    assert "192.0.2.1, where the port is published, can be reached from other machines" in refused.stderr
+
+
+def test_published_on_loopback_alone_nobody_is_warned(store, capfd):
+    with store(listen="0.0.0.0:0", published_on="127.0.0.1") as endpoint:
+        assert stats_sync(endpoint)
+    assert "whoever is on this machine" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(

@@ -1,71 +1,97 @@
-"""How the front end inside vLLM's API server ends captures, and what a worker of it leaves behind."""
+"""A front end whose start went wrong: what requests are told."""
 
 from __future__ import annotations
 
-import tempfile
+import asyncio
+from http import HTTPStatus
 from types import SimpleNamespace
 
 import pytest
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import GracefulHTTPError
 
-from inference_svc.requests import RequestRegistry
-from inference_svc.specs import ResolvedSpec
+import residuum
 from inference_svc.tap_settings import TapSettings
-from inference_svc.taps.worker import SETTINGS_VARIABLE
 from inference_svc.vllm_serve.front import FrontEnd
-from inference_svc.vllm_serve.outputs import Sequences
-from inference_svc.vllm_serve.worker import ServedWorker
-from residuum.v1 import capture_pb2
 
-CAPTURE = capture_pb2.CaptureSpec()
-
-
-def a_step(token, finish_reason=None):
-    completion = CompletionOutput(0, "x", [token], None, None, finish_reason=finish_reason)
-    return RequestOutput("cmpl-1", None, [9, 9], None, [completion], finish_reason is not None)
+PROMPT = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+LAYERS = 2
+VECTOR = residuum.Vector.from_array([1.0] * 8)
+STEERED = residuum.vllm_xargs(steer=[residuum.Add(VECTOR, layer=1)])
 
 
-async def seal_of(steps, error):
-    """Let a request end by an error after some steps; return what the store is told."""
-    seals = []
-    front = object.__new__(FrontEnd)
-    front._delivery = SimpleNamespace(seal=seals.append)
-    front._engine = SimpleNamespace(is_dead=False)
-    running = RequestRegistry(0.0, 0).start_inline(ResolvedSpec("r", CAPTURE, None))
-    sequences = Sequences(1, RequestOutputKind.DELTA)
-    for step in steps:
-        sequences.add(0, step)
-    with pytest.raises(RuntimeError, match="scripted"):
-        async with front._sealed(running, sequences):
-            raise error
-    (seal,) = seals
-    return seal
+class Silent:
+    """An engine that answers, and whose taps never hand over a row: as when vLLM takes hooks and does not call them."""
+
+    errored = False
+
+    def __init__(self, layers, control):
+        model = SimpleNamespace(
+            served_model_name="tiny", max_model_len=64, dtype=torch.float32, enforce_eager=True,
+            get_total_num_hidden_layers=lambda: LAYERS, get_hidden_size=lambda: 8, get_vocab_size=lambda: 16,
+        )  # fmt: skip
+        self.vllm_config = SimpleNamespace(
+            model_config=model,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+            use_v2_model_runner=False,
+        )
+        self.rank = {"rank": 0, "captures": True, "first_layer": 0, "num_layers": layers, "ring_bytes": 1}
+        self.rank["control_path"] = control
+
+    async def collective_rpc(self, method, args=()):
+        return [self.rank] if method == "residuum_describe" else [[]]
+
+    async def generate(self, prompt, sampling_params, request_id, **options):
+        choice = SimpleNamespace(
+            index=0, text="a", token_ids=[1], finish_reason="length", stop_reason=None, logprobs=None
+        )
+        yield SimpleNamespace(outputs=[choice])
 
 
-async def test_what_fails_when_all_was_generated_is_not_in_the_capture():
-    seal = await seal_of([a_step(1), a_step(2, "stop")], RuntimeError("scripted"))
-    assert seal.outcome == capture_pb2.CAPTURE_STATE_COMPLETE
-    assert (seal.incomplete_reason, seal.incomplete_detail) == (capture_pb2.INCOMPLETE_REASON_UNSPECIFIED, "")
-    assert list(seal.sequences[0].generated_token_ids) == [1, 2]
+async def started(llm):
+    front = FrontEnd(TapSettings(), llm, llm.generate, index=0, count=1)
+    await asyncio.wait({front._starting})
+    return front
 
 
-async def test_what_fails_before_that_is():
-    seal = await seal_of([a_step(1)], RuntimeError("scripted"))
-    assert seal.outcome == capture_pb2.CAPTURE_STATE_INCOMPLETE
-    assert seal.incomplete_reason == capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED
+@pytest.fixture
+def control(tmp_path):
+    path = tmp_path / "folder" / "control"
+    path.parent.mkdir()
+    path.touch()
+    return str(path)
 
 
-def test_a_worker_that_cannot_load_its_model_leaves_no_folder(tmp_path, monkeypatch):
-    class Broken:
-        def load_model(self):
-            assert list(tmp_path.iterdir())
-            raise OSError("scripted")
+def refusal(front):
+    with pytest.raises(GracefulHTTPError) as refused:
+        front.generate(PROMPT, SamplingParams(extra_args=STEERED), "r", {})  # not awaited: before the answer begins
+    assert refused.value.http_status == HTTPStatus.INTERNAL_SERVER_ERROR
+    return str(refused.value)
 
-    monkeypatch.setenv(SETTINGS_VARIABLE, "")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    worker = object.__new__(type("Worker", (ServedWorker, Broken), {}))
-    worker._tap_settings = TapSettings()
-    with pytest.raises(OSError, match="scripted"):
-        worker.load_model()
-    assert not list(tmp_path.iterdir())
+
+async def test_after_a_self_test_that_failed_requests_are_told_what_it_saw(control):
+    front = await started(Silent(LAYERS, control))
+    told = refusal(front)
+    assert "its self-test failed: SITE_RESID_POST: rows of layers [0, 1] did not arrive" in told
+    assert refusal(front) == told, "each is told"
+
+
+async def test_so_they_are_where_a_layer_is_not_tapped(control):
+    front = await started(Silent(LAYERS - 1, control))
+    assert "not every layer is known to be tapped: the ranks that capture must have 2 layers" in refusal(front)
+
+
+async def test_one_that_came_before_the_outcome_is_told_in_its_answer(control):
+    llm = Silent(LAYERS, control)
+    front = FrontEnd(TapSettings(), llm, llm.generate, index=0, count=1)
+    answer = front.generate(PROMPT, SamplingParams(extra_args=STEERED), "r", {})
+    with pytest.raises(GracefulHTTPError, match="self-test failed"):
+        await anext(answer)
+
+
+async def test_requests_that_ask_for_nothing_are_served(control):
+    front = await started(Silent(LAYERS, control))
+    outputs = [output async for output in front.generate(PROMPT, SamplingParams(), "r", {})]
+    assert outputs[0].outputs[0].text == "a"

@@ -34,6 +34,11 @@ class SecureSettings(ServiceSettings):
     """Settings of whoever listens. Subclasses give `listen` its default."""
 
     listen: Endpoint
+    published_on: str = ""
+    """The address at which the service's port is published, where that is not the one it listens on: 127.0.0.1 in a
+    container started with `-p 127.0.0.1:50051:50051`. Beyond loopback it takes TLS and callers who say who they are, or
+    `insecure`, as `listen` would. Containers on the same network reach `listen` all the same: that network must be
+    private. Default: where it listens."""
     tls_cert: Path | None = None
     """Speak TLS, with this certificate and those between it and its CA: a PEM file, read again when it changes."""
     tls_key: Path | None = None
@@ -57,7 +62,7 @@ class SecureSettings(ServiceSettings):
             raise ValueError("--tls-cert and --tls-key go together: set both, or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("--tls-client-ca is for TLS: set --tls-cert and --tls-key, too")
-        if not self.insecure and not is_loopback(parse_endpoint(self.listen)[0]):
+        if not self.insecure and not self.is_this_machines_own:
             self._check_exposure()
         return self
 
@@ -66,17 +71,27 @@ class SecureSettings(ServiceSettings):
         """Whether callers must show something: a token, or a certificate."""
         return self.tls_client_ca is not None or self.tokens is not None
 
+    @property
+    def is_this_machines_own(self) -> bool:
+        """Whether nobody on another machine can call: the port is open on loopback alone, or published there alone."""
+        return is_loopback(self.published_on or parse_endpoint(self.listen)[0])
+
     def _check_exposure(self) -> None:
         missing = []
         if self.tls_cert is None:
             missing.append("encrypts nothing (--tls-cert and --tls-key do)")
         if not self.asks_who_calls:
             missing.append("asks nobody who they are (--tokens or --tls-client-ca does)")
-        if missing:
-            raise ValueError(
-                f"{self.listen} can be reached from other machines, and the service {' and '.join(missing)}. Set "
-                "these, or listen on 127.0.0.1; where the network itself is private, say --insecure"
-            )
+        if not missing:
+            return
+        where, instead, word = self.listen, "listen on 127.0.0.1", "--insecure"
+        if self.published_on:
+            where, instead = f"{self.published_on}, where the port is published,", "publish it on 127.0.0.1"
+            word = "--insecure (with compose.yaml: RESIDUUM_BIND_INSECURE=true)"
+        raise ValueError(
+            f"{where} can be reached from other machines, and the service {' and '.join(missing)}. Set these, or "
+            f"{instead}; where the network itself is private, say {word}"
+        )
 
 
 def log_callers(settings: SecureSettings) -> None:
@@ -89,12 +104,12 @@ def log_callers(settings: SecureSettings) -> None:
             who="whoever has a certificate of tls-client-ca",
             advice="a certificate says who may connect, --tokens says who may do what: set both",
         )
-    elif is_loopback(parse_endpoint(settings.listen)[0]):
+    elif settings.is_this_machines_own:
         _log.info("callers have all rights, of all tenants", who="whoever is on this machine")
     else:
         _log.warning(
             "callers have all rights, of all tenants",
-            who=f"whoever reaches {settings.listen}",
+            who=f"whoever reaches {settings.published_on or settings.listen}",
             advice="--tokens says who may do what",
         )
 
