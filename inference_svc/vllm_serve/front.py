@@ -316,7 +316,8 @@ class FrontEnd:
             if sequences.have_failed:
                 blame(seal, _given_up())
         except Exception as error:
-            blame(seal, self._cause(error))
+            if not sequences.have_generated:  # what failed afterwards has nothing to do with the capture
+                blame(seal, self._cause(error))
             raise
         finally:
             # Cancellation (the caller closed the connection) comes here as well: ABORTED, unless all was generated.

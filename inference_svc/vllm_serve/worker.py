@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,11 @@ class ServedWorker:
         """Load and hook the model; the rings' control sockets go to a new folder, which the front end removes."""
         folder = tempfile.mkdtemp(prefix="residuum-")
         os.environ[SETTINGS_VARIABLE] = json.dumps(worker_settings(self._tap_settings, folder, os.getppid()))
-        super().load_model(**options)  # type: ignore[misc]
+        try:
+            super().load_model(**options)  # type: ignore[misc]
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)  # no front end ever hears of it
+            raise
 
 
 @functools.cache
