@@ -18,7 +18,8 @@ class TappedGpuWorker(TappedWorker, Worker):
         """
         room = self._residuum.room_for_signs()
         try:
-            return super().determine_available_memory()
+            available: int = super().determine_available_memory()
+            return available
         finally:
             del room
             torch.cuda.empty_cache()
