@@ -240,10 +240,12 @@ def suite(result: Mapping[str, Any], link: str) -> str:
         f"{_machine(result)} with vLLM {_vllm(result)} ([report]({link}/report.md)):"
     )
     missing = ", ".join(failures(result["parts"]))
-    note = f"\n\nWhat could not run there, and why, stands in the report: {missing}." if missing else ""
+    notes = [_rounds(measured)]
+    if missing:
+        notes.append(f"What could not run there, and why, stands in the report: {missing}.")
     columns = (head, "generation", "over stock", "fetch", "both, ours = 1")
     stock = ("stock vLLM", seconds(base.generation), "", "", "")
-    return f"{fill(intro, _WIDTH)}\n\n{table(columns, [stock, *rows])}{note}"
+    return "\n\n".join(filter(None, [fill(intro, _WIDTH), table(columns, [stock, *rows]), *notes]))
 
 
 def conformance(results: Sequence[Mapping[str, Any]], link: str) -> str:
@@ -292,6 +294,22 @@ def _words(names: Sequence[str]) -> str:
 
 def _conformance_files(folder: Path) -> list[Path]:
     return [*sorted(folder.glob("conformance*.json")), *folder.glob("parallel.json")]
+
+
+def _rounds(measured: Mapping[str, Measured]) -> str:
+    """Return how far the rounds of a suite lie apart, of what was measured in several of them."""
+    base = measured[BASELINE]
+    named = {"nothing captured": ZERO_LAYER, "all layers": ALL_LAYERS}
+    ratios = {words: measured[name].by_round(base) for words, name in named.items() if name in measured}
+    ratios = {words: values for words, values in ratios.items() if len(values) > 1}
+    if not ratios:
+        return ""
+    told = "; ".join(f"{words} {', '.join(percent(value) for value in values)}" for words, values in ratios.items())
+    text = f"Over stock, round by round: {told}."
+    widest = max(max(values) - min(values) for values in ratios.values())
+    if ZERO_LAYER in measured and widest > abs(measured[ALL_LAYERS].over(base) - measured[ZERO_LAYER].over(base)):
+        text += " The rounds differ by more than these two rows of the table do: differences of that size say nothing."
+    return fill(text, _WIDTH)
 
 
 def _suite_row(item: Measured, base: Measured, ours: Measured) -> tuple[str, ...]:
@@ -351,7 +369,8 @@ def _engine(engine: Mapping[str, Any]) -> str:
 def _workload(workload: Mapping[str, Any]) -> str:
     requests = f"{workload['batch_size']} requests of {workload['prefill']} + {workload['decode']} tokens"
     dummy = workload["engine_args"].get("load_format") == "dummy"
-    return f"{_shape(workload['model']) if dummy else workload['model']}, {requests}"
+    how = ", not compiled" if workload.get("eager") else ""
+    return f"{_shape(workload['model']) if dummy else workload['model']}, {requests}{how}"
 
 
 def _shape(name: str) -> str:

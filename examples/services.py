@@ -20,6 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from residuum import TLS
+
 ROOT = Path(__file__).resolve().parent.parent
 
 _POLL_SECONDS = 0.1
@@ -49,14 +51,14 @@ class Service:
         """host:port, once `wait_until_serving` has returned."""
         return f"127.0.0.1:{(self.folder / f'{self.name}.port').read_text().strip()}"
 
-    def wait_until_serving(self, timeout_seconds: float) -> None:
-        """Wait until its health says SERVING.
+    def wait_until_serving(self, timeout_seconds: float, tls: TLS | None = None) -> None:
+        """Wait until its health says SERVING; with TLS, as it is reached. Health takes no token.
 
         Raises:
             ServiceFailedError: It ended before that, or took too long.
         """
         deadline = time.monotonic() + timeout_seconds
-        while not self._is_serving():
+        while not self._is_serving(tls):
             if self.process.poll() is not None:
                 raise ServiceFailedError(f"{self.name} ended with code {self.process.returncode}\n{self._log_end()}")
             if time.monotonic() > deadline:
@@ -81,10 +83,13 @@ class Service:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def _is_serving(self) -> bool:
+    def _is_serving(self, tls: TLS | None) -> bool:
         if not (self.folder / f"{self.name}.port").exists():
             return False
-        with grpc.insecure_channel(self.endpoint) as channel:
+        endpoint = self.endpoint
+        with (
+            grpc.secure_channel(endpoint, tls.channel_credentials()) if tls else grpc.insecure_channel(endpoint)
+        ) as channel:
             try:
                 stub: Any = health_pb2_grpc.HealthStub(channel)  # its types name no method
                 answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)

@@ -20,7 +20,7 @@ def main() -> None:
     """Read the settings, then serve until told to stop. The exit code is not 0 if the service failed."""
     quiet_grpc()
     from inference_svc.settings import InferenceSettings  # they import grpc
-    from residuum.rpc.settings import load_settings
+    from residuum.rpc.settings import load_settings, log_strangers
 
     settings = load_settings(InferenceSettings, _PROGRAM, sys.argv[1:])
     if settings.model.startswith(("/", "./", "../", "~")) and not Path(settings.model).expanduser().is_dir():
@@ -29,6 +29,7 @@ def main() -> None:
     # Readable by this user alone: it holds the control sockets of the rings.
     with tempfile.TemporaryDirectory(prefix="residuum-", ignore_cleanup_errors=True) as folder:
         configure_service_logs(folder, settings.log_level)
+        log_strangers(InferenceSettings)
         sys.exit(_serve(settings, folder))
 
 

@@ -190,17 +190,17 @@ class Engine:
         """Write vectors into rows of every rank's bank; see `VectorBank.load`."""
         await self._call("residuum_load_vectors", list(rows))
 
-    async def keep_signs(self, projections: Sequence[Projection]) -> list[bool]:
+    async def keep_signs(self, projections: Sequence[Projection]) -> list[bool | str]:
         """Have every rank make the signs of projections beside its steps, keep them, and drop others.
 
         Returns:
-            Of each whether every rank has them by now.
+            Of each whether every rank has them by now; or why one cannot make them.
 
         Raises:
             Failure: The engine is dead.
         """
         ranks = await self._call("residuum_keep_signs", [tuple(item) for item in projections])
-        return [all(ready) for ready in zip(*ranks, strict=True)]
+        return [_ready(states) for states in zip(*ranks, strict=True)]
 
     async def change_steering(self, changes: Mapping[str, Sequence[Operation]]) -> dict[str, int | None]:
         """Change the operations of requests, from the next step on.
@@ -369,6 +369,11 @@ async def _tokenizer(llm: AsyncLLM) -> Any:
         return None
     tokenizer = llm.get_tokenizer()
     return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
+
+
+def _ready(states: Sequence[bool | str]) -> bool | str:
+    """Return whether all ranks are ready; or what keeps the first one from it that says so."""
+    return next((state for state in states if isinstance(state, str)), all(states))
 
 
 def _engine_dead() -> Failure:

@@ -14,7 +14,7 @@ from inference_svc.engine import sampling_params
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.places import Places
 from inference_svc.plans import count_spare_positions, engine_id, make_operations, make_plan
-from inference_svc.projections import Projections, projection_of
+from inference_svc.projections import projection_of
 from inference_svc.specs import (
     check_capture_size,
     check_demand,
@@ -41,15 +41,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from inference_svc.engine import Delta, Engine
+    from inference_svc.projections import Projections
     from inference_svc.requests import RequestRegistry, Running
     from inference_svc.stores import Stores
     from inference_svc.vectors import VectorActivator, VectorCache
 
 
 _T = TypeVar("_T")
-
-_WAIT_SECONDS = 30.0
-"""How long a request waits for room among the signs of random projections, unless it is said."""
 
 _ANSWER_SECONDS = 5.0
 """How long the end of a request waits for the engine's answer to a change of its steering. It comes between two steps,
@@ -94,17 +92,17 @@ class Generator:
         registry: RequestRegistry,
         cache: VectorCache,
         activator: VectorActivator,
+        projections: Projections,
         stores: Stores | None,
         metrics: InferenceMetrics | None = None,
         places: Places | None = None,
-        projections: Projections | None = None,
     ) -> None:
         """Put the parts together; `stores` is None if there is none. Each request takes one of the `places`."""
-        self._projections = projections or Projections(engine.keep_signs, engine.facts.hidden_size, _WAIT_SECONDS)
         self._engine = engine
         self._registry = registry
         self._cache = cache
         self._activator = activator
+        self._projections = projections
         self._stores = stores
         self._metrics = metrics or InferenceMetrics()
         self._runs: dict[str, _Run] = {}
@@ -196,6 +194,7 @@ class Generator:
                     raise
                 finally:
                     self._seal(run)
+                    run.failure = None  # whose traceback leads to the run: a cycle, which only a collection would free
         finally:
             self._runs.pop(running.path, None)
             (self._registry.end if began else self._registry.release)(running)
@@ -422,7 +421,10 @@ class _Run:
                     yield self._delta(index, delta)
                 for end in ends:
                     if end.error is not None:
-                        raise end.error
+                        try:
+                            raise end.error
+                        finally:
+                            del end, ends  # the error's traceback has this frame: else a cycle, until a collection
                     open_sequences -= 1
         finally:
             self.running.on_abort = None

@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from inference_svc.taps.encodings.signs import KEPT_BYTES
 from inference_svc.taps.plan import is_computed
 from residuum.rpc.errors import Failure, Reason
 from residuum.wire.encodings import RANDOM_PROJECTIONS
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from residuum.v1 import capture_pb2
-
-MAX_BYTES = 256 << 20
-"""What all signs that are kept take at most; one matrix always is, whatever it takes."""
 
 LEAST_BYTES = 1 << 20
 """What signs count as at least. Each time that some are made, the workers are told of all that are kept, between two
@@ -54,20 +52,20 @@ class Projections:
 
     def __init__(
         self,
-        keep: Callable[[Sequence[Projection]], Awaitable[Sequence[bool]]],
+        keep: Callable[[Sequence[Projection]], Awaitable[Sequence[bool | str]]],
         width: int,
         wait_seconds: float,
-        max_bytes: int = MAX_BYTES,
+        max_bytes: int = KEPT_BYTES,
         least_bytes: int = LEAST_BYTES,
     ) -> None:
         """Keep nothing yet.
 
         Args:
             keep: Has every worker make the signs of these projections beside its steps, keep them and no others, and
-                returns of each whether they are there.
+                returns of each whether they are there, or why they cannot be made.
             width: Elements of a row.
             wait_seconds: How long a request waits for its turn before it fails.
-            max_bytes: What all signs take at most.
+            max_bytes: What all signs take at most; one matrix always is kept, whatever it takes.
             least_bytes: What those of one projection count as at least.
         """
         self._keep = keep
@@ -84,7 +82,7 @@ class Projections:
         """Have the signs of a projection in every worker for as long as the context lasts.
 
         Raises:
-            Failure: There was no room for too long, or the engine is dead.
+            Failure: There was no room for too long, they cannot be made, or the engine is dead.
         """
         await self._enter(projection)
         try:
@@ -160,11 +158,18 @@ class Projections:
         return True
 
     async def _made(self, projection: Projection) -> None:
-        """Wait until every worker has the signs."""
+        """Wait until every worker has the signs.
+
+        Raises:
+            Failure: One cannot make them.
+        """
         while True:
             kept = list(self._kept)
-            ready = await self._keep(kept)
-            if projection in kept and ready[kept.index(projection)]:
+            states = dict(zip(kept, await self._keep(kept), strict=True))
+            state = states.get(projection, False)
+            if isinstance(state, str):
+                raise _not_made(projection, state)
+            if state:
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -178,3 +183,12 @@ class Projections:
             f"there are, for {self._wait_seconds:g} s already; use the same seed and dimensions, or try again later.",
             limit="projections",
         )
+
+
+def _not_made(projection: Projection, cause: str) -> Failure:
+    return Failure(
+        Reason.ERROR_REASON_INTERNAL,
+        f"The signs of the random projection (seed {projection.seed}, {projection.dimensions} dimensions) could not be "
+        f"made ({cause}); the service's log says why. Ask for fewer dimensions, or for a seed and dimensions that "
+        "others have. If memory is short, the operator leaves the device more of it: a smaller KV cache.",
+    )

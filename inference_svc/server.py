@@ -208,7 +208,7 @@ class InferenceServer:
         )
         places = Places(settings.max_requests, self._access.limits_of)
         projections = Projections(engine.keep_signs, hidden, settings.vector_wait_seconds)
-        generator = Generator(engine, registry, cache, activator, stores, self._metrics, places, projections)
+        generator = Generator(engine, registry, cache, activator, projections, stores, self._metrics, places)
         self._metrics.registry.register(ServiceCollector(registry, cache, activator, stores))
         return Parts(engine, registry, cache, generator, stores, settings, self._access.limits_of)
 

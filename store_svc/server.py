@@ -26,7 +26,7 @@ from residuum.rpc.serving import (
     add_health_and_reflection,
     write_port_file,
 )
-from residuum.rpc.settings import load_settings
+from residuum.rpc.settings import load_settings, log_strangers
 from residuum.rpc.tracing import TracingError, TracingInterceptor, is_on, start_tracing
 from store_svc.calls import SHORT_CALLS, Calls
 from store_svc.capture import Wait
@@ -191,6 +191,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the store service until SIGTERM or SIGINT; return the exit status."""
     settings = load_settings(StoreSettings, "python -m store_svc", arguments)
     configure_logs(settings.log_level)
+    log_strangers(StoreSettings)
     give_way(settings.nice)
     keep_memory()
     ending = Ending()

@@ -19,6 +19,7 @@ import uvloop
 
 from inference_svc.engine import ModelFacts
 from inference_svc.generation import Generator
+from inference_svc.projections import Projections
 from inference_svc.requests import RequestRegistry
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.settings import InferenceSettings
@@ -67,7 +68,8 @@ def servicer(hidden: int, layers: int) -> InferenceServicer:
     registry = RequestRegistry(settings.registration_seconds, settings.max_registrations)
     vectors = VectorCache(settings.max_vectors, hidden, registry.is_leased)
     activator = VectorActivator(vectors, settings.max_active_vectors, _load_nothing, settings.vector_wait_seconds)
-    generator = Generator(engine, registry, vectors, activator, None)
+    projections = Projections(engine.keep_signs, hidden, settings.vector_wait_seconds)
+    generator = Generator(engine, registry, vectors, activator, projections, None)
     made = InferenceServicer()
     made.load(Parts(engine, registry, vectors, generator, None, settings))
     made.set_serving(serving=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from residuum._directions import Directions, Origin
 from residuum._files import read_safetensors, write_safetensors
 from residuum.exceptions import InvalidRequest, UnknownLayer
+from residuum.rpc.extras import install_extra
 from residuum.selections import LayersLike
 
 FORMAT = "residuum.directions.v1"
@@ -121,7 +122,7 @@ def _gguf() -> ModuleType:
     try:
         import gguf
     except ImportError:
-        raise ImportError("GGUF files need the package gguf: pip install 'residuum[gguf]'.") from None
+        raise ImportError(f"GGUF files need the package gguf: {install_extra('gguf')}.") from None
     return gguf
 
 

@@ -326,7 +326,7 @@ class Directions(Mapping[int, Vector]):
 
     @classmethod
     def from_gguf(cls, path: str | os.PathLike[str]) -> Directions:
-        """Read a control vector that repeng or llama.cpp wrote. Needs `pip install 'residuum[gguf]'`.
+        """Read a control vector that repeng or llama.cpp wrote. Needs the extra `gguf`.
 
         `direction.N` becomes layer N, the stream after layer N counted from 0: there both repeng (`set_control`, which
         wraps `model.layers[N]`) and llama.cpp (`build_cvec`, on `l_out-N`) add it, so that `add(scale)` does what
@@ -347,7 +347,7 @@ class Directions(Mapping[int, Vector]):
         return from_gguf(path)
 
     def to_gguf(self, path: str | os.PathLike[str], *, layers: LayersLike | None = None, model_hint: str = "") -> None:
-        """Write a control vector that repeng and llama.cpp read. Needs `pip install 'residuum[gguf]'`.
+        """Write a control vector that repeng and llama.cpp read. Needs the extra `gguf`.
 
         Each direction becomes `direction.N`, N being the layer after which `add` would place it.
 

@@ -13,6 +13,7 @@ from inference_svc.taps.encodings import cpu
 from inference_svc.taps.encodings.check import check_encodings
 from inference_svc.taps.encodings.signs import SignCache, Signs
 from inference_svc.taps.reductions import Batch, Reduction
+from residuum.rpc.logs import get_logger
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.encodings import RANDOM_PROJECTIONS
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from inference_svc.taps.plan import Capture, RequestPlan
     from residuum.v1 import tensor_pb2
     from residuum.wire.encodings import RowFormat as EncodedFormat
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class _Followed(NamedTuple):
     basis: Tensor | None
     """What its rows are multiplied with: vectors, float32 [vectors, hidden], or signs, [hidden, dimensions]."""
     reduction: Reduction | None
+    problem: str = ""
+    """Why nothing can be sent of it, if nothing can."""
 
 
 class BlockSink:
@@ -92,10 +97,16 @@ class BlockSink:
         """Prepare for the blocks of a request whose capture is followed; they come until `end`."""
         capture = plan.capture
         assert capture is not None  # noqa: S101 - it is followed
-        reduction = Reduction(plan) if capture.is_reduced else None
-        self._followed[id(capture)] = _Followed(capture, self._basis(capture), reduction)
+        try:
+            reduction = Reduction(plan) if capture.is_reduced else None
+            followed = _Followed(capture, self._basis(capture), reduction)
+        except (MemoryError, RuntimeError) as error:  # torch's, of a device without memory for example
+            _log.exception("a capture cannot be made", request_id=capture.capture_id)
+            problem = f"The worker could not prepare for this capture ({type(error).__name__}); its log says why."
+            followed = _Followed(capture, None, None, problem)
+        self._followed[id(capture)] = followed
 
-    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool]:
+    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
         """Have the signs of projections at hand, made beside the steps; see `SignCache.keep`.
 
         Args:
@@ -174,6 +185,10 @@ class BlockSink:
 
     def _batch_of(self, block: Block) -> Batch | None:
         """Return what is to be sent now that a block has come."""
+        followed = self._followed.get(id(block.capture))
+        if followed is not None and followed.problem:
+            self.lose(block.capture, block.positions, capture_pb2.INCOMPLETE_REASON_WRITE_FAILED, followed.problem)
+            return None
         batch = Batch(block.capture, block.positions, self._pool.rows(block))
         reduction = self._reduction(block.capture)
         return batch if reduction is None else self._told(reduction.add(batch), reduction)

@@ -6,6 +6,7 @@ import os
 import select
 import threading
 import time
+from pathlib import Path
 
 from residuum.rpc.logs import get_logger
 
@@ -13,6 +14,10 @@ _log = get_logger(__name__)
 
 _GRACE_SECONDS = 5.0
 """For a worker that is being stopped in order, whose parent may end first."""
+
+_POLL_SECONDS = 1.0
+_ENDED = ("Z", "X")
+"""States of a process that has ended and that nobody has waited for."""
 
 
 def end_with(pids: set[int]) -> None:
@@ -25,13 +30,35 @@ def end_with(pids: set[int]) -> None:
 
 
 def _watch(pids: set[int]) -> None:
-    poll = select.poll()
     try:
-        for pid in pids:
-            poll.register(os.pidfd_open(pid), select.POLLIN)  # readable once the process has ended
-        poll.poll()
+        _wait(pids)
     except ProcessLookupError:
         pass
+    except OSError as error:  # no such call in this kernel, or a sandbox forbids it
+        _log.info("processes cannot be waited for; they are looked up", cause=str(error))
+        while all(map(_is_running, pids)):
+            time.sleep(_POLL_SECONDS)
     time.sleep(_GRACE_SECONDS)
     _log.error("the service has gone; its worker ends itself")
     os._exit(1)
+
+
+def _wait(pids: set[int]) -> None:
+    """Wait until one of the processes has ended.
+
+    Raises:
+        ProcessLookupError: One had ended before.
+        OSError: That cannot be waited for here.
+    """
+    poll = select.poll()
+    for pid in pids:
+        poll.register(os.pidfd_open(pid), select.POLLIN)  # readable once the process has ended
+    poll.poll()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in _ENDED

@@ -26,6 +26,7 @@ from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
 from inference_svc.taps.element_types import WIRE_TYPES
+from inference_svc.taps.encodings.signs import most_bytes
 from inference_svc.taps.limits import UnsupportedEngineError, refuse_unsupported
 from inference_svc.taps.plan import Operation
 from inference_svc.taps.points import TapPoints
@@ -121,7 +122,7 @@ class TappedWorker:
             for name, operations in changes.items()
         }
 
-    def residuum_keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool]:
+    def residuum_keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
         """Have the signs of projections at hand; see `BlockSink.keep_signs`. Who captures nothing needs none."""
         return self._residuum.keep_signs(projections)
 
@@ -163,6 +164,7 @@ class _Taps:
         self._sites = tuple(settings["sites"])
         hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
         self._rank = worker.rank
+        self._device = worker.device
         self._pipeline_rank = get_pp_group().rank_in_group
         self.bank = VectorBank(settings["bank_rows"], hidden, worker.device)
         self._format = RowFormat(hidden, WIRE_TYPES[dtype])
@@ -201,6 +203,12 @@ class _Taps:
             "control_path": self._control_path if self.producer else "",
         }
 
+    def room_for_signs(self) -> torch.Tensor | None:
+        """Return as much memory as signs of random projections may take on this rank's device; None: they take none."""
+        if self._sink is None:
+            return None
+        return torch.empty(most_bytes(self._format.hidden), dtype=torch.uint8, device=self._device)
+
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until every row that left a request is acknowledged; tell whether it is."""
         if self._sink is None or self.producer is None:
@@ -208,7 +216,7 @@ class _Taps:
         deadline = time.monotonic() + timeout_seconds
         return self._sink.flush(timeout_seconds) and self.producer.drain(max(deadline - time.monotonic(), 0.0))
 
-    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool]:
+    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
         """See `TappedWorker.residuum_keep_signs`."""
         return [True] * len(projections) if self._sink is None else self._sink.keep_signs(projections)
 

@@ -14,6 +14,13 @@ WORKER = f"{__name__}.Worker"
 """What users name in `--worker-cls`. It is how an engine is known to be ours: the plugin leaves all others alone."""
 
 
+SPEC_KEY = "residuum"
+"""The name in `vllm_xargs` under which a request says what it asks for."""
+
+VECTORS_KEY = "residuum_vectors"
+"""The name under which its vectors come."""
+
+
 def __getattr__(name: str) -> Any:
     if name != "Worker":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

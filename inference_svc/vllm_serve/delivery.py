@@ -35,6 +35,7 @@ class Delivery:
         """Connect lazily to the stores."""
         self._settings = settings
         self._shippers: ShipperSupervisor | None = None
+        self._is_closed = False
         # Not uvloop's: it starts processes on the main thread alone.
         self._loop = asyncio.SelectorEventLoop()
         threading.Thread(target=self._loop.run_forever, name="residuum-delivery", daemon=True).start()
@@ -53,11 +54,15 @@ class Delivery:
         await asyncio.wrap_future(self._call(self._stores.open(description, is_new_id=False)))
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
-        """Say how a request ended; see `Stores.seal`."""
+        """Say how a request ended; see `Stores.seal`. Once the stores are closed, nobody can be told any more."""
+        if self._is_closed:
+            _log.error("capture not sealed: the server is stopping", request_id=request.capture_id)
+            return
         self._loop.call_soon_threadsafe(self._stores.seal, request)
 
     def close_stores(self) -> None:
         """Wait until the stores have heard of all ends, for a while. What was not heard is logged."""
+        self._is_closed = True
         self._wait(self._stores.close(_SEAL_SECONDS), _SEAL_SECONDS)
 
     def close(self) -> None:

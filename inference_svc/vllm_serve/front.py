@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ from residuum.wire.ids import is_valid_id, make_id
 from residuum.wire.limits import MAX_SEQUENCES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from inference_svc.requests import Running
     from inference_svc.specs import ResolvedSpec
@@ -121,6 +121,7 @@ class FrontEnd:
 
         Raises:
             VLLMValidationError: What is asked for cannot be. It is raised here, before the endpoint begins to answer.
+            GracefulHTTPError: Nothing can be captured or steered; its text says why.
         """
         extra_args = sampling_params.extra_args
         if not asks(extra_args):
@@ -149,18 +150,11 @@ class FrontEnd:
     # ------------------------------------------------------------------------------------------------ at the start
 
     async def _start(self) -> None:
-        try:
+        with _told_at_start("not every layer is known to be tapped"):
             ranks = await self._engine.llm.collective_rpc("residuum_describe")
             check_ranks(ranks, self._facts.num_layers)
-            controls = [rank["control_path"] for rank in ranks if rank["control_path"]]
-            if self._index == 0:  # one API server does for all what is done once
-                self._folders = {Path(control).parent for control in controls}
-                if self._delivery is not None:
-                    await self._delivery.ship(controls)
-                await run_self_test(self._engine)
-        except Exception as error:
-            _log.exception("nothing can be captured or steered", cause=str(error))
-            raise
+        if self._index == 0:  # one API server does for all what is done once
+            await self._start_once([rank["control_path"] for rank in ranks if rank["control_path"]])
         _log.info(
             "residuum is ready",
             model=self._facts.name,
@@ -168,6 +162,14 @@ class FrontEnd:
             stores=[str(store) for store in self._settings.stores],
             ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
         )
+
+    async def _start_once(self, controls: Sequence[str]) -> None:
+        self._folders = {Path(control).parent for control in controls}
+        if self._delivery is not None:
+            with _told_at_start("its shippers cannot be started"):
+                await self._delivery.ship(controls)
+        with _told_at_start("its self-test failed"):
+            await run_self_test(self._engine)
 
     async def _started(self) -> None:
         """Wait until captures can be made.
@@ -177,13 +179,16 @@ class FrontEnd:
         """
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
-        try:
-            await asyncio.shield(self._starting)
-        except Exception as error:
-            raise Failure(
-                Reason.ERROR_REASON_INTERNAL,
-                f"This server can neither capture nor steer; its log says why: {error}",
-            ) from error
+        await asyncio.shield(self._starting)
+
+    def _check_start(self) -> None:
+        """Refuse at once, and not only in the answer, what is known to be never possible.
+
+        Raises:
+            Failure: Nothing can be captured or steered.
+        """
+        if self._starting is not None and self._starting.done() and not self._starting.cancelled():
+            self._starting.result()
 
     # ---------------------------------------------------------------------------------------- the checks of a request
 
@@ -193,6 +198,7 @@ class FrontEnd:
         Raises:
             Failure: It cannot be run.
         """
+        self._check_start()
         spec = resolve_spec(asked.spec, self._facts)
         if spec.capture is None and spec.steering is None:
             raise invalid("vllm_xargs.residuum", "The spec has neither a capture nor steering; leave it out.")
@@ -310,7 +316,8 @@ class FrontEnd:
             if sequences.have_failed:
                 blame(seal, _given_up())
         except Exception as error:
-            blame(seal, self._cause(error))
+            if not sequences.have_generated:  # what failed afterwards has nothing to do with the capture
+                blame(seal, self._cause(error))
             raise
         finally:
             # Cancellation (the caller closed the connection) comes here as well: ABORTED, unless all was generated.
@@ -325,6 +332,20 @@ class FrontEnd:
         if isinstance(error, EngineDeadError) or self._engine.is_dead:
             return Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died; its log says why.")
         return error
+
+
+@contextmanager
+def _told_at_start(what: str) -> Iterator[None]:
+    """Log what goes wrong at the start, and tell it to whoever asks for captures afterwards."""
+    try:
+        yield
+    except Exception as error:
+        _log.exception("nothing can be captured or steered", what=what, cause=str(error))
+        raise Failure(
+            Reason.ERROR_REASON_INTERNAL,
+            f"This server can neither capture nor steer, because {what}: {str(error).rstrip('.')}. Its log "
+            "says more. Requests that ask for neither are served.",
+        ) from error
 
 
 def facts_of(config: Any, settings: TapSettings) -> ModelFacts:

@@ -25,17 +25,18 @@ _GIVEN_UP = ("abort", "error")
 
 async def in_turn(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerator[tuple[int, Any]]:
     """Yield what comes of several generators, with the index of each. The end of this one closes them all."""
-    queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue()
+    # With few places: what is not taken of a generator of vLLM's, because its caller reads slowly, it merges into one.
+    queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue(len(streams))
 
     async def read(index: int, stream: AsyncGenerator[Any]) -> None:
         try:
             async with aclosing(stream):
                 async for item in stream:
-                    queue.put_nowait((index, item, None))
+                    await queue.put((index, item, None))
         except Exception as error:  # noqa: BLE001 - raised below
-            queue.put_nowait((index, None, error))
+            await queue.put((index, None, error))
         else:
-            queue.put_nowait((index, None, None))
+            await queue.put((index, None, None))
 
     tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
     try:

@@ -1,7 +1,7 @@
 """What vLLM loads in each of its processes (entry point `vllm.general_plugins`): it puts the front end into AsyncLLM.
 
 Three public methods are wrapped: `__init__`, `generate`, which every endpoint calls, and `shutdown`. An engine whose
-worker class is not ours is not touched.
+worker class is not ours is left as it is; only requests that would have it capture or steer are refused.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
-from inference_svc.vllm_serve import WORKER
+from inference_svc.vllm_serve import SPEC_KEY, VECTORS_KEY, WORKER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 _FRONT = "_residuum"
 """Where an AsyncLLM has its front end."""
@@ -69,6 +69,7 @@ def _wrap(kind: Any) -> None:
     def generate_tapped(llm: Any, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
         front = getattr(llm, _FRONT)
         if front is None:
+            _check_untapped(getattr(sampling_params, "extra_args", None))
             return generate(llm, prompt, sampling_params, request_id, **options)
         return front.generate(prompt, sampling_params, request_id, options)
 
@@ -88,6 +89,28 @@ def _wrap(kind: Any) -> None:
     kind.__init__, kind.generate, kind.shutdown = start, generate_tapped, stop
 
 
+def _check_untapped(extra_args: Mapping[str, Any] | None) -> None:
+    """Make sure that a request asks nothing of an engine without a front end: it would be answered, and not captured.
+
+    Plans pass: with them the inference service asks its own engine, which is no `vllm serve`.
+
+    Raises:
+        VLLMValidationError: It asks for captures or steering.
+    """
+    if not extra_args or (SPEC_KEY not in extra_args and VECTORS_KEY not in extra_args):
+        return
+    from inference_svc.checks import invalid
+    from inference_svc.vllm_serve.refusals import http_error
+
+    raise http_error(
+        invalid(
+            f"vllm_xargs.{SPEC_KEY}",
+            f"This server can neither capture nor steer: it was started without --worker-cls {WORKER}. Ask its "
+            "operator for that, or leave `residuum` out of vllm_xargs.",
+        )
+    )
+
+
 def _front_of(vllm_config: Any) -> Callable[..., Any] | None:
     """Return what makes the front end of an engine; None if the engine is not ours.
 
@@ -100,12 +123,13 @@ def _front_of(vllm_config: Any) -> Callable[..., Any] | None:
     from inference_svc.vllm_serve.front import FrontEnd
     from inference_svc.worker_settings import LONGEST_STEP_SECONDS
     from residuum.rpc.logs import configure_own_logs
-    from residuum.rpc.settings import BadSettingsError, from_environment
+    from residuum.rpc.settings import BadSettingsError, from_environment, log_strangers
 
     try:
         settings = from_environment(TapSettings)
     except BadSettingsError as error:
         raise SystemExit(f"vllm serve with residuum: bad settings\n{error}") from None
     configure_own_logs(settings.log_level)
+    log_strangers(TapSettings)
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))
     return functools.partial(FrontEnd, settings)

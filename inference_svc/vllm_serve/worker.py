@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from inference_svc.taps.limits import UnsupportedEngineError
 from inference_svc.taps.worker import SETTINGS_VARIABLE
 from inference_svc.vllm_serve import plugin
 from inference_svc.worker_settings import taps_fingerprint, worker_settings
+from residuum.rpc.extras import install_extra
 from residuum.rpc.settings import from_environment
 
 if TYPE_CHECKING:
@@ -35,7 +37,11 @@ class ServedWorker:
         """Load and hook the model; the rings' control sockets go to a new folder, which the front end removes."""
         folder = tempfile.mkdtemp(prefix="residuum-")
         os.environ[SETTINGS_VARIABLE] = json.dumps(worker_settings(self._tap_settings, folder, os.getppid()))
-        super().load_model(**options)  # type: ignore[misc]
+        try:
+            super().load_model(**options)  # type: ignore[misc]
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)  # no front end ever hears of it
+            raise
 
 
 @functools.cache
@@ -58,7 +64,7 @@ def _check_front_end() -> None:
     if (problem := plugin.problem()) is not None:
         raise UnsupportedEngineError(
             f"vLLM's API server does not know residuum: {problem}. Its plugin is called `residuum`: name it in "
-            "VLLM_PLUGINS if you set that, and install residuum into vLLM's environment (pip install residuum[cuda])."
+            f"VLLM_PLUGINS if you set that, and in vLLM's environment {install_extra('cuda')}."
         )
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in {"", "0"}:
         raise UnsupportedEngineError(

@@ -16,12 +16,10 @@ from google.protobuf import json_format
 
 from inference_svc.checks import invalid
 from inference_svc.taps.plan import KEY as PLAN_KEY
+from inference_svc.vllm_serve import SPEC_KEY, VECTORS_KEY
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2, tensor_pb2
 from residuum.wire.digests import digest_of_bytes
-
-SPEC_KEY = "residuum"
-VECTORS_KEY = "residuum_vectors"
 
 _OURS = frozenset({SPEC_KEY, VECTORS_KEY, PLAN_KEY})
 _FLOAT_BYTES = 4

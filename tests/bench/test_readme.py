@@ -18,9 +18,11 @@ from bench.readme import (
     service,
     spliced,
     store,
+    suite,
 )
+from bench.suite.plan import ALL_LAYERS, BASELINE, ZERO_LAYER
 from bench.suite.report import render
-from tests.bench.test_suite import RESULT
+from tests.bench.test_suite import RESULT, part
 
 
 def test_the_figures_in_the_readme_are_those_of_the_results():
@@ -66,6 +68,33 @@ def test_a_suite_has_its_table_with_what_could_not_run(tmp_path):
     assert "`bench.suite` at abcdef0" in text
     assert "2 cores of a CPU with vLLM 0.32.0 ([report](bench/results/cpu/report.md))" in " ".join(text.split())
     assert "nnsight" in text
+
+
+def of_rounds(eager, zero, every):
+    """A result with baselines of 1 s, in as many rounds as there are ratios."""
+    parts = {}
+    for name, ratios, layers in ((BASELINE, [1.0] * len(every), 0), (ZERO_LAYER, zero, 0), (ALL_LAYERS, every, 10)):
+        for number, ratio in enumerate(ratios):
+            parts[f"{name}, {number}"] = part(name, [ratio, ratio], 0.1, layers, number)
+    return {**RESULT, "parts": parts, "workload": {**RESULT["workload"], "eager": eager}}
+
+
+def test_what_was_not_compiled_says_so():
+    assert "8 requests of 64 + 64 tokens, not compiled, `bench.suite`" in suite(of_rounds(True, [1.0], [1.1]), "")
+    assert "8 requests of 64 + 64 tokens, `bench.suite`" in suite(of_rounds(False, [1.0], [1.1]), "")
+
+
+def test_rounds_that_lie_apart_are_told():
+    text = suite(of_rounds(True, [0.9, 1.2], [1.1, 1.4]), "")
+    told = " ".join(text.rpartition("|")[2].split())
+    assert told.startswith(
+        "Over stock, round by round: nothing captured -10.0 %, +20.0 %; all layers +10.0 %, +40.0 %."
+    )
+    assert "differ by more than these two rows" in told
+    near = suite(of_rounds(True, [1.0, 1.01], [1.1, 1.12]), "")
+    assert "all layers +10.0 %, +12.0 %." in near
+    assert "differ by more" not in near
+    assert "round by round" not in suite(of_rounds(True, [1.0], [1.1]), "")
 
 
 CONTEXT = {

@@ -267,7 +267,7 @@ def test_gguf_files_that_are_not_there(file):
 
 def test_without_the_package(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"pip install 'residuum\[gguf\]'"):
+    with pytest.raises(ImportError, match=r"extra 'gguf' \(from a checkout: pip install '\.\[gguf\]'\)"):
         residuum.Directions.from_gguf(file)
     with pytest.raises(ImportError, match="gguf"):
         residuum.Directions({1: [1.0]}).to_gguf(file)

@@ -16,6 +16,7 @@ from inference_svc.engine import Delta, ModelFacts
 from inference_svc.generation import Generator
 from inference_svc.metrics import InferenceMetrics, ServiceCollector
 from inference_svc.places import Places
+from inference_svc.projections import Projections
 from inference_svc.requests import RequestRegistry
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.settings import InferenceSettings
@@ -270,7 +271,10 @@ class Service:
         self.metrics = InferenceMetrics()
         self.metrics.registry.register(ServiceCollector(self.registry, self.cache, activator, stores))
         self.places = Places(settings.max_requests, access.limits_of)
-        generator = Generator(engine, self.registry, self.cache, activator, stores, self.metrics, self.places)
+        projections = Projections(engine.keep_signs, engine.facts.hidden_size, settings.vector_wait_seconds)
+        generator = Generator(
+            engine, self.registry, self.cache, activator, projections, stores, self.metrics, self.places
+        )
         self.parts = Parts(engine, self.registry, self.cache, generator, stores, settings, access.limits_of)
         self.servicer = InferenceServicer()
         self.endpoint = self.channel = self.stub = None

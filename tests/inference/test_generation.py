@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 
 import grpc
 import pytest
@@ -214,6 +216,36 @@ async def test_a_dead_engine_is_told_and_blamed(service, store):
     seal = await store.seal()
     assert (seal.outcome, seal.incomplete_reason) == (INCOMPLETE, capture_pb2.INCOMPLETE_REASON_ENGINE_DIED)
     assert list(seal.sequences[0].generated_token_ids) == [1]
+
+
+@pytest.mark.parametrize("capture", [None, CAPTURE])
+async def test_a_request_that_failed_leaves_nothing_for_the_collector(service, capture):
+    """Collections stop everything that runs; see `freeze_heap`."""
+    errors = []
+
+    async def script(call):
+        yield Delta("x", [1])
+        errors.append(Failure(Reason.ERROR_REASON_INTERNAL, "scripted"))
+        raise errors[0]
+
+    async def run():
+        try:
+            async for _ in service.parts.generator.run(ask(spec("r", capture))):
+                pass
+        except Failure:
+            return
+        raise AssertionError("it did not fail")
+
+    service.engine.script = script
+    gc.collect()
+    gc.disable()
+    try:
+        await run()
+        failed = weakref.ref(errors.pop())
+        await asyncio.sleep(0)  # the end of its tasks
+        assert failed() is None
+    finally:
+        gc.enable()
 
 
 async def test_sealing_is_tried_until_the_store_has_heard_it(service, store):

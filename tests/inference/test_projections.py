@@ -42,13 +42,14 @@ class Workers:
         self.ready = asyncio.Event()
         self.ready.set()
         self.error = None
+        self.bad = {}
 
     async def keep(self, projections):
         await asyncio.sleep(0)
         if self.error:
             raise self.error
         self.kept = list(projections)
-        return [self.ready.is_set()] * len(self.kept)
+        return [self.bad.get(item, self.ready.is_set()) for item in self.kept]
 
 
 def made(workers, room=2, wait=LONG):
@@ -173,6 +174,19 @@ async def test_a_failure_of_the_engine_is_told_and_leaves_no_trace():
     workers.error = None
     async with projections.held(numbered(1)):
         assert workers.kept == [numbered(1)]
+
+
+async def test_signs_that_cannot_be_made_fail_those_who_need_them_and_are_tried_again():
+    workers = Workers()
+    projections = made(workers)
+    workers.bad[numbered(1)] = "OutOfMemoryError"
+    async with projections.held(numbered(2)):
+        with pytest.raises(Failure, match=r"seed 1, 8 dimensions.*OutOfMemoryError.*fewer dimensions"):
+            async with projections.held(numbered(1)):
+                pass
+        workers.bad.clear()
+        async with projections.held(numbered(1)):
+            assert set(workers.kept) == {numbered(1), numbered(2)}
 
 
 @pytest.fixture

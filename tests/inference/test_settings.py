@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import pytest
 
 import inference_svc
 from inference_svc.settings import InferenceSettings
-from residuum.rpc.settings import load_settings
+from residuum.rpc.environment import OTHERS, SETTINGS, strangers
+from residuum.rpc.settings import load_settings, log_strangers
 
 ROOT = Path(inference_svc.__file__).parents[1]
 
@@ -116,6 +118,56 @@ def test_a_file_that_cannot_be_meant_ends_the_start(tmp_path, text, told):
     with pytest.raises(SystemExit, match="bad settings") as ended:
         load(tmp_path / "x.toml", text)
     assert told in ended.value.code
+
+
+SLIPS = {
+    "RESIDUUM_RING_MB": "RESIDUUM_RING_MIB",
+    "RESIDUUM_TOKENS_FILE": "RESIDUUM_TOKENS",
+    "RESIDUUM_STORES": "RESIDUUM_STORE",
+    "residuum_insecur": "RESIDUUM_INSECURE",
+}
+
+
+@pytest.mark.parametrize(("name", "meant"), SLIPS.items())
+def test_a_variable_that_looks_like_a_setting_and_is_none_ends_the_start(monkeypatch, name, meant):
+    monkeypatch.setenv(name, "rsd_secret")
+    with pytest.raises(SystemExit, match="bad settings") as ended:
+        load_settings(InferenceSettings, "program", ["--model", "x", "--ring-mib", "5"])
+    assert f"  {name}: there is no such setting; is " in ended.value.code
+    assert meant in ended.value.code.split()
+    assert "rsd_secret" not in ended.value.code, "it may be a token"
+
+
+def test_all_that_is_wrong_is_told_at_once(monkeypatch):
+    monkeypatch.setenv("RESIDUUM_MODL", "x")
+    with pytest.raises(SystemExit) as ended:
+        load_settings(InferenceSettings, "program", ["--listen", "nonsense"])
+    for told in ("--listen", "--model (RESIDUUM_MODEL): Field required", "RESIDUUM_MODL: there is no such setting"):
+        assert told in ended.value.code
+
+
+def test_a_variable_of_somebody_else_is_logged_and_passes(monkeypatch, capsys):
+    monkeypatch.setenv("RESIDUUM_XYZZY", "1")
+    load_settings(InferenceSettings, "program", ["--model", "x"])
+    log_strangers(InferenceSettings)
+    assert "RESIDUUM_XYZZY" in "".join(capsys.readouterr())
+
+
+def test_what_others_of_the_project_read_passes_in_silence(monkeypatch, capsys, tmp_path):
+    for name in SETTINGS - {name.upper() for name in InferenceSettings.model_fields} | OTHERS:
+        monkeypatch.setenv(f"RESIDUUM_{name}", "1")
+    load(tmp_path / "x.toml", 'model = "x"')
+    log_strangers(InferenceSettings)
+    assert "".join(capsys.readouterr()) == ""
+
+
+def test_what_kubernetes_tells_of_services_of_that_name_passes_in_silence(monkeypatch):
+    links = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_50052_TCP", "PORT_50052_TCP_ADDR"]
+    monkeypatch.setenv("RESIDUUM_PORT", "1")
+    assert strangers(["port_file"]) == {"RESIDUUM_PORT": ["RESIDUUM_PORT_FILE"]}
+    for service, link in itertools.product(["RESIDUUM", "RESIDUUM_PORTS"], links):
+        monkeypatch.setenv(f"{service}_{link}", "1")
+    assert strangers(["port_file"]) == {}
 
 
 def test_engine_args_are_a_json_object():

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from vllm.v1.worker import gpu_worker
 
 from inference_svc.taps.encodings import signs as signs_module
-from inference_svc.taps.encodings.signs import SignCache, Signs
+from inference_svc.taps.encodings.signs import IDLE_BYTES, IDLE_MATRICES, KEPT_BYTES, SignCache, Signs, most_bytes
+from inference_svc.taps.gpu_worker import TappedGpuWorker
 from inference_svc.taps.plan import RequestPlan
 from residuum.v1 import capture_pb2
 from residuum.wire.projection import projection_signs
@@ -78,6 +82,9 @@ def test_what_is_kept_does_not_go_for_others():
     np.testing.assert_array_equal(held[1].numpy(), projection_signs(1, WIDTH, SIZE))
     for seed in range(10, 20):
         cache.get(seed, SIZE, torch.float32)
+    cache.get(9, 4 * SIZE, torch.float32)  # one that is larger than all room for idle ones is not kept at all
+    cache.get(20, SIZE, torch.float32)
+    cache.get(21, SIZE, torch.float32)
     assert all(cache.get(*key) is matrix for key, matrix in zip(kept, held, strict=True))
     assert cache.nbytes == 5 * EACH
     assert cache.keep([]) == []
@@ -104,15 +111,84 @@ def test_signs_that_nobody_wants_any_more_are_not_made(makers, monkeypatch):
     assert makers == [0, 99]
 
 
-def test_a_matrix_that_cannot_be_made_is_told_and_tried_again(monkeypatch):
-    def fail(*arguments):
-        raise MemoryError("scripted")
+def fail(*arguments):
+    raise MemoryError("scripted")
 
+
+def outcome(cache, *keys):
+    """Ask for matrices until each was made or failed; return what was told of each first."""
+    told = {}
+    while len(told) < len(keys):
+        for key, state in zip(keys, cache.keep(keys), strict=True):
+            if state:
+                told.setdefault(key, state)
+        threading.Event().wait(0.001)
+    return [told[key] for key in keys]
+
+
+def test_a_matrix_that_cannot_be_made_is_told_and_tried_again(monkeypatch):
     cache = SignCache(WIDTH, CPU)
-    keys = [Signs(1, SIZE, torch.float32)]
+    key = Signs(1, SIZE, torch.float32)
     with monkeypatch.context() as patch:
         patch.setattr(signs_module, "projection_signs", fail)
-        with pytest.raises(MemoryError, match="scripted"):
-            wait_for(lambda: cache.keep(keys))
-    wait_for(lambda: cache.keep(keys))
+        assert outcome(cache, key) == ["MemoryError"]
+    assert outcome(cache, key) == [True]
     assert cache.nbytes == EACH
+
+
+def test_a_matrix_that_cannot_be_made_fails_no_other(monkeypatch):
+    def picky(seed, *arguments):
+        return fail() if seed == 1 else projection_signs(seed, *arguments)
+
+    monkeypatch.setattr(signs_module, "projection_signs", picky)
+    cache = SignCache(WIDTH, CPU)
+    bad, good, other = (Signs(seed, SIZE, torch.float32) for seed in (1, 2, 3))
+    assert outcome(cache, bad, good) == ["MemoryError", True]
+    assert outcome(cache, other) == [True], "what nobody wants any more is told to nobody"
+
+
+def test_idle_ones_are_few_however_small():
+    cache = SignCache(1, CPU)
+    for seed in range(3 * IDLE_MATRICES):
+        cache.get(seed, 1, torch.float32)
+    assert cache.nbytes == 4 * IDLE_MATRICES
+
+
+def test_all_that_the_service_may_ask_for_is_no_more_than_is_left_free():
+    cache = SignCache(2048, CPU)
+    kept = [Signs(seed, 2048, torch.float32) for seed in range(KEPT_BYTES // (4 * 2048 * 2048))]
+    wait_for(lambda: cache.keep(kept))
+    for seed in range(100, 103):
+        cache.get(seed, 1000, torch.float32)
+    assert KEPT_BYTES < cache.nbytes <= most_bytes(2048) == KEPT_BYTES + IDLE_BYTES
+    assert most_bytes(16384) == 4 * 16384**2 + IDLE_BYTES
+
+
+@pytest.mark.parametrize("reduction", [capture_pb2.REDUCTION_NONE, capture_pb2.REDUCTION_MEAN])
+def test_a_step_that_cannot_make_signs_loses_the_rows_of_that_request_alone(monkeypatch, reduction):
+    engine = Engine()
+    monkeypatch.setattr(signs_module, "projection_signs", fail)
+    engine.run(RequestPlan(20, capture(encoding_of("rp"), reduction)), 40)
+    lost = [loss for _, loss in engine.worker.ring.losses]
+    assert {position for loss in lost for position in loss.positions} == set(range(40))
+    assert {loss.reason for loss in lost} == {capture_pb2.INCOMPLETE_REASON_WRITE_FAILED}
+    assert "MemoryError" in lost[0].detail
+    assert not engine.stored()
+    engine.run(RequestPlan(20, capture()), 40)
+    assert max(position for _, _, position in engine.stored()) == 39
+
+
+def test_a_gpu_measures_its_memory_with_room_for_signs_taken(monkeypatch):
+    taken = []
+    worker = object.__new__(TappedGpuWorker)
+    worker._residuum = SimpleNamespace(room_for_signs=lambda: taken.append(room := torch.empty(8)) or room)
+
+    def measure(self):
+        (room,) = taken
+        taken[0] = weakref.ref(room)
+        del room
+        return int(taken[0]() is not None)
+
+    monkeypatch.setattr(gpu_worker.Worker, "determine_available_memory", measure)
+    assert worker.determine_available_memory() == 1
+    assert taken[0]() is None

@@ -135,6 +135,16 @@ async def test_an_alarm_rings_for_what_takes_too_long_and_for_nothing_else():
         await asyncio.wait_for(rung.wait(), DEADLINE)
 
 
+async def test_an_alarm_goes_on_when_one_cannot_be_rung():
+    alarm, rung = AioAlarm(0.05), asyncio.Event()
+
+    def fail():
+        raise RuntimeError("scripted")
+
+    with alarm.over(fail), alarm.over(rung.set):
+        await asyncio.wait_for(rung.wait(), DEADLINE)
+
+
 @pytest.mark.parametrize("value", ["0", "-1"])
 def test_the_time_must_be_one(value):
     from pydantic import ValidationError

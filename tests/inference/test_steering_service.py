@@ -81,6 +81,12 @@ async def read_all(stream):
     return events
 
 
+async def another_request(service, hand):
+    """Let another request come and go. What was asked for before it has gone as far as it can by then."""
+    hand.token("another#0", last=True)
+    assert (await service.events(ask(spec("another"))))[-1].HasField("finished")
+
+
 async def test_a_change_of_steering_reaches_the_engine_and_the_seal(service, store):
     await service.put(JOY, WOE)
     async with generating(service) as (stream, hand):
@@ -181,7 +187,7 @@ async def test_changes_of_steering_are_made_one_after_the_other(service, store):
         service.engine.answers.clear()
         calls = [asyncio.create_task(service.update("r", add(scale=scale))) for scale in (1.0, 2.0, 3.0)]
         await service.engine.until(lambda: service.engine.changes)
-        await asyncio.sleep(0.05)
+        await another_request(service, hand)
         assert len(service.engine.changes) == 1
         service.engine.answers.set()
         await asyncio.gather(*calls)
@@ -360,7 +366,7 @@ async def test_a_change_of_steering_waits_for_room_among_the_active_vectors(stor
             changer = service.stub.Generate(ask(spec("r", updatable=True)))
             await changer.read()
             changing = asyncio.create_task(service.update("r", add(WOE)))
-            await asyncio.sleep(0.05)
+            await another_request(service, hand)
             assert not service.engine.changes
             hand.token("holds#0", last=True)
             await read_all(stream)
@@ -417,7 +423,7 @@ async def test_a_change_of_steering_is_recorded_though_its_caller_has_gone(servi
         await service.engine.until(lambda: service.engine.changes)
         call.cancel()
         after = asyncio.create_task(service.update("r"))
-        await asyncio.sleep(0.05)
+        await another_request(service, hand)
         assert len(service.engine.changes) == 1, "the next one waits until this one is recorded"
         service.engine.answers.set()
         await after
@@ -487,11 +493,11 @@ async def test_a_request_does_not_wait_for_ever_for_an_engine_that_does_not_answ
 async def test_a_change_of_steering_that_waits_for_room_ends_with_its_request(store):
     async with running_service(store.endpoint, max_active_vectors=1) as service:
         await service.put(JOY, WOE)
-        async with generating(service, spec("holds", None, [add(JOY)])) as (holder, _):
+        async with generating(service, spec("holds", None, [add(JOY)])) as (holder, hand):
             stream = service.stub.Generate(ask(spec("r", CAPTURE, updatable=True)))
             await stream.read()
             changing = asyncio.create_task(service.update("r", add(WOE)))
-            await asyncio.sleep(0.05)
+            await another_request(service, hand)
             await service.abort("r")
             assert (await failure_of(changing)).reason_name == "UNKNOWN_REQUEST"
             assert (await store.seal()).outcome == ABORTED

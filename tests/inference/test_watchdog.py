@@ -5,22 +5,32 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from examples.services import ROOT
 
 _WORKER = """
-import sys, time
+import os, sys, time
 from inference_svc.taps import watchdog
-watchdog._GRACE_SECONDS = 0.1
+watchdog._GRACE_SECONDS = watchdog._POLL_SECONDS = 0.1
+if "sandbox" in sys.argv:
+    def refuse(pid):
+        raise PermissionError(1, "Operation not permitted")
+    os.pidfd_open = refuse
 watchdog.end_with({int(sys.argv[1])})
 print("watching", flush=True)
 time.sleep(600)  # a step that waits for the store for ever
 """
 
 
-def test_it_ends_when_its_service_is_killed() -> None:
+@pytest.mark.parametrize("place", ["host", "sandbox"])
+def test_it_ends_when_its_service_is_killed(place: str) -> None:
     service = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     worker = subprocess.Popen(
-        [sys.executable, "-c", _WORKER, str(service.pid)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", _WORKER, str(service.pid), place],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     try:
         assert worker.stdout is not None
@@ -34,10 +44,11 @@ def test_it_ends_when_its_service_is_killed() -> None:
         worker.wait()
 
 
-def test_it_ends_when_its_service_has_ended_already() -> None:
+@pytest.mark.parametrize("place", ["host", "sandbox"])
+def test_it_ends_when_its_service_has_ended_already(place: str) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     worker = subprocess.run(
-        [sys.executable, "-c", _WORKER, str(gone.pid)], cwd=ROOT, check=False, capture_output=True, timeout=30
+        [sys.executable, "-c", _WORKER, str(gone.pid), place], cwd=ROOT, check=False, capture_output=True, timeout=30
     )
     assert worker.returncode == 1

@@ -10,7 +10,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 import zlib
 from contextlib import ExitStack
 from pathlib import Path
@@ -52,11 +51,11 @@ def services(smollm2, tmp_path_factory):
         for name in STORES:
             store = start_store(folder / name, secure)
             stack.callback(store.stop)
-            wait_until_serving(store, tls, 60)
+            store.wait_until_serving(60, tls)
             stores.append(f"{name}={store.endpoint}")
         inference = start_inference(folder, str(smollm2), ",".join(stores), [*SMALL, *secure, *to_store])
         stack.callback(inference.stop)
-        wait_until_serving(inference, tls, START_SECONDS)
+        inference.wait_until_serving(START_SECONDS, tls)
         client = stack.enter_context(residuum.Client(inference.endpoint, token=token, tls=tls, timeout=120))
         environment = {
             "RESIDUUM_ENDPOINT": inference.endpoint,
@@ -66,19 +65,6 @@ def services(smollm2, tmp_path_factory):
             "RESIDUUM_CLIENT_KEY": str(caller.key),
         }
         yield environment, client
-
-
-def wait_until_serving(service, tls, seconds):
-    """Its health takes no token, but a certificate."""
-    deadline = time.monotonic() + seconds
-    while True:
-        assert service.process.poll() is None, service.log.read_text()[-3000:]
-        assert time.monotonic() < deadline, service.log.read_text()[-3000:]
-        if (service.folder / f"{service.name}.port").exists():
-            with residuum.Client(service.endpoint, tls=tls, store=service.endpoint, timeout=5) as client:
-                if client.health().inference == "SERVING":
-                    return
-        time.sleep(0.1)
 
 
 @pytest.fixture

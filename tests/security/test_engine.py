@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import urllib.request
 from contextlib import ExitStack
 
@@ -20,19 +19,6 @@ START_SECONDS = 240.0
 SMALL = ["--enforce-eager", "--kv-cache-gib", "0.25", "--max-num-batched-tokens", "128", "--max-num-seqs", "8"]
 
 
-def wait_until_serving(service, tls):
-    """Its health takes no token, but a certificate."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        assert service.process.poll() is None, service.log.read_text()[-3000:]
-        assert time.monotonic() < deadline, service.log.read_text()[-3000:]
-        if (service.folder / f"{service.name}.port").exists():
-            with residuum.Client(service.endpoint, tls=tls, store=service.endpoint, timeout=5) as client:
-                if client.health().inference == "SERVING":
-                    return
-        time.sleep(0.1)
-
-
 def test_two_tenants_of_one_engine(tiny_llama, tmp_path, tokens, authority, server_pair, client_pair, capsys):
     tls = residuum.TLS(ca=authority.path, cert=client_pair.cert, key=client_pair.key)
     secure = ["--tls-cert", server_pair.cert, "--tls-key", server_pair.key, "--tls-client-ca", authority.path]
@@ -45,10 +31,10 @@ def test_two_tenants_of_one_engine(tiny_llama, tmp_path, tokens, authority, serv
     with ExitStack() as stack:
         store = start_store(tmp_path, secure)
         stack.callback(store.stop)
-        wait_until_serving(store, tls)
+        store.wait_until_serving(60, tls)
         inference = start_inference(tmp_path, str(tiny_llama), store.endpoint, [*SMALL, *secure, *to_store])
         stack.callback(inference.stop)
-        wait_until_serving(inference, tls)
+        inference.wait_until_serving(START_SECONDS, tls)
 
         def connect(token):
             return stack.enter_context(residuum.Client(inference.endpoint, token=token, tls=tls, timeout=60))

@@ -118,6 +118,19 @@ def test_an_alarm_rings_for_what_takes_too_long_and_for_nothing_else() -> None:
         alarm.close()
 
 
+def test_an_alarm_goes_on_when_one_cannot_be_rung() -> None:
+    alarm, rung = Alarm(0.05), threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("scripted")
+
+    try:
+        with alarm.over(fail), alarm.over(rung.set):
+            assert rung.wait(30)
+    finally:
+        alarm.close()
+
+
 def test_health_watches_leave_room_for_calls(client: Client) -> None:
     health = health_pb2_grpc.HealthStub(client.channel)
     request = health_pb2.HealthCheckRequest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -248,6 +249,18 @@ def test_settings_come_from_the_environment_and_a_file(tmp_path: Path, monkeypat
     settings = load_settings(StoreSettings, "store", ["--config", str(file), "--listen", "127.0.0.1:1"])
     assert (settings.max_bytes, settings.ack, settings.path) == (2 << 30, "synced", tmp_path)
     assert settings.listen == "127.0.0.1:1"
+
+
+def test_a_misspelt_variable_ends_the_process_and_any_other_is_logged(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()  # no folder can be made in it: so the process ends by itself, after the settings
+    flags = ["--path", str(tmp_path / "file" / "db"), "--listen", "127.0.0.1:0"]
+    done = run(*flags, RESIDUUM_RETAIN_HOUR="1")
+    assert done.returncode == 1
+    assert "RESIDUUM_RETAIN_HOUR: there is no such setting; is RESIDUUM_RETAIN_HOURS" in done.stderr
+    done = run(*flags, RESIDUUM_XYZZY="1", RESIDUUM_CACHE="", RESIDUUM_RING_MIB="7", RESIDUUM_STORE_TLS_CA="ca.pem")
+    assert "cannot start" in done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if "nobody reads" in line)
+    assert json.loads(line)["variables"] == ["RESIDUUM_XYZZY"]
 
 
 def test_a_port_that_is_taken_and_a_folder_in_use_are_said(tmp_path: Path, start: Start) -> None:

@@ -58,6 +58,15 @@ async def test_ends_are_told_before_the_stores_are_closed(tmp_path):
         store.stop()
 
 
+async def test_an_end_that_comes_too_late_is_logged(capfd):
+    delivery = Delivery(TapSettings(store="127.0.0.1:9"))
+    delivery.close_stores()
+    delivery.seal(store_pb2.SealCaptureRequest(capture_id="late", outcome=capture_pb2.CAPTURE_STATE_ABORTED))
+    delivery.close()
+    assert "not sealed" in (told := "".join(capfd.readouterr()))
+    assert "late" in told
+
+
 async def test_a_store_that_is_away_is_told_as_busy():
     delivery = Delivery(TapSettings(store="127.0.0.1:9"))
     with pytest.raises(GracefulHTTPError, match="STORE_UNREACHABLE") as caught, told_to_http():

@@ -115,3 +115,21 @@ async def test_whoever_stops_reading_closes_all():
     async with aclosing(in_turn([counting(1000, closed), counting(2000, closed)])) as both:
         await anext(both)
     assert sorted(closed) == [1000, 2000]
+
+
+async def test_what_a_caller_does_not_read_is_left_where_vllm_merges_it():
+    made = []
+
+    async def steps():
+        while True:
+            made.append(None)
+            yield len(made)
+            await asyncio.sleep(0)
+
+    async with aclosing(in_turn([steps(), steps()])) as both:
+        await anext(both)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(made) <= 6
+        for _ in range(20):
+            await anext(both)

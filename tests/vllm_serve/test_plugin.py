@@ -9,8 +9,12 @@ import sys
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
+import residuum
 from inference_svc import vllm_serve
 from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve import plugin
@@ -35,7 +39,8 @@ def test_engines_of_others_are_left_alone(monkeypatch):
 def test_bad_settings_are_told_before_the_model_is_loaded(monkeypatch):
     monkeypatch.setenv("RESIDUUM_STORE", "no store at all")
     monkeypatch.setenv("RESIDUUM_CAPTURE_SITES", "resid_mid")
-    with pytest.raises(SystemExit, match=r"(?s)RESIDUUM_STORE.*RESIDUUM_CAPTURE_SITES.*resid_mid"):
+    monkeypatch.setenv("RESIDUUM_RING_MB", "7")
+    with pytest.raises(SystemExit, match=r"(?s)RESIDUUM_STORE.*RESIDUUM_CAPTURE_SITES.*resid_mid.*RESIDUUM_RING_MB: "):
         plugin._front_of(config(vllm_serve.WORKER))
 
 
@@ -49,6 +54,51 @@ def test_settings_are_those_of_the_service(monkeypatch):
     monkeypatch.setenv("RESIDUUM_RING_MIB", "0")
     with pytest.raises(BadSettingsError, match="RESIDUUM_RING_MIB"):
         from_environment(TapSettings)
+
+
+class Plain:
+    """An engine as vLLM's, of which the plugin knows three methods."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
+
+    async def generate(self, prompt, sampling_params, request_id):
+        yield request_id, sampling_params.extra_args
+
+    def shutdown(self):
+        """Stop."""
+
+
+@pytest.fixture
+def untapped():
+    class Wrapped(Plain):
+        __init__, generate, shutdown = Plain.__init__, Plain.generate, Plain.shutdown
+
+    plugin._wrap(Wrapped)
+    return Wrapped(config("auto"))
+
+
+@pytest.mark.parametrize(
+    "extra_args",
+    [
+        residuum.vllm_xargs(residuum.Capture()),
+        residuum.vllm_xargs(steer=[residuum.Add(residuum.Vector.from_array(np.ones(4, np.float32)), layer=1)]),
+        {"residuum_vectors": []},
+    ],
+    ids=["capture", "steering", "vectors alone"],
+)
+async def test_without_our_worker_a_request_that_asks_for_captures_is_refused(untapped, extra_args):
+    """vLLM would answer it, and there would be no capture."""
+    with pytest.raises(VLLMValidationError, match=f"--worker-cls {vllm_serve.WORKER}") as refused:
+        untapped.generate("x", SamplingParams(extra_args=extra_args), "r")  # not awaited: before the answer begins
+    assert refused.value.parameter == "vllm_xargs"
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"kv_transfer_params": {}}, {"residuum_plan": {}}])
+async def test_without_our_worker_all_others_pass(untapped, extra_args):
+    """Among them the inference service's own, which bring plans."""
+    outputs = [output async for output in untapped.generate("x", SamplingParams(extra_args=extra_args), "r")]
+    assert outputs == [("r", extra_args)]
 
 
 class Other:
@@ -83,7 +133,7 @@ def run(code, **environment):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-WORKER = """
+STARTED_WORKER = """
 import json
 from vllm.plugins import load_general_plugins
 load_general_plugins()
@@ -98,7 +148,7 @@ else:
 
 
 def test_a_worker_whose_front_end_does_not_know_residuum_does_not_start():
-    assert run(WORKER) is None
-    assert "VLLM_PLUGINS" in run(WORKER, VLLM_PLUGINS="another")
-    assert "VLLM_USE_RUST_FRONTEND" in run(WORKER, VLLM_USE_RUST_FRONTEND="1")
-    assert run(WORKER, VLLM_PLUGINS="residuum", VLLM_USE_RUST_FRONTEND="0") is None
+    assert run(STARTED_WORKER) is None
+    assert "VLLM_PLUGINS" in run(STARTED_WORKER, VLLM_PLUGINS="another")
+    assert "VLLM_USE_RUST_FRONTEND" in run(STARTED_WORKER, VLLM_USE_RUST_FRONTEND="1")
+    assert run(STARTED_WORKER, VLLM_PLUGINS="residuum", VLLM_USE_RUST_FRONTEND="0") is None

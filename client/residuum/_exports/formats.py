@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from residuum.exceptions import InvalidRequest
+from residuum.rpc.extras import install_extra
 
 if TYPE_CHECKING:
     from residuum.activations import Activations
@@ -47,7 +48,7 @@ class Format:
                 importlib.import_module(self.package)
             except ImportError:
                 raise ImportError(
-                    f"Exports to {self.name} need the package {self.package}: pip install 'residuum[{self.extra}]'."
+                    f"Exports to {self.name} need the package {self.package}: {install_extra(self.extra)}."
                 ) from None
         write: Write = importlib.import_module(f"residuum._exports.{self.name}").write
         return write

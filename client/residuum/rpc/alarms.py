@@ -9,8 +9,12 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from residuum.rpc.logs import get_logger
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+_log = get_logger(__name__)
 
 
 class Alarm:
@@ -48,7 +52,7 @@ class Alarm:
 
     def _run(self) -> None:
         while (ring := self._next()) is not None:
-            ring()
+            _ring(ring)
 
     def _next(self) -> Callable[[], object] | None:
         """Wait until the next one is too long; None: closed."""
@@ -93,4 +97,12 @@ class AioAlarm:
                 self._timer = loop.call_at(end, self._look, loop)
                 return
             del self._waiting[token]
-            ring()
+            _ring(ring)
+
+
+def _ring(ring: Callable[[], object]) -> None:
+    """Ring; if that fails, it is this one's matter alone, and the alarm must go on for all others."""
+    try:
+        ring()
+    except Exception:  # noqa: BLE001 - logged; others wait
+        _log.exception("nobody could be told that something takes too long")

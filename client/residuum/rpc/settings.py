@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from residuum.rpc.environment import PREFIX, strangers
+from residuum.rpc.logs import get_logger
 from residuum.rpc.serving import parse_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pydantic_core import ErrorDetails
     from pydantic_settings import PydanticBaseSettingsSource
 
 _Settings = TypeVar("_Settings", bound="ServiceSettings")
+
+_log = get_logger(__name__)
 
 _WAYS = (
     "Each setting can also stand in the environment, as RESIDUUM_ and its name, or in a TOML file: --config FILE, or "
@@ -77,9 +81,7 @@ class _File(TomlConfigSettingsSource):
 class ServiceSettings(BaseSettings):
     """Base of a service's settings. Subclasses are frozen and carry a description for each field."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="RESIDUUM_", extra="forbid", frozen=True, use_attribute_docstrings=True
-    )
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True)
     config_file: ClassVar[str | None] = None
 
     @classmethod
@@ -101,6 +103,9 @@ class ServiceSettings(BaseSettings):
 def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str]) -> _Settings:
     """Read the settings of a service, or end the process with a message that names the bad ones.
 
+    Also bad is a variable of the environment that is nobody's, and close to one of these settings. Of others that are
+    nobody's, `log_strangers` tells when the logs are set up.
+
     Args:
         kind: The settings' class.
         program: The command, for the help.
@@ -117,14 +122,16 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
     flags: CliSettingsSource[Any] = CliSettingsSource(
         located, cli_prog_name=program, cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
     )
-    try:
+
+    def read() -> _Settings:
         values = flags(args=arguments)  # --help and unknown flags end the process here
         settings: _Settings = located(_cli_settings_source=values)
-    except ValidationError as error:
-        sys.exit(f"{program}: bad settings\n" + "\n".join(f"  {_explain(kind, problem)}" for problem in error.errors()))
-    except ValueError as error:  # a file that is not TOML, or a value that is not JSON
-        sys.exit(f"{program}: bad settings\n  {error}")
-    return settings
+        return settings
+
+    try:
+        return _checked(kind, read)
+    except BadSettingsError as error:
+        sys.exit(f"{program}: bad settings\n{error}")
 
 
 class BadSettingsError(ValueError):
@@ -135,12 +142,39 @@ def from_environment(kind: type[_Settings]) -> _Settings:
     """Read settings from the environment alone.
 
     Raises:
-        BadSettingsError: Some of them cannot be used.
+        BadSettingsError: Some of them cannot be used, or a variable is nobody's and close to one of them.
     """
+    return _checked(kind, kind)
+
+
+def log_strangers(kind: type[ServiceSettings]) -> None:
+    """Log which variables of the environment begin as settings do, and are nobody's; see `strangers`."""
+    if unknown := list(strangers(kind.model_fields)):
+        _log.warning("environment variables that nobody reads", variables=unknown)
+
+
+def _checked(kind: type[_Settings], read: Callable[[], _Settings]) -> _Settings:
+    """Return the settings that were read.
+
+    Raises:
+        BadSettingsError: They cannot be used. All that is wrong is told at once.
+    """
+    problems = []
     try:
-        return kind()
+        settings = read()
     except ValidationError as error:
-        raise BadSettingsError("\n".join(f"  {_explain(kind, problem)}" for problem in error.errors())) from None
+        problems = [_explain(kind, problem) for problem in error.errors()]
+    except ValueError as error:  # a file that is not TOML, or a value that is not JSON
+        problems = [str(error)]
+    # Without their values: it may be a token that is called otherwise by mistake.
+    problems += [
+        f"{name}: there is no such setting; is {' or '.join(meant)} meant? Unset it if it is for another program"
+        for name, meant in strangers(kind.model_fields).items()
+        if meant
+    ]
+    if problems:
+        raise BadSettingsError("\n".join(f"  {problem}" for problem in problems))
+    return settings
 
 
 def _take_config(arguments: list[str]) -> tuple[list[str], str | None]:
@@ -169,7 +203,7 @@ def _unknown(kind: type[ServiceSettings], location: tuple[int | str, ...]) -> st
 
 
 def _variable(location: tuple[int | str, ...]) -> str:
-    return "RESIDUUM_" + "_".join(str(part) for part in location).upper()
+    return PREFIX + "_".join(str(part) for part in location).upper()
 
 
 def _flag(location: tuple[int | str, ...]) -> str:

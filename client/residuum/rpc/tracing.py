@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
+from residuum.rpc.extras import install_extra
 from residuum.rpc.interceptors import around_aio_calls, around_calls, with_aio_metadata, with_metadata
 from residuum.rpc.methods import is_ours
 
@@ -68,7 +69,7 @@ def start_tracing(service: str, endpoint: str = "") -> Callable[[], None]:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise TracingError(f'otel-endpoint: install "residuum[otel]" to send traces ({error})') from error
+        raise TracingError(f"otel-endpoint: to send traces, {install_extra('otel')}: {error}") from error
     named = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: service}
     provider = TracerProvider(resource=Resource.create(named))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint or None)))

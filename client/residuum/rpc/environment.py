@@ -1,0 +1,84 @@
+"""The environment variables whose names begin with RESIDUUM_: whose each is, so that a slip does not pass for nobody's.
+
+Environments are shared: beside a service's own settings the other service's may stand there, and what clients,
+compose.yaml or the tests read. All of these are known here; tests/packaging/test_environment.py looks through the tree
+for one that is not.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+PREFIX = "RESIDUUM_"
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SETTINGS = _names("""
+    ACK ADVERTISE_STORE CAPTURE_ENCODING CAPTURE_RP_K CAPTURE_SITES CAPTURE_TOPK_K DTYPE ENDING_TIMEOUT_SECONDS
+    ENFORCE_EAGER ENGINE_ARGS FIRST_MESSAGE_SECONDS FIXED_STORES FOLD_NORMS GRACE_SECONDS INSECURE KV_CACHE_GIB LISTEN
+    LOG_LEVEL MAX_ACTIVE_VECTORS MAX_BYTES MAX_CAPTURES MAX_MODEL_LEN MAX_NUM_BATCHED_TOKENS MAX_NUM_SEQS MAX_OPEN_MIB
+    MAX_REGISTRATIONS MAX_REGISTRATION_MIB MAX_REQUESTS MAX_STREAMS MAX_VECTORS MAX_VECTOR_MIB MAX_WRITERS METRICS MODEL
+    NICE OPEN_TIMEOUT_SECONDS OTEL_ENDPOINT PATH PIPELINE_PARALLEL_SIZE PORT_FILE PUBLISHED_ON REGISTRATION_SECONDS
+    RETAIN_BYTES RETAIN_HOURS RING_MIB SEAL_TIMEOUT_SECONDS SEED SERVED_MODEL_NAME SHIPPERS SHIPPER_NICE STALL_SECONDS
+    STORE STORE_TLS STORE_TLS_CA STORE_TLS_CERT STORE_TLS_KEY STORE_TLS_SERVER_NAME STORE_TOKEN_FILE
+    SYNC_INTERVAL_SECONDS TENSOR_PARALLEL_SIZE TLS_CERT TLS_CLIENT_CA TLS_KEY TOKENS VECTOR_WAIT_SECONDS
+""")
+"""The settings of both services, without the prefix: either may find the other's, and neither imports the other."""
+
+OTHERS = (
+    # clients, in Python and in examples/languages
+    _names("CLIENT_CERT CLIENT_KEY ENDPOINT TLS TLS_CA TLS_SERVER_NAME TOKEN TOKEN_FILE")
+    # the services: where their file is, and what an inference service tells its workers
+    | _names("CONFIG WORKER_SETTINGS")
+    # compose.yaml and deploy/, which put them into what they start
+    | _names("""
+        BIND BIND_INSECURE FIGURES_KEPT GPUS GPU_KV_CACHE_GIB GPU_MEMORY GPU_MODEL GPU_PORT GPU_RING_MIB GPU_SHIPPERS
+        GRAFANA_PASSWORD GRAFANA_PORT HOST INFERENCE_MEMORY INFERENCE_PORT PROMETHEUS_PORT SHARDED_PORT STORE_A_PORT
+        STORE_B_PORT STORE_MEMORY STORE_PORT TLS_DIR VLLM_TAG
+    """)
+    # scripts, benchmarks and tests
+    | _names("CACHE CONTAINER_ENGINE REVISION TEST_JOURNAL TEST_LANGUAGES")
+)
+"""Names that are no settings, and are read by something else of this project."""
+
+_SERVICE_LINK = re.compile(
+    r"(?P<service>\w+?)_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+"""How Kubernetes tells every pod of a service in its namespace: by variables with that service's name in front."""
+
+
+def strangers(own: Collection[str]) -> dict[str, list[str]]:
+    """Return the variables of the environment that begin as ours do, and that nobody reads.
+
+    Args:
+        own: The names of the settings of whoever asks.
+
+    Returns:
+        Each with the variables that were perhaps meant, if it is close to a setting of `own`; else with none.
+    """
+    mine = {name.upper() for name in own}
+    known = mine | SETTINGS
+    present = {name.upper(): name for name in sorted(os.environ)}  # settings are read in small letters, too
+    found = {}
+    for upper, name in present.items():
+        short = upper.removeprefix(PREFIX)
+        if short == upper or short in known | OTHERS or _is_service_link(upper, present):
+            continue
+        is_close = bool(difflib.get_close_matches(short, mine, n=1))
+        meant = difflib.get_close_matches(short, sorted(known), n=2) if is_close else []
+        found[name] = [PREFIX + other for other in meant]
+    return found
+
+
+def _is_service_link(name: str, names: Collection[str]) -> bool:
+    link = _SERVICE_LINK.fullmatch(name)
+    return link is not None and f"{link['service']}_SERVICE_HOST" in names

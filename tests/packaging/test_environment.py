@@ -1,0 +1,45 @@
+"""The list of RESIDUUM_ variables in `residuum.rpc.environment` is that of the whole tree."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from inference_svc.settings import InferenceSettings
+from residuum.rpc.environment import OTHERS, PREFIX, SETTINGS
+from store_svc.settings import StoreSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = re.compile(rf"{PREFIX}([A-Z0-9]+(?:_[A-Z0-9]+)*)")
+SLIPS = {"CAPTURE_SITE", "MODL", "PORT", "PORTS", "RETAIN_HOUR", "RING_MB", "STORES", "TOKENS_FILE", "XYZZY"}
+"""Tests and documents write these on purpose: they are no names."""
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Every name in the tree, and in which files it stands."""
+    command = ["git", "grep", "-I", "--only-matching", "--null", "-E", f"{PREFIX}[A-Z0-9_]+"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    names = {}
+    for line in done.stdout.splitlines():
+        file, _, text = line.partition("\0")
+        for name in NAME.findall(text):
+            names.setdefault(name, set()).add(file)
+    return names
+
+
+def test_settings_are_those_of_both_services():
+    fields = InferenceSettings.model_fields.keys() | StoreSettings.model_fields.keys()
+    assert {name.upper() for name in fields} == SETTINGS, "residuum/rpc/environment.py lists them"
+
+
+def test_every_name_of_the_tree_is_known(found):
+    unknown = {name: files for name, files in found.items() if name not in SETTINGS | OTHERS | SLIPS}
+    assert not unknown, "list them in residuum/rpc/environment.py, or services refuse them or log them"
+
+
+def test_no_name_is_known_that_nobody_reads(found):
+    assert sorted(OTHERS - found.keys()) == []
+    assert not OTHERS & SETTINGS
+    assert sorted(SLIPS - (found.keys() - SETTINGS - OTHERS)) == []

@@ -1,0 +1,97 @@
+"""A front end whose start went wrong: what requests are told."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import GracefulHTTPError
+
+import residuum
+from inference_svc.tap_settings import TapSettings
+from inference_svc.vllm_serve.front import FrontEnd
+
+PROMPT = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+LAYERS = 2
+VECTOR = residuum.Vector.from_array([1.0] * 8)
+STEERED = residuum.vllm_xargs(steer=[residuum.Add(VECTOR, layer=1)])
+
+
+class Silent:
+    """An engine that answers, and whose taps never hand over a row: as when vLLM takes hooks and does not call them."""
+
+    errored = False
+
+    def __init__(self, layers, control):
+        model = SimpleNamespace(
+            served_model_name="tiny", max_model_len=64, dtype=torch.float32, enforce_eager=True,
+            get_total_num_hidden_layers=lambda: LAYERS, get_hidden_size=lambda: 8, get_vocab_size=lambda: 16,
+        )  # fmt: skip
+        self.vllm_config = SimpleNamespace(
+            model_config=model,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+            use_v2_model_runner=False,
+        )
+        self.rank = {"rank": 0, "captures": True, "first_layer": 0, "num_layers": layers, "ring_bytes": 1}
+        self.rank["control_path"] = control
+
+    async def collective_rpc(self, method, args=()):
+        return [self.rank] if method == "residuum_describe" else [[]]
+
+    async def generate(self, prompt, sampling_params, request_id, **options):
+        choice = SimpleNamespace(
+            index=0, text="a", token_ids=[1], finish_reason="length", stop_reason=None, logprobs=None
+        )
+        yield SimpleNamespace(outputs=[choice])
+
+
+async def started(llm):
+    front = FrontEnd(TapSettings(), llm, llm.generate, index=0, count=1)
+    await asyncio.wait({front._starting})
+    return front
+
+
+@pytest.fixture
+def control(tmp_path):
+    path = tmp_path / "folder" / "control"
+    path.parent.mkdir()
+    path.touch()
+    return str(path)
+
+
+def refusal(front):
+    with pytest.raises(GracefulHTTPError) as refused:
+        front.generate(PROMPT, SamplingParams(extra_args=STEERED), "r", {})  # not awaited: before the answer begins
+    assert refused.value.http_status == HTTPStatus.INTERNAL_SERVER_ERROR
+    return str(refused.value)
+
+
+async def test_after_a_self_test_that_failed_requests_are_told_what_it_saw(control):
+    front = await started(Silent(LAYERS, control))
+    told = refusal(front)
+    assert "its self-test failed: SITE_RESID_POST: rows of layers [0, 1] did not arrive" in told
+    assert refusal(front) == told, "each is told"
+
+
+async def test_so_they_are_where_a_layer_is_not_tapped(control):
+    front = await started(Silent(LAYERS - 1, control))
+    assert "not every layer is known to be tapped: the ranks that capture must have 2 layers" in refusal(front)
+
+
+async def test_one_that_came_before_the_outcome_is_told_in_its_answer(control):
+    llm = Silent(LAYERS, control)
+    front = FrontEnd(TapSettings(), llm, llm.generate, index=0, count=1)
+    answer = front.generate(PROMPT, SamplingParams(extra_args=STEERED), "r", {})
+    with pytest.raises(GracefulHTTPError, match="self-test failed"):
+        await anext(answer)
+
+
+async def test_requests_that_ask_for_nothing_are_served(control):
+    front = await started(Silent(LAYERS, control))
+    outputs = [output async for output in front.generate(PROMPT, SamplingParams(), "r", {})]
+    assert outputs[0].outputs[0].text == "a"
