@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several processes share the tests out, let each engine compute on whichever core is free.
+
+    Left alone, vLLM binds the workers of all engines to the same cores, where their threads wait for each other.
+    """
+    if hasattr(config, "workerinput"):
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)

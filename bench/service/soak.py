@@ -36,6 +36,7 @@ _FLAGS = (
     *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32"),
     # What fills up by design has to be full when the warm-up ends: KV blocks take turns, and so do places of the ring.
     *("--kv-cache-gib", "0.25", "--ring-mib", "32", "--max-vectors", "32"),
+    *("--max-num-batched-tokens", "64"),
 )
 
 

@@ -40,6 +40,42 @@ def test_a_chunks_buffer_is_not_new_memory_each_time(setup):
     assert faults(setup) < 8 * PAGES
 
 
+ARENAS = """
+import ctypes, os, threading
+
+from residuum.rpc.memory import keep_memory
+
+if {keeps}:
+    assert keep_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+there = threading.Barrier({threads})
+
+def allocate():
+    libc.malloc(1000)  # a thread's first takes an arena
+    there.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range({threads})]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc.malloc_stats()
+"""
+
+
+def arenas(*, keeps):
+    program = ARENAS.format(keeps=keeps, threads=3 * os.cpu_count())
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return done.stderr.count("Arena ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_freed_memory_is_kept_in_few_places():
+    assert arenas(keeps=False) > max(os.cpu_count(), 2)
+    assert arenas(keeps=True) <= max(os.cpu_count(), 2)
+
+
 FROZEN = """
 import gc, weakref
 from residuum.rpc.memory import freeze_heap

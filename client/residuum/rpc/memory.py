@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes none that is greater
 _KEPT_BYTES = 256 << 20
+_LEAST_ARENAS = 2
 
 
 def keep_memory() -> bool:
@@ -18,13 +21,17 @@ def keep_memory() -> bool:
     the next one mapped, zeroed and touched page by page again. That took 40 % of the processor time of a store under
     load, and made chunks the more expensive the larger they were.
 
+    What is kept is kept for each of glibc's arenas, of which there are eight a core by default. One a core is enough,
+    and the process is soon as large as it will be.
+
     For processes of ours alone, before they start threads. A library must leave its user's process as it is.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
         return False  # another C library
     kept = bool(set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES))
-    return bool(set_option(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)) and kept
+    few = bool(set_option(_M_ARENA_MAX, max(os.cpu_count() or 1, _LEAST_ARENAS)))
+    return bool(set_option(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)) and kept and few
 
 
 def freeze_heap() -> None:
