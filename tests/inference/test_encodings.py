@@ -51,8 +51,8 @@ def test_signs_are_those_of_the_contract_and_kept_within_bounds():
     cache.get(10, 10, torch.float32)
     assert cache.nbytes == 3 * 40 * 10 * 4
     assert cache.get(7, 10, torch.float32) is first, "the one that was not used for longest has gone"
-    assert cache.get(1, 40, torch.float32).nbytes > 3 * 40 * 10 * 4, "one is always kept, whatever it takes"
-    assert cache.nbytes == 40 * 40 * 4
+    assert cache.get(1, 40, torch.float32).nbytes > 3 * 40 * 10 * 4, "one may be larger than all that stay"
+    assert cache.nbytes == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -122,7 +122,7 @@ def test_sigterm_lets_requests_end_and_leaves_nothing_behind(
         assert len(family) >= 3, "the engine, its worker and a shipper"
         # Seconds of work, most of it waiting for its turn, and begun by one call: calls may take as long as the work
         # of others, and the service must not be done before it is told to stop.
-        stream = client.stream([5, 6, 7], max_tokens=500, ignore_eos=True, capture=ALL, n=64)
+        stream = client.stream([5, 6, 7], max_tokens=500, ignore_eos=True, capture=ALL, n=24)
         next(stream)
         inference.process.send_signal(signal.SIGTERM)
         wait_until(lambda: b"draining" in inference.log.read_bytes())
@@ -133,7 +133,7 @@ def test_sigterm_lets_requests_end_and_leaves_nothing_behind(
         assert inference.process.wait(60) == 0
         wait_until(lambda: not any(alive(pid) for pid in family))
         acts = client.activations(stream.reply.request_id)
-        for sequence in range(64):
+        for sequence in range(24):
             assert len(acts.select(sequence=sequence).positions) == 3 + 500 - 1
     store.process.send_signal(signal.SIGTERM)
     assert store.process.wait(30) == 0
