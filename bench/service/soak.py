@@ -36,8 +36,8 @@ _FLAGS = (
     *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32"),
     # What fills up by design has to be full when the warm-up ends: KV blocks take turns, and so do places of the ring.
     *("--kv-cache-gib", "0.25", "--ring-mib", "32", "--max-vectors", "32"),
-    # On CPUs vLLM keeps, for each matrix of the model, what oneDNN compiled for the last 32 numbers of tokens. With more
-    # numbers it would compile and forget for ever, and oneDNN's own cache of 1,024 would fill slowly.
+    # On CPUs vLLM keeps, for each matrix of the model, what oneDNN compiled for the last 32 numbers of tokens. With
+    # more of them it would compile and forget for ever, and oneDNN's own cache of 1,024 would fill slowly.
     *("--max-num-batched-tokens", "32"),
 )
 
