@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -60,6 +61,15 @@ def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
+        return False
+    return True
+
+
+def is_stored(client: residuum.Client, request_id: str) -> bool:
+    """Tell whether the store has heard of a capture."""
+    try:
+        client.manifest(request_id)
+    except residuum.UnknownCapture:
         return False
     return True
 
@@ -120,19 +130,24 @@ def test_sigterm_lets_requests_end_and_leaves_nothing_behind(
     with residuum.Client(inference.endpoint, store=store.endpoint) as client:
         family = children_of(inference.process.pid)
         assert len(family) >= 3, "the engine, its worker and a shipper"
-        # Seconds of work, most of it waiting for its turn, and begun by one call: calls may take as long as the work
-        # of others, and the service must not be done before it is told to stop.
-        stream = client.stream([5, 6, 7], max_tokens=500, ignore_eos=True, capture=ALL, n=24)
-        next(stream)
-        inference.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: b"draining" in inference.log.read_bytes())
-        with pytest.raises(residuum.Unavailable):
-            client.generate([5, 6, 7], max_tokens=1)
-        for _ in stream:
-            pass
+
+        def generate() -> str:
+            """Make work for seconds, most of it waiting for its turn."""
+            reply = client.generate([5, 6, 7], max_tokens=500, ignore_eos=True, capture=ALL, n=24, request_id="drained")
+            return reply.request_id
+
+        with ThreadPoolExecutor(1) as pool:
+            generated = pool.submit(generate)
+            # Not by a first token: on a busy machine it may come when all the work is done, and none is left to drain.
+            wait_until(lambda: is_stored(client, "drained"))
+            inference.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: b"draining" in inference.log.read_bytes())
+            with pytest.raises(residuum.Unavailable):
+                client.generate([5, 6, 7], max_tokens=1)
+            assert generated.result(120) == "drained"
         assert inference.process.wait(60) == 0
         wait_until(lambda: not any(alive(pid) for pid in family))
-        acts = client.activations(stream.reply.request_id)
+        acts = client.activations("drained")
         for sequence in range(24):
             assert len(acts.select(sequence=sequence).positions) == 3 + 500 - 1
     store.process.send_signal(signal.SIGTERM)
