@@ -5,6 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 BIN := .venv/bin
 ARGS ?=
 SECONDS ?= 600
+CPU_WORKLOAD := --eager --iterations 2
 GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --iterations 5 --max-num-batched-tokens 8192 \
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm
 
@@ -27,7 +28,7 @@ serve: setup model ## Leave both services running, and print three lines of Pyth
 	@$(BIN)/python -m examples.serve $(ARGS)
 
 bench: setup model ## What capture costs beside stock vLLM and other ways, on this CPU: bench/results/cpu/report.md
-	@$(BIN)/python -m bench.suite --eager $(ARGS)
+	@$(BIN)/python -m bench.suite $(CPU_WORKLOAD) $(ARGS)
 	@$(BIN)/python -m bench.readme
 
 bench-gpu: setup ## The same on a GPU, with Qwen2.5-3B's shape; ARGS='--stop-after 480' in pieces: the next one goes on

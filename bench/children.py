@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _RUN_SECONDS = 1800.0
 _LOG_LINES = 40
+_GROUP_SECONDS = 3.0
+_POLL_SECONDS = 0.05
 
 
 class RunFailedError(RuntimeError):
@@ -29,6 +32,15 @@ class RunFailedError(RuntimeError):
         """All that it printed."""
 
 
+def _wait_for_group(group: int) -> None:
+    """Wait until the last process of a group has gone, if that is soon: it removes the others' shared memory."""
+    deadline = time.monotonic() + _GROUP_SECONDS
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(_POLL_SECONDS)
+
+
 def run_child(
     module: str,
     job: Mapping[str, Any],
@@ -37,7 +49,7 @@ def run_child(
     what: str,
     seconds: float = _RUN_SECONDS,
 ) -> Any:
-    """Run `python -m module JOB.json RESULT.json`, and return what it wrote.
+    """Run a module's `main` with JOB.json RESULT.json as arguments, and return what it wrote.
 
     Args:
         module: The program.
@@ -55,7 +67,7 @@ def run_child(
     job_file.write_text(json.dumps(job))
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(job_file), str(result_file)],
+            [sys.executable, "-m", "bench.child", module, str(job_file), str(result_file)],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -70,6 +82,8 @@ def run_child(
     finally:
         # Whatever is left, at whatever point this was interrupted: a run has nothing worth a graceful end. Shippers
         # have sessions of their own, and go when their parent has gone.
+        if process.returncode == 0:
+            _wait_for_group(process.pid)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

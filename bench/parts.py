@@ -30,6 +30,12 @@ _NUMBERS = re.compile(r"\[\s+((?:-?[\d.]+(?:e[-+]?\d+)?,?\s+)+)\]")
 class OtherRunError(RuntimeError):
     """A file holds what was measured of another revision, or on another machine. The message says how it differs."""
 
+    def __init__(self, message: str, differs: str) -> None:
+        """Say what to do, and how it differs."""
+        super().__init__(message)
+        self.differs = differs
+        """How, in a few words."""
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -116,12 +122,12 @@ def read_earlier(file: Path, benchmark: str, context: Mapping[str, Any]) -> dict
     except ValueError:
         earlier = None
     if not isinstance(earlier, dict) or earlier.get("benchmark") != benchmark:
-        raise OtherRunError(f"{file} is no result of {benchmark}; write to another file.")
+        raise OtherRunError(f"{file} is no result of {benchmark}; write to another file.", f"no result of {benchmark}")
     differences = [name for name, old, new in _compared(earlier, context) if old != new]
     if differences:
+        differs = f"another {', another '.join(differences)}"
         raise OtherRunError(
-            f"{file} holds what was measured with another {', another '.join(differences)}; remove it, or write to "
-            "another file."
+            f"{file} holds what was measured with {differs}; remove it, or write to another file.", differs
         )
     return dict(earlier["parts"])
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from inference_svc.logs import configure_service_logs
 from residuum.rpc.logs import get_logger, quiet_grpc
+from residuum.rpc.memory import importing
 
 if TYPE_CHECKING:
     from inference_svc.settings import InferenceSettings
@@ -35,9 +36,10 @@ def main() -> None:
 
 def _serve(settings: InferenceSettings, folder: str) -> int:
     # Imported late: a bad flag is told at once, --help needs no vLLM, and vLLM finds its logs configured.
-    import uvloop
+    with importing():
+        import uvloop
 
-    from inference_svc.server import InferenceServer
+        from inference_svc.server import InferenceServer
 
     async def serve() -> None:
         await InferenceServer(settings, folder).run()
@@ -52,3 +54,7 @@ def _serve(settings: InferenceSettings, folder: str) -> int:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    # A process that vLLM has spawned begins by importing its parent's program, and goes on to import all of vLLM.
+    with importing():
+        import vllm.v1.engine.async_llm  # noqa: F401

@@ -24,6 +24,7 @@ from bench.capture.subjects import Batch, StockSubject, Subject, TappedSubject, 
 from bench.capture.worker_extension import EXTENSION
 from bench.capture.workload import Job, Mode, Vectors, Workload, turns
 from bench.gpu import used_mib
+from bench.handover import hand_over
 from inference_svc.settings import InferenceSettings
 from inference_svc.tap_settings import SITES
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
@@ -53,54 +54,59 @@ def main() -> None:
     """Run the job in the first file; write what it measured to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
     job = Job.from_json(json.loads(job_file.read_text()))
-    result_file.write_text(json.dumps([asdict(run) for run in uvloop.run(measure(job))]))
+    uvloop.run(run(job, result_file))
 
 
-async def measure(job: Job) -> list[Run]:
-    """Start the engine, and measure it in each mode."""
+async def run(job: Job, result_file: Path) -> None:
+    """Run a job; does not return unless it fails."""
+    async with AsyncExitStack() as stack:
+        hand_over(result_file, [asdict(run) for run in await measure(job, stack)])
+
+
+async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
+    """Start the engine, which ends with the stack, and measure it in each mode."""
     started = time.perf_counter()
     settings = settings_of(job)
-    async with AsyncExitStack() as stack:
-        subject: Subject
-        if Mode.STOCK in job.modes:
-            subject, tapped = await StockSubject.start(settings), None
-        else:
-            subject = tapped = await TappedSubject.start(settings, job.folder, noop=job.workload.noop_taps)
-        stack.callback(subject.shutdown)
-        check_layers(job.workload.layers, subject.num_layers)
-        if job.runner.variable is not None and subject.model_runner != job.runner.value:
-            raise WrongRunnerError(f"vLLM took its model runner {subject.model_runner}, not {job.runner.value}")
-        sink = await _start_sink(job, tapped, stack) if tapped and job.captures else None
-        fetcher = await _start_fetcher(job, stack) if sink and job.workload.fetch else None
-        if tapped and any(mode.steers for mode in job.modes):
-            await tapped.engine.load_vectors(_vectors(job.workload, tapped.engine.facts))
-        ready = time.perf_counter()
-        driver = _Driver(job.workload, subject, tapped, sink, fetcher)
-        iterations: dict[Mode, list[Iteration]] = {mode: [] for mode in job.modes}
-        count = job.workload.warmups + job.workload.iterations
-        for number, mode in turns(job.modes, count):
-            iterations[mode].append(await driver.iterate(number, mode))
-        if job.profile:
-            await subject.call("bench_profile", "")
-            await driver.iterate(count, job.modes[0])
-            await subject.call("bench_profile", job.profile)
-        memory = _memory(tapped.engine.facts if tapped else None)
-        return [
-            Run(
-                mode=mode,
-                round=job.round,
-                runner=job.runner,
-                model_runner=subject.model_runner,
-                shared=len(job.modes) > 1,
-                device=str(current_platform.device_name),
-                num_layers=subject.num_layers,
-                start_seconds=ready - started,
-                memory=memory,
-                iterations=tuple(iterations[mode][job.workload.warmups :]),
-                folded_norms=tapped.engine.facts.folded_norms if tapped else 0,
-            )
-            for mode in job.modes
-        ]
+    subject: Subject
+    if Mode.STOCK in job.modes:
+        subject, tapped = await StockSubject.start(settings), None
+    else:
+        subject = tapped = await TappedSubject.start(settings, job.folder, noop=job.workload.noop_taps)
+    stack.callback(subject.shutdown)
+    check_layers(job.workload.layers, subject.num_layers)
+    if job.runner.variable is not None and subject.model_runner != job.runner.value:
+        raise WrongRunnerError(f"vLLM took its model runner {subject.model_runner}, not {job.runner.value}")
+    sink = await _start_sink(job, tapped, stack) if tapped and job.captures else None
+    fetcher = await _start_fetcher(job, stack) if sink and job.workload.fetch else None
+    if tapped and any(mode.steers for mode in job.modes):
+        await tapped.engine.load_vectors(_vectors(job.workload, tapped.engine.facts))
+    ready = time.perf_counter()
+    driver = _Driver(job.workload, subject, tapped, sink, fetcher)
+    iterations: dict[Mode, list[Iteration]] = {mode: [] for mode in job.modes}
+    count = job.workload.warmups + job.workload.iterations
+    for number, mode in turns(job.modes, count):
+        iterations[mode].append(await driver.iterate(number, mode))
+    if job.profile:
+        await subject.call("bench_profile", "")
+        await driver.iterate(count, job.modes[0])
+        await subject.call("bench_profile", job.profile)
+    memory = _memory(tapped.engine.facts if tapped else None)
+    return [
+        Run(
+            mode=mode,
+            round=job.round,
+            runner=job.runner,
+            model_runner=subject.model_runner,
+            shared=len(job.modes) > 1,
+            device=str(current_platform.device_name),
+            num_layers=subject.num_layers,
+            start_seconds=ready - started,
+            memory=memory,
+            iterations=tuple(iterations[mode][job.workload.warmups :]),
+            folded_norms=tapped.engine.facts.folded_norms if tapped else 0,
+        )
+        for mode in job.modes
+    ]
 
 
 def check_layers(layers: Sequence[int], num_layers: int) -> None:

@@ -18,6 +18,7 @@ from bench.capture.memory import peak_mib
 from bench.capture.results import Iteration, Memory, Run
 from bench.capture.workload import Job, Mode, Runner, Workload
 from bench.gpu import used_mib
+from bench.handover import hand_over
 from bench.isolated.configuration import Peer as PeerName
 
 if TYPE_CHECKING:
@@ -68,31 +69,36 @@ def main() -> None:
     """Run the job in the first file; write what it measured to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
     job = PeerJob.from_json(json.loads(job_file.read_text()))
-    result_file.write_text(json.dumps(asdict(asyncio.run(measure(job)))))
+    asyncio.run(run(job, result_file))
 
 
-async def measure(job: PeerJob) -> Run:
-    """Start the peer, and measure it."""
+async def run(job: PeerJob, result_file: Path) -> None:
+    """Run a job; does not return unless it fails."""
     started = time.perf_counter()
     peer: Peer = await importlib.import_module(f"bench.peers.{_MODULES[job.peer]}").start(job)
     try:
-        ready = time.perf_counter()
-        count = job.workload.warmups + job.workload.iterations
-        iterations = [await _iterate(job, peer, number) for number in range(count)]
-        return Run(
-            mode=job.mode,
-            round=job.round,
-            runner=job.runner,
-            model_runner=peer.model_runner,
-            shared=False,
-            device=peer.device,
-            num_layers=peer.num_layers,
-            start_seconds=ready - started,
-            memory=Memory(peak_mib=peak_mib(), gpus_used_mib=used_mib()),
-            iterations=tuple(iterations[job.workload.warmups :]),
-        )
+        hand_over(result_file, asdict(await measure(job, peer, started)))
     finally:
         peer.shutdown()
+
+
+async def measure(job: PeerJob, peer: Peer, started: float) -> Run:
+    """Measure a peer that has been starting since a point in time of `time.perf_counter`."""
+    ready = time.perf_counter()
+    count = job.workload.warmups + job.workload.iterations
+    iterations = [await _iterate(job, peer, number) for number in range(count)]
+    return Run(
+        mode=job.mode,
+        round=job.round,
+        runner=job.runner,
+        model_runner=peer.model_runner,
+        shared=False,
+        device=peer.device,
+        num_layers=peer.num_layers,
+        start_seconds=ready - started,
+        memory=Memory(peak_mib=peak_mib(), gpus_used_mib=used_mib()),
+        iterations=tuple(iterations[job.workload.warmups :]),
+    )
 
 
 async def _iterate(job: PeerJob, peer: Peer, number: int) -> Iteration:

@@ -126,6 +126,8 @@ async def start(job: PeerJob) -> Extract:
     from transformers import AutoConfig
     from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        raise PeerUnavailableError("vLLM's example connector copies through pinned memory, which a GPU alone needs")
     config = AutoConfig.from_pretrained(job.workload.model)
     layers = job.layers or range(config.num_hidden_layers)
     own = settings_of_peer(

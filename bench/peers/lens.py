@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,14 +72,11 @@ class Lens:
 
 
 async def start(job: PeerJob) -> Lens:
-    """Start it. If vLLM does not find it as a plugin, because it is no installed package, it is registered here."""
+    """Start it. vLLM finds it as a plugin, and registers it; a second time would make its patches call themselves."""
     from vllm.platforms import current_platform
 
-    try:
-        from vllm_lens import _activations_plugin as plugin
-    except ImportError as error:
-        raise PeerUnavailableError(f"vllm-lens is not installed ({error}); see bench/README.md") from error
-    plugin.register()
+    if not any(plugin.module.startswith("vllm_lens") for plugin in entry_points(group="vllm.general_plugins")):
+        raise PeerUnavailableError("vllm-lens is not installed; see bench/README.md")
     settings = settings_of_peer(job, worker_extension_cls="")  # else it would leave its own out
     stock = await StockSubject.start(settings)
     check_layers(job.layers, stock.num_layers)

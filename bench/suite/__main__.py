@@ -46,10 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "workload": {**plain, "runner": options.runner.value},
         "filesystem": filesystem(options.store_folder),
     }
-    try:
-        parts = read_earlier(folder / RESULT, BENCHMARK, context)
-    except OtherRunError as error:
-        sys.exit(str(error))
+    parts = earlier_parts(folder / RESULT, context, replace=options.folder is None)
     plan = schedule(entries(layers_of(workload.model), options.peers, eager=workload.eager), options.rounds)
     surroundings = Surroundings(
         options.runner, options.store_folder, options.peers_folder, peer_seconds=options.peer_seconds
@@ -66,6 +63,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{left} of {len(plan)} processes are left; run the same command again.")
     if failed:
         sys.exit("\n".join(f"BENCH FAILED: {failure}" for failure in failed))
+
+
+def earlier_parts(file: Path, context: dict[str, Any], *, replace: bool) -> dict[str, Any]:
+    """Return what an earlier run like this one has measured already.
+
+    Args:
+        file: Its result.
+        context: What must be the same for figures to stand side by side.
+        replace: What another run left there makes room, as the results of other revisions do that come with this
+            project; otherwise it ends the process. Nothing is lost before this run's first figure is there.
+    """
+    try:
+        return read_earlier(file, BENCHMARK, context)
+    except OtherRunError as error:
+        if not replace:
+            sys.exit(str(error))
+        print(f"{file.relative_to(ROOT)} was measured otherwise ({error.differs}); it is replaced.", flush=True)
+        return {}
 
 
 def run_all(

@@ -8,6 +8,7 @@ from bench.capture.workload import Sink
 from bench.isolated.configuration import Configuration, IsolatedMode, Peer
 from bench.isolated.document import summary
 from bench.markdown import percent, seconds, table
+from bench.suite import __main__ as suite
 from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, entries, powers_below, schedule, spread
 from bench.suite.reasons import reason
 from bench.suite.report import render, write_report
@@ -177,6 +178,30 @@ def test_a_report_has_every_figure_and_every_reason():
 def test_a_report_of_what_is_there_so_far_can_be_made():
     for count in range(1, len(PARTS)):
         assert render({**RESULT, "parts": dict(list(PARTS.items())[:count])}, [])
+
+
+CONTEXT = {name: RESULT[name] for name in ("machine", "versions", "revision", "workload", "filesystem")}
+
+
+def test_a_run_goes_on_with_what_one_like_it_has_measured(tmp_path):
+    (tmp_path / "suite.json").write_text(json.dumps(RESULT))
+    assert suite.earlier_parts(tmp_path / "suite.json", CONTEXT, replace=False) == PARTS
+
+
+def test_the_figures_that_come_with_the_project_make_room_for_new_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    (tmp_path / "suite.json").write_text(json.dumps(RESULT))
+    later = {**CONTEXT, "revision": {"commit": "1234567"}}
+    assert suite.earlier_parts(tmp_path / "suite.json", later, replace=True) == {}
+    assert "suite.json was measured otherwise (another revision); it is replaced." in capsys.readouterr().out
+    assert json.loads((tmp_path / "suite.json").read_text()) == RESULT  # until there is something better
+
+
+def test_figures_of_another_run_in_a_folder_that_somebody_named_are_left_alone(tmp_path):
+    (tmp_path / "suite.json").write_text(json.dumps(RESULT))
+    later = {**CONTEXT, "revision": {"commit": "1234567"}}
+    with pytest.raises(SystemExit, match="another revision; remove it"):
+        suite.earlier_parts(tmp_path / "suite.json", later, replace=False)
 
 
 def test_the_report_and_its_plots_lie_beside_the_result(tmp_path):

@@ -95,3 +95,25 @@ print(garbage() is None, gc.get_freeze_count() > 50_000, len(gc.get_objects()) <
 def test_what_a_service_has_loaded_is_left_out_of_collections_and_no_garbage_with_it():
     done = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"] * 3
+
+
+IMPORTING = """
+import gc
+from residuum.rpc.memory import importing
+
+with importing():
+    looked = gc.isenabled()
+    kept = [[] for _ in range(50_000)]
+print(looked, gc.isenabled(), gc.get_freeze_count() > 50_000)
+gc.disable()
+try:
+    with importing():
+        raise ImportError
+except ImportError:
+    print(gc.isenabled())
+"""
+
+
+def test_imports_are_not_held_up_by_looks_for_garbage_and_all_is_as_it_was_afterwards():
+    done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "True", "False"]
