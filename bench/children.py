@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from bench.machine import ROOT
+from examples.services import OWN_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,7 +74,7 @@ def run_child(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # so that it and vLLM's processes can be ended together
+            **OWN_GROUP,  # so that it and vLLM's processes can be ended together
         )
     try:
         status: int | None = process.wait(seconds)
@@ -81,7 +82,7 @@ def run_child(
         status = None
     finally:
         # Whatever is left, at whatever point this was interrupted: a run has nothing worth a graceful end. Shippers
-        # have sessions of their own, and go when their parent has gone.
+        # have groups of their own, and go when their parent has gone.
         if process.returncode == 0:
             _wait_for_group(process.pid)
         with suppress(ProcessLookupError):

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
+OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+"""What makes `subprocess.Popen` start a process that leads a group: it and all that it starts can be signalled at once,
+and Ctrl-C on the terminal does not reach them.
+
+Not a session, where Python can do without: Linux deals cores out to sessions before it looks at processes (autogroup,
+sched(7)), and one that computes all the time has been seen to keep others waiting for seconds.
+"""
+
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 60.0
 
@@ -125,7 +133,7 @@ def _start(name: str, folder: Path, arguments: Sequence[str]) -> Service:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C reaches this program alone, which stops them in order
+            **OWN_GROUP,  # Ctrl-C reaches this program alone, which stops them in order
         )
     return Service(name, process, folder)
 

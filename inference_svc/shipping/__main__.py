@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from inference_svc.logs import LEVEL_VARIABLE
@@ -24,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a shipper until it is told to stop; return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.parent_pid is not None:
+        _leave_group()
     try:
         stores = parse_stores(options.store)
     except ValueError as error:
@@ -42,6 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         credentials=credentials.from_options(options),
     )
     return Shipper(settings).run()
+
+
+def _leave_group() -> None:
+    """Be no part of the parent's process group: Ctrl-C is for the parent, which stops shippers when it is time.
+
+    But stay in its session. Linux may deal cores out to sessions before it looks at processes (autogroup, sched(7)):
+    niceness would say nothing to the engine, which is in another one.
+    """
+    with suppress(PermissionError):  # it leads a session: there is nothing to leave
+        os.setpgid(0, 0)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -177,7 +177,6 @@ class _Keeper:
             "--parent-pid",
             str(os.getpid()),
             stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C on the terminal is for the parent, which stops shippers when it is time
         )
         _log.info("shipper started", shipper=self._name, pid=self._process.pid)
         if self._stopping.is_set():

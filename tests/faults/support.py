@@ -21,6 +21,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from examples.services import OWN_GROUP
 from inference_svc.shipping.producer import RingProducer
 from inference_svc.shipping.protocol import ExtentReady
 from inference_svc.shipping.supervisor import ShipperSupervisor
@@ -132,7 +133,7 @@ class Store:
         command = [*before, sys.executable, "-m", "store_svc", "--listen", self.endpoint]
         command += ["--path", str(self.folder / "data"), "--port-file", str(self._port_file), *self.flags]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stderr=log, env=ENVIRONMENT, start_new_session=True)
+            self.process = subprocess.Popen(command, stderr=log, env=ENVIRONMENT, **OWN_GROUP)
         if wait:
             self.wait_until_serving()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import residuum
-from examples.services import ROOT, Service, start_inference, start_store
+from examples.services import OWN_GROUP, ROOT, Service, start_inference, start_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -247,7 +247,7 @@ def test_ctrl_c_stops_everything_that_the_demo_started(smollm2: Path, tmp_path: 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
+        **OWN_GROUP,
     )
     wait_until(lambda: len(children_of(demo.pid)) >= 3, 60)  # the store, the inference service, its engine
     family = children_of(demo.pid)

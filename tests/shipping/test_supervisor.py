@@ -96,6 +96,18 @@ async def test_stopping_delivers_what_was_handed_over_and_ends_every_process(
     await supervisor.stop(grace_seconds=DEADLINE)
 
 
+async def test_what_is_meant_for_the_parents_group_passes_shippers_by_though_they_are_of_its_session(
+    start_producer, start_supervisor, start_store
+):
+    """In another session their niceness would say nothing to the engine; see sched(7), autogroup."""
+    producer = start_producer()
+    supervisor = await start_supervisor(start_store().endpoint, 1)
+    await until(lambda: producer.stats().connected_shippers == 1)
+    (status,) = supervisor.status()
+    assert os.getpgid(status.pid) == status.pid != os.getpgid(0)
+    assert os.getsid(status.pid) == os.getsid(0)
+
+
 async def test_a_shipper_that_outlasts_the_grace_is_killed(start_producer, start_supervisor, start_store):
     producer = start_producer()
     supervisor = await start_supervisor(start_store().endpoint, 1)

@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from examples.services import OWN_GROUP
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -98,7 +100,7 @@ def start_server(folder: Path, model: Path, *arguments: str, **environment: str)
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            start_new_session=True,
+            **OWN_GROUP,
         )
     return Server(process, port, log)
 
