@@ -4,6 +4,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 BIN := .venv/bin
 ARGS ?=
+GPU_PYTHON ?= python3
 SECONDS ?= 600
 CPU_WORKLOAD := --eager --iterations 2
 GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --iterations 5 --max-num-batched-tokens 8192 \
@@ -31,9 +32,9 @@ bench: setup model ## What capture costs beside stock vLLM and other ways, on th
 	@$(BIN)/python -m bench.suite $(CPU_WORKLOAD) $(ARGS)
 	@$(BIN)/python -m bench.readme
 
-bench-gpu: setup ## The same on a GPU, with Qwen2.5-3B's shape; ARGS='--stop-after 480' in pieces: the next one goes on
-	@$(BIN)/python -m bench.suite $(GPU_WORKLOAD) $(ARGS)
-	@$(BIN)/python -m bench.readme
+bench-gpu: ## The same on a GPU, with Qwen2.5-3B's shape: GPU_PYTHON=... (bench/README.md), ARGS='--stop-after 480' in pieces
+	@$(GPU_PYTHON) -m bench.suite --gpu $(GPU_WORKLOAD) $(ARGS)
+	@$(GPU_PYTHON) -m bench.readme
 
 test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder --ignore tests/languages $(ARGS)

@@ -12,6 +12,6 @@ if __name__ == "__main__":
         module = importlib.import_module(sys.argv.pop(1))
     module.main()
 elif __name__ == "__mp_main__":
-    # As in the inference service: a process that vLLM has spawned.
+    # As in `inference_svc.spawned`.
     with importing():
         import vllm.v1.engine.async_llm  # noqa: F401

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.machine import ROOT
@@ -16,7 +17,6 @@ from examples.services import OWN_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 _RUN_SECONDS = 1800.0
 _LOG_LINES = 40
@@ -36,10 +36,18 @@ class RunFailedError(RuntimeError):
 def _wait_for_group(group: int) -> None:
     """Wait until the last process of a group has gone, if that is soon: it removes the others' shared memory."""
     deadline = time.monotonic() + _GROUP_SECONDS
-    with suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)
-            time.sleep(_POLL_SECONDS)
+    while _has_members(group) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _has_members(group: int) -> bool:
+    """Tell whether any process of a group has not ended. Ended ones may stay, if nobody waits for them."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has gone meanwhile
+            state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def run_child(
@@ -83,11 +91,13 @@ def run_child(
     finally:
         # Whatever is left, at whatever point this was interrupted: a run has nothing worth a graceful end. Shippers
         # have groups of their own, and go when their parent has gone.
-        if process.returncode == 0:
-            _wait_for_group(process.pid)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            if process.returncode == 0:
+                _wait_for_group(process.pid)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if status != 0 or not result_file.exists():
         text = log_file.read_text(errors="replace")
         end = "\n".join(text.splitlines()[-_LOG_LINES:])

@@ -61,7 +61,7 @@ class Machine:
         names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
         total = next(int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal:"))
         load = os.getloadavg()[0]
-        found = gpus()
+        found = gpus() if _cuda() else []  # torch's CPU build leaves them alone
         return cls(
             cpu=names[0] if names else platform.machine(),
             cores=len(os.sched_getaffinity(0)),
@@ -90,6 +90,12 @@ class Revision:
         status = _git("status", "--porcelain", "--", *_MEASURED).splitlines()
         changed = tuple(line[3:] for line in status if not line[3:].startswith(_RESULTS))
         return cls(_git("rev-parse", "HEAD").strip(), changed)
+
+
+def is_committed(file: Path) -> bool:
+    """Return whether git has a file of this working tree as it is."""
+    name = str(file.relative_to(ROOT))
+    return bool(_git("ls-files", "--", name)) and not _git("status", "--porcelain", "--", name)
 
 
 def filesystem(folder: Path | None = None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,8 +54,6 @@ def _serve(settings: InferenceSettings, folder: str) -> int:
 
 
 if __name__ == "__main__":
+    # A process that vLLM spawns begins with its parent's program, by the name in here; __main__ it would pass over.
+    __spec__ = find_spec("inference_svc.spawned")
     main()
-elif __name__ == "__mp_main__":
-    # A process that vLLM has spawned begins by importing its parent's program, and goes on to import all of vLLM.
-    with importing():
-        import vllm.v1.engine.async_llm  # noqa: F401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 _KINDS = {"VLLM::": "engine", "inference_svc.shipping": "shippers"}
@@ -38,7 +39,8 @@ def _kind(pid: int) -> str | None:
 
 def descendants(pid: int) -> list[int]:
     """Return the processes that a process started, and those that they started."""
-    children = [
-        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
-    ]
+    children = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended meanwhile
+            children += [int(child) for child in path.read_text().split()]
     return children + [deeper for child in children for deeper in descendants(child)]

@@ -75,8 +75,13 @@ async def start(job: PeerJob) -> Lens:
     """Start it. vLLM finds it as a plugin, and registers it; a second time would make its patches call themselves."""
     from vllm.platforms import current_platform
 
-    if not any(plugin.module.startswith("vllm_lens") for plugin in entry_points(group="vllm.general_plugins")):
+    plugins = [plugin for plugin in entry_points(group="vllm.general_plugins") if plugin.module.startswith("vllm_lens")]
+    if not plugins:
         raise PeerUnavailableError("vllm-lens is not installed; see bench/README.md")
+    try:
+        plugins[0].load()  # vLLM does so, too, but goes on without one that cannot be loaded
+    except ImportError as error:
+        raise PeerUnavailableError(f"vllm-lens is not all there ({error}); see bench/README.md") from error
     settings = settings_of_peer(job, worker_extension_cls="")  # else it would leave its own out
     stock = await StockSubject.start(settings)
     check_layers(job.layers, stock.num_layers)

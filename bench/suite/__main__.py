@@ -18,7 +18,7 @@ from bench.children import RunFailedError
 from bench.isolated.configuration import Peer
 from bench.isolated.document import document
 from bench.isolated.processes import PEERS_FOLDER, Surroundings, measure
-from bench.machine import ROOT, Machine, Revision, filesystem, versions
+from bench.machine import ROOT, Machine, Revision, filesystem, is_committed, versions
 from bench.parts import OtherRunError, read_earlier, write
 from bench.suite.plan import Planned, entries, schedule
 from bench.suite.reasons import reason
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     workload = workload_of(options)
     machine = Machine.describe()
+    if options.gpu and machine.kind == "cpu":
+        sys.exit("There is no GPU here that torch can use; see bench/README.md for the environment that this needs.")
     folder = options.folder or ROOT / "bench" / "results" / machine.kind
     plain = {**asdict(workload), "model": Path(workload.model).name}  # the name, not where it lies here
     context = {
@@ -46,18 +48,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "workload": {**plain, "runner": options.runner.value},
         "filesystem": filesystem(options.store_folder),
     }
-    parts = earlier_parts(folder / RESULT, context, replace=options.folder is None)
+    file = folder / RESULT
+    parts = earlier_parts(file, context, replace=options.folder is None and is_committed(file))
     plan = schedule(entries(layers_of(workload.model), options.peers, eager=workload.eager), options.rounds)
     surroundings = Surroundings(
         options.runner, options.store_folder, options.peers_folder, peer_seconds=options.peer_seconds
     )
     try:
         with terminated_as_interrupted():
-            failed = run_all(plan, workload, surroundings, folder / RESULT, context, parts, options.stop_after)
+            failed = run_all(plan, workload, surroundings, file, context, parts, options.stop_after)
     except KeyboardInterrupt:
+        print(f"Broken off with {len(parts)} of {len(plan)} processes in {file}; the same command goes on from there.")
         sys.exit(130)
     if parts:
-        print(write_report(folder / RESULT))
+        print(write_report(file))
     left = sum(planned.key not in parts for planned in plan) - len(failed)
     if left:
         print(f"{left} of {len(plan)} processes are left; run the same command again.")
@@ -71,8 +75,8 @@ def earlier_parts(file: Path, context: dict[str, Any], *, replace: bool) -> dict
     Args:
         file: Its result.
         context: What must be the same for figures to stand side by side.
-        replace: What another run left there makes room, as the results of other revisions do that come with this
-            project; otherwise it ends the process. Nothing is lost before this run's first figure is there.
+        replace: What another run left there makes room once there is a first figure of this one, as do the results of
+            other revisions that come with this project; otherwise it ends the process.
     """
     try:
         return read_earlier(file, BENCHMARK, context)
@@ -167,6 +171,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="vLLM's model runner (default: the one that vLLM takes)",
     )  # fmt: skip
     parser.add_argument("--folder", type=Path, help="for the result (default: bench/results/ and the kind of machine)")
+    parser.add_argument("--gpu", action="store_true", help="end at once where there is no GPU to measure on")
     add_workload_arguments(parser)
     return parser.parse_args(arguments)
 

@@ -3,10 +3,11 @@ import socket
 
 import pytest
 
+import bench.machine
 from bench import gpu
 from bench.capture.memory import peak_mib, peak_of
 from bench.gpu import Gpu, gpus, used_mib
-from bench.machine import REVISION_VARIABLE, Machine, Revision, versions
+from bench.machine import REVISION_VARIABLE, Machine, Revision, is_committed, versions
 
 
 def test_a_machine_is_described_by_its_kind_alone():
@@ -40,9 +41,27 @@ def test_gpus_are_what_nvidia_smi_says(monkeypatch):
     monkeypatch.setattr(gpu, "_run", lambda command: SMI)
     assert gpus() == [Gpu("NVIDIA H200", "580.1", 143771, 512), Gpu("NVIDIA H200", "580.1", 143771, 0)]
     assert used_mib() == 512
+    monkeypatch.setattr(bench.machine, "_cuda", lambda: "13.0")
     machine = Machine.describe()
+    assert machine.kind == "h200-x2"
     assert (machine.gpu, machine.gpu_count, machine.gpu_driver) == ("NVIDIA H200", 2, "580.1")
     assert machine.gpu_memory_gib == 140.4
+
+
+def test_gpus_that_torch_was_not_built_for_measure_nothing(monkeypatch):
+    monkeypatch.setattr(gpu, "_run", lambda command: SMI)
+    monkeypatch.setattr(bench.machine, "_cuda", lambda: None)
+    machine = Machine.describe()
+    assert (machine.kind, machine.gpu) == ("cpu", "")
+
+
+@pytest.mark.parametrize(
+    ("tracked", "changed", "committed"),
+    [("x.json\n", "", True), ("x.json\n", " M x.json\n", False), ("", "?? x.json\n", False)],
+)
+def test_what_git_has_as_it_is_can_be_replaced(monkeypatch, tracked, changed, committed):
+    monkeypatch.setattr(bench.machine, "_git", lambda *words: tracked if words[0] == "ls-files" else changed)
+    assert is_committed(bench.machine.ROOT / "x.json") is committed
 
 
 def test_without_nvidia_smi_torch_is_asked(monkeypatch):

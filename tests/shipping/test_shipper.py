@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.shipping.__main__ import main
+from inference_svc.shipping.program import main
 from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
 
 WORKER = """

@@ -147,3 +147,27 @@ async def test_shippers_give_way_to_the_engine(start_producer, start_supervisor,
     (shipper,) = supervisor.status()
     expected = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 7)
     await until(lambda: niceness_of_threads(shipper.pid) == {expected})
+
+
+TERMINAL = """
+import os, pty, subprocess, sys, termios, time
+leader, follower = pty.openpty()
+os.setsid()
+import fcntl
+fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
+attributes = termios.tcgetattr(follower)
+attributes[3] |= termios.TOSTOP
+termios.tcsetattr(follower, termios.TCSANOW, attributes)
+flags = ["--control", sys.argv[1], "--store", "127.0.0.1:1", "--parent-pid", str(os.getpid())]
+child = subprocess.Popen([sys.executable, "-m", "inference_svc.shipping", *flags], stderr=follower)
+said = os.read(leader, 1)
+print(open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()[0])
+child.kill()
+child.wait()
+"""
+
+
+def test_a_terminal_that_stops_what_writes_to_it_does_not_stop_a_shipper(tmp_path):
+    command = [sys.executable, "-c", TERMINAL, str(tmp_path / "ring")]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.stdout.strip() in set("RSD"), (done.stdout, done.stderr)

@@ -1,0 +1,40 @@
+"""What a process that vLLM spawns does first."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+from tests.shipping.support import ENVIRONMENT
+
+# The service's program, as `python -m` runs it, up to where it reads its settings: there it spawns a process.
+PROGRAM = """
+import multiprocessing, runpy, sys
+import residuum.rpc.settings
+from tests.inference.test_spawned import tell
+
+def spawn(*_):
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    process = context.Process(target=tell, args=(answers,))
+    process.start()
+    print(answers.get(timeout=120))
+    process.join()
+    sys.exit()
+
+residuum.rpc.settings.load_settings = spawn
+sys.argv[1:] = []
+runpy.run_module("inference_svc", run_name="__main__", alter_sys=True)
+"""
+
+
+def tell(answers):
+    """Say what this process has imported, and whether it has left that out of collections."""
+    answers.put(("vllm.v1.engine.async_llm" in sys.modules, gc.get_freeze_count() > 100_000, gc.isenabled()))
+
+
+def test_it_imports_vllm_without_looking_for_garbage():
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["(True, True, True)"], done.stderr
