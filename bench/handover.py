@@ -8,18 +8,15 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from bench.capture.memory import descendants
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _TRACKER = b"multiprocessing.resource_tracker"
 """Python's process that removes what shared memory others leave behind."""
 
 
-def hand_over(file: Path, result: Any, leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+def hand_over(file: Path, result: Any) -> NoReturn:
     """Write a result, then end this process and all that it has started; `bench.children.run_child` waits for it.
 
     A graceful end has nothing more to save, and takes long: three processes with vLLM's modules, one after the other,
@@ -28,7 +25,6 @@ def hand_over(file: Path, result: Any, leave: Callable[[int], NoReturn] = os._ex
     Args:
         file: Where the result goes, as JSON.
         result: The result.
-        leave: How this process ends.
     """
     file.write_text(json.dumps(result))
     for pid in descendants(os.getpid()):
@@ -37,4 +33,4 @@ def hand_over(file: Path, result: Any, leave: Callable[[int], NoReturn] = os._ex
                 os.kill(pid, signal.SIGKILL)
     sys.stdout.flush()
     sys.stderr.flush()
-    leave(0)
+    os._exit(0)

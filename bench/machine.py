@@ -133,13 +133,16 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    result = subprocess.run(
-        ["git", *arguments],  # noqa: S607 - whichever git the user has
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    try:
+        result = subprocess.run(
+            ["git", *arguments],  # noqa: S607 - whichever git the user has
+            cwd=ROOT,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+    except FileNotFoundError:
+        return ""  # there is none
     return result.stdout if result.returncode == 0 else ""  # an unpacked archive has no revision
 
 

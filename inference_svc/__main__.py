@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inference_svc import spawned
 from inference_svc.logs import configure_service_logs
 from residuum.rpc.logs import get_logger, quiet_grpc
 from residuum.rpc.memory import importing
@@ -55,5 +55,5 @@ def _serve(settings: InferenceSettings, folder: str) -> int:
 
 if __name__ == "__main__":
     # A process that vLLM spawns begins with its parent's program, by the name in here; __main__ it would pass over.
-    __spec__ = find_spec("inference_svc.spawned")
+    __spec__ = spawned.__spec__
     main()

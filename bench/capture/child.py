@@ -1,4 +1,4 @@
-"""One process of the benchmark: `python -m bench.capture.child JOB.json RESULT.json`, started by bench.capture."""
+"""What a process of bench.capture does; see `bench.child`."""
 
 from __future__ import annotations
 
@@ -317,7 +317,3 @@ def _memory(facts: ModelFacts | None) -> Memory:
         else {}
     )
     return Memory(peak_mib=peak_mib(), gpus_used_mib=used_mib(), **sizes)
-
-
-if __name__ == "__main__":
-    main()

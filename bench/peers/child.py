@@ -1,4 +1,4 @@
-"""One process with one peer: `python -m bench.peers.child JOB.json RESULT.json`, started by bench.isolated."""
+"""What a process of bench.isolated with one peer does; see `bench.child`."""
 
 from __future__ import annotations
 
@@ -144,7 +144,3 @@ def count_rows(held: Sequence[Sequence[Array]], num_requests: int, num_layers: i
         if not all(np.any(array) for array in arrays):
             raise WrongRowsError("a request has rows of zeros")
     return num_requests * num_layers * positions, sum(array.nbytes for arrays in held for array in arrays)
-
-
-if __name__ == "__main__":
-    main()

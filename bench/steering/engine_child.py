@@ -1,4 +1,4 @@
-"""One engine of the steering benchmark: `python -m bench.steering.engine_child JOB.json RESULT.json`."""
+"""What a process of the steering benchmark with one engine does; see `bench.child`."""
 
 from __future__ import annotations
 
@@ -120,7 +120,3 @@ def plan_of(job: EngineJob, case: Case, index: int) -> RequestPlan | None:
             for group in groups
         ),
     )
-
-
-if __name__ == "__main__":
-    main()

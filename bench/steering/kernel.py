@@ -1,6 +1,6 @@
 """Steering the rows of many requests at once, on a GPU: the taps' kernel beside other ways to do it.
 
-Also one process of the benchmark: `python -m bench.steering.kernel JOB.json RESULT.json`.
+It runs in a process of its own; see `bench.child`.
 """
 
 from __future__ import annotations
@@ -483,7 +483,3 @@ def _cell(item: Measurement | None, how: str) -> str:
 def _ratio(item: Measurement | None, how: str, floor: float) -> str:
     time = item.us(how) if item else None
     return "-" if time is None else f"{time / floor:.2f}"
-
-
-if __name__ == "__main__":
-    main()

@@ -48,7 +48,6 @@ def main():
     assert time.monotonic() - started < 60
     assert json.loads(result["told"]) == {"x": 1}
     assert gone(result["pid"])
-    assert time.monotonic() - started < 60
     with pytest.raises(FileNotFoundError):
         shared_memory.SharedMemory(result["memory"])
 

@@ -64,6 +64,11 @@ def test_what_git_has_as_it_is_can_be_replaced(monkeypatch, tracked, changed, co
     assert is_committed(bench.machine.ROOT / "x.json") is committed
 
 
+def test_where_git_is_missing_nothing_is_known_to_be_committed(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert not is_committed(bench.machine.ROOT / "README.md")
+
+
 def test_without_nvidia_smi_torch_is_asked(monkeypatch):
     monkeypatch.setattr(
         gpu, "_run", lambda command: None if command[0] == "nvidia-smi" else '[["A", 2097152, 1048576]]'

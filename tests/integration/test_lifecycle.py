@@ -138,7 +138,8 @@ def test_sigterm_lets_requests_end_and_leaves_nothing_behind(
 
         with ThreadPoolExecutor(1) as pool:
             generated = pool.submit(generate)
-            # Not by a first token: on a busy machine it may come when all the work is done, and none is left to drain.
+            # Not by a first token: where this session waits for another (autogroup), it may come when all the work is
+            # done, and none is left to drain.
             wait_until(lambda: is_stored(client, "drained"))
             inference.process.send_signal(signal.SIGTERM)
             wait_until(lambda: b"draining" in inference.log.read_bytes())

@@ -43,8 +43,8 @@ def keep_memory() -> bool:
 def importing() -> Iterator[None]:
     """Import large libraries without looking for garbage meanwhile; what was imported stays out of later looks, too.
 
-    Modules make hundreds of thousands of objects, and next to none of them goes: with vLLM, a quarter of the time that
-    its import takes is spent on looking.
+    Modules make hundreds of thousands of objects, and next to none of them goes: vLLM's import spends much of its time
+    on looking.
     """
     enabled = gc.isenabled()
     gc.disable()
