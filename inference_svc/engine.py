@@ -229,6 +229,19 @@ class Engine:
         parts = await self._call("residuum_take_probe", capture_id)
         return [block for rank in parts for block in rank]
 
+    async def listen_to_logits(self) -> None:
+        """Have workers keep what the requests from now on give to the unembedding; ends with `explain_logits`."""
+        await self._call("residuum_listen_to_logits")
+
+    async def explain_logits(self, rows: bytes, tokens: Sequence[int]) -> list[tuple[float, float]]:
+        """Compare served tokens with those that follow from captured rows; see `TappedWorker.residuum_explain_logits`.
+
+        Returns:
+            Of each rank that makes logits the fields of its `Explanation`.
+        """
+        ranks = await self._call("residuum_explain_logits", rows, list(tokens))
+        return [tuple(rank) for rank in ranks if rank is not None]
+
     async def drain(self, timeout_seconds: float) -> bool:
         """Wait until the store has acknowledged every captured row; tell whether it has.
 
@@ -245,13 +258,13 @@ class Engine:
         while not all(await self._call("residuum_drain", timeout_seconds)):  # noqa: ASYNC110 - it asks another process
             await asyncio.sleep(_DRAIN_POLL_SECONDS)  # lets the step run that flushes the last rows
 
-    async def _call(self, method: str, argument: object) -> list[Any]:
+    async def _call(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of every worker.
 
         Raises:
             Failure: The engine is dead.
         """
-        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=(argument,)))
+        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=arguments))
         try:
             # vLLM never answers what was asked of an engine that has died since.
             while not (await asyncio.wait({call}, timeout=_DEATH_POLL_SECONDS))[0]:

@@ -37,12 +37,14 @@ class Case:
 
     architecture: Architecture
     setup: Setup
+    repetition: int = 0
 
     @property
     def name(self) -> str:
-        """The architecture's name, and the layout if it is spread over several ranks."""
+        """The architecture's name, the layout if there are several ranks, and the number of a repetition."""
         layout = (self.setup.tensor_parallel_size, self.setup.pipeline_parallel_size)
-        return self.architecture.name if layout == (1, 1) else f"{self.architecture.name}-{layout[0]}x{layout[1]}"
+        name = self.architecture.name if layout == (1, 1) else f"{self.architecture.name}-{layout[0]}x{layout[1]}"
+        return f"{name}#{self.repetition + 1}" if self.repetition else name
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -132,6 +134,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-cache-gib", type=float, default=defaults.kv_cache_gib, help="memory of the KV cache")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="more of vLLM's arguments, as a JSON object")
     parser.add_argument(
+        "--garbage", action="store_true", help="fill uninitialised memory of the workers with garbage; needs --eager"
+    )
+    parser.add_argument("--repeat", type=int, default=1, help="run each architecture so many times")
+    parser.add_argument(
         "--max-error", type=float, help="the largest error of a row; a GPU that rounds to TF32 in float32 needs 1e-2"
     )
     parser.add_argument(
@@ -151,6 +157,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
         sites=options.sites,
         kv_cache_gib=options.kv_cache_gib,
         engine_args=options.engine_args,
+        garbage=options.garbage,
         max_error=options.max_error or 0.0,
         max_outliers=options.max_outliers or 0.0,
     )
@@ -159,9 +166,10 @@ def setup_of(options: argparse.Namespace) -> Setup:
 def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
     """Return each architecture in each layout that the command line asks for."""
     return [
-        Case(architecture, replace(setup, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline))
+        Case(architecture, replace(setup, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline), time)
         for architecture in options.architectures
         for tensor, pipeline in options.layouts
+        for time in range(options.repeat)
     ]
 
 

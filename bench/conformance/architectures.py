@@ -147,6 +147,9 @@ _ALL = (
     Architecture("stablelm", "StableLmConfig", {**_LLAMA, "partial_rotary_factor": 0.5}, everyday=False),
     Architecture("olmo2", "Olmo2Config", _LLAMA, _AFTER_ATTENTION, _AFTER_MLP, everyday=False),
     Architecture(
+        "exaone4", "Exaone4Config", {**_LLAMA, **_MIXED, "sliding_window": _WINDOW}, _AFTER_ATTENTION, _AFTER_MLP
+    ),
+    Architecture(
         "granite_hybrid",
         "GraniteMoeHybridConfig",
         {

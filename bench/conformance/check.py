@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from examples.services import Service
 
+_GARBAGE = "bench.conformance.garbage.Garbage"
+"""The worker extension that fills uninitialised memory. Importing its module is what does it, so it is only named."""
 _START_SECONDS = 300.0
 _REQUEST_SECONDS = 120.0
 
@@ -41,6 +43,8 @@ class Setup:
     kv_cache_gib: float = 0.1
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine."""
+    garbage: bool = False
+    """Whether uninitialised memory of the worker is filled with garbage."""
 
     max_error: float = 0.0
     """The largest error of a row, if it is not what the dtype allows."""
@@ -56,6 +60,7 @@ class Setup:
 
     def arguments(self) -> list[str]:
         """Return the inference service's flags."""
+        engine_args = {**self.engine_args, "worker_extension_cls": _GARBAGE} if self.garbage else self.engine_args
         values = {
             "dtype": self.dtype,
             "tensor-parallel-size": self.tensor_parallel_size,
@@ -65,7 +70,7 @@ class Setup:
             "max-num-seqs": len(make_requests()),
             "max-model-len": MAX_LENGTH,
             "ring-mib": 4,
-            "engine-args": json.dumps(self.engine_args),
+            "engine-args": json.dumps(engine_args),
         }
         if self.sites != ("resid_post",):
             values["capture-sites"] = ",".join(self.sites)

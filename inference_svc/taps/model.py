@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from inference_svc.taps import op
+from inference_svc.taps.hooked_runs import CannotTapError
 from inference_svc.taps.points import ENTRY
-from inference_svc.taps.structure import CannotTapError
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
@@ -123,10 +124,11 @@ def check_sum(errors: Mapping[int, float]) -> None:
     """
     off = {layer: error for layer, error in errors.items() if not error < _SUM_TOLERANCE}
     if off:
-        layer, error = max(off.items(), key=lambda item: item[1])
+        layer, error = max(off.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
+        found = f"off by {error:.0%}" if math.isfinite(error) else "not finite"
         raise CannotTapError(
             "attn_out and mlp_out cannot be captured: looked for two modules whose outputs, added to the residual "
-            f"stream before a layer, give the stream after it; in layer {layer} they are off by {error:.0%}. The model "
+            f"stream before a layer, give the stream after it; in layer {layer} the sums are {found}. The model "
             "scales or merges them. Leave the two sites out of --capture-sites."
         )
 

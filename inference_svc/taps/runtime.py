@@ -110,11 +110,11 @@ class TapRuntime:
             tell_rows: Tells which rows are whose; not asked if there is nothing to do, so that it costs nothing.
         """
         if not self._requests:
-            self._disarm()
+            self.pass_through()
             return
         self._layout = self._lay_out(tell_rows())
         if not self._layout.programs:
-            self._disarm()
+            self.pass_through()
         elif not (self._layout.repeats and self._is_armed):
             self._tap.arm(self._layout)
             self._is_armed = True
@@ -135,6 +135,12 @@ class TapRuntime:
                 "The engine did not compute these positions: it took them from a cache.",
             )
         self._sink.send(layout.full_blocks)
+
+    def pass_through(self) -> None:
+        """Let runs of the model pass the taps untouched, until a step has something to do again."""
+        if self._is_armed:
+            self._tap.disarm()
+            self._is_armed = False
 
     def _lay_out(self, rows: StepRows) -> StepLayout:
         if self._steady is not None and self._steady.continues(rows):
@@ -178,11 +184,6 @@ class TapRuntime:
         """Return the size of a new request's first block: all sizes come by turns, neighbours far apart."""
         self._admitted += 1
         return BLOCK_TOKENS - self._admitted * _SIZE_STEP % BLOCK_TOKENS
-
-    def _disarm(self) -> None:
-        if self._is_armed:
-            self._tap.disarm()
-            self._is_armed = False
 
     def _retire(self, request_id: str) -> None:
         self._settle()

@@ -10,23 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+
+from inference_svc.taps.hooked_runs import (
+    CannotTapError,
+    fixed_attention,
+    is_pair,
+    is_sequence,
+    numbers,
+    run_hooked,
+)
+from inference_svc.taps.residual import adds_residual
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from torch.utils.hooks import RemovableHandle
-
-
-_TINY = 1e-20
-
-_CHANGED = 1e-3
-"""A change by this much, relative, is no rounding."""
-
-
-class CannotTapError(RuntimeError):
-    """The model has no place where the taps could go. The message says what was looked for."""
 
 
 class Argument(NamedTuple):
@@ -74,27 +71,19 @@ def observe(
         CannotTapError: A layer hands on something else than a row for each token.
     """
     calls: list[_Call] = []
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(_enter(calls), with_kwargs=True))
-        handles.append(module.register_forward_hook(_leave(calls)))
-    _run_hooked(run, handles)
-    by_layer = {index: call for index, layer in layers.items() for call in calls if call.module is layer}
-    _check_shapes(by_layer.values())
-    structure = Structure(adds_residual=_reads_residual(model, layers[min(layers)], run))
+    with fixed_attention(model, is_attention):
+        handles = []
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(_enter(calls), with_kwargs=True))
+            handles.append(module.register_forward_hook(_leave(calls)))
+        run_hooked(run, handles)
+        by_layer = {index: call for index, layer in layers.items() for call in calls if call.module is layer}
+        _check_shapes(by_layer.values())
+        structure = Structure(adds_residual=_adds_residual(model, layers, by_layer, run))
     for index, call in by_layer.items():
         _find_next(structure, calls, index, call, by_layer.get(index + 1))
         _find_parts(structure, calls, index, call, is_attention)
     return structure
-
-
-def _run_hooked(run: Callable[[], object], handles: Iterable[RemovableHandle]) -> None:
-    """Run a model, and take its hooks out again."""
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Call:
@@ -132,13 +121,9 @@ def _leave(calls: list[_Call]) -> Any:
         call = next(call for call in reversed(calls) if call.module is module and not call.left)
         call.left = len(calls)
         values = [output] if isinstance(output, Tensor) else output
-        call.output = tuple(value for value in values if isinstance(value, Tensor)) if _is_sequence(values) else ()
+        call.output = tuple(value for value in values if isinstance(value, Tensor)) if is_sequence(values) else ()
 
     return hook
-
-
-def _is_sequence(values: Any) -> bool:
-    return isinstance(values, (list, tuple))
 
 
 def _check_shapes(calls: Iterable[_Call]) -> None:
@@ -156,42 +141,13 @@ def _check_shapes(calls: Iterable[_Call]) -> None:
             )
 
 
-def _reads_residual(model: nn.Module, layer: nn.Module, run: Callable[[], object]) -> bool:
-    """Tell whether anything behind a layer reads the second tensor that it returns: change it, and see what changes."""
-    plain, again, changed = (_outputs_behind(model, layer, run, residual=residual) for residual in (0.0, 0.0, 1.0))
-    if not plain:
-        return True  # the stage ends here; the next one takes both
-    # Some modules give what they find in memory in a run without requests: what differs by itself says nothing.
-    return any(
-        torch.equal(one, other) and bool(one.isfinite().all()) and _relative(third - one, one) > _CHANGED
-        for one, other, third in zip(plain, again, changed, strict=True)
-    )
-
-
-def _outputs_behind(model: nn.Module, layer: nn.Module, run: Callable[[], object], *, residual: float) -> list[Tensor]:
-    """Run a model with a wave for what a layer returns, and `residual` times a wave for the second tensor of it.
-
-    Returns:
-        What each module gave after that, float32, in the order of calls.
-    """
-    outputs: list[Tensor] = []
-    is_behind = False
-
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        nonlocal is_behind
-        del args
-        first = output if isinstance(output, Tensor) else output[0] if _is_sequence(output) else None
-        if is_behind and isinstance(first, Tensor) and first.is_floating_point():
-            outputs.append(first.float() + 0.0)
-        if module is layer:
-            is_behind = True
-            if _is_pair(output):
-                return _wave(output[0]), residual * _other_wave(output[1])  # another one: a norm ignores scale
-        return None
-
-    handles = [module.register_forward_hook(leave) for module in model.modules()]
-    _run_hooked(run, handles)
-    return outputs
+def _adds_residual(
+    model: nn.Module, layers: Mapping[int, nn.Module], calls: Mapping[int, _Call], run: Callable[[], object]
+) -> bool:
+    pairs = {index: layers[index] for index, call in calls.items() if len(call.output) == 2}  # noqa: PLR2004 - a pair
+    if any(calls[index].output[0].shape != calls[index].output[1].shape for index in pairs):
+        return False  # whatever the second tensor is, it cannot be added
+    return adds_residual(model, pairs, run) if pairs else True
 
 
 def _find_next(structure: Structure, calls: list[_Call], index: int, call: _Call, following: _Call | None) -> None:
@@ -252,8 +208,8 @@ def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callab
     """Run a model again, and return by how much the parts of each layer fail to add up to what the layer adds.
 
     A model may scale what its parts give, or give it in a form of its own: then the modules that were found are not
-    what their sites promise. Attention has nothing to look at in such a run, and gives zeros or what it finds in
-    memory; an MLP may add next to nothing. So a wave takes the place of what each gives.
+    what their sites promise. In such a run attention gives no values of its own, and an MLP may add next to nothing.
+    So fixed numbers take the place of what each gives.
 
     Args:
         layers: The decoder layers by index, whose attention and MLP were found.
@@ -270,22 +226,18 @@ def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callab
     for index, layer in layers.items():
         note = seen[index].append
         handles.append(layer.register_forward_pre_hook(_note_input(note, *structure.inputs), with_kwargs=True))
-        handles.append(structure.attention[index].register_forward_hook(_give(_wave)))
-        handles.append(structure.mlp[index].register_forward_hook(_give(_other_wave)))
+        handles.append(structure.attention[index].register_forward_hook(_give(numbers)))
+        handles.append(structure.mlp[index].register_forward_hook(_give(_reversed_numbers)))
         handles.append(structure.attention[index].register_forward_hook(_note_output(note)))
         handles.append(structure.mlp[index].register_forward_hook(_note_output(note)))
         handles.append(layer.register_forward_hook(_note_output(note, whole=structure.adds_residual)))
-    _run_hooked(run, handles)
+    run_hooked(run, handles)
     return {index: _sum_error(*values) for index, values in seen.items()}
 
 
 def _sum_error(before: Tensor, one: Tensor, other: Tensor, after: Tensor) -> float:
     error, parts = before + one + other - after, one + other
     return float((error.norm(dim=-1) / (parts.norm(dim=-1) + after.norm(dim=-1) / 10)).max())
-
-
-def _relative(error: Tensor, value: Tensor) -> float:
-    return float((error.norm(dim=-1) / value.norm(dim=-1).clamp_min(_TINY)).max())
 
 
 def _note_input(note: Callable[[Tensor], None], hidden: Argument, residual: Argument | None) -> Any:
@@ -301,26 +253,18 @@ def _note_output(note: Callable[[Tensor], None], *, whole: bool = False) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         del module, args
         first = output if isinstance(output, Tensor) else output[0]
-        note(first.float() + (output[1].float() if whole and _is_pair(output) else 0.0))
+        note(first.float() + (output[1].float() if whole and is_pair(output) else 0.0))
 
     return hook
 
 
-def _give(wave: Callable[[Tensor], Tensor]) -> Any:
+def _give(values: Callable[[Tensor], Tensor]) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         del module, args
-        return wave(output) if isinstance(output, Tensor) else (wave(output[0]), *output[1:])
+        return values(output) if isinstance(output, Tensor) else (values(output[0]), *output[1:])
 
     return hook
 
 
-def _wave(like: Tensor) -> Tensor:
-    return torch.arange(like.numel(), device=like.device, dtype=torch.float32).cos().to(like.dtype).view_as(like)
-
-
-def _other_wave(like: Tensor) -> Tensor:
-    return _wave(like).flip(-1)
-
-
-def _is_pair(output: Any) -> bool:
-    return _is_sequence(output) and len(output) == 2 and isinstance(output[1], Tensor)  # noqa: PLR2004 - a pair
+def _reversed_numbers(like: Tensor) -> Tensor:
+    return numbers(like).flip(-1)

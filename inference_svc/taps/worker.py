@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
-from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from inference_svc.logs import configure_worker_logs
 from inference_svc.shipping.allotment import least_ring_bytes, reserve_bytes
@@ -25,18 +23,18 @@ from inference_svc.taps import norms, op, runner_v1, runner_v2
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu import CpuTap
+from inference_svc.taps.eager_runs import EagerRuns
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.encodings.signs import most_bytes
+from inference_svc.taps.hooked_runs import CannotTapError
 from inference_svc.taps.limits import UnsupportedEngineError, refuse_unsupported
 from inference_svc.taps.plan import Operation
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.runner_v1 import IncompatibleEngineError
 from inference_svc.taps.runtime import TapRuntime
 from inference_svc.taps.sink import BlockSink, RowFormat
-from inference_svc.taps.structure import CannotTapError, Structure, observe, sum_error
 from inference_svc.taps.watchdog import end_with
 from residuum.rpc.logs import get_logger
-from residuum.v1 import capture_pb2
 from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
 
 if TYPE_CHECKING:
@@ -56,9 +54,6 @@ Not vLLM's `additional_config`: that is part of the compile cache's key, and the
 _log = get_logger(__name__)
 
 _PROBE_SECONDS = 30.0
-
-_OBSERVED_TOKENS = 4
-"""Tokens of the run by which the model is seen."""
 
 _STEPS_LEAVING = 1
 """Steps whose blocks a GPU copies out while the next one runs."""
@@ -137,6 +132,22 @@ class TappedWorker:
         """
         return self._residuum.take_probe(capture_id)
 
+    def residuum_listen_to_logits(self) -> None:
+        """Prepare for `residuum_explain_logits`: keep what the requests from now on give to the unembedding."""
+        self._residuum.eager_runs.listen()
+
+    def residuum_explain_logits(self, rows: bytes, tokens: Sequence[int]) -> tuple[float, float] | None:
+        """Compare the served tokens of a self-test with those that follow from its captured rows.
+
+        Args:
+            rows: The last layer's `resid_post` at the positions that gave the tokens, float32 [tokens, hidden].
+            tokens: The tokens that were served.
+
+        Returns:
+            The fields of an `Explanation`; None on ranks that make no logits.
+        """
+        return self._residuum.explain_logits(rows, tokens)
+
     def residuum_drain(self, timeout_seconds: float) -> bool:
         """Wait until everything that was captured is acknowledged; tell whether it is.
 
@@ -176,7 +187,8 @@ class _Taps:
         tap = self._make_tap(config, worker.device)
         self._table_bytes = tap.nbytes
         self.runtime = TapRuntime(points, tap, self.pool, self._sink)
-        structure = _observe(worker, layers, self._sites)
+        self.eager_runs = EagerRuns(worker, layers)
+        structure = self.eager_runs.observe(self._sites)
         op.install(tap)
         folds = settings["fold_norms"] if settings["fold_norms"] is not None else worker.device.type == "cuda"
         self._folded = model_taps.put_taps(
@@ -235,6 +247,12 @@ class _Taps:
             for probe in self._sink.take_probe(capture_id)
         ]
 
+    def explain_logits(self, rows: bytes, tokens: Sequence[int]) -> tuple[float, float] | None:
+        """See `TappedWorker.residuum_explain_logits`."""
+        self.runtime.pass_through()
+        values = torch.frombuffer(bytearray(rows), dtype=torch.float32).view(len(tokens), -1)
+        return self.eager_runs.explain(values.to(self._device), tokens)
+
     def _make_capture_path(self, settings: dict[str, Any], config: Any, device: torch.device) -> None:
         """Allot the blocks and the ring, and start what moves rows from the one to the other."""
         scheduler = config.scheduler_config
@@ -283,26 +301,3 @@ def _fold(norm: nn.Module, point: int, dtype: torch.dtype) -> bool:
         return False
     norms.fold(norm, point)
     return True
-
-
-def _observe(worker: Any, layers: dict[int, nn.Module], sites: Sequence[int]) -> Structure:
-    """Run the model on a few tokens, uncompiled, as vLLM's own profile run does, and return what was seen."""
-    model = worker.model_runner.get_model()
-    compiled = [module for module in model.modules() if getattr(module, "do_not_compile", True) is False]
-    for module in compiled:
-        module.do_not_compile = True
-    options = {"skip_attn": True} if worker.use_v2_model_runner else {}
-
-    def run() -> None:
-        worker.model_runner._dummy_run(_OBSERVED_TOKENS, is_profile=True, **options)  # noqa: SLF001 - as the profile run does
-
-    try:
-        with set_current_vllm_config(worker.vllm_config), torch.inference_mode():
-            structure = observe(model, layers, lambda module: isinstance(module, AttentionLayerBase), run)
-            if {capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT} & set(sites):
-                model_taps.check_parts(layers, structure)
-                model_taps.check_sum(sum_error(layers, structure, run))
-            return structure
-    finally:
-        for module in compiled:
-            module.do_not_compile = False

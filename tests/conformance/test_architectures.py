@@ -1,4 +1,7 @@
-"""Every row of each architecture, through both services, against transformers; several engines at a time."""
+"""Every row of each architecture, through both services, against transformers; several engines at a time.
+
+The workers' uninitialised memory is full of garbage, so that what depends on it cannot pass by chance.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
             store.wait_until_serving(60.0)
 
             def run(name: str, sites: tuple[str, ...]) -> Outcome:
-                setup = Setup(sites=sites)
+                setup = Setup(sites=sites, garbage=True)
                 return check(ARCHITECTURES[name], setup, store.endpoint, folder / f"run-{name}-{len(sites)}")
 
             running: dict[tuple[str, tuple[str, ...]], Future[Outcome]] = {

@@ -151,6 +151,12 @@ async def test_probes_of_all_ranks_are_joined(engine, llm):
     assert await engine.take_probe("self-test") == ["a", "b", "c"]
 
 
+async def test_ranks_that_make_logits_say_what_explains_them(engine, llm):
+    llm.answers["residuum_explain_logits"] = [[None, [0.01, 0.0]]]
+    assert await engine.explain_logits(b"rows", [3]) == [(0.01, 0.0)]
+    assert llm.asked == [("residuum_explain_logits", (b"rows", [3]))]
+
+
 async def test_steering_is_changed_on_every_rank_alike(engine, llm):
     llm.answers["residuum_change_steering"] = [[{"r#0": 5}] * 2, [{"r#0": 5}, {"r#0": 6}]]
     operation = Operation(Kind.ADD, 1, (0, 2), select(), 2.0)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from inference_svc.taps import op
+from inference_svc.taps.hooked_runs import CannotTapError
 from inference_svc.taps.model import check_parts, check_sum, find_decoder_layers, put_taps
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.structure import CannotTapError, Structure, observe, sum_error
+from inference_svc.taps.structure import Structure, observe, sum_error
 from residuum.v1 import capture_pb2
 
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
@@ -31,7 +32,8 @@ class Layer(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, hidden, residual):
-        return self.linear(hidden), hidden + residual
+        total = hidden + residual
+        return self.linear(total), total
 
 
 class Decoder(nn.Module):
@@ -387,7 +389,7 @@ def test_layers_that_hand_on_more_than_a_row_a_token_are_refused():
 
 def test_parts_that_the_model_scales_are_refused():
     structure, numbered, run = watch(LlamaModel([LlamaLayer(), LlamaLayer(scale=0.5)]))
-    with pytest.raises(CannotTapError, match=r"attn_out and mlp_out cannot be captured.* in layer 1 they are off by"):
+    with pytest.raises(CannotTapError, match=r"attn_out and mlp_out cannot be captured.* layer 1 the sums are off by"):
         check_sum(sum_error(numbered, structure, run))
 
 

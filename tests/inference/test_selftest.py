@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from inference_svc.engine import Delta
 from inference_svc.selftest import SelfTestError, run_self_test
 from inference_svc.taps.plan import Kind
 from residuum.v1 import capture_pb2
@@ -14,6 +15,7 @@ from tests.inference.service_support import FACTS
 
 LAYERS, HIDDEN, POSITIONS = 4, 32, 6
 POST = capture_pb2.SITE_RESID_POST
+TOKENS = [7, 9]
 STEERED = 1
 """The layer that the self-test steers: the middle one."""
 
@@ -37,6 +39,8 @@ class ProbedEngine:
         self.bank = {}
         self.probes = {}
         self.salts = []
+        self.is_listening = False
+        self.token_gap = 0.0
 
     async def load_vectors(self, rows):
         self.bank.update({row: np.frombuffer(values, "<f4") for row, values in rows})
@@ -53,7 +57,19 @@ class ProbedEngine:
         if self.fault:
             rows = self.fault(rows, push)
         self.probes[plan.capture.capture_id] = rows
-        yield None
+        for token in TOKENS:
+            yield Delta("", [token])
+
+    async def listen_to_logits(self):
+        self.is_listening = True
+
+    async def explain_logits(self, rows, tokens):
+        """As two ranks answer, of which one sees another request's row; and a third that makes no logits."""
+        assert self.is_listening
+        assert tokens == TOKENS
+        given = np.frombuffer(rows, "<f4").reshape(len(tokens), HIDDEN)
+        error = float(np.linalg.norm(given - rows_of(None)[-1, 4:]) / np.linalg.norm(given))
+        return [(1.0, 0.5), (error, self.token_gap)]
 
     async def take_probe(self, capture_id):
         """As two pipeline stages deliver it: the prompt's block, and the generated rows' block."""
@@ -99,6 +115,11 @@ def steer_half(rows, push):
     return rows if push is None else rows_of(push / 2)
 
 
+def miss_a_part(rows, push):
+    rows[-1] += 0.3 * rows[0]
+    return rows
+
+
 def keep_the_steering_to_itself(rows, push):
     if push is not None:
         rows[STEERED + 1 :] -= push
@@ -110,6 +131,7 @@ FAULTS = {
     "a layer's rows are infinite": (at(1, np.inf), "not finite"),
     "a layer's rows are zero": (at(0, 0.0), r"layers \[0\] are all zero"),
     "two layers have the same rows": (repeat_a_layer, r"layers \[1\] equal those of the layer before"),
+    "the last layer's rows are not what the logits came from": (miss_a_part, "does not explain the model's own logits"),
     "nothing is steered": (steer_nothing, "missed its aim by 100"),
     "steering begins a layer too early": (steer_too_early, "moved rows of the layers before it"),
     "steering is too weak": (steer_half, "missed its aim by 50"),
@@ -121,6 +143,13 @@ FAULTS = {
 async def test_taps_that_are_broken_are_found(fault, told):
     with pytest.raises(SelfTestError, match=told):
         await run_self_test(ProbedEngine(fault))
+
+
+async def test_a_token_that_the_rows_do_not_give_is_found():
+    engine = ProbedEngine()
+    engine.token_gap = 0.2
+    with pytest.raises(SelfTestError, match=r"the served token's logit is 20\.0% of their range below the largest"):
+        await run_self_test(engine)
 
 
 async def test_rows_that_do_not_arrive_are_found():

@@ -1,0 +1,37 @@
+"""If what was found out about a model is wrong, nothing is served: the self-test compares rows with the logits."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from bench.conformance.architectures import ARCHITECTURES
+from bench.conformance.check import Setup, check
+from bench.conformance.results import Verdict
+from examples.services import start_store
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+WRONG_GUESS = "tests.conformance.wrong_guess.WrongGuess"
+LEFTOVER, SUM = "exaone4", "llama"
+"""An architecture whose second tensor is left over, and one where it is part of the stream."""
+
+
+def test_a_wrong_guess_is_not_served(tmp_path):
+    store = start_store(tmp_path)
+    try:
+        store.wait_until_serving(60.0)
+        setup = Setup(engine_args={"worker_extension_cls": WRONG_GUESS})
+        with ThreadPoolExecutor(2) as pool:
+            outcomes = list(
+                pool.map(
+                    lambda name: check(ARCHITECTURES[name], setup, store.endpoint, tmp_path / name), (LEFTOVER, SUM)
+                )
+            )
+    finally:
+        store.stop()
+    for outcome in outcomes:
+        assert outcome.verdict is Verdict.FAILED
+        assert "resid_post of the last layer does not explain the model's own logits" in outcome.detail
+        assert outcome.rows == 0

@@ -1,0 +1,94 @@
+"""Whether captured rows explain the model's own logits, on a model of a few lines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from inference_svc.taps.logits import LogitsCheck, ModelCall
+
+WIDTH, VOCABULARY, TOKENS = 16, 40, 4
+
+
+class Layer(nn.Module):
+    def __init__(self, *, pair):
+        super().__init__()
+        self.linear, self.pair = nn.Linear(WIDTH, WIDTH), pair
+
+    def forward(self, hidden):
+        added = self.linear(hidden)
+        return (added, hidden) if self.pair else hidden + added
+
+
+class Model(nn.Module):
+    """A layer, a norm and an unembedding, called as vLLM calls its models."""
+
+    def __init__(self, *, pair):
+        super().__init__()
+        self.layer, self.norm = Layer(pair=pair), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, hidden):
+        output = self.layer(hidden)
+        return self.norm(sum(output) if self.layer.pair else output)
+
+    def compute_logits(self, hidden_states):
+        return self.head(hidden_states)
+
+
+def run(call_model):
+    call_model()
+
+
+@pytest.fixture(params=[False, True], ids=["one tensor", "two tensors"])
+def served(request):
+    """A check that has heard two tokens served, the rows that gave them, and the tokens."""
+    torch.manual_seed(0)
+    model = Model(pair=request.param)
+    with torch.inference_mode():
+        check = LogitsCheck(model, model.layer, lambda module: False)
+        check.remember(ModelCall((torch.zeros(TOKENS, WIDTH),), {}))
+        model.compute_logits(torch.randn(1, WIDTH))  # not heard
+        check.listen()
+        rows, tokens = [], []
+        for embedding in torch.randn(2, 1, WIDTH):
+            output = model.layer(embedding)
+            rows.append((sum(output) if model.layer.pair else output)[0])
+            tokens.append(int(model.compute_logits(model(embedding)).argmax()))
+        yield check, torch.stack(rows), tokens
+
+
+def test_the_stream_explains_its_tokens(served):
+    check, rows, tokens = served
+    explanation = check.explain(rows, tokens, run)
+    assert explanation.hidden_error < 1e-5
+    assert explanation.token_gap < 1e-5
+
+
+def test_other_rows_do_not(served):
+    check, rows, tokens = served
+    assert check.explain(rows + 0.3 * torch.randn_like(rows), tokens, run).hidden_error > 0.05
+
+
+def test_the_rows_of_another_position_do_not(served):
+    check, rows, tokens = served
+    assert check.explain(rows.flip(0), tokens, run).hidden_error > 0.05
+
+
+def test_other_tokens_are_not_explained(served):
+    check, rows, tokens = served
+    assert check.explain(rows, [(token + 1) % VOCABULARY for token in tokens], run).token_gap > 0.05
+
+
+def test_numbers_that_are_none_explain_nothing(served):
+    check, rows, tokens = served
+    explanation = check.explain(torch.full_like(rows, float("nan")), tokens, run)
+    assert not explanation.hidden_error < 0.05
+
+
+def test_logits_that_were_never_computed_are_told(served):
+    check, rows, tokens = served
+    check.listen()
+    with pytest.raises(LookupError, match="Model computed logits for 0 of 2 tokens by compute_logits"):
+        check.explain(rows, tokens, run)
