@@ -17,7 +17,7 @@ from residuum.v1 import capture_pb2, selection_pb2
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from inference_svc.engine import Engine
+    from inference_svc.engine.engine import Engine
 
     Rows = npt.NDArray[np.float32]
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from inference_svc.taps import op
-from inference_svc.taps.model import check_parts, check_sum, find_decoder_layers, put_taps
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.structure import CannotTapError, Structure, observe, sum_error
+from inference_svc.taps.vllm.model import check_parts, check_sum, find_decoder_layers, put_taps
+from inference_svc.taps.vllm.structure import CannotTapError, Structure, observe, sum_error
 from residuum.v1 import capture_pb2
 
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
