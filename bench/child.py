@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 
-from inference_svc import spawned
-from residuum.rpc.memory import importing
+from inference_svc import mp_main
+from svc_common.memory import importing
 
 if __name__ == "__main__":
-    __spec__ = spawned.__spec__  # as the service does: what processes that vLLM spawns begin with
+    __spec__ = mp_main.__spec__  # as the service does: what processes that vLLM spawns begin with
     with importing():
         module = importlib.import_module(sys.argv.pop(1))
     module.main()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.machine import ROOT
-from examples.services import OWN_GROUP
+from svc_common.launcher import OWN_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

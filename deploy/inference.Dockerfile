@@ -43,6 +43,7 @@ COPY LICENSE README.md pyproject.toml ./
 COPY client client
 COPY inference_svc inference_svc
 COPY store_svc store_svc
+COPY svc_common svc_common
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel .
 
 # ------------------------------------------------------------------------------------------------------------- the image

@@ -9,7 +9,7 @@ import time
 from rich.console import Console
 
 from examples.model import default_model
-from examples.services import ServiceFailedError, is_free, running_services
+from svc_common.launcher import ServiceFailedError, is_free, running_services
 
 USUAL_PORTS = (50052, 50051)
 """The ports that the documents name, of the store and the inference service; others if one of them is taken."""

@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference_svc import spawned
+from inference_svc import mp_main
 from inference_svc.logs import configure_service_logs
-from residuum.rpc.logs import get_logger, quiet_grpc
-from residuum.rpc.memory import importing
+from svc_common.logs import get_logger, quiet_grpc
+from svc_common.memory import importing
 
 if TYPE_CHECKING:
     from inference_svc.settings import InferenceSettings
@@ -22,7 +22,7 @@ def main() -> None:
     """Read the settings, then serve until told to stop. The exit code is not 0 if the service failed."""
     quiet_grpc()
     from inference_svc.settings import InferenceSettings  # they import grpc
-    from residuum.rpc.settings import load_settings, log_strangers
+    from svc_common.settings import load_settings, log_strangers
 
     settings = load_settings(InferenceSettings, _PROGRAM, sys.argv[1:])
     if settings.model.startswith(("/", "./", "../", "~")) and not Path(settings.model).expanduser().is_dir():
@@ -55,5 +55,5 @@ def _serve(settings: InferenceSettings, folder: str) -> int:
 
 if __name__ == "__main__":
     # A process that vLLM spawns begins with its parent's program, by the name in here; __main__ it would pass over.
-    __spec__ = spawned.__spec__
+    __spec__ = mp_main.__spec__
     main()

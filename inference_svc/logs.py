@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from residuum.rpc.logs import configure_logs
+from svc_common.logs import configure_logs
 
 LEVEL_VARIABLE = "RESIDUUM_LOG_LEVEL"
 
@@ -35,7 +35,7 @@ def _vllm_configuration(level: str) -> dict[str, object]:
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"residuum": {"()": "residuum.rpc.logs.make_formatter"}},
+        "formatters": {"residuum": {"()": "svc_common.logs.make_formatter"}},
         "handlers": {
             "stderr": {"class": "logging.StreamHandler", "formatter": "residuum", "stream": "ext://sys.stderr"}
         },

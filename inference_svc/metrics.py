@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 
 from inference_svc.shipping.figures import beside, figures_by_store, read_figures
 from residuum.rpc.errors import Failure, Reason
-from residuum.rpc.logs import get_logger
-from residuum.rpc.metrics import SECONDS, CallMetrics, make_registry
+from svc_common.logs import get_logger
+from svc_common.metrics import SECONDS, CallMetrics, make_registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
     from typing_extensions import Self
 
-    from inference_svc.requests import RequestRegistry
+    from inference_svc.captures.stores import Stores
+    from inference_svc.requests.registry import RequestRegistry
+    from inference_svc.resources.vectors import VectorActivator, VectorCache
     from inference_svc.shipping.figures import Figures
     from inference_svc.shipping.supervisor import ShipperSupervisor
-    from inference_svc.stores import Stores
-    from inference_svc.vectors import VectorActivator, VectorCache
 
 _log = get_logger(__name__)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from inference_svc.engine import Engine
+    from inference_svc.engine.engine import Engine
 
     Rows = npt.NDArray[np.float32]
 

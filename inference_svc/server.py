@@ -10,35 +10,30 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from grpc_health.v1 import health
 
-from inference_svc.engine import Engine
-from inference_svc.generation import Generator
+from inference_svc.captures.stores import Stores
+from inference_svc.engine.engine import Engine
 from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
-from inference_svc.places import Places
-from inference_svc.projections import Projections
-from inference_svc.requests import RequestRegistry
+from inference_svc.requests.concurrency import Places
+from inference_svc.requests.registry import RequestRegistry
+from inference_svc.resources.projections import Projections
+from inference_svc.resources.vectors import VectorActivator, VectorCache, cache_capacity
 from inference_svc.selftest import run_self_test
 from inference_svc.servicer import InferenceServicer, Parts
+from inference_svc.session.generation import Generator
 from inference_svc.shipping.supervisor import ShipperSupervisor
-from inference_svc.stores import Stores
-from inference_svc.vectors import VectorActivator, VectorCache, cache_capacity
-from residuum.rpc.access import Access
-from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS
-from residuum.rpc.logs import get_logger
-from residuum.rpc.memory import freeze_heap
-from residuum.rpc.metrics import MetricsListener
-from residuum.rpc.patience import AioPatienceInterceptor
-from residuum.rpc.security import add_port
-from residuum.rpc.serving import (
-    NOT_SERVING,
-    SERVING,
-    AioErrorInterceptor,
-    add_health_and_reflection,
-    write_port_file,
-)
-from residuum.rpc.tracing import AioTracingInterceptor, TracingError, is_on, start_tracing
+from residuum.rpc.tracing import TracingError, is_on, start_tracing
 from residuum.v1 import capture_pb2, inference_pb2_grpc
 from residuum.wire.ids import make_id
+from svc_common.access import Access
+from svc_common.authentication import AioAccessInterceptor
+from svc_common.logs import get_logger
+from svc_common.memory import freeze_heap
+from svc_common.metrics import MetricsListener
+from svc_common.security import add_port
+from svc_common.serving import NOT_SERVING, SERVING, AioErrorInterceptor, add_health_and_reflection, write_port_file
+from svc_common.stall_timeouts import AioPatienceInterceptor
+from svc_common.tracing import AioTracingInterceptor
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from inference_svc.generation import Generator, require_stores
-from inference_svc.specs import OPERATIONS, resolve_spec
-from inference_svc.vectors import cache_capacity, digest_in, vector_name
-from residuum.rpc.access import current_caller
+from inference_svc.requests.specs import OPERATIONS, resolve_spec
+from inference_svc.resources.vectors import cache_capacity, digest_in, vector_name
+from inference_svc.session.generation import Generator, require_stores
 from residuum.rpc.errors import Failure, Reason
-from residuum.rpc.logs import bind_request
-from residuum.rpc.tokens import Limits
 from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc
 from residuum.wire.limits import (
     DIGEST_BYTES,
@@ -23,6 +20,9 @@ from residuum.wire.limits import (
     MAX_SEQUENCES,
     MAX_VECTORS_PER_CALL,
 )
+from svc_common.access import current_caller
+from svc_common.logs import bind_request
+from svc_common.tokens_file import Limits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     import grpc.aio
 
-    from inference_svc.engine import Engine
-    from inference_svc.requests import RequestRegistry
+    from inference_svc.captures.stores import Stores
+    from inference_svc.engine.engine import Engine
+    from inference_svc.requests.registry import RequestRegistry
+    from inference_svc.resources.vectors import VectorCache
     from inference_svc.settings import InferenceSettings
-    from inference_svc.stores import Stores
-    from inference_svc.vectors import VectorCache
 
     Context = grpc.aio.ServicerContext[Any, Any]
 

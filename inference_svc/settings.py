@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
 
-from inference_svc.tap_settings import Stores, TapSettings
-from residuum.rpc.security import SecureSettings
-from residuum.rpc.settings import Endpoint, OptionalEndpoint
+from inference_svc.engine.tap_settings import Stores, TapSettings
 from residuum.wire.placement import StoreAddress, parse_stores
+from svc_common.security import SecureSettings
+from svc_common.settings import Endpoint, OptionalEndpoint
 
 _TAPS_OWN = {"model", "worker_cls", "additional_config", "speculative_config"}
 """Engine arguments that the taps depend on."""

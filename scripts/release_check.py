@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 
 _ENTRY = re.compile(r"^## \[(?P<version>[^\]]+)\](?: - (?P<date>\d{4}-\d{2}-\d{2}))?\s*$", re.MULTILINE)
-_SOURCES = ("LICENSE", "README.md", "client", "inference_svc", "protos", "pyproject.toml", "store_svc")
+_SOURCES = ("LICENSE", "README.md", "client", "inference_svc", "protos", "pyproject.toml", "store_svc", "svc_common")
 """What the distributions are made of."""
 
 

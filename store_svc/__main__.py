@@ -2,7 +2,7 @@
 
 import sys
 
-from residuum.rpc.logs import quiet_grpc
+from svc_common.logs import quiet_grpc
 
 if __name__ == "__main__":
     quiet_grpc()

@@ -24,8 +24,8 @@ from residuum.wire.limits import (
 )
 from residuum.wire.selection import check_positions, resolve_layers
 from residuum.wire.tokens import is_valid_tenant
-from store_svc.capture import ABORTED, COMPLETE, INCOMPLETE
-from store_svc.keys import MAX_LAYERS
+from store_svc.captures.lifecycle import ABORTED, COMPLETE, INCOMPLETE
+from store_svc.database.keys import MAX_LAYERS
 
 _SITES = set(capture_pb2.Site.values()) - {capture_pb2.SITE_UNSPECIFIED}
 _LOSS_REASONS = {capture_pb2.INCOMPLETE_REASON_OVERFLOW, capture_pb2.INCOMPLETE_REASON_WRITE_FAILED}

@@ -10,7 +10,7 @@ _BASE = 160 * _MIB
 """Interpreter, libraries, an empty catalog, gRPC's own buffers."""
 
 _KEPT = 256 * _MIB
-"""What glibc keeps of freed memory (residuum/rpc/memory.py)."""
+"""What glibc keeps of freed memory (svc_common/memory.py)."""
 
 _QUEUE = 96 * _MIB
 """Chunks that wait for the writer, and those that it writes."""

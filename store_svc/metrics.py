@@ -8,13 +8,13 @@ from prometheus_client import Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from residuum.rpc.metrics import SECONDS, CallMetrics, make_registry
 from residuum.v1 import capture_pb2
 from store_svc.calls import Calls
-from store_svc.catalog import Catalog
-from store_svc.db import Database
-from store_svc.retention import RetentionPolicy
-from store_svc.writer import Writer
+from store_svc.captures.catalog import Catalog
+from store_svc.database.db import Database
+from store_svc.writing.retention import RetentionPolicy
+from store_svc.writing.writer import Writer
+from svc_common.metrics import SECONDS, CallMetrics, make_registry
 
 _STATES = {
     capture_pb2.CAPTURE_STATE_OPEN: "open",

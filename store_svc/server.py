@@ -10,36 +10,31 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from grpc_health.v1 import health
 
-from residuum.rpc.access import Access
-from residuum.rpc.admission import AccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS
-from residuum.rpc.logs import configure_logs, get_logger
-from residuum.rpc.memory import keep_memory
-from residuum.rpc.metrics import MetricsListener
-from residuum.rpc.patience import PatienceInterceptor
-from residuum.rpc.priority import give_way
-from residuum.rpc.security import add_port
-from residuum.rpc.serving import (
-    NOT_SERVING,
-    SERVING,
-    ErrorInterceptor,
-    add_health_and_reflection,
-    write_port_file,
-)
-from residuum.rpc.settings import load_settings, log_strangers
-from residuum.rpc.tracing import TracingError, TracingInterceptor, is_on, start_tracing
+from residuum.rpc.tracing import TracingError, is_on, start_tracing
 from store_svc.calls import SHORT_CALLS, Calls
-from store_svc.capture import Wait
-from store_svc.catalog import CatalogLimits
-from store_svc.db import DamagedError, Database, Table, Txn
-from store_svc.ending import Ending
-from store_svc.load import load_catalog
+from store_svc.captures.catalog import CatalogLimits
+from store_svc.captures.catalog_loading import load_catalog
+from store_svc.captures.lifecycle import Wait
+from store_svc.database.db import DamagedError, Database, Table, Txn
 from store_svc.metrics import StoreCollector, StoreMetrics
-from store_svc.retention import RetentionPolicy
 from store_svc.servicer import SERVICE, StoreServicer
 from store_svc.settings import StoreSettings
+from store_svc.shutdown import Ending
 from store_svc.traces import CaptureTraces
-from store_svc.writer import Writer, WriterOptions
+from store_svc.writing.retention import RetentionPolicy
+from store_svc.writing.writer import Writer, WriterOptions
+from svc_common.access import Access
+from svc_common.authentication import AccessInterceptor
+from svc_common.logs import configure_logs, get_logger
+from svc_common.memory import keep_memory
+from svc_common.metrics import MetricsListener
+from svc_common.priority import give_way
+from svc_common.security import add_port
+from svc_common.serving import NOT_SERVING, SERVING, ErrorInterceptor, add_health_and_reflection, write_port_file
+from svc_common.settings import load_settings, log_strangers
+from svc_common.stall_timeouts import PatienceInterceptor
+from svc_common.tracing import TracingInterceptor
 
 _FLUSH_SECONDS = 0.5
 """For the last answers to leave, once no call runs. Health watches would use up the whole grace period."""

@@ -11,20 +11,11 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from residuum.rpc.access import current_caller
 from residuum.rpc.errors import Failure, Reason
-from residuum.rpc.logs import bind_request
-from residuum.rpc.tokens import Caller, Limits, Right
 from residuum.v1 import store_pb2
 from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
-from store_svc.ahead import ahead
-from store_svc.append import AppendStream
 from store_svc.calls import Calls
-from store_svc.catalog import Catalog
-from store_svc.checks import check_description, invalid
-from store_svc.db import Database
-from store_svc.metrics import StoreMetrics
-from store_svc.names import (
+from store_svc.captures.capture_names import (
     CaptureName,
     capture_exists,
     foreign_tenant,
@@ -34,11 +25,20 @@ from store_svc.names import (
     unknown_capture,
     written_tenant,
 )
-from store_svc.pages import make_token, read_token
-from store_svc.reader import Reader
-from store_svc.retention import RetentionPolicy
+from store_svc.captures.catalog import Catalog
+from store_svc.checks import check_description, invalid
+from store_svc.database.db import Database
+from store_svc.metrics import StoreMetrics
+from store_svc.reading.pages import make_token, read_token
+from store_svc.reading.prefetch import ahead
+from store_svc.reading.reader import Reader
 from store_svc.traces import CaptureTraces
-from store_svc.writer import Writer
+from store_svc.writing.append import AppendStream
+from store_svc.writing.retention import RetentionPolicy
+from store_svc.writing.writer import Writer
+from svc_common.access import current_caller
+from svc_common.logs import bind_request
+from svc_common.tokens_file import Caller, Limits, Right
 
 _Request = TypeVar("_Request", bound=Message)
 

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, PositiveFloat, ValidationInfo
 
-from residuum.rpc.security import SecureSettings
-from residuum.rpc.settings import Endpoint, OptionalEndpoint
-from store_svc.db import bytes_for_appends
+from store_svc.database.db import bytes_for_appends
 from store_svc.memory_bound import memory_bound
+from svc_common.security import SecureSettings
+from svc_common.settings import Endpoint, OptionalEndpoint
 
 _SMALLEST_MAP = 16 << 20
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from residuum.rpc import tracing
 from residuum.v1 import capture_pb2
-from store_svc.names import CaptureName, name_of
+from store_svc.captures.capture_names import CaptureName, name_of
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-    from store_svc.capture import Capture
+    from store_svc.captures.lifecycle import Capture
 
 _MOST = 10_000
 """Captures whose traces are remembered; beyond, the one that was opened first is forgotten."""

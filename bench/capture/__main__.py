@@ -18,7 +18,7 @@ from bench.capture.results import ModeSummary, Run, summarise
 from bench.capture.workload import CHOICES, USUAL_MODES, Mode, Runner, Turn, Workload, schedule
 from bench.children import RunFailedError
 from bench.machine import Machine, Revision, versions
-from examples.services import ServiceFailedError
+from svc_common.launcher import ServiceFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,8 +25,8 @@ from bench.capture.worker_extension import EXTENSION
 from bench.capture.workload import Job, Mode, Vectors, Workload, turns
 from bench.gpu import used_mib
 from bench.handover import hand_over
+from inference_svc.engine.tap_settings import SITES
 from inference_svc.settings import InferenceSettings
-from inference_svc.tap_settings import SITES
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import selection_pb2
 from residuum.wire.encodings import ENCODINGS
@@ -34,7 +34,7 @@ from residuum.wire.encodings import ENCODINGS
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
 
-    from inference_svc.engine import ModelFacts
+    from inference_svc.engine.facts import ModelFacts
 
 EVERYWHERE = selection_pb2.PositionSelection()
 _MIB = 1 << 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.capture.noop_taps import NoopTaps
-from inference_svc.taps.cpu_worker import TappedCpuWorker
+from inference_svc.taps.vllm.cpu_worker import TappedCpuWorker
 
 
 class NoopWorker(NoopTaps, TappedCpuWorker):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.capture.noop_taps import NoopTaps
-from inference_svc.taps.gpu_worker import TappedGpuWorker
+from inference_svc.taps.vllm.gpu_worker import TappedGpuWorker
 
 
 class NoopWorker(NoopTaps, TappedGpuWorker):

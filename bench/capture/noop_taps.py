@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from inference_svc import engine
+from inference_svc.engine import arguments
 from inference_svc.taps import op
 
 if TYPE_CHECKING:
@@ -41,4 +41,4 @@ class NoopTaps:
 
 def installed() -> AbstractContextManager[Any]:
     """Let engines that start meanwhile have workers whose taps do nothing."""
-    return patch.dict(engine._WORKERS, _WORKERS)  # noqa: SLF001 - a service never has such workers
+    return patch.dict(arguments._WORKERS, _WORKERS)  # noqa: SLF001 - a service never has such workers

@@ -12,7 +12,7 @@ from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Sink, Vectors, Workload
 from examples.model import default_model
 from residuum import ResiduumError
-from residuum.capture import site_list, site_numbers
+from residuum.values.capture import site_list, site_numbers
 from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:

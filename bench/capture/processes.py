@@ -14,13 +14,13 @@ from bench.capture.memory import peak_of
 from bench.capture.results import Run
 from bench.capture.workload import Job, Runner
 from bench.children import run_child
-from examples.services import start_store
+from svc_common.launcher import start_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bench.capture.workload import Turn, Workload
-    from examples.services import Service
+    from svc_common.launcher import Service
 
 _STORE_SECONDS = 60.0
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"

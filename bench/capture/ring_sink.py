@@ -10,7 +10,7 @@ from bench.capture.sinks import Arrived, RowsMissingError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from inference_svc.engine import ModelFacts
+    from inference_svc.engine.facts import ModelFacts
     from inference_svc.taps.plan import RowEncoding
 
 

@@ -13,7 +13,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from bench.capture import noop_taps
-from inference_svc.engine import Engine, engine_arguments, model_runner, stream
+from inference_svc.engine.arguments import engine_arguments
+from inference_svc.engine.engine import Engine, model_runner, stream
 from inference_svc.selftest import run_self_test
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from bench.conformance.check import Setup, check, to_json
 from bench.conformance.reference import SITES
 from bench.conformance.results import Outcome, Verdict
 from bench.machine import Machine, Revision, versions
-from examples.services import start_store
+from svc_common.launcher import start_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

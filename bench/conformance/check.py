@@ -17,13 +17,13 @@ from bench.conformance.models import make_model
 from bench.conformance.reference import Reference, adding
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
 from bench.conformance.workload import CHUNK, NEW_TOKENS, Request, make_requests
-from examples.services import ServiceFailedError, start_inference
+from svc_common.launcher import ServiceFailedError, start_inference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from examples.services import Service
+    from svc_common.launcher import Service
 
 _GARBAGE = "bench.conformance.garbage.Garbage"
 """The worker extension that fills uninitialised memory. Importing its module is what does it, so it is only named."""

@@ -14,7 +14,7 @@ from bench.encodings import blocks, generation, rows
 from bench.machine import Machine
 from bench.parts import run_parts
 from examples.model import default_model
-from examples.services import ServiceFailedError
+from svc_common.launcher import ServiceFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -127,7 +127,7 @@ def lines(part: dict[str, Any]) -> list[str]:
 def _measure_block(device: Device, block: Block) -> dict[str, Any]:
     import torch
 
-    from inference_svc.taps.encodings.gpu import GpuEncoder
+    from inference_svc.taps.gpu.encoder import GpuEncoder
 
     rows = device.rows(block)
     copy = torch.empty_like(rows)

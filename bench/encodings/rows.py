@@ -233,7 +233,7 @@ def _encoder(form: RowFormat, block: Rows, basis: npt.NDArray[np.float32] | None
     """Return the server's own encoder of a CPU, at work on a block with one thread."""
     import torch
 
-    from inference_svc.taps.encodings import cpu
+    from inference_svc.taps.cpu import encoder
 
     torch.set_num_threads(1)
     rows = torch.from_numpy(block.view(np.uint16)).view(torch.bfloat16)
@@ -241,7 +241,7 @@ def _encoder(form: RowFormat, block: Rows, basis: npt.NDArray[np.float32] | None
     given = None if basis is None else basis.T if form.encoding == PROJECT else np.sign(basis)
     tensor = None if given is None else torch.from_numpy(np.ascontiguousarray(given, dtype=np.float32))
     out = torch.empty(len(block), form.payload_bytes(1, block.shape[1]), dtype=torch.uint8)
-    return lambda: cpu.encode(rows, form, tensor, out)
+    return lambda: encoder.encode(rows, form, tensor, out)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -14,20 +14,20 @@ from unittest import mock
 import numpy as np
 import torch
 
-from inference_svc.taps import cuda
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.layout import StepRows
+from inference_svc.taps.gpu import tap as gpu_tap
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.runtime import TapRuntime
+from inference_svc.taps.steps.layout import StepRows
+from inference_svc.taps.steps.runtime import TapRuntime
 from residuum.v1 import selection_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inference_svc.taps.blocks import Block
-    from inference_svc.taps.layout import StepLayout
+    from inference_svc.taps.steps.layout import StepLayout
 
 PROMPT_TOKENS = 3
 _HIDDEN = 8
@@ -129,9 +129,9 @@ class DecodeLoop:
         most_rows = max(requests, 1) * PROMPT_TOKENS
         arguments = (self._bank, self._pool, self._points, most_rows, max(requests, 1))
         if device is Device.CUDA:
-            return cuda.CudaTap(*arguments)
-        with mock.patch.object(cuda, "torch", TorchWithoutCuda()):
-            return cuda.CudaTap(*arguments)
+            return gpu_tap.CudaTap(*arguments)
+        with mock.patch.object(gpu_tap, "torch", TorchWithoutCuda()):
+            return gpu_tap.CudaTap(*arguments)
 
 
 class Sink:

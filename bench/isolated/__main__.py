@@ -17,7 +17,7 @@ from bench.isolated.document import document
 from bench.isolated.processes import PEERS_FOLDER, Surroundings, measure
 from bench.machine import Machine, Revision, filesystem, versions
 from bench.parts import compact
-from examples.services import ServiceFailedError
+from svc_common.launcher import ServiceFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,15 +14,15 @@ import torch
 import vllm
 
 from bench.capture.worker_extension import WorkerExtension
-from inference_svc.taps import runner_v1, runner_v2
-from inference_svc.taps.model import find_decoder_layers
+from inference_svc.taps.model.insertion import find_decoder_layers
+from inference_svc.taps.vllm import runner_v1, runner_v2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from inference_svc.taps.layout import StepRows
+    from inference_svc.taps.steps.layout import StepRows
 
 EXTENSION = f"{__name__}.HookWorker"
 """What vLLM is told."""

@@ -26,7 +26,7 @@ from bench.service.load import Load, run_load
 from inference_svc.logs import configure_service_logs
 from inference_svc.server import InferenceServer
 from inference_svc.settings import InferenceSettings
-from residuum.rpc.settings import load_settings
+from svc_common.settings import load_settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence

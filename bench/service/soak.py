@@ -23,12 +23,12 @@ from bench.service.growth import MOST_KIB_PER_REQUEST, WARM_UP, growth_of
 from bench.service.mixture import Mixture
 from bench.service.resident import Processes
 from examples.model import default_model
-from examples.services import ServiceFailedError, running_services
+from svc_common.launcher import ServiceFailedError, running_services
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from examples.services import Service
+    from svc_common.launcher import Service
 
 BENCHMARK = "bench.service.soak"
 

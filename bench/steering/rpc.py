@@ -21,8 +21,8 @@ import residuum
 from bench.children import RunFailedError
 from bench.machine import ROOT
 from bench.parts import table
-from residuum import _vectors
-from residuum._requests import plan_spec
+from residuum.protocol import vector_upload
+from residuum.protocol.requests import plan_spec
 from residuum.v1 import inference_pb2, tensor_pb2
 from residuum.wire.digests import digest_of_bytes
 
@@ -212,12 +212,12 @@ def _register(client: residuum.Client, vectors: Sequence[residuum.Vector], *, mi
 
 def find_bytes(vectors: Sequence[residuum.Vector]) -> int:
     """Return the bytes of the messages that ask about vectors."""
-    return sum(message.ByteSize() for message in _vectors.find_requests(vectors))
+    return sum(message.ByteSize() for message in vector_upload.find_requests(vectors))
 
 
 def put_bytes(vectors: Sequence[residuum.Vector]) -> int:
     """Return the bytes of the messages that carry vectors."""
-    return sum(message.ByteSize() for message in _vectors.put_requests(vectors))
+    return sum(message.ByteSize() for message in vector_upload.put_requests(vectors))
 
 
 def _expect(seen: int, wanted: int, what: str) -> None:

@@ -17,19 +17,19 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from inference_svc.engine import ModelFacts
-from inference_svc.generation import Generator
-from inference_svc.projections import Projections
-from inference_svc.requests import RequestRegistry
+from inference_svc.engine.facts import ModelFacts
+from inference_svc.requests.registry import RequestRegistry
+from inference_svc.resources.projections import Projections
+from inference_svc.resources.vectors import VectorActivator, VectorCache
 from inference_svc.servicer import InferenceServicer, Parts
+from inference_svc.session.generation import Generator
 from inference_svc.settings import InferenceSettings
-from inference_svc.vectors import VectorActivator, VectorCache
-from residuum.rpc.access import Access
-from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS
-from residuum.rpc.logs import get_logger
-from residuum.rpc.serving import AioErrorInterceptor
 from residuum.v1 import capture_pb2, inference_pb2_grpc, tensor_pb2
+from svc_common.access import Access
+from svc_common.authentication import AioAccessInterceptor
+from svc_common.logs import get_logger
+from svc_common.serving import AioErrorInterceptor
 
 _MAX_VECTORS = 1_000_000
 """None is dropped, so that each is sent exactly once."""

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from bench.steering.ways import CAP_HIGH, CAP_LOW, SCALES
 from inference_svc.taps.bank import VectorBank
-from inference_svc.taps.cuda import CudaTap
-from inference_svc.taps.layout import StepRows
+from inference_svc.taps.gpu.tap import CudaTap
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.runtime import TapRuntime
+from inference_svc.taps.steps.layout import StepRows
+from inference_svc.taps.steps.runtime import TapRuntime
 from residuum.v1 import selection_pb2
 
 if TYPE_CHECKING:

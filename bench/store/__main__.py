@@ -15,7 +15,7 @@ from bench.store.captures import Shape
 from bench.store.compare import CompareJob
 from bench.store.latency import LatencyJob
 from bench.store.scale import ScaleJob
-from examples.services import ServiceFailedError
+from svc_common.launcher import ServiceFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench.store.captures import Shape, random_bytes
 from inference_svc.shipping.framing import payload_bytes
-from inference_svc.shipping.producer import RingProducer
-from residuum.rpc.logs import configure_logs
+from inference_svc.shipping.worker.producer import RingProducer
+from svc_common.logs import configure_logs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,9 +14,9 @@ import residuum
 from bench.children import RunFailedError
 from bench.machine import ROOT
 from bench.talker import Talker, reap
-from examples.services import Service, ServiceFailedError, start_store
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+from svc_common.launcher import Service, ServiceFailedError, start_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

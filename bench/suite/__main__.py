@@ -23,7 +23,7 @@ from bench.parts import OtherRunError, read_earlier, write
 from bench.suite.plan import Planned, entries, schedule
 from bench.suite.reasons import reason
 from bench.suite.report import write_report
-from examples.services import ServiceFailedError
+from svc_common.launcher import ServiceFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

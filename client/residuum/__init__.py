@@ -26,14 +26,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     __version__: str
     from residuum import directions
-    from residuum._directions import Directions
-    from residuum._exports.job import Export
-    from residuum._reading import Piece
-    from residuum._requests import Sampling
-    from residuum.activations import Activations
     from residuum.aio import AsyncClient
-    from residuum.capture import Capture
     from residuum.client import Client
+    from residuum.directions.values import Directions
     from residuum.exceptions import (
         AbortedCapture,
         AlreadyExists,
@@ -80,8 +75,15 @@ if TYPE_CHECKING:
         UnknownSite,
         Unreachable,
     )
-    from residuum.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
-    from residuum.replies import (
+    from residuum.exports.job import Export
+    from residuum.protocol.reading import Piece
+    from residuum.protocol.requests import Sampling
+    from residuum.rpc.credentials import TLS
+    from residuum.transport.streams import AsyncStream, Stream
+    from residuum.values.activations import Activations
+    from residuum.values.capture import Capture
+    from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
+    from residuum.values.replies import (
         CapturePage,
         CaptureSummary,
         Health,
@@ -94,48 +96,46 @@ if TYPE_CHECKING:
         TokenDelta,
         Usage,
     )
-    from residuum.rpc.credentials import TLS
-    from residuum.selections import Positions
-    from residuum.steering import Ablate, Add, Cap, Replace
-    from residuum.streams import AsyncStream, Stream
-    from residuum.vector import Vector, load_vectors
+    from residuum.values.selections import Positions
+    from residuum.values.steering import Ablate, Add, Cap, Replace
+    from residuum.values.vector import Vector, load_vectors
     from residuum.xargs import vllm_xargs
 
 _HOMES = {
-    "Piece": "residuum._reading",
-    "Sampling": "residuum._requests",
-    "Activations": "residuum.activations",
+    "Piece": "residuum.protocol.reading",
+    "Sampling": "residuum.protocol.requests",
+    "Activations": "residuum.values.activations",
     "AsyncClient": "residuum.aio",
-    "Capture": "residuum.capture",
+    "Capture": "residuum.values.capture",
     "Client": "residuum.client",
-    "Directions": "residuum._directions",
-    "Export": "residuum._exports.job",
-    "Manifest": "residuum.manifest",
-    "RowSet": "residuum.manifest",
-    "SequenceOutcome": "residuum.manifest",
-    "SteeringChange": "residuum.manifest",
-    "SteeringRecord": "residuum.manifest",
-    "CapturePage": "residuum.replies",
-    "CaptureSummary": "residuum.replies",
-    "Health": "residuum.replies",
-    "ModelInfo": "residuum.replies",
-    "PutResult": "residuum.replies",
-    "Registration": "residuum.replies",
-    "Reply": "residuum.replies",
-    "Sequence": "residuum.replies",
-    "StoreStats": "residuum.replies",
-    "TokenDelta": "residuum.replies",
-    "Usage": "residuum.replies",
+    "Directions": "residuum.directions.values",
+    "Export": "residuum.exports.job",
+    "Manifest": "residuum.values.manifest",
+    "RowSet": "residuum.values.manifest",
+    "SequenceOutcome": "residuum.values.manifest",
+    "SteeringChange": "residuum.values.manifest",
+    "SteeringRecord": "residuum.values.manifest",
+    "CapturePage": "residuum.values.replies",
+    "CaptureSummary": "residuum.values.replies",
+    "Health": "residuum.values.replies",
+    "ModelInfo": "residuum.values.replies",
+    "PutResult": "residuum.values.replies",
+    "Registration": "residuum.values.replies",
+    "Reply": "residuum.values.replies",
+    "Sequence": "residuum.values.replies",
+    "StoreStats": "residuum.values.replies",
+    "TokenDelta": "residuum.values.replies",
+    "Usage": "residuum.values.replies",
     "TLS": "residuum.rpc.credentials",
-    "Positions": "residuum.selections",
-    "Ablate": "residuum.steering",
-    "Add": "residuum.steering",
-    "Cap": "residuum.steering",
-    "Replace": "residuum.steering",
-    "AsyncStream": "residuum.streams",
-    "Stream": "residuum.streams",
-    "Vector": "residuum.vector",
-    "load_vectors": "residuum.vector",
+    "Positions": "residuum.values.selections",
+    "Ablate": "residuum.values.steering",
+    "Add": "residuum.values.steering",
+    "Cap": "residuum.values.steering",
+    "Replace": "residuum.values.steering",
+    "AsyncStream": "residuum.transport.streams",
+    "Stream": "residuum.transport.streams",
+    "Vector": "residuum.values.vector",
+    "load_vectors": "residuum.values.vector",
     "vllm_xargs": "residuum.xargs",
 }
 """The module of each public name, apart from the exceptions."""

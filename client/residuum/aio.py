@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from residuum import _health, _vectors
 from residuum import exceptions as exc
-from residuum._batch import check_prompts, run_async_batch
-from residuum._events import ReplyBuilder
-from residuum._requests import (
+from residuum.captures.aio import AsyncCaptureClient
+from residuum.protocol import vector_upload
+from residuum.protocol.events import ReplyBuilder
+from residuum.protocol.requests import (
     GenerationPlan,
     Prompt,
     RequestLike,
@@ -19,15 +19,16 @@ from residuum._requests import (
     plan_spec,
     plan_steering,
 )
-from residuum.aio_reading import AsyncCaptureClient
-from residuum.capture import Capture
-from residuum.manifest import to_datetime
-from residuum.replies import Health, PutResult, Registration, Reply
 from residuum.rpc import tracing
-from residuum.steering import Operation, operation_list
-from residuum.streams import AsyncStream, next_delta
+from residuum.transport import health
+from residuum.transport.batches import check_prompts, run_async_batch
+from residuum.transport.streams import AsyncStream, next_delta
 from residuum.v1 import inference_pb2
-from residuum.vector import Vector
+from residuum.values.capture import Capture
+from residuum.values.manifest import to_datetime
+from residuum.values.replies import Health, PutResult, Registration, Reply
+from residuum.values.steering import Operation, operation_list
+from residuum.values.vector import Vector
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
     import grpc.aio
     from typing_extensions import Self, Unpack
 
-    from residuum._credentials import Token
-    from residuum._requests import Sampling
+    from residuum.protocol.requests import Sampling
     from residuum.rpc.credentials import TLS
-    from residuum.streams import AsyncCall
+    from residuum.transport.connection_settings import Token
+    from residuum.transport.streams import AsyncCall
 
 
 class AsyncClient(AsyncCaptureClient):
@@ -64,7 +65,7 @@ class AsyncClient(AsyncCaptureClient):
         tenant: str | None = None,
     ) -> None:
         super().__init__(endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure, tenant=tenant)
-        self._ledger = _vectors.VectorLedger()
+        self._ledger = vector_upload.VectorLedger()
 
     async def generate(
         self,
@@ -168,24 +169,24 @@ class AsyncClient(AsyncCaptureClient):
         plan = plan_spec(capture, steer, request_id, model, updatable=updatable)
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
         answer = await self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
-        await self._send(_vectors.only(plan.vectors, answer.missing_digests))
+        await self._send(vector_upload.only(plan.vectors, answer.missing_digests))
         self._ledger.add(plan.vectors)
         seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
         return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors)
 
     async def put_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> PutResult:
         """Send vectors, those that the server lacks; see `Client.put_vectors`."""
-        given = _vectors.vector_list(vectors)
-        return _vectors.put_result(given, await self._provide(given))
+        given = vector_upload.vector_list(vectors)
+        return vector_upload.put_result(given, await self._provide(given))
 
     async def find_missing_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
         """Return those of some vectors that the server lacks."""
-        given = _vectors.vector_list(vectors)
+        given = vector_upload.vector_list(vectors)
         missing: set[bytes] = set()
-        for request in _vectors.find_requests(given):
+        for request in vector_upload.find_requests(given):
             answer = await self._call(self.endpoint, self._inference.FindMissingVectors, request)
             missing.update(answer.missing_digests)
-        return _vectors.only(given, missing)
+        return vector_upload.only(given, missing)
 
     async def update_steering(
         self, request_id: RequestLike, steer: Operation | Iterable[Operation] | None
@@ -267,14 +268,14 @@ class AsyncClient(AsyncCaptureClient):
         return missing
 
     async def _send(self, vectors: Sequence[Vector]) -> None:
-        for part in _vectors.put_calls(vectors):
-            answer = await self._call(self.endpoint, self._inference.PutVectors, _vectors.put_requests(part))
-            _vectors.check_results(part, answer)
+        for part in vector_upload.put_calls(vectors):
+            answer = await self._call(self.endpoint, self._inference.PutVectors, vector_upload.put_requests(part))
+            vector_upload.check_results(part, answer)
 
     async def _status(self, endpoint: str) -> str:
         # No serializers: bytes go in and come out.
-        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channels.get(endpoint).unary_unary(_health.CHECK)
+        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channels.get(endpoint).unary_unary(health.CHECK)
         try:
-            return _health.status_of_answer(await self._call(endpoint, check, _health.REQUEST))
+            return health.status_of_answer(await self._call(endpoint, check, health.REQUEST))
         except exc.ResiduumError as failure:
-            return _health.status_of_failure(failure)
+            return health.status_of_failure(failure)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from residuum import _health, _vectors
 from residuum import exceptions as exc
-from residuum._batch import check_prompts, run_batch
-from residuum._requests import (
+from residuum.captures.client import CaptureClient
+from residuum.protocol import vector_upload
+from residuum.protocol.requests import (
     GenerationPlan,
     Prompt,
     RequestLike,
@@ -18,15 +18,16 @@ from residuum._requests import (
     plan_spec,
     plan_steering,
 )
-from residuum.capture import Capture
-from residuum.manifest import to_datetime
-from residuum.reading import CaptureClient
-from residuum.replies import Health, PutResult, Registration, Reply
 from residuum.rpc import tracing
-from residuum.steering import Operation, operation_list
-from residuum.streams import Stream
+from residuum.transport import health
+from residuum.transport.batches import check_prompts, run_batch
+from residuum.transport.streams import Stream
 from residuum.v1 import inference_pb2
-from residuum.vector import Vector
+from residuum.values.capture import Capture
+from residuum.values.manifest import to_datetime
+from residuum.values.replies import Health, PutResult, Registration, Reply
+from residuum.values.steering import Operation, operation_list
+from residuum.values.vector import Vector
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
     import grpc
     from typing_extensions import Self, Unpack
 
-    from residuum._credentials import Token
-    from residuum._requests import Sampling
+    from residuum.protocol.requests import Sampling
     from residuum.rpc.credentials import TLS
+    from residuum.transport.connection_settings import Token
 
 
 class Client(CaptureClient):
@@ -83,7 +84,7 @@ class Client(CaptureClient):
         tenant: str | None = None,
     ) -> None:
         super().__init__(endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure, tenant=tenant)
-        self._ledger = _vectors.VectorLedger()
+        self._ledger = vector_upload.VectorLedger()
 
     def generate(
         self,
@@ -250,7 +251,7 @@ class Client(CaptureClient):
         plan = plan_spec(capture, steer, request_id, model, updatable=updatable)
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
         answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
-        self._send(_vectors.only(plan.vectors, answer.missing_digests))
+        self._send(vector_upload.only(plan.vectors, answer.missing_digests))
         self._ledger.add(plan.vectors)
         seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
         return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors)
@@ -265,17 +266,17 @@ class Client(CaptureClient):
             >>> client.put_vectors([joy]).sent, client.put_vectors([joy]).sent
             (1, 0)
         """
-        given = _vectors.vector_list(vectors)
-        return _vectors.put_result(given, self._provide(given))
+        given = vector_upload.vector_list(vectors)
+        return vector_upload.put_result(given, self._provide(given))
 
     def find_missing_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
         """Return those of some vectors that the server lacks. Those that it has are kept for another while."""
-        given = _vectors.vector_list(vectors)
+        given = vector_upload.vector_list(vectors)
         missing: set[bytes] = set()
-        for request in _vectors.find_requests(given):
+        for request in vector_upload.find_requests(given):
             answer = self._call(self.endpoint, self._inference.FindMissingVectors, request)
             missing.update(answer.missing_digests)
-        return _vectors.only(given, missing)
+        return vector_upload.only(given, missing)
 
     def update_steering(
         self, request_id: RequestLike, steer: Operation | Iterable[Operation] | None
@@ -371,14 +372,14 @@ class Client(CaptureClient):
         return missing
 
     def _send(self, vectors: Sequence[Vector]) -> None:
-        for part in _vectors.put_calls(vectors):
-            answer = self._call(self.endpoint, self._inference.PutVectors, _vectors.put_requests(part))
-            _vectors.check_results(part, answer)
+        for part in vector_upload.put_calls(vectors):
+            answer = self._call(self.endpoint, self._inference.PutVectors, vector_upload.put_requests(part))
+            vector_upload.check_results(part, answer)
 
     def _status(self, endpoint: str) -> str:
         # No serializers: bytes go in and come out.
-        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channels.get(endpoint).unary_unary(_health.CHECK)
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channels.get(endpoint).unary_unary(health.CHECK)
         try:
-            return _health.status_of_answer(self._call(endpoint, check, _health.REQUEST))
+            return health.status_of_answer(self._call(endpoint, check, health.REQUEST))
         except exc.ResiduumError as failure:
-            return _health.status_of_failure(failure)
+            return health.status_of_failure(failure)

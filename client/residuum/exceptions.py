@@ -56,8 +56,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from residuum.manifest import Manifest, RowSet
-    from residuum.replies import Reply
+    from residuum.values.manifest import Manifest, RowSet
+    from residuum.values.replies import Reply
 
 
 class ResiduumError(Exception):

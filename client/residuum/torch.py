@@ -22,17 +22,17 @@ try:
 except ImportError:
     raise ImportError("residuum.torch needs torch, which you choose for your machine: pip install torch.") from None
 
-from residuum._requests import RequestLike, check_id
-from residuum._row_stream import RowChoice, StreamedRows, check_readable, look_up, share, stream_rows
-from residuum.capture import SITES as _SITE_NUMBERS
+from residuum.captures.row_stream import RowChoice, StreamedRows, check_readable, look_up, share, stream_rows
 from residuum.client import Client
 from residuum.exceptions import InvalidRequest
-from residuum.selections import LayersLike, PositionsLike, index_list
+from residuum.protocol.requests import RequestLike, check_id
+from residuum.values.capture import SITES as _SITE_NUMBERS
+from residuum.values.selections import LayersLike, PositionsLike, index_list
 
 if TYPE_CHECKING:
-    from residuum._credentials import Token
-    from residuum.manifest import Manifest
     from residuum.rpc.credentials import TLS
+    from residuum.transport.connection_settings import Token
+    from residuum.values.manifest import Manifest
 
 SITES: tuple[str, ...] = tuple(_SITE_NUMBERS)
 """The sites in the order in which batches number them."""

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from google.protobuf import json_format
 
-from residuum._requests import plan_spec
-from residuum.capture import Capture
 from residuum.exceptions import InvalidRequest
-from residuum.steering import Operation
+from residuum.protocol.requests import plan_spec
+from residuum.values.capture import Capture
+from residuum.values.steering import Operation
 
 
 def vllm_xargs(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
     from sphinx.application import Sphinx
 
-    from residuum.rpc.settings import ServiceSettings
+    from svc_common.settings import ServiceSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"

@@ -18,7 +18,7 @@ import residuum
 from examples.demo.picture import Panel, draw
 from examples.demo.reference import MEAN_COSINE, MIN_COSINE, Agreement, compare
 from examples.model import default_model
-from examples.services import ServiceFailedError, running_services
+from svc_common.launcher import ServiceFailedError, running_services
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

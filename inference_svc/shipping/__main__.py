@@ -23,6 +23,6 @@ def leave_terminal() -> None:
 if __name__ == "__main__":
     if "--parent-pid" in sys.argv:
         leave_terminal()  # before imports, which take time
-    from inference_svc.shipping.program import main
+    from inference_svc.shipping.shipper.program import main
 
     sys.exit(main())

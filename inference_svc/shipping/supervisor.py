@@ -15,7 +15,7 @@ from inference_svc.shipping.backoff import Backoff
 from inference_svc.shipping.credentials import to_arguments
 from inference_svc.shipping.figures import Figures, read_figures
 from residuum.rpc.credentials import Credentials
-from residuum.rpc.logs import get_logger
+from svc_common.logs import get_logger
 
 _FIRST_DELAY_SECONDS = 0.2
 _LONGEST_DELAY_SECONDS = 5.0

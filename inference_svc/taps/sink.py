@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from inference_svc.taps.cpu import encoder
 from inference_svc.taps.element_types import own_type
-from inference_svc.taps.encodings import cpu
 from inference_svc.taps.encodings.check import check_encodings
 from inference_svc.taps.encodings.signs import SignCache, Signs
 from inference_svc.taps.reductions import Batch, Reduction
-from residuum.rpc.logs import get_logger
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.encodings import RANDOM_PROJECTIONS
+from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from inference_svc.shipping.producer import RingProducer
     from inference_svc.shipping.ring import Extent
+    from inference_svc.shipping.worker.producer import RingProducer
     from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.plan import Capture, RequestPlan
@@ -257,7 +257,7 @@ class BlockSink:
     def _encoded(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:
         """Return rows as they would come to the ring."""
         data = np.empty(form.payload_bytes(*rows.shape[:2]), dtype=np.uint8)
-        cpu.encode(rows, form, basis, torch.from_numpy(data).view(len(rows), -1))
+        encoder.encode(rows, form, basis, torch.from_numpy(data).view(len(rows), -1))
         return data
 
     def _signs_type(self, *, computed: bool) -> torch.dtype:
@@ -268,7 +268,7 @@ class BlockSink:
         """Encode a batch into the ring."""
         rows, basis = self._rows_and_basis(batch)
         target = torch.from_numpy(self._producer.view(extent)).view(batch.capture.units, -1)
-        cpu.encode(rows, self._form(batch.capture), basis, target)
+        encoder.encode(rows, self._form(batch.capture), basis, target)
 
     def _publish(self, batch: Batch, extent: Extent) -> None:
         capture, form = batch.capture, self._form(batch.capture)

@@ -11,15 +11,15 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference_svc.captures.stores import Stores
 from inference_svc.shipping.supervisor import ShipperSupervisor
-from inference_svc.stores import Stores
-from residuum.rpc.logs import get_logger
+from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
     from concurrent.futures import Future
 
-    from inference_svc.tap_settings import TapSettings
+    from inference_svc.engine.tap_settings import TapSettings
     from residuum.v1 import capture_pb2, store_pb2
 
 _log = get_logger(__name__)

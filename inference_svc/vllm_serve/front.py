@@ -17,37 +17,39 @@ import vllm
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from inference_svc.capture_ends import aborted_seal, blame, describe_capture
-from inference_svc.capture_specs import CaptureDefaults
-from inference_svc.captures import NoAnswerError
-from inference_svc.checks import invalid
-from inference_svc.engine import Engine, ModelFacts, check_ranks, model_runner
-from inference_svc.plans import count_spare_positions, make_plan
-from inference_svc.projections import Projections, projection_of
-from inference_svc.requests import RequestRegistry
+from inference_svc.captures.keeper import NoAnswerError
+from inference_svc.engine.engine import Engine, model_runner
+from inference_svc.engine.facts import ModelFacts
+from inference_svc.engine.ranks import check_ranks
+from inference_svc.engine.worker_settings import site_numbers
+from inference_svc.requests.capture_specs import CaptureDefaults
+from inference_svc.requests.checks import invalid
+from inference_svc.requests.plans import count_spare_positions, make_plan
+from inference_svc.requests.registry import RequestRegistry
+from inference_svc.requests.specs import check_capture_size, directions_of, resolve_spec
+from inference_svc.resources.projections import Projections, projection_of
+from inference_svc.resources.vectors import VectorActivator, VectorCache, VectorHold, cache_capacity, digest_in
 from inference_svc.selftest import run_self_test
-from inference_svc.specs import check_capture_size, directions_of, resolve_spec
+from inference_svc.session.capture_ends import aborted_seal, blame, describe_capture
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.reductions import REDUCTIONS
-from inference_svc.vectors import VectorActivator, VectorCache, VectorHold, cache_capacity, digest_in
 from inference_svc.vllm_serve.delivery import Delivery
 from inference_svc.vllm_serve.outputs import Sequences, in_turn
 from inference_svc.vllm_serve.refusals import told_to_http
 from inference_svc.vllm_serve.xargs import Asked, asks, read_asked, without_ours
-from inference_svc.worker_settings import site_numbers
 from residuum.rpc.errors import Failure, Reason
-from residuum.rpc.logs import get_logger
 from residuum.v1 import capture_pb2, inference_pb2
 from residuum.wire.encodings import ENCODINGS
 from residuum.wire.ids import is_valid_id, make_id
 from residuum.wire.limits import MAX_SEQUENCES
+from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 
-    from inference_svc.requests import Running
-    from inference_svc.specs import ResolvedSpec
-    from inference_svc.tap_settings import TapSettings
+    from inference_svc.engine.tap_settings import TapSettings
+    from inference_svc.requests.registry import Running
+    from inference_svc.requests.specs import ResolvedSpec
 
     Generate = Callable[..., AsyncGenerator[Any]]
 

@@ -99,7 +99,7 @@ def _check_untapped(extra_args: Mapping[str, Any] | None) -> None:
     """
     if not extra_args or (SPEC_KEY not in extra_args and VECTORS_KEY not in extra_args):
         return
-    from inference_svc.checks import invalid
+    from inference_svc.requests.checks import invalid
     from inference_svc.vllm_serve.refusals import http_error
 
     raise http_error(
@@ -119,11 +119,11 @@ def _front_of(vllm_config: Any) -> Callable[..., Any] | None:
     """
     if vllm_config.parallel_config.worker_cls != WORKER:
         return None
-    from inference_svc.tap_settings import TapSettings
+    from inference_svc.engine.tap_settings import TapSettings
+    from inference_svc.engine.worker_settings import LONGEST_STEP_SECONDS
     from inference_svc.vllm_serve.front import FrontEnd
-    from inference_svc.worker_settings import LONGEST_STEP_SECONDS
-    from residuum.rpc.logs import configure_own_logs
-    from residuum.rpc.settings import BadSettingsError, from_environment, log_strangers
+    from svc_common.logs import configure_own_logs
+    from svc_common.settings import BadSettingsError, from_environment, log_strangers
 
     try:
         settings = from_environment(TapSettings)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
-from inference_svc.tap_settings import TapSettings
-from inference_svc.taps.limits import UnsupportedEngineError
-from inference_svc.taps.worker import SETTINGS_VARIABLE
+from inference_svc.engine.tap_settings import TapSettings
+from inference_svc.engine.worker_settings import taps_fingerprint, worker_settings
+from inference_svc.taps.vllm.limits import UnsupportedEngineError
+from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
 from inference_svc.vllm_serve import plugin
-from inference_svc.worker_settings import taps_fingerprint, worker_settings
 from residuum.rpc.extras import install_extra
-from residuum.rpc.settings import from_environment
+from svc_common.settings import from_environment
 
 if TYPE_CHECKING:
-    from inference_svc.taps.worker import TappedWorker
+    from inference_svc.taps.vllm.worker import TappedWorker
 
 
 class ServedWorker:
@@ -49,9 +49,9 @@ def worker_class() -> type[TappedWorker]:
     """Return the worker class for this machine."""
     kind: Any
     if current_platform.is_cpu():
-        from inference_svc.taps.cpu_worker import TappedCpuWorker as kind  # noqa: N813 - one of two
+        from inference_svc.taps.vllm.cpu_worker import TappedCpuWorker as kind  # noqa: N813 - one of two
     else:
-        from inference_svc.taps.gpu_worker import TappedGpuWorker as kind  # noqa: N813 - the other
+        from inference_svc.taps.vllm.gpu_worker import TappedGpuWorker as kind  # noqa: N813 - the other
     return type("Worker", (ServedWorker, kind), {"__doc__": f"{kind.__doc__} For `vllm serve`."})
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench.encodings import blocks
-from inference_svc.taps import kernel
+from inference_svc.taps.gpu import kernel
 
 memory = np.zeros(1 << 21, dtype=np.uint8)
 

@@ -19,7 +19,7 @@ import torch
 from bench.host.loop import TorchWithoutCuda
 from bench.steering import timing, ways
 from bench.steering.kernel import Bench, KernelJob
-from inference_svc.taps import cuda
+from inference_svc.taps.gpu import tap
 
 JOB = KernelJob(hidden=(48, 64), unique=(1, 2, 4), requests=4, rows_each=3, compile_seconds=0.0)
 
@@ -39,7 +39,7 @@ def main() -> None:
         return times
 
     with (
-        mock.patch.object(cuda, "torch", TorchWithoutCuda()),
+        mock.patch.object(tap, "torch", TorchWithoutCuda()),
         mock.patch.object(timing, "in_graph", in_graph),
         mock.patch.object(timing, "launched", launched),
     ):

@@ -8,7 +8,7 @@ from bench.capture import subjects
 from bench.capture.child import settings_of
 from bench.capture.subjects import StockSubject
 from bench.capture.workload import Job, Mode, Workload
-from inference_svc import engine
+from inference_svc.engine import arguments as engine_arguments
 from inference_svc.settings import InferenceSettings
 
 WORKLOAD = Workload(
@@ -30,7 +30,7 @@ def given(monkeypatch):
         given.append(values)
         return values
 
-    monkeypatch.setattr(engine, "AsyncEngineArgs", keep)
+    monkeypatch.setattr(engine_arguments, "AsyncEngineArgs", keep)
     monkeypatch.setattr(subjects, "AsyncEngineArgs", keep)
     return given
 
@@ -40,7 +40,7 @@ async def test_stock_differs_from_the_service_in_the_taps_alone(given, monkeypat
     monkeypatch.setattr(subjects.AsyncLLM, "from_engine_args", lambda values: None)
     with pytest.raises(AttributeError):  # no engine came of it
         await StockSubject.start(settings)
-    engine._engine_args(settings)
+    engine_arguments.tapped_engine_args(settings)
     stock, tapped = given
     assert tapped.pop("worker_cls")
     assert tapped.pop("additional_config")
@@ -66,7 +66,7 @@ def test_the_service_is_told_sites_and_folding():
 
 
 def test_both_are_given_what_the_workload_needs():
-    arguments = engine.engine_arguments(settings_of(Job((Mode.STOCK,), 0, WORKLOAD, "/tmp/x")))
+    arguments = engine_arguments.engine_arguments(settings_of(Job((Mode.STOCK,), 0, WORKLOAD, "/tmp/x")))
     assert arguments["enable_prefix_caching"] is False
     assert arguments["max_num_seqs"] == 100
     assert arguments["max_model_len"] == 512

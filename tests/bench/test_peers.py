@@ -6,7 +6,7 @@ from bench.capture.workload import Mode, Runner, Workload
 from bench.isolated.configuration import Peer
 from bench.peers.child import _MODULES, PeerJob, WrongRowsError, count_rows
 from bench.peers.hook_worker import Captures
-from inference_svc.taps.layout import StepRows
+from inference_svc.taps.steps.layout import StepRows
 
 
 def step(captures, layer, rows, **counts):

@@ -6,7 +6,7 @@ from bench.capture.lines import HelperDiedError
 from bench.capture.ring_consumer import Tally
 from bench.capture.ring_sink import RingSink
 from bench.capture.sinks import Arrived, RowsMissingError
-from inference_svc.shipping.producer import RingProducer
+from inference_svc.shipping.worker.producer import RingProducer
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE

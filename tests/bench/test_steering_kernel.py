@@ -10,8 +10,8 @@ import pytest
 from bench.steering import kernel
 from bench.steering.kernel import KernelJob, Measurement, bars, show, tap_bytes
 from bench.steering.timing import Times
-from examples.services import ROOT
 from inference_svc.taps.plan import Kind
+from svc_common.launcher import ROOT
 
 PEERS = {kernel.LOOP, kernel.GATHER}
 

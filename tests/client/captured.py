@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 
 import residuum
-from residuum._blocks import Block
-from residuum.capture import SITES
 from residuum.v1 import capture_pb2, tensor_pb2
+from residuum.values.blocks import Block
+from residuum.values.capture import SITES
 
 STATES = {
     "open": capture_pb2.CAPTURE_STATE_OPEN,

@@ -19,10 +19,9 @@ import structlog
 from google.protobuf import duration_pb2, timestamp_pb2
 from grpc_health.v1 import health
 
-from inference_svc.capture_specs import CaptureDefaults, resolve_capture
+from inference_svc.requests.capture_specs import CaptureDefaults, resolve_capture
 from residuum.rpc.channels import SERVER_OPTIONS, open_channel
 from residuum.rpc.errors import Failure, Reason
-from residuum.rpc.serving import ErrorInterceptor, add_health_and_reflection
 from residuum.v1 import (
     capture_pb2,
     inference_pb2,
@@ -38,6 +37,7 @@ from residuum.wire.frames import checksum
 from residuum.wire.ids import make_id
 from residuum.wire.placement import parse_stores
 from residuum.wire.selection import expected_rows, is_reduced, resolve_layers, wanted_positions
+from svc_common.serving import ErrorInterceptor, add_health_and_reflection
 
 LAYERS, HIDDEN = 6, 8
 SERVICE = "residuum.v1.InferenceService"

@@ -14,10 +14,10 @@ from shell import command, environment
 
 import residuum
 from residuum.cli.doctor import _examine_stats, _rights
-from residuum.replies import StoreStats
 from residuum.rpc.credentials import TLS, Credentials
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
+from residuum.values.replies import StoreStats
 from residuum.wire.placement import StoreAddress
 
 

@@ -9,8 +9,8 @@ import pytest
 from peer import HIDDEN, POST, row
 
 import residuum
-from residuum._blocks import EncodedBlock
 from residuum.v1 import capture_pb2, tensor_pb2
+from residuum.values.blocks import EncodedBlock
 from residuum.wire.encodings import BY_DIMENSION, TOPK, RowFormat
 from tests.wire.test_encoding_projection import signs_in_words
 

@@ -160,7 +160,7 @@ def test_exports_of_reduced_captures(client, kind, tmp_path):
 
 def test_the_memory_that_an_export_of_encoded_rows_takes_is_a_slice(monkeypatch, client, tmp_path):
     """Rows are decoded a slice at a time: never a whole layer, were it larger."""
-    monkeypatch.setattr("residuum._exports.parts.SLICE_BYTES", 10 * HIDDEN * 4)
+    monkeypatch.setattr("residuum.exports.parts.SLICE_BYTES", 10 * HIDDEN * 4)
     decoded = []
     decode = RowFormat.decode
 

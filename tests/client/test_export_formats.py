@@ -22,7 +22,7 @@ from peer import HIDDEN, POST, PRE, rows
 
 import residuum
 from residuum import cli as command_line
-from residuum._exports.formats import FORMATS
+from residuum.exports.formats import FORMATS
 
 SITES = {"resid_post": POST, "resid_pre": PRE}
 
@@ -289,7 +289,7 @@ async def test_an_export_that_is_cancelled_leaves_nothing(endpoint, reply, tmp_p
             path.write_text("written late")  # would fail, or come to stay, if the folder were gone by now
             ended.set()
 
-    monkeypatch.setattr("residuum._exports.formats.Format.writer", lambda _: write)
+    monkeypatch.setattr("residuum.exports.formats.Format.writer", lambda _: write)
     async with residuum.AsyncClient(endpoint) as client:
         task = asyncio.ensure_future(client.export(reply, tmp_path / "x.npz"))
         assert await asyncio.to_thread(began.wait, 30)

@@ -13,7 +13,7 @@ from peer import HIDDEN, POST, PRE, row
 from shell import environment
 
 import residuum
-from residuum._row_stream import in_turn, share
+from residuum.captures.row_stream import in_turn, share
 
 torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402 - only if torch is there

@@ -14,7 +14,8 @@ import grpc
 import pytest
 
 import residuum
-from residuum import _failures, exceptions
+from residuum import exceptions
+from residuum.transport import failures
 from residuum.v1 import capture_pb2, errors_pb2
 
 ROOT = Path(__file__).parents[2]
@@ -88,13 +89,13 @@ def test_the_client_is_light():
 
 def test_what_the_services_share_comes_without_the_client():
     modules = loaded_by("import residuum.wire.frames, residuum.rpc.errors, residuum.v1.store_pb2")
-    assert not modules & {"residuum.client", "residuum.exceptions", "residuum.activations"}
+    assert not modules & {"residuum.client", "residuum.exceptions", "residuum.values.activations"}
 
 
 def test_every_reason_has_an_exception():
     names = {name.removeprefix("ERROR_REASON_") for name in errors_pb2.ErrorReason.keys()} - {"UNSPECIFIED"}  # noqa: SIM118
-    assert set(_failures.EXCEPTIONS) == names
-    assert all(issubclass(kind, residuum.ResiduumError) for kind in _failures.EXCEPTIONS.values())
+    assert set(failures.EXCEPTIONS) == names
+    assert all(issubclass(kind, residuum.ResiduumError) for kind in failures.EXCEPTIONS.values())
 
 
 def test_the_tree_in_the_docstring_is_the_tree():
@@ -149,7 +150,7 @@ class BareError(grpc.RpcError):
 
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
 def test_bare_codes(code):
-    error = _failures.from_rpc_error(BareError(code), "host:1", request_id="r")
+    error = failures.from_rpc_error(BareError(code), "host:1", request_id="r")
     expected = {
         "UNAVAILABLE": residuum.Unreachable,
         "DEADLINE_EXCEEDED": residuum.DeadlineExceeded,
@@ -179,7 +180,7 @@ def test_a_newer_servers_reason_is_mapped_by_its_code():
             status.details.add().Pack(info)
             return (("grpc-status-details-bin", status.SerializeToString()),)
 
-    assert type(_failures.from_rpc_error(NewerError(grpc.StatusCode.NOT_FOUND), "host:1")) is residuum.NotFound
+    assert type(failures.from_rpc_error(NewerError(grpc.StatusCode.NOT_FOUND), "host:1")) is residuum.NotFound
 
 
 def test_clients_work_in_a_notebook(endpoint):

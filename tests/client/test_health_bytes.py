@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from grpc_health.v1 import health_pb2
 
-from residuum import _health
+from residuum.transport import health
 from residuum.v1 import inference_pb2, store_pb2
 
 
 def test_the_bytes_are_the_standards():
-    assert health_pb2.HealthCheckRequest().SerializeToString() == _health.REQUEST == _health.request_for("")
-    for name in (*_health.SERVICES.values(), "grpc.health.v1.Health", "é" * 200):
-        assert health_pb2.HealthCheckRequest(service=name).SerializeToString() == _health.request_for(name)
+    assert health_pb2.HealthCheckRequest().SerializeToString() == health.REQUEST == health.request_for("")
+    for name in (*health.SERVICES.values(), "grpc.health.v1.Health", "é" * 200):
+        assert health_pb2.HealthCheckRequest(service=name).SerializeToString() == health.request_for(name)
     for status in health_pb2.HealthCheckResponse.ServingStatus.values():
         answer = health_pb2.HealthCheckResponse(status=status)
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
-        assert _health.status_of_answer(answer.SerializeToString()) == name
+        assert health.status_of_answer(answer.SerializeToString()) == name
 
 
 def test_the_short_names_are_of_the_contracts_services():
     services = {**inference_pb2.DESCRIPTOR.services_by_name, **store_pb2.DESCRIPTOR.services_by_name}
-    assert set(_health.SERVICES.values()) == {service.full_name for service in services.values()}
-    for name, full_name in _health.SERVICES.items():
-        assert _health.request_for(name) == _health.request_for(full_name)
+    assert set(health.SERVICES.values()) == {service.full_name for service in services.values()}
+    for name, full_name in health.SERVICES.items():
+        assert health.request_for(name) == health.request_for(full_name)

@@ -13,8 +13,8 @@ from google.protobuf import json_format
 from peer import HIDDEN
 
 import residuum
-from residuum._manifest_json import from_document
 from residuum.v1 import capture_pb2, tensor_pb2
+from residuum.values.manifest_json import from_document
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "protos/residuum/v1/manifest.schema.json").read_text())
 

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from residuum._progress import _ignore, progress_bar
+from residuum.transport.progress import _ignore, progress_bar
 
 
 @pytest.fixture

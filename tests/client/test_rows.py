@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from peer import HIDDEN, POST, chunk, rows
 
 import residuum
-from residuum._reading import Reading, plan_read
+from residuum.protocol.reading import Reading, plan_read
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2, tensor_pb2
 
 LAYERS = [0, 2, 3, 7]

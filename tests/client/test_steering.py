@@ -13,7 +13,7 @@ import pytest
 from peer import HIDDEN
 
 import residuum
-from residuum._requests import plan_generation, plan_spec, plan_steering
+from residuum.protocol.requests import plan_generation, plan_spec, plan_steering
 from residuum.rpc.channels import open_channel
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc, selection_pb2, steering_pb2

@@ -130,7 +130,7 @@ async def test_registered_vectors_that_were_dropped_are_sent_again(client, peer)
 
 
 async def test_more_vectors_than_a_call_takes_are_sent_in_several(client, peer, monkeypatch):
-    monkeypatch.setattr("residuum._vectors.MAX_VECTORS_PER_CALL", 2)
+    monkeypatch.setattr("residuum.protocol.vector_upload.MAX_VECTORS_PER_CALL", 2)
     sent = await client.put_vectors([vector(seed) for seed in range(20, 25)])
     assert sent.sent == 5
     assert peer.calls == ["FindMissingVectors", *["PutVectors"] * 3]

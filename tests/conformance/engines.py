@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import residuum
 from bench.conformance.reference import SITES
-from examples.services import Service, running_services
+from svc_common.launcher import Service, running_services
 from tests.conformance.journal import Journal, pace_file
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import numpy as np
 
 import residuum
 from bench.conformance.reference import SITES
-from residuum.capture import SITE_NAMES
 from residuum.v1 import store_pb2, store_pb2_grpc
+from residuum.values.capture import SITE_NAMES
 from tests.reference.hf import relative_error
 from tests.reference.tiny import LAYERS
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from bench.conformance.reference import Change, Rows
-    from residuum.manifest import Manifest, RowSet
+    from residuum.values.manifest import Manifest, RowSet
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 

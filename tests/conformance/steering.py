@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from bench.conformance.reference import Change
-    from residuum.selections import PositionsLike
+    from residuum.values.selections import PositionsLike
 
 
 class Steering(NamedTuple):

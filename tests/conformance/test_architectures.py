@@ -15,7 +15,7 @@ from bench.conformance.check import Setup, check
 from bench.conformance.reference import SITES
 from bench.conformance.results import Outcome, Verdict
 from bench.conformance.workload import NEW_TOKENS, make_requests
-from examples.services import start_store
+from svc_common.launcher import start_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from bench.conformance.architectures import ARCHITECTURES, LAYERS
 from bench.conformance.check import Setup, check
 from bench.conformance.results import Verdict
 from bench.conformance.workload import NEW_TOKENS, make_requests
-from examples.services import start_store
+from svc_common.launcher import start_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

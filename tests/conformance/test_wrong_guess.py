@@ -9,7 +9,7 @@ import pytest
 from bench.conformance.architectures import ARCHITECTURES
 from bench.conformance.check import Setup, check
 from bench.conformance.results import Verdict
-from examples.services import start_store
+from svc_common.launcher import start_store
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -32,6 +32,6 @@ def test_a_wrong_guess_is_not_served(tmp_path):
     finally:
         store.stop()
     for outcome in outcomes:
-        assert outcome.verdict is Verdict.FAILED
+        assert outcome.verdict is Verdict.REFUSED
         assert "resid_post of the last layer does not explain the model's own logits" in outcome.detail
         assert outcome.rows == 0

@@ -1,6 +1,6 @@
 """A worker extension that has the taps take the residual stream for what it is not; see `test_wrong_guess.py`."""
 
-from inference_svc.taps import structure
+from inference_svc.taps.model import structure
 
 EXTENSION = f"{__name__}.WrongGuess"
 

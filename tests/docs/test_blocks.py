@@ -16,8 +16,8 @@ import pytest
 
 from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
-from residuum.rpc.tokens import TokenFile
 from store_svc.settings import StoreSettings
+from svc_common.tokens_file import TokenFile
 from tests.docs.blocks import ELSEWHERE, OUTPUT, PAGES, PARSED, ROOT, RUN, Block, blocks, words
 
 if sys.version_info >= (3, 11):

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import grpc
 
-from residuum.rpc.logs import configure_logs
+from svc_common.logs import configure_logs
 from tests.faults.support import COMPLETE, DEADLINE, ENVIRONMENT, Capture, Ring, Shippers, Store
 
 VICTIMS = ("store", "shipper", "both", "starting store")

@@ -21,12 +21,12 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from examples.services import OWN_GROUP
-from inference_svc.shipping.producer import RingProducer
 from inference_svc.shipping.protocol import ExtentReady
 from inference_svc.shipping.supervisor import ShipperSupervisor
+from inference_svc.shipping.worker.producer import RingProducer
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
+from svc_common.launcher import OWN_GROUP
 
 _T = TypeVar("_T")
 

@@ -18,10 +18,10 @@ import pytest
 
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import parse_read
-from store_svc.db import Database
-from store_svc.load import load_catalog
-from store_svc.names import CaptureName
-from store_svc.reader import Reader
+from store_svc.captures.capture_names import CaptureName
+from store_svc.captures.catalog_loading import load_catalog
+from store_svc.database.db import Database
+from store_svc.reading.reader import Reader
 from tests.faults import power
 from tests.faults.power import Recording
 from tests.faults.support import Store

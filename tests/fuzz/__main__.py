@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _TARGETS = {"store": ("tests.fuzz.store", "FuzzedStore"), "inference": ("tests.fuzz.inference", "FuzzedInference")}
-_OURS = ["store_svc", "inference_svc", "residuum.rpc", "residuum.wire"]
+_OURS = ["store_svc", "inference_svc", "svc_common", "residuum.rpc", "residuum.wire"]
 _CHECK_EVERY = 50
 
 

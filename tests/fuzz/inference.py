@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
-from inference_svc.engine import Engine
+from inference_svc.engine.engine import Engine
 from residuum.rpc.channels import open_channel
 from residuum.v1 import (
     capture_pb2,

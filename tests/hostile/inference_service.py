@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from residuum.rpc.logs import configure_logs
+from svc_common.logs import configure_logs
 from tests.fuzz.inference import ScriptedEngine
 from tests.hostile.inference import STUCK
 from tests.inference.service_support import EngineCall, running_service, stuck_after, three_tokens

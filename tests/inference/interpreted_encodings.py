@@ -12,8 +12,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 
-from inference_svc.taps import kernel
-from inference_svc.taps.encodings.gpu import GpuEncoder
+from inference_svc.taps.gpu import kernel
+from inference_svc.taps.gpu.encoder import GpuEncoder
 from tests.inference.encoder_cases import Case, cases
 
 GUARD = 64

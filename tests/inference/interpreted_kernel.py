@@ -17,14 +17,14 @@ import sys
 import numpy as np
 import torch
 
-from inference_svc.taps import kernel
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.cpu import CpuTap
-from inference_svc.taps.layout import NOWHERE, StepLayout
+from inference_svc.taps.cpu.tap import CpuTap
+from inference_svc.taps.gpu import kernel
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.programs import Program, Step
+from inference_svc.taps.steps.layout import NOWHERE, StepLayout
+from inference_svc.taps.steps.programs import Program, Step
 from residuum.v1 import capture_pb2
 from tests.inference import steering_cases as steering
 

@@ -12,23 +12,19 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from inference_svc.engine import Delta, ModelFacts
-from inference_svc.generation import Generator
+from inference_svc.captures.stores import Stores
+from inference_svc.engine.engine import Delta
+from inference_svc.engine.facts import ModelFacts
 from inference_svc.metrics import InferenceMetrics, ServiceCollector
-from inference_svc.places import Places
-from inference_svc.projections import Projections
-from inference_svc.requests import RequestRegistry
+from inference_svc.requests.concurrency import Places
+from inference_svc.requests.registry import RequestRegistry
+from inference_svc.resources.projections import Projections
+from inference_svc.resources.vectors import VectorActivator, VectorCache
 from inference_svc.servicer import InferenceServicer, Parts
+from inference_svc.session.generation import Generator
 from inference_svc.settings import InferenceSettings
-from inference_svc.stores import Stores
-from inference_svc.vectors import VectorActivator, VectorCache
-from residuum.rpc.access import Access
-from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.channels import SERVER_OPTIONS, open_aio_channel
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
-from residuum.rpc.logs import get_logger
-from residuum.rpc.patience import AioPatienceInterceptor
-from residuum.rpc.serving import AioErrorInterceptor
 from residuum.v1 import (
     capture_pb2,
     inference_pb2,
@@ -42,6 +38,11 @@ from residuum.v1 import (
 from residuum.wire.digests import vector_message
 from residuum.wire.ids import make_id
 from residuum.wire.placement import StoreAddress, parse_stores
+from svc_common.access import Access
+from svc_common.authentication import AioAccessInterceptor
+from svc_common.logs import get_logger
+from svc_common.serving import AioErrorInterceptor
+from svc_common.stall_timeouts import AioPatienceInterceptor
 
 HIDDEN = 4
 FACTS = ModelFacts(
@@ -102,7 +103,10 @@ class EngineCall:
 
 
 class FakeEngine:
-    """Takes the place of `inference_svc.engine.Engine`; `script` is an async generator of deltas for each call."""
+    """Takes the place of `inference_svc.engine.engine.Engine`.
+
+    `script` is an async generator of deltas for each call.
+    """
 
     def __init__(self):
         self.facts = FACTS

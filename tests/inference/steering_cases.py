@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from inference_svc.taps.bank import VectorBank
-from inference_svc.taps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
 from inference_svc.taps.plan import Kind, Operation
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.programs import Program, Step
+from inference_svc.taps.steps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
+from inference_svc.taps.steps.programs import Program, Step
 from tests.inference.taps_support import CPU, select, steer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inference_svc.taps.blocks import BlockPool
-    from inference_svc.taps.kernel import KernelTables
+    from inference_svc.taps.gpu.kernel import KernelTables
 
 POINTS = TapPoints(0, 1)
 POINT = POINTS.after(0)
@@ -171,8 +171,8 @@ def make_tables(
     layout: StepLayout, count: int, bank: VectorBank, pool: BlockPool | None = None, points: TapPoints = POINTS
 ) -> KernelTables:
     """Return what the kernels read in a step of `count` rows, on the bank's device."""
-    from inference_svc.taps.kernel import ROW_FIELDS, KernelTables  # Triton need not be there for the CPU's tap
-    from inference_svc.taps.tables import ProgramTable
+    from inference_svc.taps.gpu.kernel import ROW_FIELDS, KernelTables  # Triton need not be there for the CPU's tap
+    from inference_svc.taps.gpu.tables import ProgramTable
 
     device = bank.vectors.device
     table = ProgramTable(128, 1024, points, device)

@@ -11,12 +11,12 @@ import torch
 from inference_svc.shipping.ring import Extent
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.cpu import CpuTap
-from inference_svc.taps.layout import StepRows
+from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.plan import Capture, Kind, RequestPlan
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.runtime import TapRuntime
 from inference_svc.taps.sink import BlockSink, RowFormat
+from inference_svc.taps.steps.layout import StepRows
+from inference_svc.taps.steps.runtime import TapRuntime
 from residuum.v1 import capture_pb2, selection_pb2, tensor_pb2
 
 DTYPES = {

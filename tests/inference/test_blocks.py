@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import inference_svc
+from inference_svc.engine.tap_settings import SITES
 from inference_svc.settings import InferenceSettings
-from inference_svc.tap_settings import SITES
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.worker import _STEPS_LEAVING
+from inference_svc.taps.vllm.worker import _STEPS_LEAVING
 
 PAGE = Path(inference_svc.__file__).parents[1] / "docs" / "operations" / "sizing.md"
 LAYERS, HIDDEN, ELEMENT_BYTES = 32, 4096, 2

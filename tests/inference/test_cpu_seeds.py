@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from inference_svc.taps.cpu_seeds import attach
-from inference_svc.taps.runner_v1 import IncompatibleEngineError
+from inference_svc.taps.vllm.cpu_seeds import attach
+from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError
 
 
 class Runner:

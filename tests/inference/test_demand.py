@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.taps.demand import demand_of
-from inference_svc.taps.layout import RequestState, StepPlanner
+from inference_svc.taps.gpu.tables import ProgramTable
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.tables import ProgramTable
+from inference_svc.taps.steps.demand import demand_of
+from inference_svc.taps.steps.layout import RequestState, StepPlanner
 from tests.inference.taps_support import CPU, GENERATED, PROMPT, capture, select
 
 LAYERS = 4
@@ -51,7 +51,7 @@ def test_what_people_ask_for_takes_little():
 
 
 def test_room_that_was_left_in_pieces_is_won_back():
-    from inference_svc.taps.programs import Program, Step
+    from inference_svc.taps.steps.programs import Program, Step
 
     def program(first, count):
         return Program.make(steps=[Step(Kind.ADD, row, (0,), 1.0, 0.0, 0.0) for row in range(first, first + count)])

@@ -7,26 +7,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from inference_svc.taps import kernel
-from inference_svc.taps.encodings import kernels
+from inference_svc.taps.gpu import encoding_kernels, kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = dict.fromkeys(("positions", "capacity", "width", "count", "rows", "unit_bytes"), "i32")
 CASES = {
-    "quantised rows": (kernels._quantize_rows_kernel, {"target": "*u8", "factor": "fp32"}, {"BLOCK": 2048}),
-    "quantised columns": (kernels._quantize_columns_kernel, {"target": "*u8"}, {"COLUMNS": 128}),
+    "quantised rows": (encoding_kernels._quantize_rows_kernel, {"target": "*u8", "factor": "fp32"}, {"BLOCK": 2048}),
+    "quantised columns": (encoding_kernels._quantize_columns_kernel, {"target": "*u8"}, {"COLUMNS": 128}),
     "largest, quantised": (
-        kernels._keep_largest_kernel,
+        encoding_kernels._keep_largest_kernel,
         {"target": "*u8", "bits": "*i16"},
         {"BITS": 16, "QUANTIZE": True, "BLOCK": 512},
     ),
     "largest": (
-        kernels._keep_largest_kernel,
+        encoding_kernels._keep_largest_kernel,
         {"target": "*u8", "bits": "*i16"},
         {"BITS": 16, "QUANTIZE": False, "BLOCK": 512},
     ),
     "inner products": (
-        kernels._inner_products_kernel,
+        encoding_kernels._inner_products_kernel,
         {"target": "*fp32", "vectors": "*fp32"},
         {"ROWS": 32, "VECTORS": 16, "WIDTH": 64},
     ),

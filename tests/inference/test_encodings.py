@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from examples.services import ROOT
-from inference_svc.taps.encodings import cpu
+from inference_svc.taps.cpu import encoder
 from inference_svc.taps.encodings.check import CannotEncodeError, check_encodings
 from inference_svc.taps.encodings.signs import SignCache
 from residuum.wire.projection import projection_signs
+from svc_common.launcher import ROOT
 from tests.inference.encoder_cases import DTYPES, cases
 from tests.inference.taps_support import CPU
 
 
 def encode(rows, form, basis):
     payload = np.full(form.payload_bytes(*rows.shape[:2]), 0xEE, dtype=np.uint8)
-    cpu.encode(rows, form, basis, torch.from_numpy(payload).view(len(rows), -1))
+    encoder.encode(rows, form, basis, torch.from_numpy(payload).view(len(rows), -1))
     return payload
 
 
@@ -32,7 +32,7 @@ def test_rows_are_encoded_as_the_contract_says(dtype):
 
 
 def test_large_blocks_are_encoded_in_groups(monkeypatch):
-    monkeypatch.setattr(cpu, "_GROUP_ELEMENTS", 500)
+    monkeypatch.setattr(encoder, "_GROUP_ELEMENTS", 500)
     for case in cases(((48, 16),)):
         case.check(encode(case.rows, case.form, case.basis()))
 

@@ -18,11 +18,11 @@ from inference_svc.shipping.ring import Extent
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.element_types import WIRE_TYPES
-from inference_svc.taps.encodings.gpu import GpuEncoder
 from inference_svc.taps.encodings.signs import SignCache
+from inference_svc.taps.gpu.encoder import GpuEncoder
+from inference_svc.taps.gpu.streamed_sink import StreamedSink
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
 from inference_svc.taps.sink import RowFormat as Rows
-from inference_svc.taps.streamed_sink import StreamedSink
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import ENCODINGS, PROJECT, RANDOM_PROJECTIONS, SIZED, RowFormat
 from tests.inference.encoder_cases import DTYPES, cases

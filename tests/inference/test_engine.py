@@ -13,17 +13,13 @@ import pytest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from inference_svc import engine as engine_module
-from inference_svc.engine import (
-    Delta,
-    Engine,
-    UntappedLayersError,
-    check_ranks,
-    sampling_params,
-)
+from inference_svc.engine import arguments as engine_arguments
+from inference_svc.engine import engine as engine_module
+from inference_svc.engine.engine import Delta, Engine, sampling_params
+from inference_svc.engine.ranks import UntappedLayersError, check_ranks
 from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
-from inference_svc.taps.worker import SETTINGS_VARIABLE
+from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2
 from tests.inference.service_support import FACTS
@@ -333,14 +329,14 @@ def test_an_empty_stop_list_and_seed_zero_are_kept():
 
 def test_the_taps_have_the_last_word_about_what_they_need():
     settings = InferenceSettings(model="folder", max_model_len=77, engine_args={"block_size": 32})
-    args = engine_module._engine_args(settings)
-    assert args.worker_cls == "inference_svc.taps.cpu_worker.TappedCpuWorker"
+    args = engine_arguments.tapped_engine_args(settings)
+    assert args.worker_cls == "inference_svc.taps.vllm.cpu_worker.TappedCpuWorker"
     assert (args.model, args.max_model_len, args.block_size) == ("folder", 77, 32)
 
 
 def test_the_compile_caches_key_knows_what_is_in_the_graph():
     def key(**settings):
-        return engine_module._engine_args(InferenceSettings(model="folder", **settings)).additional_config
+        return engine_arguments.tapped_engine_args(InferenceSettings(model="folder", **settings)).additional_config
 
     assert key() == key(ring_mib=3)
     different = [key(), key(capture_sites="resid_post,resid_pre"), key(fold_norms=True)]
@@ -350,7 +346,7 @@ def test_the_compile_caches_key_knows_what_is_in_the_graph():
 
 def test_an_engine_without_taps_is_given_all_else():
     settings = InferenceSettings(model="folder", max_model_len=77, kv_cache_gib=0.5, engine_args={"block_size": 32})
-    args, plain = engine_module._engine_args(settings), engine_module.engine_arguments(settings)
+    args, plain = engine_arguments.tapped_engine_args(settings), engine_arguments.engine_arguments(settings)
     assert {"worker_cls", "additional_config"}.isdisjoint(plain)
     assert {name: getattr(args, name) for name in plain} == plain
     assert plain["kv_cache_memory_bytes"] == 1 << 29
@@ -365,8 +361,8 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
     settings = InferenceSettings(
         model="folder", ring_mib=3, max_active_vectors=5, capture_sites="mlp_out,resid_pre", store="b=h:2,h:1"
     )
-    engine_module._prepare_environment(settings, "/control")
-    worker = json.loads(engine_module.os.environ[SETTINGS_VARIABLE])
+    engine_arguments.prepare_environment(settings, "/control")
+    worker = json.loads(engine_arguments.os.environ[SETTINGS_VARIABLE])
     assert worker == {
         "control_dir": "/control",
         "ring_bytes": 3 << 20,
@@ -376,7 +372,7 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
         "sites": [capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_MLP_OUT],
         "fold_norms": None,
     }
-    assert engine_module.os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert engine_arguments.os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 def rank(number, first_layer, num_layers, control_path, *, captures=True):

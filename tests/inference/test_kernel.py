@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from examples.services import ROOT
+from svc_common.launcher import ROOT
 
 
 def test_the_kernel_agrees_with_the_cpu_and_its_steering_with_float64() -> None:

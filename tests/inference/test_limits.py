@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference_svc.taps.limits import UnsupportedEngineError, refuse_unsupported
+from inference_svc.taps.vllm.limits import UnsupportedEngineError, refuse_unsupported
 
 
 def config(speculative: object = None, data_parallel: int = 1, **passes: bool) -> SimpleNamespace:

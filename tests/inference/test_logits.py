@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from inference_svc.taps.logits import LogitsCheck, ModelCall
+from inference_svc.taps.model.logits_check import LogitsCheck, ModelCall
 
 WIDTH, VOCABULARY, TOKENS = 16, 40, 4
 

@@ -14,13 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.contextvars import get_contextvars, merge_contextvars
 from structlog.testing import capture_logs
 
-from inference_svc.engine import Delta
+from inference_svc.engine.engine import Delta
 from inference_svc.metrics import ShippingCollector
 from inference_svc.shipping.figures import beside
 from inference_svc.shipping.supervisor import ShipperStatus
 from residuum.rpc.errors import Reason
-from residuum.rpc.metrics import MetricsListener, make_registry
 from residuum.v1 import inference_pb2
+from svc_common.metrics import MetricsListener, make_registry
 from tests.inference.service_support import (
     ADD_JOY,
     CAPTURE,

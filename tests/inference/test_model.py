@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from inference_svc.taps import op
-from inference_svc.taps.hooked_runs import CannotTapError
-from inference_svc.taps.model import check_parts, check_sum, find_decoder_layers, put_taps
+from inference_svc.taps.model.hooked_runs import CannotTapError
+from inference_svc.taps.model.insertion import check_parts, check_sum, find_decoder_layers, put_taps
+from inference_svc.taps.model.structure import Structure, observe, sum_error
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.structure import Structure, observe, sum_error
 from residuum.v1 import capture_pb2
 
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE

@@ -10,12 +10,12 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from inference_svc.taps import op
 from inference_svc.taps.bank import VectorBank
-from inference_svc.taps.cpu import CpuTap
-from inference_svc.taps.layout import NOWHERE, StepLayout
-from inference_svc.taps.norms import can_fold, fold
+from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.programs import Program, Step
+from inference_svc.taps.steps.layout import NOWHERE, StepLayout
+from inference_svc.taps.steps.programs import Program, Step
+from inference_svc.taps.vllm.norms import can_fold, fold
 from tests.inference.taps_support import CPU
 
 WIDTH, POINT = 64, 1

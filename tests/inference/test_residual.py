@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from inference_svc.taps.hooked_runs import CannotTapError
-from inference_svc.taps.structure import observe
+from inference_svc.taps.model.hooked_runs import CannotTapError
+from inference_svc.taps.model.structure import observe
 
 WIDTH = 16
 GARBAGE = (1e31, -1e31, float("nan"), float("inf"), 3.0, 0.0)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from inference_svc.taps.runner_v1 import IncompatibleEngineError, attach
+from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError, attach
 
 
 class Runner:

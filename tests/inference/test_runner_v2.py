@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from inference_svc.taps.runner_v1 import IncompatibleEngineError
-from inference_svc.taps.runner_v2 import attach
+from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError
+from inference_svc.taps.vllm.runner_v2 import attach
 
 
 @dataclass

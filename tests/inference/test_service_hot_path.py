@@ -15,8 +15,8 @@ import structlog
 
 import inference_svc
 import residuum.rpc
-from inference_svc.engine import Engine, sampling_params
-from residuum._events import ReplyBuilder
+from inference_svc.engine.engine import Engine, sampling_params
+from residuum.protocol.events import ReplyBuilder
 from residuum.v1 import inference_pb2
 from tests.inference.service_support import FACTS, ask, spec
 from tests.inference.test_engine import FakeLLM, completion

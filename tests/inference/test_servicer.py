@@ -14,11 +14,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.errors import Failure, Reason
-from residuum.rpc.patience import MAX_WATCHES
-from residuum.rpc.serving import add_health_and_reflection
 from residuum.v1 import capture_pb2, errors_pb2, inference_pb2
 from residuum.v1.store_pb2_grpc import add_StoreServiceServicer_to_server
 from residuum.wire.limits import DIGEST_BYTES, MAX_DIGESTS_PER_CALL, MAX_MESSAGE_BYTES, MAX_VECTORS_PER_CALL
+from svc_common.serving import add_health_and_reflection
+from svc_common.stall_timeouts import MAX_WATCHES
 from tests.inference.service_support import (
     ADD_JOY,
     CAPTURE,

@@ -12,8 +12,8 @@ import pytest
 
 import inference_svc
 from inference_svc.settings import InferenceSettings
-from residuum.rpc.environment import OTHERS, SETTINGS, strangers
-from residuum.rpc.settings import load_settings, log_strangers
+from svc_common.environment import OTHERS, SETTINGS, strangers
+from svc_common.settings import load_settings, log_strangers
 
 ROOT = Path(inference_svc.__file__).parents[1]
 

@@ -13,8 +13,8 @@ from vllm.v1.worker import gpu_worker
 
 from inference_svc.taps.encodings import signs as signs_module
 from inference_svc.taps.encodings.signs import IDLE_BYTES, IDLE_MATRICES, KEPT_BYTES, SignCache, Signs, most_bytes
-from inference_svc.taps.gpu_worker import TappedGpuWorker
 from inference_svc.taps.plan import RequestPlan
+from inference_svc.taps.vllm.gpu_worker import TappedGpuWorker
 from residuum.v1 import capture_pb2
 from residuum.wire.projection import projection_signs
 from tests.inference.taps_support import CPU

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from inference_svc.shipping.producer import RingProducer
 from inference_svc.shipping.protocol import Done, ExtentReady, MessageReader
+from inference_svc.shipping.worker.producer import RingProducer
 from inference_svc.taps.blocks import BlockPool, PoolExhaustedError
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.sink import BlockSink, RowFormat

@@ -11,7 +11,7 @@ from tests.shipping.support import ENVIRONMENT
 # The service's program, as `python -m` runs it, up to where it reads its settings: there it spawns a process.
 PROGRAM = """
 import multiprocessing, runpy, sys
-import residuum.rpc.settings
+import svc_common.settings
 from tests.inference.test_spawned import tell
 
 def spawn(*_):
@@ -23,7 +23,7 @@ def spawn(*_):
     process.join()
     sys.exit()
 
-residuum.rpc.settings.load_settings = spawn
+svc_common.settings.load_settings = spawn
 sys.argv[1:] = []
 runpy.run_module("inference_svc", run_name="__main__", alter_sys=True)
 """

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.layout import StepRows
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.runtime import TapRuntime
-from inference_svc.taps.steady import SteadyBatch
+from inference_svc.taps.steps.layout import StepRows
+from inference_svc.taps.steps.runtime import TapRuntime
+from inference_svc.taps.steps.steady import SteadyBatch
 from residuum.v1 import capture_pb2
 from tests.inference.taps_support import CPU, GENERATED, PROMPT, capture, select
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.taps import runtime as runtime_module
-from inference_svc.taps.layout import NOWHERE, PLACE, PROGRAM, ROW, RequestState, StepRows
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.programs import Step
-from inference_svc.taps.runtime import TapRuntime
+from inference_svc.taps.steps import runtime as runtime_module
+from inference_svc.taps.steps.layout import NOWHERE, PLACE, PROGRAM, ROW, RequestState, StepRows
+from inference_svc.taps.steps.programs import Step
+from inference_svc.taps.steps.runtime import TapRuntime
 from tests.inference.taps_support import GENERATED, PROMPT, Worker, capture, is_wanted, select
 
 HIDDEN, LAYERS = 4, 3

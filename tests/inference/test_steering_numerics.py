@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.taps.cpu import CpuTap
+from inference_svc.taps.cpu.tap import CpuTap
 from tests.inference.steering_cases import (
     POINT,
     POINTS,
@@ -85,7 +85,7 @@ CUDA = torch.device("cuda")
 
 
 def steered_on_gpu(case):
-    from inference_svc.taps import kernel
+    from inference_svc.taps.gpu import kernel
 
     hidden = case.hidden.to(CUDA)
     residual = None if case.residual is None else case.residual.to(CUDA)

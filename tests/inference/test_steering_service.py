@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from inference_svc import generation
-from inference_svc.engine import Delta
+from inference_svc.engine.engine import Delta
+from inference_svc.session import generation
 from inference_svc.taps.plan import Kind
-from inference_svc.taps.worker import TappedWorker
+from inference_svc.taps.vllm.worker import TappedWorker
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES_BYTES

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from inference_svc.plans import make_operations, make_plan
-from inference_svc.requests import Running
-from inference_svc.specs import (
+from inference_svc.requests.plans import make_operations, make_plan
+from inference_svc.requests.registry import Running
+from inference_svc.requests.specs import (
     check_demand,
     demand_of_steering,
     digests_of,
@@ -19,8 +19,8 @@ from inference_svc.specs import (
     resolve_spec,
     resolve_steering,
 )
-from inference_svc.taps.demand import MAX_ENTRIES, Demand
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
+from inference_svc.taps.steps.demand import MAX_ENTRIES, Demand
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from tests.inference.taps_support import GENERATED, select

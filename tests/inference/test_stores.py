@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
-from inference_svc import captures
-from inference_svc.requests import RequestRegistry
-from inference_svc.stores import Stores
+from inference_svc.captures import keeper as capture_keeper
+from inference_svc.captures.stores import Stores
+from inference_svc.requests.registry import RequestRegistry
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import Credentials
 from residuum.rpc.errors import Failure
@@ -152,12 +152,12 @@ async def test_ids_that_the_service_makes_avoid_a_store_that_does_not_answer(gro
 
 
 async def test_a_store_that_failed_is_tried_again_after_a_while(monkeypatch):
-    keeper = captures.CaptureKeeper(StoreAddress("a", "127.0.0.1:1"))
+    keeper = capture_keeper.CaptureKeeper(StoreAddress("a", "127.0.0.1:1"))
     assert (keeper.is_avoided, keeper.answered) == (False, None)
     with pytest.raises(Failure):
         await keeper.check_reachable()
     assert (keeper.is_avoided, keeper.answered) == (True, False)
-    monkeypatch.setattr(captures, "_AVOIDED_SECONDS", 0.0)  # as if the time were over
+    monkeypatch.setattr(capture_keeper, "_AVOIDED_SECONDS", 0.0)  # as if the time were over
     assert not keeper.is_avoided
     await keeper.close(0)
 
@@ -166,7 +166,7 @@ async def test_a_capture_is_sealed_although_the_token_cannot_be_read_for_a_while
     token = tmp_path / "token"
     token.write_text("secret")
     (address,) = parse_stores(group.addresses("a"))
-    keeper = captures.CaptureKeeper(address, Credentials(token_file=token))
+    keeper = capture_keeper.CaptureKeeper(address, Credentials(token_file=token))
     description = capture_pb2.CaptureDescription(
         capture_id="x", model="m", hidden_size=8, num_layers=4, dtype=tensor_pb2.DATA_TYPE_FLOAT32,
         prompt_token_ids=[1], num_sequences=1,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from inference_svc.taps.gpu.tables import MAX_BANK_ROWS, NOT_KEPT, ProgramTable, TablesFullError
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.programs import Program, Step
-from inference_svc.taps.tables import MAX_BANK_ROWS, NOT_KEPT, ProgramTable, TablesFullError
+from inference_svc.taps.steps.programs import Program, Step
 from residuum.v1 import capture_pb2
 
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from examples.services import ROOT
+from svc_common.launcher import ROOT
 
 _WORKER = """
 import os, sys, time
-from inference_svc.taps import watchdog
+from inference_svc.taps.vllm import watchdog
 watchdog._GRACE_SECONDS = watchdog._POLL_SECONDS = 0.1
 if "sandbox" in sys.argv:
     def refuse(pid):

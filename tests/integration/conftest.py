@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import residuum
-from examples.services import Service, running_services
+from svc_common.launcher import Service, running_services
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

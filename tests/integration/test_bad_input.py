@@ -16,7 +16,7 @@ from residuum.wire.digests import vector_message
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from examples.services import Service
+    from svc_common.launcher import Service
 
 pytestmark = pytest.mark.engine
 

@@ -24,7 +24,7 @@ from tests.docs.blocks import DOCS, PAGES, ROOT, RUN, Block, blocks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from examples.services import Service
+    from svc_common.launcher import Service
 
 pytestmark = pytest.mark.engine
 

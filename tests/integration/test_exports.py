@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "client"))  # tests are no
 from opened import OPENERS
 
 if TYPE_CHECKING:
-    from examples.services import Service
+    from svc_common.launcher import Service
 
 pytestmark = pytest.mark.engine
 

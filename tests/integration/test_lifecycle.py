@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import residuum
-from examples.services import OWN_GROUP, ROOT, Service, start_inference, start_store
+from svc_common.launcher import OWN_GROUP, ROOT, Service, start_inference, start_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

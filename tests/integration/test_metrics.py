@@ -14,7 +14,7 @@ import residuum
 from residuum.cli import main
 
 if TYPE_CHECKING:
-    from examples.services import Service
+    from svc_common.launcher import Service
 
 pytestmark = pytest.mark.engine
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import residuum
-from examples.services import Service, start_inference, start_store
 from residuum.wire.placement import first_rank
+from svc_common.launcher import Service, start_inference, start_store
 
 if TYPE_CHECKING:
     from pathlib import Path

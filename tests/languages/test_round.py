@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import residuum
-from examples.services import start_inference, start_store
 from residuum.wire.placement import ranks
+from svc_common.launcher import start_inference, start_store
 from tests.languages.programs import Outcome
 from tests.security.certificates import Authority
 from tests.security.tokens import Tokens

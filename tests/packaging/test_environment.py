@@ -1,4 +1,4 @@
-"""The list of RESIDUUM_ variables in `residuum.rpc.environment` is that of the whole tree."""
+"""The list of RESIDUUM_ variables in `svc_common.environment` is that of the whole tree."""
 
 import re
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from inference_svc.settings import InferenceSettings
-from residuum.rpc.environment import OTHERS, PREFIX, SETTINGS
 from store_svc.settings import StoreSettings
+from svc_common.environment import OTHERS, PREFIX, SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(rf"{PREFIX}([A-Z0-9]+(?:_[A-Z0-9]+)*)")
@@ -31,12 +31,12 @@ def found():
 
 def test_settings_are_those_of_both_services():
     fields = InferenceSettings.model_fields.keys() | StoreSettings.model_fields.keys()
-    assert {name.upper() for name in fields} == SETTINGS, "residuum/rpc/environment.py lists them"
+    assert {name.upper() for name in fields} == SETTINGS, "svc_common/environment.py lists them"
 
 
 def test_every_name_of_the_tree_is_known(found):
     unknown = {name: files for name, files in found.items() if name not in SETTINGS | OTHERS | SLIPS}
-    assert not unknown, "list them in residuum/rpc/environment.py, or services refuse them or log them"
+    assert not unknown, "list them in svc_common/environment.py, or services refuse them or log them"
 
 
 def test_no_name_is_known_that_nobody_reads(found):

@@ -32,8 +32,13 @@ def test_import_linter_keeps_every_contract(tool):
     ("file", "statement"),
     [
         ("client/residuum/__init__.py", "import torch"),
-        ("client/residuum/__init__.py", "import residuum.rpc.serving"),
+        ("client/residuum/__init__.py", "import svc_common.serving"),
+        ("client/residuum/exports/__init__.py", "import residuum.captures.client"),
+        ("client/residuum/protocol/__init__.py", "import residuum.transport.streams"),
+        ("client/residuum/protocol/__init__.py", "import grpc"),
         ("client/residuum/rpc/channels.py", "import residuum.exceptions"),
+        ("client/residuum/values/__init__.py", "import residuum.protocol.requests"),
+        ("client/residuum/values/__init__.py", "import asyncio"),
         ("client/residuum/v1/__init__.py", "import residuum.wire.limits"),
         ("client/residuum/wire/__init__.py", "import grpc"),
         ("client/residuum/wire/__init__.py", "import residuum.rpc.errors"),
@@ -42,11 +47,15 @@ def test_import_linter_keeps_every_contract(tool):
         ("inference_svc/__init__.py", "from residuum import Client"),
         ("store_svc/__init__.py", "import residuum.exceptions"),
         ("store_svc/__init__.py", "import vllm"),
+        ("svc_common/__init__.py", "import inference_svc.settings"),
+        ("svc_common/__init__.py", "import residuum.exceptions"),
+        ("svc_common/__init__.py", "import store_svc.settings"),
+        ("svc_common/__init__.py", "import torch"),
     ],
 )
 def test_import_linter_notices(file, statement, tool, tmp_path):
     """A contract that nothing can break protects nothing: each breach, written into a copy, is found."""
-    for folder in ("client", "inference_svc", "store_svc"):
+    for folder in ("client", "inference_svc", "store_svc", "svc_common"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     with (tmp_path / file).open("a") as source:
@@ -67,22 +76,22 @@ def test_import_linter_notices(file, statement, tool, tmp_path):
 def test_client_and_store_never_name_a_heavy_library(module):
     """Stricter than import-linter: not even inside a function or behind TYPE_CHECKING, but in the module for torch."""
     allowed = ["client/residuum/torch.py"] if module == "torch" else []
-    assert files_that_import(module, "client", "store_svc") == allowed
+    assert files_that_import(module, "client", "store_svc", "svc_common") == allowed
 
 
 def test_nothing_imports_what_needs_torch():
-    assert files_that_import("residuum.torch", "client", "store_svc", "inference_svc") == []
+    assert files_that_import("residuum.torch", "client", "store_svc", "inference_svc", "svc_common") == []
 
 
 def test_one_file_knows_lmdb():
-    found = files_that_import("lmdb", "client", "inference_svc", "store_svc")
+    found = files_that_import("lmdb", "client", "inference_svc", "store_svc", "svc_common")
     assert len(found) == 1, found
     assert found[0].startswith("store_svc/")
 
 
 def test_the_files_that_know_async_llm():
     found = [str(path.relative_to(ROOT)) for path in sources("inference_svc") if "AsyncLLM" in code_of(path)]
-    assert found == ["inference_svc/engine.py", "inference_svc/vllm_serve/plugin.py"]
+    assert found == ["inference_svc/engine/engine.py", "inference_svc/vllm_serve/plugin.py"]
 
 
 def code_of(path):

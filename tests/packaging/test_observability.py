@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
-from inference_svc.requests import RequestRegistry
+from inference_svc.requests.registry import RequestRegistry
+from inference_svc.resources.vectors import VectorActivator, VectorCache
 from inference_svc.shipping.supervisor import ShipperSupervisor
-from inference_svc.vectors import VectorActivator, VectorCache
 from residuum.rpc.credentials import Credentials
 from residuum.wire.ids import make_id
 from store_svc.server import Store

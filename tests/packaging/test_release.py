@@ -24,7 +24,9 @@ def test_the_version_stands_in_one_place():
     version = release_check.version_of(PYPROJECT.read_text())
     assert metadata.version("residuum") == version, "make setup installs it anew"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    code = [ROOT / name for name in listed if re.match(r"(client|inference_svc|store_svc|deploy|scripts)/", name)]
+    code = [
+        ROOT / name for name in listed if re.match(r"(client|inference_svc|store_svc|svc_common|deploy|scripts)/", name)
+    ]
     assert code
     named = re.compile(rf"(?i)(?:residuum|version)\W{{0,4}}v?{re.escape(version)}")
     assert [str(path) for path in code if path.is_file() and named.search(path.read_text(errors="ignore"))] == []
@@ -178,7 +180,12 @@ def test_nothing_needs_a_newer_python_than_the_project_says(tool):
     flags = ["--target=3.10-", "--violations", "--no-tips", "--eval-annotations", "--backport", "typing_extensions"]
     stubs = ["--exclude-regex", r"\.pyi$"]  # they ask for the version themselves
     checked = subprocess.run(
-        [tool("vermin"), *flags, *stubs, *(str(ROOT / name) for name in ("client", "inference_svc", "store_svc"))],
+        [
+            tool("vermin"),
+            *flags,
+            *stubs,
+            *(str(ROOT / name) for name in ("client", "inference_svc", "store_svc", "svc_common")),
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -11,19 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ["torch", "vllm", "lmdb", "transformers"]
-_FOR_SERVERS = [
-    "access",
-    "admission",
-    "alarms",
-    "logs",
-    "metrics",
-    "patience",
-    "security",
-    "serving",
-    "settings",
-    "tokens",
-]
-"""Of residuum.rpc; they may need what a client does not install."""
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +36,10 @@ def run(python, code, tmp_path):
     return json.loads(result.stdout)
 
 
-def test_wheel_holds_the_three_packages_and_the_type_marker(wheel):
+def test_wheel_holds_the_four_packages_and_the_type_marker(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"residuum", "inference_svc", "store_svc"}
+    assert tops == {"residuum", "inference_svc", "store_svc", "svc_common"}
     assert "residuum/py.typed" in names
     assert "residuum/v1/store_pb2.pyi" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
@@ -71,7 +58,7 @@ def test_nothing_heavy_is_installed(python, tmp_path):
 
 
 def test_every_client_module_imports_with_base_dependencies_only(python, tmp_path):
-    """But for what residuum.rpc holds for servers, and residuum.torch: they say so by failing to import."""
+    """But for residuum.torch: it says so by failing to import."""
     code = """
 import importlib, json, pkgutil, residuum
 failed = []
@@ -84,8 +71,7 @@ for module in pkgutil.walk_packages(residuum.__path__, "residuum."):
         failed.append(module.name)
 print(json.dumps(failed))
 """
-    failed = set(run(python, code, tmp_path))
-    assert failed - {"residuum.torch"} <= {f"residuum.rpc.{name}" for name in _FOR_SERVERS}
+    assert run(python, code, tmp_path) == ["residuum.torch"]
 
 
 def test_import_is_quick(python, tmp_path):
@@ -119,7 +105,7 @@ def test_mypy_sees_the_types_of_an_installed_wheel(python, tool, tmp_path):
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if name not in {"MYPYPATH", "PYTHONPATH"}},
     )
-    assert "residuum.replies.Reply" in checked.stdout, checked.stdout + checked.stderr
+    assert "residuum.values.replies.Reply" in checked.stdout, checked.stdout + checked.stderr
     assert "numpy.ndarray" in checked.stdout
     assert 'program.py:5: error: Argument "layers"' in checked.stdout
     assert "Found 1 error in 1 file" in checked.stdout

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import residuum
-from examples.services import start_inference, start_store
 from residuum.cli import main
+from svc_common.launcher import start_inference, start_store
 from tests.security.test_scans import KNOCKS, noise
 
 pytestmark = pytest.mark.engine

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from inference_svc.captures import CaptureKeeper
+from inference_svc.captures.keeper import CaptureKeeper
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import Credentials
 from residuum.rpc.errors import Failure, Reason

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from examples.services import start_store
+from svc_common.launcher import start_store
 from tests.shipping.support import wait_until
 
 KNOCKS = 100

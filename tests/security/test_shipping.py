@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import residuum
-from inference_svc.captures import CaptureKeeper
+from inference_svc.captures.keeper import CaptureKeeper
 from inference_svc.shipping.credentials import to_arguments
-from inference_svc.shipping.producer import RingProducer
+from inference_svc.shipping.worker.producer import RingProducer
 from residuum.rpc.credentials import TLS, Credentials
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 from residuum.wire.placement import StoreAddress

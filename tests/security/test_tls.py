@@ -13,8 +13,8 @@ import pytest
 
 import residuum
 from residuum.cli import doctor, main
-from residuum.rpc.security import SecurityError
 from store_svc.settings import StoreSettings
+from svc_common.security import SecurityError
 from tests.security.certificates import Authority
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import pytest
 
 import residuum
 from residuum.cli import main
-from residuum.rpc.tokens import Limits, TokenFile, TokensError, tomllib
 from residuum.wire.tokens import make_token, token_hash
+from svc_common.tokens_file import Limits, TokenFile, TokensError, tomllib
 from tests.security.callers import Caller
 
 HASH = "sha256:" + "0" * 64

@@ -12,12 +12,12 @@ from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from residuum.rpc import access
-from residuum.rpc.access import Access, check_table
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import Credentials
 from residuum.rpc.errors import failure_from_rpc_error
 from residuum.v1 import inference_pb2, store_pb2
+from svc_common import access
+from svc_common.access import Access, check_table
 
 STORE, INFERENCE = "residuum.v1.StoreService", "residuum.v1.InferenceService"
 HEALTH, REFLECTION = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"

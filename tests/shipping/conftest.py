@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from inference_svc.shipping.producer import RingProducer
+from inference_svc.shipping.worker.producer import RingProducer
 from tests.shipping.support import ENVIRONMENT, ScriptedStore
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.shipping.allotment import SharedAllotment, least_ring_bytes, reserve_bytes
 from inference_svc.shipping.ring import EXTENT_ALIGNMENT
+from inference_svc.shipping.worker.allotment import SharedAllotment, least_ring_bytes, reserve_bytes
 
 UNIT = EXTENT_ALIGNMENT
 

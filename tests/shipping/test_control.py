@@ -7,11 +7,11 @@ import socket
 
 import pytest
 
-from inference_svc.shipping import control
-from inference_svc.shipping.control import ControlClient
-from inference_svc.shipping.outbox import Outbox
 from inference_svc.shipping.protocol import Done, ExtentReady, Hello
 from inference_svc.shipping.ring import SharedRing
+from inference_svc.shipping.shipper import control
+from inference_svc.shipping.shipper.control import ControlClient
+from inference_svc.shipping.shipper.outbox import Outbox
 from tests.shipping.support import DEADLINE, make_header
 
 GOOD = ExtentReady(1, 0, "a", (make_header([0], layers=1),))

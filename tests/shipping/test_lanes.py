@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference_svc.shipping.lanes import Lanes
-from inference_svc.shipping.parcels import loss_parcels
+from inference_svc.shipping.shipper.lanes import Lanes
+from inference_svc.shipping.shipper.parcels import loss_parcels
 from residuum.rpc.credentials import Credentials
 from residuum.v1 import store_pb2
 from residuum.wire.placement import first_rank, parse_stores

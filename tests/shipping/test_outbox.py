@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from inference_svc.shipping.framing import Piece
-from inference_svc.shipping.outbox import Outbox
-from inference_svc.shipping.parcels import Delivery, Parcel
+from inference_svc.shipping.shipper.outbox import Outbox
+from inference_svc.shipping.shipper.parcels import Delivery, Parcel
 from residuum.v1 import errors_pb2, store_pb2
 from tests.shipping.support import DEADLINE, make_header
 

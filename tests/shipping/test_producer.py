@@ -14,9 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from inference_svc.shipping.producer import ProducerClosedError, RingProducer
 from inference_svc.shipping.protocol import MAX_BODY_BYTES, Done, ExtentReady, Hello, Leaving, LossReport, MessageReader
 from inference_svc.shipping.ring import EXTENT_ALIGNMENT, Extent
+from inference_svc.shipping.worker.producer import ProducerClosedError, RingProducer
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 from tests.shipping.support import DEADLINE, make_header, wait_until
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.shipping.program import main
+from inference_svc.shipping.shipper.program import main
 from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
 
 WORKER = """
 import sys
-from inference_svc.shipping.producer import RingProducer
+from inference_svc.shipping.worker.producer import RingProducer
 from tests.shipping.support import Work
 
 producer = RingProducer(sys.argv[1], ring_bytes=8 << 20)

@@ -16,7 +16,7 @@ from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
 PARENT = """
 import asyncio, sys
 from inference_svc.shipping.supervisor import ShipperSupervisor
-from residuum.rpc.logs import configure_logs
+from svc_common.logs import configure_logs
 
 async def run():
     configure_logs()  # to stderr: stdout is for the test

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store_svc.ahead import ahead
+from store_svc.reading.prefetch import ahead
 
 _SECONDS = 10.0
 

@@ -11,7 +11,7 @@ import pytest
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
-from store_svc.names import CaptureName
+from store_svc.captures.capture_names import CaptureName
 from store_svc.traces import CaptureTraces
 from tests.store.support import (
     ABORTED,

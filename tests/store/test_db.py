@@ -19,11 +19,11 @@ import pytest
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import checksum, chunk_prefix
-from store_svc.changes import Batch
-from store_svc.db import DamagedError, Database, StoreFullError, Table, Txn
-from store_svc.names import CaptureName
+from store_svc.captures.capture_names import CaptureName
+from store_svc.database.db import DamagedError, Database, StoreFullError, Table, Txn
 from store_svc.server import Store
-from store_svc.work import Command
+from store_svc.writing.changes import Batch
+from store_svc.writing.write_queue import Command
 from tests.store.support import (
     ABORTED,
     INCOMPLETE,
@@ -266,7 +266,7 @@ def test_a_full_disk_loses_nothing_and_recovers(start: Callable[..., Process]) -
 
 
 def test_housekeeping_waits_for_room_without_spinning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("store_svc.writer._RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("store_svc.writing.writer._RETRY_SECONDS", 0.1)
     with serving(tmp_path / "store", seal_timeout_seconds=0.2) as (store, client):
         client.open(describe("a"))
         client.seal("a", generated=[2])

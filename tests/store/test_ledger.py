@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.selection import expected_rows, wanted_positions
-from store_svc.ledger import Cells, Ledger
-from store_svc.positions import Positions
+from store_svc.captures.ledger import Cells, Ledger
+from store_svc.captures.positions import Positions
 from tests.store.support import POST, PRE, Cell, describe
 
 LAYERS = (0, 2, 3)

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import store_pb2
-from store_svc.changes import Batch
 from store_svc.server import main
+from store_svc.writing.changes import Batch
 from tests.store.support import (
     ABORTED,
     OpenStream,
@@ -176,7 +176,7 @@ def test_lines_about_a_request_have_its_id(start: Start) -> None:
 
 
 def test_a_fault_is_logged_with_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from store_svc.reader import Reader
+    from store_svc.reading.reader import Reader
     from store_svc.servicer import StoreServicer
 
     def fail(*_: object) -> None:

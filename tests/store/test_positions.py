@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store_svc.positions import Positions
+from store_svc.captures.positions import Positions
 
 sets = st.sets(st.one_of(st.integers(0, 80), st.integers(1000, 1050), st.integers(0, 2**32 - 1)), max_size=60)
 

@@ -18,10 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from residuum.rpc.errors import Reason
-from residuum.rpc.settings import load_settings
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.server import main
 from store_svc.settings import StoreSettings
+from svc_common.settings import load_settings
 from tests.store.support import (
     ABORTED,
     COMPLETE,
@@ -153,13 +153,13 @@ def test_the_wait_for_rows_starts_anew_after_a_restart(start: Start) -> None:
 
 
 def test_frames_of_a_deleted_capture_are_freed_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("store_svc.writer._PURGE_FRAMES", 0)  # a store that never comes to it
+    monkeypatch.setattr("store_svc.writing.writer._PURGE_FRAMES", 0)  # a store that never comes to it
     with serving(tmp_path / "store") as (_, client):
         client.open()
         client.append([make_chunk(LAYERS, [position]) for position in range(50)])
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
         assert client.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks == 50
-    monkeypatch.setattr("store_svc.writer._PURGE_FRAMES", 7)
+    monkeypatch.setattr("store_svc.writing.writer._PURGE_FRAMES", 7)
     with serving(tmp_path / "store") as (_, client):
         for _ in range(10):
             client.open(describe("b"))  # each answer comes after another transaction

@@ -14,7 +14,7 @@ from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
 from residuum.wire.frames import ChunkView, checksum, chunk_prefix, parse_chunk, parse_read
 from residuum.wire.selection import wanted_positions
-from store_svc.slicing import slice_chunk
+from store_svc.reading.slicing import slice_chunk
 from tests.encoding_cases import FORMATS, basis, header_of, rows
 from tests.store.support import (
     COMPLETE,

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
-from store_svc.capture import Capture
-from store_svc.catalog import Catalog
-from store_svc.ledger import Cells
-from store_svc.names import CaptureName
-from store_svc.positions import Positions
-from store_svc.retention import Retention, RetentionPolicy
+from store_svc.captures.capture_names import CaptureName
+from store_svc.captures.catalog import Catalog
+from store_svc.captures.ledger import Cells
+from store_svc.captures.lifecycle import Capture
+from store_svc.captures.positions import Positions
 from store_svc.settings import StoreSettings
+from store_svc.writing.retention import Retention, RetentionPolicy
 from tests.store.support import (
     ABORTED,
     COMPLETE,

@@ -7,10 +7,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.v1 import capture_pb2, selection_pb2, steering_pb2, store_pb2
 from residuum.wire.limits import MAX_CAPTURE_TOKENS, MAX_ID_LENGTH, MAX_MESSAGE_BYTES, MAX_STEERING_CHANGES_BYTES
-from store_svc.capture import Capture
+from store_svc.captures.ledger import Cells
+from store_svc.captures.lifecycle import Capture
+from store_svc.captures.positions import Positions
 from store_svc.checks import check_description, check_seal
-from store_svc.ledger import Cells
-from store_svc.positions import Positions
 from tests.store.support import ABORTED, COMPLETE, describe
 
 SITES = [site for site in capture_pb2.Site.values() if site]

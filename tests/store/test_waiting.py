@@ -8,11 +8,11 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.v1 import store_pb2
-from store_svc.capture import Capture, Wait
-from store_svc.catalog import Catalog
-from store_svc.ledger import Cells
-from store_svc.names import CaptureName
-from store_svc.positions import Positions
+from store_svc.captures.capture_names import CaptureName
+from store_svc.captures.catalog import Catalog
+from store_svc.captures.ledger import Cells
+from store_svc.captures.lifecycle import Capture, Wait
+from store_svc.captures.positions import Positions
 from tests.store.support import ABORTED, POST, describe, seal_request
 
 NOW = Timestamp(seconds=1)

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from residuum.rpc.errors import Failure, Reason
-from residuum.rpc.tokens import ANYBODY
 from residuum.v1 import store_pb2
 from residuum.wire.frames import parse_chunk
-from store_svc.append import AppendStream
-from store_svc.capture import Wait
-from store_svc.catalog import Catalog
-from store_svc.changes import Batch
-from store_svc.db import Database
-from store_svc.names import CaptureName
-from store_svc.work import Append, Command, WorkQueue
-from store_svc.writer import Writer, WriterOptions
+from store_svc.captures.capture_names import CaptureName
+from store_svc.captures.catalog import Catalog
+from store_svc.captures.lifecycle import Wait
+from store_svc.database.db import Database
+from store_svc.writing.append import AppendStream
+from store_svc.writing.changes import Batch
+from store_svc.writing.write_queue import Append, Command, WorkQueue
+from store_svc.writing.writer import Writer, WriterOptions
+from svc_common.tokens_file import ANYBODY
 from tests.store.support import cells_of, describe, grid, make_chunk
 
 LAYERS = [0, 1, 2]

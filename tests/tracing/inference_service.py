@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from residuum.rpc.logs import configure_logs
-from residuum.rpc.tracing import AioTracingInterceptor, start_tracing
+from residuum.rpc.tracing import start_tracing
+from svc_common.logs import configure_logs
+from svc_common.tracing import AioTracingInterceptor
 from tests.fuzz.inference import ScriptedEngine
 from tests.inference.service_support import running_service
 

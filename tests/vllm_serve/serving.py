@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from examples.services import OWN_GROUP
+from svc_common.launcher import OWN_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

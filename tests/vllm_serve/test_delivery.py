@@ -6,12 +6,12 @@ import pytest
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 import residuum
-from examples.services import start_store
-from inference_svc.tap_settings import TapSettings
+from inference_svc.engine.tap_settings import TapSettings
 from inference_svc.vllm_serve.delivery import Delivery
 from inference_svc.vllm_serve.refusals import http_error, told_to_http
 from residuum.rpc.errors import CODES, Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2, tensor_pb2
+from svc_common.launcher import start_store
 
 
 def description(name, model="tiny"):

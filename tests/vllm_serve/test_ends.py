@@ -9,10 +9,10 @@ import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from inference_svc.requests import RequestRegistry
-from inference_svc.specs import ResolvedSpec
-from inference_svc.tap_settings import TapSettings
-from inference_svc.taps.worker import SETTINGS_VARIABLE
+from inference_svc.engine.tap_settings import TapSettings
+from inference_svc.requests.registry import RequestRegistry
+from inference_svc.requests.specs import ResolvedSpec
+from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
 from inference_svc.vllm_serve.front import FrontEnd
 from inference_svc.vllm_serve.outputs import Sequences
 from inference_svc.vllm_serve.worker import ServedWorker

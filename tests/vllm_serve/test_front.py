@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError
 
 import residuum
-from inference_svc.tap_settings import TapSettings
+from inference_svc.engine.tap_settings import TapSettings
 from inference_svc.vllm_serve.front import FrontEnd
 
 PROMPT = {"type": "token", "prompt_token_ids": [1, 2, 3]}

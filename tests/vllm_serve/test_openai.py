@@ -18,14 +18,14 @@ import psutil
 import pytest
 
 import residuum
-from examples.services import start_store
+from svc_common.launcher import start_store
 from tests.reference.hf import Reference, relative_error
 from tests.vllm_serve.serving import running_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from examples.services import Service
+    from svc_common.launcher import Service
     from tests.vllm_serve.serving import Server
 
 pytestmark = pytest.mark.engine

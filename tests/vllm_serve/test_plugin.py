@@ -16,9 +16,9 @@ from vllm.exceptions import VLLMValidationError
 
 import residuum
 from inference_svc import vllm_serve
-from inference_svc.tap_settings import TapSettings
+from inference_svc.engine.tap_settings import TapSettings
 from inference_svc.vllm_serve import plugin
-from residuum.rpc.settings import BadSettingsError, from_environment
+from svc_common.settings import BadSettingsError, from_environment
 
 
 def config(worker_cls):
@@ -32,7 +32,7 @@ def test_vllm_finds_it():
 
 def test_engines_of_others_are_left_alone(monkeypatch):
     monkeypatch.setenv("RESIDUUM_STORE", "no store at all")
-    for worker in ("auto", "vllm.v1.worker.gpu_worker.Worker", "inference_svc.taps.cpu_worker.TappedCpuWorker"):
+    for worker in ("auto", "vllm.v1.worker.gpu_worker.Worker", "inference_svc.taps.vllm.cpu_worker.TappedCpuWorker"):
         assert plugin._front_of(config(worker)) is None
 
 

@@ -10,13 +10,13 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from residuum.rpc.access import Access
-from residuum.rpc.admission import AioAccessInterceptor
 from residuum.rpc.errors import Failure, Reason
-from residuum.rpc.logs import get_logger
-from residuum.rpc.patience import AioPatienceInterceptor
-from residuum.rpc.serving import SERVING, AioErrorInterceptor
 from residuum.v1 import inference_pb2, inference_pb2_grpc
+from svc_common.access import Access
+from svc_common.authentication import AioAccessInterceptor
+from svc_common.logs import get_logger
+from svc_common.serving import SERVING, AioErrorInterceptor
+from svc_common.stall_timeouts import AioPatienceInterceptor
 
 CALLS = 20
 DEADLINE = 20.0

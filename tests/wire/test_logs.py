@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import logging, sys
-from residuum.rpc.logs import bind_request, configure_logs, get_logger, request_scope
+from svc_common.logs import bind_request, configure_logs, get_logger, request_scope
 configure_logs("info")
 log = get_logger("residuum.test")
 """

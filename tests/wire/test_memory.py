@@ -31,8 +31,8 @@ def faults(setup):
 @pytest.mark.parametrize(
     "setup",
     [
-        "from residuum.rpc.memory import keep_memory; assert keep_memory()",
-        "from residuum._reading import Reading, ReadPlan; Reading(ReadPlan(None, False))",
+        "from svc_common.memory import keep_memory; assert keep_memory()",
+        "from residuum.protocol.reading import Reading, ReadPlan; Reading(ReadPlan(None, False))",
     ],
     ids=["a service", "a client that reads"],
 )
@@ -43,7 +43,7 @@ def test_a_chunks_buffer_is_not_new_memory_each_time(setup):
 ARENAS = """
 import ctypes, os, threading
 
-from residuum.rpc.memory import keep_memory
+from svc_common.memory import keep_memory
 
 if {keeps}:
     assert keep_memory()
@@ -78,7 +78,7 @@ def test_freed_memory_is_kept_in_few_places():
 
 FROZEN = """
 import gc, weakref
-from residuum.rpc.memory import freeze_heap
+from svc_common.memory import freeze_heap
 
 class Node: pass
 
@@ -99,7 +99,7 @@ def test_what_a_service_has_loaded_is_left_out_of_collections_and_no_garbage_wit
 
 IMPORTING = """
 import gc
-from residuum.rpc.memory import importing
+from svc_common.memory import importing
 
 with importing():
     looked = gc.isenabled()

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import residuum
-from residuum._direction_files import saved_directions
-from residuum._exports.formats import FORMATS
 from residuum.cli.output import Output, size
-from residuum.selections import LayersLike
-from residuum.steering import Operation
-from residuum.vector import load_vectors
+from residuum.directions.files import saved_directions
+from residuum.exports.formats import FORMATS
+from residuum.values.selections import LayersLike
+from residuum.values.steering import Operation
+from residuum.values.vector import load_vectors
 
 SAMPLING: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "tokens to generate at most (default: 16)"),

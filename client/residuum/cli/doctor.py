@@ -14,10 +14,10 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import residuum
-from residuum._credentials import describe
 from residuum.cli.commands import open_client
 from residuum.cli.output import Output, size
 from residuum.rpc.credentials import Credentials, is_loopback
+from residuum.transport.connection_settings import describe
 
 _CONNECT_SECONDS = 5.0
 _MOST_SKEW_SECONDS = 2.0

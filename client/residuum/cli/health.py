@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from residuum import _health
-from residuum._connect import check_endpoint
-from residuum._credentials import resolve_credentials
-from residuum._failures import from_rpc_error
 from residuum.cli.commands import credentials_of
 from residuum.cli.output import Output
+from residuum.protocol.endpoints import check_endpoint
 from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import Credentials
+from residuum.transport import health
+from residuum.transport.connection_settings import resolve_credentials
+from residuum.transport.failures import from_rpc_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +44,8 @@ def _ask(endpoint: str, service: str, timeout: float, credentials: Credentials) 
     # whose advertised address need not work from inside its container.
     check_endpoint(endpoint)
     with open_channel(endpoint, credentials=credentials) as channel:
-        check: Callable[..., bytes] = channel.unary_unary(_health.CHECK)
+        check: Callable[..., bytes] = channel.unary_unary(health.CHECK)
         try:
-            return _health.status_of_answer(check(_health.request_for(service), timeout=timeout))
+            return health.status_of_answer(check(health.request_for(service), timeout=timeout))
         except grpc.RpcError as error:
-            return _health.status_of_failure(from_rpc_error(error, endpoint))
+            return health.status_of_failure(from_rpc_error(error, endpoint))

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import residuum
-from residuum._exports.formats import FORMATS
-from residuum.capture import AXES, REDUCTIONS
 from residuum.cli import commands, doctor, health, token
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
+from residuum.exports.formats import FORMATS
 from residuum.rpc.tracing import TracingError, start_tracing
+from residuum.values.capture import AXES, REDUCTIONS
 from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The one error catalogue: every way a call can fail, its gRPC code, and its passage over the wire.
 
-A server raises `Failure`; an interceptor of `residuum.rpc.serving` turns it into a `google.rpc.Status` with an
+A server raises `Failure`; an interceptor of `svc_common.serving` turns it into a `google.rpc.Status` with an
 `ErrorInfo`. The receiving side gets it back with `failure_from_rpc_error`. Anything else that a handler raises becomes
 INTERNAL with an incident number: the text is logged, never sent.
 """

@@ -17,10 +17,9 @@ import grpc.aio
 
 from residuum.rpc.extras import install_extra
 from residuum.rpc.interceptors import around_aio_calls, around_calls, with_aio_metadata, with_metadata
-from residuum.rpc.methods import is_ours
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from opentelemetry.context import Context
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 """OpenTelemetry's own name for where traces go."""
 
-_SCOPE = "residuum"
+SCOPE = "residuum"
 
 
 class TracingError(RuntimeError):
@@ -85,7 +84,7 @@ def span(name: str, **attributes: str | int) -> Iterator[None]:
         return
     from opentelemetry import trace
 
-    with trace.get_tracer(_SCOPE).start_as_current_span(name, attributes=attributes):
+    with trace.get_tracer(SCOPE).start_as_current_span(name, attributes=attributes):
         yield
 
 
@@ -98,7 +97,7 @@ def add_event(name: str, **attributes: str | int) -> None:
 def set_attributes(**attributes: str | int) -> None:
     """Say more of what is being traced, if anything is."""
     if is_on():
-        _current().set_attributes({f"{_SCOPE}.{name}": value for name, value in attributes.items()})
+        _current().set_attributes({f"{SCOPE}.{name}": value for name, value in attributes.items()})
 
 
 def current_context() -> Context | None:
@@ -122,7 +121,7 @@ def record_span(name: str, parent: Context, start_ns: int, end_ns: int, **attrib
     """
     from opentelemetry import trace
 
-    made = trace.get_tracer(_SCOPE).start_span(name, parent, start_time=start_ns, attributes=attributes)
+    made = trace.get_tracer(SCOPE).start_span(name, parent, start_time=start_ns, attributes=attributes)
     made.end(end_ns)
 
 
@@ -132,16 +131,13 @@ def _current() -> Span:
     return trace.get_current_span()
 
 
-# -------------------------------------------------------------------------------------------------------- client side
-
-
 def client_interceptor() -> grpc.UnaryUnaryClientInterceptor:
     """Return what traces the calls of a sync channel."""
 
     def traced(continuation: Callable[..., Any], details: Any, request: Any) -> Any:
         made, trace = _started(details.method)
         call = continuation(with_metadata(details, trace), request)
-        call.add_done_callback(lambda done: _end(made, done.code()))
+        call.add_done_callback(lambda done: end_span(made, done.code()))
         return call
 
     return around_calls(traced)
@@ -153,7 +149,7 @@ def aio_client_interceptors() -> Sequence[grpc.aio.ClientInterceptor]:
     async def traced(continuation: Callable[..., Any], details: Any, request: Any) -> Any:
         made, trace = _started(details.method.decode() if isinstance(details.method, bytes) else details.method)
         call = await continuation(with_aio_metadata(details, trace), request)
-        call.add_done_callback(lambda done: _end(made, _aio_code(done)))
+        call.add_done_callback(lambda done: end_span(made, _aio_code(done)))
         return call
 
     return around_aio_calls(traced)
@@ -166,13 +162,14 @@ def _started(method: str) -> tuple[Span, list[tuple[str, str]]]:
 
     service, _, name = method.strip("/").rpartition("/")
     facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
-    made = trace.get_tracer(_SCOPE).start_span(method.strip("/"), kind=trace.SpanKind.CLIENT, attributes=facts)
+    made = trace.get_tracer(SCOPE).start_span(method.strip("/"), kind=trace.SpanKind.CLIENT, attributes=facts)
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(made))
     return made, list(carrier.items())
 
 
-def _end(made: Span, code: grpc.StatusCode | None) -> None:
+def end_span(made: Span, code: grpc.StatusCode | None) -> None:
+    """End the span of a call with the code that the call ended with."""
     from opentelemetry.trace import StatusCode
 
     code = code or grpc.StatusCode.OK
@@ -188,90 +185,3 @@ def _aio_code(call: Any) -> grpc.StatusCode | None:
     if status is None:
         return grpc.StatusCode.CANCELLED if call.cancelled() else None
     return next((code for code in grpc.StatusCode if code.value[0] == status.code()), None)
-
-
-# -------------------------------------------------------------------------------------------------------- server side
-
-
-@contextlib.contextmanager
-def _serving(details: _Details, context: Any) -> Iterator[None]:
-    """Trace a call that is served, as a part of its caller's trace."""
-    from opentelemetry import trace
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    carrier = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
-    parent = TraceContextTextMapPropagator().extract(carrier)
-    service, _, name = details.method.strip("/").rpartition("/")
-    facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
-    made = trace.get_tracer(_SCOPE).start_span(
-        details.method.strip("/"), parent, kind=trace.SpanKind.SERVER, attributes=facts
-    )
-    code = grpc.StatusCode.CANCELLED  # unless it comes to an end of its own
-    try:
-        with trace.use_span(made, record_exception=False, set_status_on_exception=False):
-            yield
-        code = grpc.StatusCode.OK
-    except Exception:
-        code = _code_of(context)
-        raise
-    finally:
-        _end(made, code)
-
-
-def _code_of(context: Any) -> grpc.StatusCode:
-    code = context.code()
-    if isinstance(code, int):  # grpc.aio's
-        return next((known for known in grpc.StatusCode if known.value[0] == code), grpc.StatusCode.UNKNOWN)
-    return code or grpc.StatusCode.UNKNOWN
-
-
-class TracingInterceptor(grpc.ServerInterceptor):
-    """Traces the calls of a sync server; the first of its interceptors."""
-
-    def intercept_service(
-        self, continuation: Callable[[_Details], _Handler | None], handler_call_details: _Details
-    ) -> _Handler | None:
-        """Wrap the handler of a call of ours."""
-        from residuum.rpc.serving import handler_of
-
-        handler, details = continuation(handler_call_details), handler_call_details
-        if handler is None or not is_ours(details.method):
-            return handler
-        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-
-        def unary(request: Any, context: Any) -> Any:
-            with _serving(details, context):
-                return call(request, context)
-
-        def streaming(request: Any, context: Any) -> Iterator[Any]:
-            with _serving(details, context):
-                yield from call(request, context)
-
-        return handler_of(handler, streaming if handler.response_streaming else unary, handler.request_deserializer)
-
-
-class AioTracingInterceptor(grpc.aio.ServerInterceptor):
-    """Traces the calls of an asyncio server; the first of its interceptors."""
-
-    async def intercept_service(
-        self, continuation: Callable[[_Details], Awaitable[_Handler | None]], handler_call_details: _Details
-    ) -> _Handler | None:
-        """Wrap the handler of a call of ours."""
-        from residuum.rpc.serving import handler_of
-
-        handler, details = await continuation(handler_call_details), handler_call_details
-        if handler is None or not is_ours(details.method):
-            return handler
-        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-
-        async def unary(request: Any, context: Any) -> Any:
-            with _serving(details, context):
-                return await call(request, context)
-
-        async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
-            with _serving(details, context):
-                async with contextlib.aclosing(call(request, context)) as responses:
-                    async for response in responses:
-                        yield response
-
-        return handler_of(handler, streaming if handler.response_streaming else unary, handler.request_deserializer)

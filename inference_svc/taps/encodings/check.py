@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from inference_svc.taps.element_types import WIRE_TYPES
-from inference_svc.taps.limits import UnsupportedEngineError
+from inference_svc.taps.vllm.limits import UnsupportedEngineError
 from residuum.v1 import capture_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import (

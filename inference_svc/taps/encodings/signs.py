@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residuum.rpc.logs import get_logger
 from residuum.wire.projection import projection_signs
+from svc_common.logs import get_logger
 
 KEPT_BYTES = 256 << 20
 """What the matrices take at most that the service has a worker keep; one always may be kept, whatever it takes."""

@@ -1,0 +1,489 @@
+"""The store's side of the synchronous client: activations, manifests and lists of captures."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from residuum import exceptions as exc
+from residuum.exports.job import Export, ExportJob
+from residuum.protocol.deadlines import Deadline, get_request, list_request
+from residuum.protocol.endpoints import check_endpoint
+from residuum.protocol.listing import Listing, check_place, read_token
+from residuum.protocol.reading import Piece, Reading, plan_read
+from residuum.protocol.requests import RequestLike, check_id
+from residuum.protocol.stores import Search, StoreDirectory, silent_store
+from residuum.protocol.tenants import check_tenant, for_tenant
+from residuum.rpc.channels import open_channel
+from residuum.rpc.credentials import TLS
+from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials
+from residuum.transport.connections import READ_CHUNKS, Backoff, Channels
+from residuum.transport.failures import from_rpc_error
+from residuum.transport.progress import progress_bar
+from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
+from residuum.values.activations import Activations
+from residuum.values.manifest import Manifest
+from residuum.values.replies import CapturePage, CaptureSummary, ModelInfo, StoreStats
+from residuum.values.selections import LayersLike, PositionsLike
+from residuum.wire.placement import StoreAddress
+
+_Answer = TypeVar("_Answer")
+
+
+class CaptureClient:
+    """What both services' addresses are needed for. Use it as part of `residuum.Client`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        store: str | Iterable[str] | None = None,
+        timeout: float | None = 30.0,
+        token: Token = None,
+        tls: TLS | bool | None = None,
+        insecure: bool | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        self._tenant = check_tenant(tenant)
+        self.endpoint = check_endpoint(endpoint)
+        self._timeout = timeout
+        self._stores = StoreDirectory(store)
+        self.credentials = resolve_credentials(token=token, tls=tls, insecure=insecure)
+        """What it connects with, to the inference service and to the stores."""
+        check_channel(self.credentials, self.endpoint)
+        self._channels: Channels[grpc.Channel] = Channels(opener(open_channel, self.credentials))
+
+    def activations(
+        self,
+        request_id: RequestLike,
+        *,
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        progress: bool = False,
+    ) -> Activations:
+        """Return the captured rows of a request, when all of them are there.
+
+        A broken connection is taken up again. Rows are checked against their checksums.
+
+        Args:
+            request_id: The request: its reply, `reply.request_id`, or anything else that has its id.
+            layers: Only these; None means all that were captured. So too the others:
+            sites: Only these sites, as a list or separated by commas.
+            sequences: Only these sequences.
+            positions: Only these positions; see `Positions.of`.
+            wait: Wait until the capture has ended. Otherwise one that is still open raises OpenCapture.
+            timeout: Seconds to wait and read at most; None means as long as it takes.
+            allow_partial: Return what is there of a capture that is open, incomplete or aborted, with NaN for the rows
+                that are missing; `present` tells which.
+            progress: Show a progress bar, on a terminal or in Jupyter.
+
+        Raises:
+            IncompleteCapture: Rows are missing for good; the manifest in the exception says which and why.
+            AbortedCapture: The request was stopped.
+            OpenCapture: `wait` is false and the capture is still being written.
+            UnknownCapture: There is no such capture: the request captured nothing, or it was deleted, or has expired.
+            InvalidRequest: A layer or site was not captured.
+            DeadlineExceeded: The time is over.
+
+        Warns:
+            EmptyCaptureWarning: No position is among those asked for, as with position 5000 of a shorter request: the
+                capture is complete with 0 rows, and their mean is NaN.
+
+        Example:
+            >>> acts = client.activations(reply.request_id, layers=[12])
+            >>> acts[12].mean(axis=0).shape
+            (576,)
+        """
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
+            follow=wait, allow_partial=allow_partial,
+        )  # fmt: skip
+        reading = Reading(plan)
+        with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
+            for data in self._read(reading, timeout):
+                reading.add(data)
+                advance(len(data))
+        return reading.activations()
+
+    def export(
+        self,
+        request_id: RequestLike,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,  # noqa: A002 - what it is
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        overwrite: bool = False,
+        progress: bool = False,
+    ) -> Export:
+        """Write the captured rows of a request to a file, however large, without having them in memory.
+
+        Rows come from the store into files beside the target, and from there into the format; nothing stands at `path`
+        before all of it does. docs/exports.md says what the formats hold.
+
+        Args:
+            request_id: The request.
+            path: Where to write; its suffix names the format if nothing else does.
+            format: "safetensors", "npz", "zarr" or "parquet". The last two need the extras of these names.
+            layers: What of it, and `allow_partial`, `wait`, `timeout`: as for `activations`.
+            sites: Only these sites.
+            sequences: Only these sequences.
+            positions: Only these positions.
+            wait: Wait until the capture has ended.
+            timeout: Seconds to wait and read at most; writing comes on top.
+            allow_partial: Write what is there of a capture that is not complete; each format says what is missing.
+            overwrite: Replace what is there.
+            progress: Show progress bars, on a terminal or in Jupyter.
+
+        Raises:
+            FileExistsError: Something is there, and may not be replaced.
+            ImportError: The format's extra is not installed; the message names it.
+            OSError: It cannot be written.
+            InvalidRequest: There is no such format; otherwise as `activations`, like all else.
+
+        Example:
+            >>> client.export(reply.request_id, "joy.zarr").num_rows
+            2070
+        """
+        job = ExportJob(path, format, overwrite=overwrite, progress=progress)
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
+            follow=wait, allow_partial=allow_partial,
+        )  # fmt: skip
+        with job.begin() as (place, scratch):
+            reading = Reading(plan, allocate=scratch.allocate)
+            with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
+                for data in self._read(reading, timeout):
+                    reading.add(data)
+                    advance(len(data))
+                    scratch.touch(len(data))
+            return job.run(reading.activations(), place, scratch.touch)
+
+    def follow(
+        self,
+        request_id: RequestLike,
+        *,
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequence: int = 0,
+        positions: PositionsLike = None,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+    ) -> Iterator[Piece]:
+        """Yield rows while the model generates, each once, in no particular order, until the capture has ended.
+
+        The arguments are those of `activations`, for one sequence. Rows may come for a position after the last one
+        that counts (the model may run a step too far); the manifest tells.
+
+        Raises:
+            IncompleteCapture: After the last piece: rows are missing. So too AbortedCapture.
+
+        Example:
+            >>> for site, layer, positions, rows in client.follow(stream.request_id, layers=[12]):
+            ...     print(layer, positions, rows.shape)
+            12 [0 1 2 3] (4, 576)
+        """
+        plan = plan_read(
+            request_id, layers=layers, sites=sites, sequences=sequence, positions=positions,
+            follow=True, allow_partial=allow_partial,
+        )  # fmt: skip
+        return self._follow(Reading(plan, keep_values=False), timeout)
+
+    def manifest(self, request_id: RequestLike, *, wait: bool | float = False) -> Manifest:
+        """Return what is known of a capture.
+
+        Args:
+            request_id: The request.
+            wait: How many seconds to wait for the capture to end; True means as long as it takes. The manifest is
+                returned as it then is.
+
+        Raises:
+            UnknownCapture: There is no such capture.
+
+        Example:
+            >>> client.manifest(reply.request_id, wait=10).state
+            'complete'
+        """
+        capture_id = check_id(request_id)
+        deadline = Deadline.of_wait(wait)
+
+        def ask(endpoint: str) -> Manifest:
+            while True:
+                seconds = deadline.slice()
+                request = get_request(capture_id, seconds)
+                answer = self._call(
+                    endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=capture_id
+                )
+                manifest = Manifest.from_proto(answer.manifest)
+                if manifest.is_final or deadline.is_over():
+                    return manifest
+
+        return self._ask_holder(capture_id, ask)
+
+    def captures(
+        self, *, prefix: str = "", states: str | Iterable[str] = (), allow_partial: bool = False
+    ) -> Iterator[CaptureSummary]:
+        """Yield the captures of all stores as one list, newest first; it is fetched as it is read.
+
+        Args:
+            prefix: Only those whose id starts with this.
+            states: Only those in these states: "open", "complete", "incomplete", "aborted".
+            allow_partial: Leave out stores that cannot be asked, with a warning, instead of raising.
+
+        Raises:
+            InvalidRequest: There is no such state.
+            Unreachable: A store cannot be asked; the message names it.
+
+        Warns:
+            SilentStoreWarning: With `allow_partial`: a store was left out.
+
+        Example:
+            >>> [summary.capture_id for summary in client.captures(states="complete")]
+            ['req-1f…', 'req-09…']
+        """
+        request = list_request(prefix, states)
+        return self._captures(request, allow_partial=allow_partial)
+
+    def captures_page(
+        self, *, page_size: int = 100, page_token: str = "", prefix: str = "", states: str | Iterable[str] = ()
+    ) -> CapturePage:
+        """Return a part of the list of captures, for whoever comes back for the next one later.
+
+        Args:
+            page_size: How many captures at most, from 1 to 1000.
+            page_token: The `next_page_token` of the part before, with the same filter; empty for the first.
+            prefix: As for `captures`.
+            states: As for `captures`.
+
+        Raises:
+            InvalidRequest: There is no such state, the size is out of range, or the token is not one of these stores,
+                or goes with another filter.
+            Unreachable: A store cannot be asked; the message names it.
+
+        Example:
+            >>> page = client.captures_page(page_size=20)
+            >>> page = client.captures_page(page_size=20, page_token=page.next_page_token)
+        """
+        request, place = list_request(prefix, states, page_size), read_token(page_token)
+        stores = self._refreshed_stores()
+        check_place(place, stores)
+        listing = Listing(stores, request, place)
+        captures = tuple(itertools.islice(self._listed(listing, allow_partial=False), page_size))
+        return CapturePage(captures, listing.token())
+
+    def delete(self, request_id: RequestLike) -> int:
+        """Delete a capture, whatever its state.
+
+        Returns:
+            The bytes that were freed.
+
+        Raises:
+            UnknownCapture: There is no such capture.
+            Unreachable: Its store, or one that may hold it, cannot be asked.
+        """
+        capture_id = check_id(request_id)
+        request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
+
+        def ask(endpoint: str) -> int:
+            return self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id).freed_bytes
+
+        return self._ask_holder(capture_id, ask)
+
+    def stats(self, *, allow_partial: bool = False) -> list[StoreStats]:
+        """Return what each store holds and has done; `StoreStats.total` adds them up.
+
+        Args:
+            allow_partial: Leave out stores that cannot be asked, with a warning, instead of raising.
+
+        Raises:
+            Unreachable: A store cannot be asked; the message names it.
+
+        Warns:
+            SilentStoreWarning: With `allow_partial`: a store was left out.
+        """
+        found = []
+        for store in self._refreshed_stores():
+            request = store_pb2.GetStatsRequest()
+            try:
+                answer = self._call(store.endpoint, self._store(store.endpoint).GetStats, request)
+            except (exc.Unavailable, exc.DeadlineExceeded) as failure:
+                self._leave_out(store, failure, allow_partial=allow_partial)
+            else:
+                found.append(StoreStats.from_proto(store, answer))
+        return found
+
+    def info(self, *, check_store: bool = False) -> ModelInfo:
+        """Return what the server serves, and within which limits.
+
+        Args:
+            check_store: Have it ask its stores whether they answer; see `ModelInfo.store_reachable`.
+
+        Raises:
+            NotServing: The model is still loading.
+            Unreachable: Nothing answers at the endpoint.
+
+        Example:
+            >>> client.info().num_layers
+            30
+        """
+        request = inference_pb2.GetModelInfoRequest(check_store=check_store)
+        return ModelInfo.from_proto(self._call(self.endpoint, self._inference.GetModelInfo, request))
+
+    def store_endpoints(self) -> tuple[str, ...]:
+        """Return where the stores are: as given to the client, or else as the inference service says.
+
+        Raises:
+            NoStore: It names none.
+        """
+        return tuple(store.endpoint for store in self._refreshed_stores())
+
+    @property
+    def _inference(self) -> inference_pb2_grpc.InferenceServiceStub:
+        return inference_pb2_grpc.InferenceServiceStub(self._channels.get(self.endpoint))
+
+    def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceStub:
+        return store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint))
+
+    def _known_stores(self) -> tuple[StoreAddress, ...]:
+        return self._stores.stores or self._refreshed_stores()
+
+    def _refreshed_stores(self) -> tuple[StoreAddress, ...]:
+        """Return the stores, with those that were added since they were last asked for."""
+        known = self._stores.stores
+        if self._stores.is_named:
+            return known
+        try:
+            told = self.info().stores
+        except exc.ResiduumError:
+            if known:
+                return known  # without an inference service, stores can still be read
+            raise
+        return self._stores.learn(itertools.starmap(StoreAddress, told.items()), self.endpoint)
+
+    def _ask_holder(self, capture_id: str, ask: Callable[[str], _Answer]) -> _Answer:
+        """Ask the store that holds a capture; `ask` is given its endpoint."""
+        endpoint = self._find(capture_id)
+        try:
+            return ask(endpoint)
+        except exc.UnknownCapture:
+            if not self._may_be_elsewhere(capture_id):
+                raise
+        return ask(self._find(capture_id))
+
+    def _may_be_elsewhere(self, capture_id: str) -> bool:
+        """Tell whether to look for a capture that is not where it was thought to be: there are other stores."""
+        self._stores.forget(capture_id)
+        return len(self._refreshed_stores()) > 1
+
+    def _find(self, capture_id: str) -> str:
+        """Return the endpoint of the store that holds a capture; the only store is not asked."""
+        self._known_stores()
+        store = self._stores.known(capture_id)
+        return (store or self._search(capture_id)).endpoint
+
+    def _search(self, capture_id: str) -> StoreAddress:
+        """Ask store by store for a capture, and in the end those that were added meanwhile."""
+        search, request = Search(capture_id), get_request(capture_id, 0.0)
+        for stores in (self._known_stores, self._refreshed_stores):
+            for store in search.order(stores()):
+                try:
+                    self._call(store.endpoint, self._store(store.endpoint).GetCapture, request, capture_id=capture_id)
+                except exc.ResiduumError as failure:
+                    search.missed(store, failure)
+                else:
+                    self._stores.found(capture_id, store)
+                    return store
+        raise search.failure()
+
+    def _call(
+        self,
+        endpoint: str,
+        method: Callable[..., _Answer],
+        request: Any,
+        *,
+        extra: float = 0.0,
+        **facts: str,
+    ) -> _Answer:
+        """Make a unary call with the client's deadline and `extra` seconds on top of it."""
+        for_tenant(request, self._tenant)
+        try:
+            return method(request, timeout=None if self._timeout is None else self._timeout + extra)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, endpoint, **facts) from None
+
+    def _captures(self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool) -> Iterator[CaptureSummary]:
+        yield from self._listed(Listing(self._refreshed_stores(), request), allow_partial=allow_partial)
+
+    def _listed(self, listing: Listing, *, allow_partial: bool) -> Iterator[CaptureSummary]:
+        while not listing.is_over:
+            for store, request in listing.due():
+                try:
+                    page = self._call(store.endpoint, self._store(store.endpoint).ListCaptures, request)
+                except (exc.Unavailable, exc.DeadlineExceeded) as failure:
+                    self._leave_out(store, failure, allow_partial=allow_partial)
+                    listing.leave_out(store)
+                else:
+                    listing.add(store, page)
+            for name, summary in listing.ready():
+                yield CaptureSummary.from_proto(summary, name)
+
+    def _leave_out(self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool) -> None:
+        error = silent_store({store: failure}, "What it holds is not known.")
+        if not allow_partial:
+            raise error from None
+        warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
+
+    def _follow(self, reading: Reading, timeout: float | None = None) -> Iterator[Piece]:
+        for data in self._read(reading, timeout):
+            yield from reading.add(data)
+        reading.manifest()
+
+    def _read(self, reading: Reading, timeout: float | None) -> Iterator[bytes]:
+        """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
+        capture_id = reading.request.capture_id
+        endpoint, moved = self._find(capture_id), False
+        deadline, backoff = Deadline(timeout), Backoff()
+        while True:
+            reading.begin()
+            call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
+            try:
+                for data in call:
+                    backoff.progress()
+                    yield data
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, endpoint, capture_id=capture_id)
+                delay = backoff.seconds_after(failure)
+                if delay is None:
+                    moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
+                    if not moved or not self._may_be_elsewhere(capture_id):
+                        raise reading.explain(failure) from None
+                    endpoint, delay = self._find(capture_id), 0.0
+            else:
+                return
+            finally:
+                call.cancel()
+            time.sleep(delay)
+
+    def _reader(self, endpoint: str) -> grpc.UnaryStreamMultiCallable[store_pb2.ReadChunksRequest, bytes]:
+        # No deserializer: rows are copied from the message's own bytes to where they belong.
+        return self._channels.get(endpoint, "reads").unary_stream(
+            READ_CHUNKS,
+            request_serializer=store_pb2.ReadChunksRequest.SerializeToString,
+            response_deserializer=None,
+        )

@@ -1,0 +1,334 @@
+"""The examples that directions are made of: rows of captures, or of plain arrays, taken one after the other. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum.exceptions import BadVector, InvalidRequest, UnknownLayer
+from residuum.protocol.reading import not_complete
+from residuum.values.activations import Activations
+from residuum.values.manifest import Manifest
+from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list
+from residuum.wire.selection import expected_rows, to_ranges, wanted_positions
+
+ExampleSet = Union[Mapping[int, npt.ArrayLike], Iterable[Mapping[int, npt.ArrayLike]]]  # noqa: UP007 - as elsewhere
+"""A set of examples: Activations, or a mapping layer -> [rows, hidden], or an iterable of either."""
+
+DEFAULT_POSITIONS: Literal["last_prompt"] = "last_prompt"
+
+_BATCH = 16
+"""Examples of a plain mapping that are converted to float64 at a time: with 80 layers of 8192, 84 MB."""
+
+Float64Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some examples: one row for each layer."""
+
+    values: Float64Array
+    """The rows, [examples, layers, hidden]; 0 where `present` is false."""
+    present: npt.NDArray[np.bool_]
+    """Which rows there are, [examples, layers]. All true unless partial captures were allowed."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def part(self, start: int, stop: int | None = None) -> Batch:
+        """Return the examples from `start` to before `stop`."""
+        return Batch(self.values[start:stop], self.present[start:stop])
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the captures of both sets must have in common; read off the first one."""
+
+    name: str
+    model: str
+    site: str
+    steering: tuple[str, bytes]
+    """In words how the rows relate to steering, and the steering itself."""
+
+
+class ExampleReader:
+    """Reads the examples of both sets, and sees that they go together: the same layers, width, model, site, steering.
+
+    One capture is one example: the mean of its rows at the chosen positions. Of a plain mapping each row is one.
+    """
+
+    def __init__(self, layers: LayersLike | None, positions: PositionsLike, *, allow_partial: bool) -> None:
+        self._layers = None if layers is None or isinstance(layers, str) else tuple(layer_list(layers))
+        self._asked_for_layers = self._layers is not None
+        if isinstance(layers, str) and layers != "all":
+            raise InvalidRequest(f"layers={layers!r} is not known; write 'all', a number, or a list of numbers.")
+        self._positions = Positions.of(positions)
+        self._words = positions if isinstance(positions, str) else str(self._positions) if self._chooses else "all"
+        self._allow_partial = allow_partial
+        self._width: tuple[str, int] | None = None
+        self._facts: _Facts | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers, ascending; known once an example was read."""
+        return self._layers or ()
+
+    @property
+    def model(self) -> str:
+        """The model of the captures; empty if there was none."""
+        return self._facts.model if self._facts else ""
+
+    @property
+    def site(self) -> str:
+        """The site of the captures, or the usual one."""
+        return self._facts.site if self._facts else "resid_post"
+
+    @property
+    def positions(self) -> str:
+        """The chosen positions in words; empty if there was no capture."""
+        return self._words if self._facts else ""
+
+    @property
+    def steered(self) -> bool:
+        """Whether the captures were of steered requests."""
+        return bool(self._facts and self._facts.steering[1])
+
+    @property
+    def _chooses(self) -> bool:
+        return self._positions != Positions()
+
+    def batches(self, side: str, examples: ExampleSet) -> Iterator[Batch]:
+        """Yield a set's examples, in order. What is given is taken one at a time and not kept.
+
+        Args:
+            side: What the set is called in messages.
+            examples: The set.
+
+        Raises:
+            TypeError: It is something else than a set of examples.
+            InvalidRequest: An example does not go together with those before it, or holds no number to go by.
+            CaptureNotComplete: A capture is not complete, and partial ones were not allowed.
+        """
+        for number, item in enumerate(_items(side, examples)):
+            if isinstance(item, Activations):
+                yield self._of_capture(side, item)
+            else:
+                yield from self._of_mapping(f"{side}: mapping {number}", item)
+
+    def _of_capture(self, side: str, acts: Activations) -> Batch:
+        manifest = acts.manifest
+        name = f"{side}: capture {manifest.capture_id}" + (f", sequence {acts.sequence}" if acts.sequence else "")
+        if not manifest.is_complete and not self._allow_partial:
+            raise not_complete(manifest)
+        self._check_facts(_Facts(name, manifest.model, acts.site, _steering(manifest)))
+        self._check_layers(name, acts.layers)
+        if acts.width != acts.hidden_size:
+            raise InvalidRequest(
+                f"{name}: its rows were captured as {acts.encoding!r}, {acts.width} numbers each, and a direction has "
+                f"the model's {acts.hidden_size}. Capture them with an encoding of full width: 'full8', or 'raw'.",
+                reason="INVALID_FIELD",
+            )
+        self._check_width(name, acts.hidden_size)
+        columns = self._columns(name, acts)
+        values = np.zeros((1, len(self.layers), acts.hidden_size))
+        present = np.zeros((1, len(self.layers)), dtype=np.bool_)
+        for index, layer in enumerate(self.layers):
+            keep = columns[acts.present[acts.layers.index(layer), columns]]
+            if len(keep):
+                values[0, index] = acts.raw(layer)[keep].astype(np.float64).mean(axis=0)
+                present[0, index] = True
+        self._check_finite(name, values)
+        return Batch(values, present)
+
+    def _columns(self, name: str, acts: Activations) -> npt.NDArray[np.intp]:
+        """Return which rows of a capture count, as indices."""
+        held = acts.positions
+        if not self._chooses:
+            columns = np.arange(len(held))
+        else:
+            count = max(_rows(acts), int(held[-1]) + 1 if len(held) else 0)
+            wanted = wanted_positions(self._positions.to_proto(), acts.prompt_tokens, 0, count)
+            columns = np.flatnonzero(wanted[held])
+            wanted[held] = False
+            if wanted.any() and not self._allow_partial:
+                raise InvalidRequest(
+                    f"{name}: positions={self._words!r} names {_runs(np.flatnonzero(wanted))}, for which no rows are "
+                    f"here. There are rows for {_runs(held)}: say which of these with positions=, None for all.",
+                    reason="INVALID_FIELD",
+                )
+        if not len(columns) and not self._allow_partial:
+            raise InvalidRequest(
+                f"{name}: none of its positions is among positions={self._words!r}; the prompt has "
+                f"{acts.prompt_tokens} tokens, and there are rows for {_runs(held)}.",
+                reason="INVALID_FIELD",
+            )
+        return columns
+
+    def _of_mapping(self, name: str, mapping: Mapping[int, npt.ArrayLike]) -> Iterator[Batch]:
+        if self._chooses and self._positions != Positions.of(DEFAULT_POSITIONS):
+            raise InvalidRequest(
+                f"{name}: positions= chooses rows of captures; of a plain mapping every row is an example. Leave it "
+                "out, and pick the rows before.",
+                reason="INVALID_FIELD",
+            )
+        if not mapping:
+            raise InvalidRequest(f"{name} has no layer.", reason="INVALID_FIELD")
+        self._check_layers(name, tuple(layer_list(mapping)))
+        arrays = [_rows_of(f"{name}, layer {layer}", mapping[layer]) for layer in self.layers]
+        for layer, array in zip(self.layers, arrays, strict=True):
+            self._check_width(f"{name}, layer {layer}", array.shape[1])
+            if len(array) != len(arrays[0]):
+                raise InvalidRequest(
+                    f"{name} has {len(arrays[0])} rows in layer {self.layers[0]} and {len(array)} in layer {layer}; "
+                    "row i must be of the same example in every layer.",
+                    reason="INVALID_FIELD",
+                )
+        for start in range(0, len(arrays[0]), _BATCH):
+            values = np.stack([array[start : start + _BATCH].astype(np.float64) for array in arrays], axis=1)
+            self._check_finite(name, values)
+            yield Batch(values, np.ones(values.shape[:2], dtype=np.bool_))
+
+    def _check_layers(self, name: str, there: tuple[int, ...]) -> None:
+        if self._layers is None:
+            self._layers = there
+        missing = sorted(set(self._layers) - set(there))
+        if missing:
+            raise UnknownLayer(
+                f"{name}: no rows of the layers {missing}; it has {list(there)}. Every example needs the same layers: "
+                "name with layers= those that all of them have.",
+                reason="UNKNOWN_LAYER",
+            )
+        more = sorted(set(there) - set(self._layers))
+        if more and not self._asked_for_layers:
+            raise InvalidRequest(
+                f"{name}: it has the layers {more}, which those before it have not; name the layers with layers=.",
+                reason="INVALID_FIELD",
+            )
+
+    def _check_width(self, name: str, width: int) -> None:
+        if self._width is None:
+            self._width = (name, width)
+        if width != self._width[1]:
+            raise BadVector(
+                f"{name}: its rows have {width} elements, and those of {self._width[0]} have {self._width[1]}. Are "
+                "they of one model?",
+                reason="WRONG_LENGTH",
+            )
+
+    def _check_facts(self, facts: _Facts) -> None:
+        first = self._facts = self._facts or facts
+        if facts.model != first.model:
+            raise InvalidRequest(
+                f"{facts.name} is of the model {facts.model!r}, and {first.name} of {first.model!r}: a direction means "
+                "something in one model only.",
+                reason="INVALID_FIELD",
+            )
+        if facts.site != first.site:
+            raise InvalidRequest(
+                f"{facts.name} has the site {facts.site} selected, and {first.name} {first.site}; choose one with "
+                "acts.select(site=...).",
+                reason="INVALID_FIELD",
+            )
+        if facts.steering != first.steering:
+            other = facts.steering[0] if facts.steering[0] != first.steering[0] else "steered otherwise"
+            raise InvalidRequest(
+                f"{first.name} was {first.steering[0]}, and {facts.name} {other}: the steering itself would be in the "
+                "direction. If you want that, give plain mappings, as in {layer: acts[layer]}.",
+                reason="INVALID_FIELD",
+            )
+
+    def _check_finite(self, name: str, values: Float64Array) -> None:
+        finite = np.isfinite(values).all(axis=(0, 2))
+        if not finite.all():
+            layers = [self.layers[index] for index in np.flatnonzero(~finite)]
+            raise BadVector(f"{name}: NaN or infinite elements in the layers {layers}.", reason="BAD_VALUES")
+
+
+def paired(positives: Iterator[Batch], negatives: Iterator[Batch]) -> Iterator[tuple[Batch, Batch]]:
+    """Yield both sets in equal steps, the i-th example of one beside the i-th of the other.
+
+    Raises:
+        InvalidRequest: One set has more examples than the other, or both have none.
+    """
+    left, right = next(positives, None), next(negatives, None)
+    pairs = 0
+    while left is not None and right is not None:
+        count = min(len(left), len(right))
+        pairs += count
+        yield left.part(0, count), right.part(0, count)
+        left = left.part(count) if len(left) > count else next(positives, None)
+        right = right.part(count) if len(right) > count else next(negatives, None)
+    if left is not None or right is not None:
+        more, fewer = ("positive", "negative") if left is not None else ("negative", "positive")
+        raise InvalidRequest(
+            f"{fewer} has {pairs} examples, and {more} has more: they are taken in pairs, the first of one with the "
+            "first of the other. difference_of_means needs no pairs.",
+            reason="INVALID_FIELD",
+        )
+    if not pairs:
+        raise no_examples("positive")
+
+
+def no_examples(side: str) -> InvalidRequest:
+    """Return the exception for an empty set."""
+    return InvalidRequest(f"{side} holds no example.", reason="INVALID_FIELD")
+
+
+def _items(side: str, examples: ExampleSet) -> Iterator[Mapping[int, npt.ArrayLike]]:
+    given: object = examples  # as it came, whatever its annotation says
+    if isinstance(given, Mapping):
+        yield given
+        return
+    if hasattr(given, "__aiter__"):
+        raise TypeError(f"{side} is read from a plain iterable: await it first, as in [acts async for acts in ...].")
+    if isinstance(given, (str, bytes)) or hasattr(given, "__array__") or not isinstance(given, Iterable):
+        raise TypeError(_not_examples(side, given))
+    for item in given:
+        if not isinstance(item, Mapping):
+            raise TypeError(_not_examples(side, item))
+        yield item
+
+
+def _not_examples(side: str, given: object) -> str:
+    return (
+        f"{side} takes what client.activations(request) returns, a mapping of layers to arrays [rows, hidden], or an "
+        f"iterable of these, not {type(given).__name__}."
+    )
+
+
+def _rows_of(name: str, array: Any) -> npt.NDArray[Any]:
+    if hasattr(array, "detach"):  # a torch tensor, without importing torch: numpy knows neither CUDA nor bfloat16
+        tensor = array.detach().cpu()
+        array = tensor.numpy() if tensor.is_complex() else tensor.float().numpy()
+    rows = np.asarray(array)
+    if rows.ndim != 2 or not rows.shape[1]:  # noqa: PLR2004 - [rows, hidden]
+        raise BadVector(
+            f"{name}: rows have the shape [rows, hidden], but this array has {list(rows.shape)}.", reason="WRONG_LENGTH"
+        )
+    if np.iscomplexobj(rows) or not np.can_cast(rows.dtype, np.float64, "same_kind"):
+        raise BadVector(f"{name}: rows are real numbers, not {rows.dtype}.", reason="WRONG_DTYPE")
+    return rows
+
+
+def _rows(acts: Activations) -> int:
+    """How many positions the selected sequence has, as far as is known."""
+    outcomes = acts.manifest.sequences
+    generated = len(outcomes[acts.sequence].generated_token_ids) if acts.sequence < len(outcomes) else 0
+    return expected_rows(acts.prompt_tokens, generated)
+
+
+def _steering(manifest: Manifest) -> tuple[str, bytes]:
+    if not manifest.steered:
+        return "not steered", b""
+    what = manifest.proto.description
+    when = "before it was steered" if what.spec.before_steering else "after it was steered"
+    return f"captured {when}", what.steering.SerializeToString(deterministic=True)
+
+
+def _runs(positions: npt.NDArray[np.integer]) -> str:
+    runs = to_ranges(positions)
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs) or "none"

@@ -1,0 +1,71 @@
+"""safetensors: the rows as they were captured, also those that are encoded, with the manifest in the metadata.
+
+The library's own writer has all of a file in memory, twice; the format is a length, a JSON header and the arrays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from residuum.exports.formats import Advance
+from residuum.exports.parts import Stored, selections, stored
+
+if TYPE_CHECKING:
+    from residuum.values.activations import Activations
+
+FORMAT = "residuum.activations.v1"
+"""What the file says it is, in its metadata under "format"."""
+
+_ALIGNMENT = 8
+_DTYPES = {
+    np.dtype(np.bool_): "BOOL",
+    np.dtype("u1"): "U8",
+    np.dtype("<u2"): "U16",
+    np.dtype("<i8"): "I64",
+    np.dtype("<f4"): "F32",
+    np.dtype("<f2"): "F16",
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+}
+
+
+def write(acts: Activations, path: Path, advance: Advance) -> None:
+    """Write activations; see `Activations.to_safetensors`."""
+    tensors = sorted(_tensors(acts), key=lambda tensor: -tensor.values.dtype.itemsize)  # so each begins at its multiple
+    with path.open("wb") as file:
+        file.write(_header(acts, tensors))
+        for tensor in tensors:
+            for values, count in tensor.slices():
+                file.write(values.view(np.uint8).data if values.size else b"")
+                advance(count)
+
+
+def _tensors(acts: Activations) -> Iterator[Stored]:
+    for selection in selections(acts):
+        yield from stored(selection)
+        for item, array in selection.small_arrays().items():
+            yield Stored(f"{selection.name}.{item}", array, present=None, kept_bytes=0.0)
+
+
+def _header(acts: Activations, tensors: list[Stored]) -> bytes:
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": FORMAT,
+            "manifest": acts.manifest.to_json(),
+            "sites": ",".join(acts.sites),
+            "selected": f"{acts.sequence}/{acts.site}",
+        }
+    }
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.values.nbytes
+        shape, dtype = list(tensor.values.shape), _DTYPES[tensor.values.dtype]
+        header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

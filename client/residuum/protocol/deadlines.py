@@ -1,0 +1,78 @@
+"""Deadlines, and the questions that take several calls. No I/O: both clients use it."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterable
+
+from residuum.exceptions import InvalidRequest
+from residuum.v1 import store_pb2
+from residuum.values.manifest import STATES
+from residuum.wire.limits import MAX_PAGE_SIZE
+
+_SLICE_SECONDS = 20.0
+"""A long wait is asked for in pieces, so that a peer that vanished is noticed."""
+
+
+class Deadline:
+    """A point in time, or none."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    @classmethod
+    def of_wait(cls, wait: bool | float) -> Deadline:  # noqa: FBT001 - as the user wrote it
+        """Return the deadline of `wait=`: True is none, False is now.
+
+        Raises:
+            InvalidRequest: It is below 0.
+        """
+        if wait is True:
+            return cls(None)
+        if not wait >= 0:
+            raise InvalidRequest(f"wait is True, False or a number of seconds, not {wait}.", reason="INVALID_FIELD")
+        return cls(float(wait))
+
+    def remaining(self) -> float | None:
+        """Return the seconds that are left, at least 0; None if there is no end."""
+        return None if self._end is None else max(self._end - time.monotonic(), 0.0)
+
+    def slice(self) -> float:
+        """Return how long the next piece of waiting may take."""
+        left = self.remaining()
+        return _SLICE_SECONDS if left is None else min(left, _SLICE_SECONDS)
+
+    def is_over(self) -> bool:
+        """Tell whether the time is over."""
+        return self.remaining() == 0.0
+
+
+def list_request(
+    prefix: str, states: str | Iterable[str], page_size: int = MAX_PAGE_SIZE
+) -> store_pb2.ListCapturesRequest:
+    """Build the question for the first page of captures.
+
+    Raises:
+        InvalidRequest: There is no such state, or no such size of a page.
+    """
+    if not 0 < page_size <= MAX_PAGE_SIZE:
+        raise InvalidRequest(
+            f"A page has 1 to {MAX_PAGE_SIZE} captures, not {page_size}.",
+            reason="INVALID_FIELD",
+            metadata={"field": "page_size"},
+        )
+    numbers = {name: number for number, name in STATES.items()}
+    names = [states] if isinstance(states, str) else list(states)
+    for name in names:
+        if name not in numbers:
+            raise InvalidRequest(f"{name!r} is not a state; there are {', '.join(numbers)}.", reason="INVALID_FIELD")
+    return store_pb2.ListCapturesRequest(prefix=prefix, states=[numbers[name] for name in names], page_size=page_size)
+
+
+def get_request(capture_id: str, wait: float) -> store_pb2.GetCaptureRequest:
+    """Build the question for a manifest that may wait so many seconds for the capture's end."""
+    request = store_pb2.GetCaptureRequest(capture_id=capture_id)
+    if wait:
+        request.wait.FromTimedelta(datetime.timedelta(seconds=wait))
+    return request

@@ -1,0 +1,335 @@
+"""Reading a capture: what is asked for, what came, and whether it is all. No I/O: both clients use it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum import exceptions as exc
+from residuum.protocol.requests import RequestLike, check_id
+from residuum.protocol.rows import Allocate, RowGrid, Wanted, partial_block, whole_block
+from residuum.v1 import capture_pb2, store_pb2
+from residuum.values.activations import Activations
+from residuum.values.blocks import AnyBlock
+from residuum.values.capture import SITE_NAMES, site_numbers
+from residuum.values.manifest import Manifest
+from residuum.values.selections import LayersLike, Positions, PositionsLike, index_list, layer_selection
+from residuum.wire.encodings import RowFormat
+from residuum.wire.frames import ChunkView, FrameError, parse_read
+from residuum.wire.selection import expected_rows
+
+_Key = tuple[int, str]
+"""A sequence and a site."""
+
+_RAISING_BYTES = 31 << 20
+"""Just below the largest block whose release glibc takes as a sign."""
+
+
+class Piece(NamedTuple):
+    """Rows of one layer, as they come while the model generates."""
+
+    site: str
+    """Where they were taken."""
+    layer: int
+    """The layer."""
+    positions: npt.NDArray[np.int64]
+    """Their positions; shape [positions]."""
+    rows: npt.NDArray[np.float32]
+    """The rows, decoded; float32 [positions, width]. See `Activations.width`."""
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """A read, ready to be sent."""
+
+    request: store_pb2.ReadChunksRequest
+    """The message."""
+    allow_partial: bool
+    """Hand out what is there even if rows are missing."""
+
+
+def plan_read(
+    request_id: RequestLike,
+    *,
+    layers: LayersLike | None,
+    sites: str | Sequence[str] | None,
+    sequences: int | Iterable[int] | None,
+    positions: PositionsLike,
+    follow: bool,
+    allow_partial: bool,
+) -> ReadPlan:
+    """Build a read.
+
+    Raises:
+        InvalidRequest: Something in it can never be meant so.
+    """
+    request = store_pb2.ReadChunksRequest(capture_id=check_id(request_id), follow=follow)
+    if layers is not None:
+        request.layers.extend(layer_selection(layers).list.layers)  # "all" is no list, as is None
+    if sites is not None and sites != "all":
+        request.sites.extend(site_numbers(sites))
+    if sequences is not None:
+        numbers = index_list("sequence", sequences)
+        if numbers[0] < 0:
+            raise exc.InvalidRequest(f"Sequences count from 0, so {numbers[0]} is none.", reason="INVALID_FIELD")
+        request.sequences.extend(numbers)
+    chosen = Positions.of(positions)
+    if chosen != Positions():
+        request.positions.CopyFrom(chosen.to_proto())
+    return ReadPlan(request, allow_partial)
+
+
+class Reading:
+    """What has come of one read. It may be sent again after a broken connection; what came before is kept."""
+
+    def __init__(
+        self, plan: ReadPlan, *, keep_values: bool = True, as_float32: bool = True, allocate: Allocate = np.empty
+    ) -> None:
+        """Begin.
+
+        Args:
+            plan: What was asked for.
+            keep_values: Keep the rows for `activations`; without, `add` only hands them on as pieces.
+            as_float32: Convert the rows of pieces. Otherwise they are as they were captured or decoded, and those that
+                are plain lie in the message's own memory.
+            allocate: Makes the arrays that rows are kept in; in memory, if nothing else is said.
+        """
+        _let_buffers_be_used_again()
+        self._plan = plan
+        self._keep_values = keep_values
+        self._as_float32 = as_float32
+        self._allocate = allocate
+        self._grids: dict[_Key, RowGrid] = {}
+        self._layers: tuple[int, ...] = ()
+        self._manifest: capture_pb2.CaptureManifest | None = None
+        self._manifests_seen = 0
+
+    @property
+    def request(self) -> store_pb2.ReadChunksRequest:
+        """The message to be sent."""
+        return self._plan.request
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether nothing has come yet."""
+        return self._manifest is None
+
+    def begin(self) -> None:
+        """Say that the call is made, for the first time or again."""
+        self._manifests_seen = 0
+
+    def add(self, data: bytes) -> list[Piece]:
+        """Take one message of the stream.
+
+        Returns:
+            The rows in it that had not come before, a piece for each layer; nothing if `keep_values`.
+
+        Raises:
+            DamagedCapture: The message or its rows were damaged.
+            ServerFault: The message does not fit the stream.
+        """
+        try:
+            message = parse_read(data)
+        except FrameError as error:
+            raise exc.DamagedCapture(f"The store sent a damaged message: {error}.", metadata=self._facts()) from None
+        if isinstance(message, ChunkView):
+            return self._add_chunk(message)
+        self._add_manifest(message)
+        return []
+
+    def manifest(self) -> Manifest:
+        """Return the last manifest, checked: the stream has ended well, and the capture is what was asked for.
+
+        Raises:
+            OpenCapture: The capture is still being written, and parts of it were not asked for.
+            IncompleteCapture: Rows are missing, and parts were not asked for.
+            AbortedCapture: The request was stopped, and parts were not asked for.
+            ServerFault: The stream ended without its last manifest.
+        """
+        if self._manifest is None or self._manifests_seen < 2:  # noqa: PLR2004 - the first and the last message
+            raise exc.ServerFault("The store ended the read without its closing manifest.", metadata=self._facts())
+        manifest = Manifest.from_proto(self._manifest)
+        if not manifest.is_complete and not self._plan.allow_partial:
+            raise not_complete(manifest)
+        self._check_arrived(manifest)
+        return manifest
+
+    def activations(self) -> Activations:
+        """Return what came; see `manifest` for what it raises."""
+        manifest = self.manifest()
+        blocks = {key: self._block(key, grid, manifest) for key, grid in self._grids.items()}
+        _warn_if_empty(manifest, blocks)
+        return Activations(manifest, self._layers, blocks)
+
+    def explain(self, failure: exc.ResiduumError) -> exc.ResiduumError:
+        """Return what to raise for a read that failed: a time that ran out over an open capture is told as that."""
+        is_open = self._manifest is not None and self._manifest.state == capture_pb2.CAPTURE_STATE_OPEN
+        if not isinstance(failure, exc.DeadlineExceeded) or not is_open:
+            return failure
+        return exc.DeadlineExceeded(
+            f"The capture {self.request.capture_id} is still open: its request runs, or its last rows are on the way. "
+            "Give a longer timeout, or none with timeout=None; what is there can be read with wait=False, "
+            "allow_partial=True.",
+            reason=failure.reason,
+            metadata=failure.metadata,
+        )
+
+    def _facts(self) -> dict[str, str]:
+        return {"capture_id": self.request.capture_id}
+
+    def _add_manifest(self, manifest: capture_pb2.CaptureManifest) -> None:
+        self._manifests_seen += 1
+        self._manifest = manifest
+        if not self._grids:
+            self._grids = self._make_grids(manifest)
+
+    def _make_grids(self, manifest: capture_pb2.CaptureManifest) -> dict[_Key, RowGrid]:
+        view = Manifest.from_proto(manifest)
+        chosen = set(self.request.layers)
+        self._layers = tuple(layer for layer in view.layers if not chosen or layer in chosen)
+        wanted = Wanted(
+            layers=self._layers,
+            spec=manifest.description.spec,
+            positions=self.request.positions,
+            prompt_tokens=len(view.prompt_token_ids),
+            form=_row_format(view),
+        )
+        sites = [SITE_NAMES[site] for site in self.request.sites] or list(view.sites)
+        sequences = list(self.request.sequences) or range(max(manifest.description.num_sequences, 1))
+        return {
+            (sequence, site): RowGrid(
+                wanted, _length(view, sequence), keep_values=self._keep_values, allocate=self._allocate
+            )
+            for sequence in sequences
+            for site in sites
+        }
+
+    def _add_chunk(self, chunk: ChunkView) -> list[Piece]:
+        if not self._manifests_seen:
+            raise exc.ServerFault("The store sent rows before the manifest.", metadata=self._facts())
+        if not chunk.verify():
+            raise exc.DamagedCapture(
+                "Rows do not match their checksum: the capture was damaged in the store or on the way. Read it again; "
+                "if that does not help, the stored rows are lost.",
+                reason="CHECKSUM_MISMATCH",
+                metadata=self._facts(),
+            )
+        site = SITE_NAMES.get(chunk.header.site, "")
+        grid = self._grids.get((chunk.header.sequence, site))
+        added = grid.add(chunk) if grid is not None else None
+        if added is None or self._keep_values:
+            return []
+        return [
+            self._piece(site, self._layers[layer], added.positions, rows, fresh)
+            for layer, rows, fresh in zip(added.layers, added.rows, added.fresh, strict=True)
+            if fresh.any()
+        ]
+
+    def _piece(
+        self,
+        site: str,
+        layer: int,
+        positions: npt.NDArray[np.int64],
+        rows: npt.NDArray[Any],
+        fresh: npt.NDArray[np.bool_],
+    ) -> Piece:
+        if not fresh.all():  # only after a broken connection
+            positions, rows = positions[fresh], rows[fresh]
+        return Piece(site, layer, positions, rows.astype(np.float32) if self._as_float32 else rows)
+
+    def _check_arrived(self, manifest: Manifest) -> None:
+        """Check that every row that the store says it has was sent."""
+        for key, grid in self._grids.items():
+            if manifest.is_complete:
+                _, columns = grid.columns(_length(manifest, key[0]) or 0)
+                arrived = bool(grid.have[:, columns].all())
+            elif manifest.is_final:
+                present = _present(key, grid, manifest)
+                arrived = not (present & ~grid.have).any()
+            else:
+                arrived = True  # more rows may have come since; an open capture promises nothing
+            if not arrived:
+                raise exc.DamagedCapture(
+                    f"The store says that the capture {manifest.capture_id} is {manifest.state}, but did not send all "
+                    f"of its rows of sequence {key[0]}, {key[1]}. Read it again.",
+                    metadata=self._facts(),
+                )
+
+    def _block(self, key: _Key, grid: RowGrid, manifest: Manifest) -> AnyBlock:
+        block = whole_block(grid, _length(manifest, key[0]) or 0) if manifest.is_complete else None
+        if block is not None:
+            return block
+        present = _present(key, grid, manifest) if manifest.is_final else grid.have
+        return partial_block(grid, present & grid.have)
+
+
+@functools.cache
+def _let_buffers_be_used_again() -> None:
+    """Free one large block, once in a process, as any program with arrays does sooner or later.
+
+    From then on glibc keeps what is freed in smaller ones. Until then the buffer of nearly each message is given back
+    to the kernel, and the next one is mapped, zeroed and touched page by page: a third of what a read costs here.
+    """
+    np.empty(_RAISING_BYTES, dtype=np.uint8)
+
+
+def _warn_if_empty(manifest: Manifest, blocks: Mapping[_Key, AnyBlock]) -> None:
+    empty = sorted({sequence for (sequence, _), block in blocks.items() if not len(block.positions)})
+    if not empty:
+        return
+    which = f" of sequence {', '.join(map(str, empty))}" if len(manifest.sequences) > 1 else ""
+    rows = [_length(manifest, sequence) for sequence in empty]
+    until = f" It has rows for the positions 0 to {rows[0] - 1}." if len(rows) == 1 and rows[0] else ""
+    warnings.warn(
+        f"The capture {manifest.capture_id} comes back with 0 positions{which}: none is among those asked for.{until} "
+        f"The prompt has {len(manifest.prompt_token_ids)} tokens, and the last generated token has no row.",
+        exc.EmptyCaptureWarning,
+        stacklevel=4,
+    )
+
+
+def not_complete(manifest: Manifest) -> exc.CaptureNotComplete:
+    """Return the exception for a capture that is not, or not yet, all that was asked for."""
+    name = f"The capture {manifest.capture_id}"
+    rest = "What is there can be read with allow_partial=True."
+    if manifest.state == "open":
+        return exc.OpenCapture(f"{name} is still being written; wait for it, or follow() it. {rest}", manifest)
+    missing = manifest.describe_missing()
+    if manifest.state == "aborted":
+        lost = f" Missing: {missing}." if manifest.missing else ""
+        return exc.AbortedCapture(f"{name} was aborted: its request was stopped before its end.{lost} {rest}", manifest)
+    why = ": ".join(part for part in (manifest.reason, manifest.detail) if part) or "no reason given"
+    return exc.IncompleteCapture(
+        f"{name} is incomplete ({why}). Missing: {missing}. {rest}", manifest, reason=manifest.reason
+    )
+
+
+def _row_format(manifest: Manifest) -> RowFormat:
+    try:
+        return manifest.row_format
+    except ValueError as error:
+        raise exc.ServerFault(
+            f"The rows of the capture {manifest.capture_id} cannot be decoded: {error}. A newer version of residuum "
+            "may know how; update this one.",
+            metadata={"capture_id": manifest.capture_id},
+        ) from None
+
+
+def _length(manifest: Manifest, sequence: int) -> int | None:
+    """Return how many positions a sequence has, or None while that is not known."""
+    if not manifest.is_complete or sequence >= len(manifest.sequences):
+        return None
+    generated = len(manifest.sequences[sequence].generated_token_ids)
+    return expected_rows(len(manifest.prompt_token_ids), generated)
+
+
+def _present(key: _Key, grid: RowGrid, manifest: Manifest) -> npt.NDArray[np.bool_]:
+    """Return which of the grid's rows the manifest counts as being in the store."""
+    sets = [rows for rows in manifest.present if (rows.sequence, rows.site) == key]
+    return grid.mark([(rows.layers, rows.ranges) for rows in sets])

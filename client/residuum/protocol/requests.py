@@ -1,0 +1,329 @@
+"""From what a user writes to the messages of the contract. No I/O: both clients use it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypedDict, Union
+
+import numpy as np
+
+from residuum.exceptions import EmptyPrompt, InvalidRequest, PromptTooLong
+from residuum.v1 import inference_pb2
+from residuum.values.capture import Capture
+from residuum.values.replies import Registration
+from residuum.values.steering import Operation, operation_list, steering_spec
+from residuum.values.vector import Vector
+from residuum.wire.ids import is_valid_id
+from residuum.wire.limits import MAX_MESSAGE_BYTES, MAX_SEQUENCES, MAX_STOP_TEXTS
+
+Prompt = Union[str, Sequence[int], Sequence[Mapping[str, str]]]  # noqa: UP007 - evaluated at run time on Python 3.10
+"""A text, token ids, or a conversation as a list of {"role": ..., "content": ...}."""
+
+
+class Sampling(TypedDict, total=False):
+    """How tokens are chosen: keyword arguments of every call that generates. Unset ones are the server's default."""
+
+    max_tokens: int
+    """Tokens to generate at most in each sequence, at least 1. Default 16."""
+    temperature: float
+    """0 (the default) is greedy; up to 2."""
+    top_p: float
+    """Sample from the most likely tokens whose probabilities add up to this; above 0, at most 1. Default 1."""
+    top_k: int
+    """Sample from this many most likely tokens; 0 (the default) means all."""
+    seed: int
+    """Makes sampling repeatable; sequence i uses seed + i."""
+    stop: str | Sequence[str]
+    """Generation stops when one of these texts appears; it is left out of the reply. At most 16."""
+    ignore_eos: bool
+    """Go on after the end-of-sequence token."""
+    n: int
+    """How many sequences to generate from the prompt, at most 64. Default 1."""
+    min_tokens: int
+    """Tokens to generate before a sequence may end. Default 0."""
+
+
+@dataclass(frozen=True)
+class SpecPlan:
+    """A spec, ready to be sent, with the vectors that it names."""
+
+    spec: inference_pb2.RequestSpec
+    """The message."""
+    vectors: tuple[Vector, ...]
+    """The vectors, distinct."""
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """A generation, ready to be sent, with the vectors that it needs."""
+
+    request: inference_pb2.GenerateRequest
+    """The message."""
+    vectors: tuple[Vector, ...]
+    """The vectors, distinct."""
+
+
+def plan_spec(
+    capture: Capture | None,
+    steer: Operation | Iterable[Operation] | None,
+    request_id: str | None,
+    model: str | None,
+    *,
+    updatable: bool = False,
+) -> SpecPlan:
+    """Build a spec.
+
+    Raises:
+        InvalidRequest: Something in it can never be meant so.
+        TypeError: `capture` is not a Capture, or `steer` holds something else than operations.
+    """
+    if capture is not None and not isinstance(capture, Capture):
+        raise TypeError(f"capture= takes a residuum.Capture, not {capture!r}.")
+    operations = operation_list(steer)
+    spec = inference_pb2.RequestSpec(request_id=check_id(request_id) if request_id else "", model=model or "")
+    if capture is not None:
+        spec.capture.CopyFrom(capture.to_proto())
+    if operations or updatable:
+        spec.steering.CopyFrom(steering_spec(operations, updatable=updatable))
+    projection = capture.projection_vectors if capture is not None else ()
+    return SpecPlan(spec, distinct((*vectors_of(operations), *projection)))
+
+
+def vectors_of(operations: Iterable[Operation]) -> tuple[Vector, ...]:
+    """Return the vectors that operations name, each once."""
+    return distinct(vector for operation in operations for vector in operation.vectors)
+
+
+@dataclass(frozen=True)
+class SteeringPlan:
+    """A change of the steering, ready to be sent, with the vectors that it names."""
+
+    request: inference_pb2.UpdateSteeringRequest
+    """The message."""
+    vectors: tuple[Vector, ...]
+    """The vectors, distinct."""
+
+
+def plan_steering(request_id: RequestLike, steer: Operation | Iterable[Operation] | None) -> SteeringPlan:
+    """Build a change of the steering.
+
+    Raises:
+        InvalidRequest: Something in it can never be meant so.
+        TypeError: `steer` holds something else than operations.
+    """
+    operations = operation_list(steer)
+    request = inference_pb2.UpdateSteeringRequest(request_id=check_id(request_id), steering=steering_spec(operations))
+    return SteeringPlan(request, vectors_of(operations))
+
+
+def plan_generation(
+    prompt: Prompt,
+    *,
+    capture: Capture | None,
+    steer: Operation | Iterable[Operation] | None,
+    request_id: str | None,
+    registration: Registration | str | None,
+    model: str | None,
+    updatable: bool,
+    sampling: Mapping[str, Any],
+) -> GenerationPlan:
+    """Build a generation, either of a registered request or with its spec inline.
+
+    Raises:
+        InvalidRequest: Something in it can never be meant so.
+        TypeError: An argument is of the wrong kind or unknown.
+    """
+    request = inference_pb2.GenerateRequest()
+    _set_prompt(request, prompt)
+    _check_size(request)
+    if sampling:
+        request.sampling.CopyFrom(sampling_parameters(sampling))
+    if registration is None:
+        plan = plan_spec(capture, steer, request_id, model, updatable=updatable)
+        request.spec.CopyFrom(plan.spec)
+        return GenerationPlan(request, plan.vectors)
+    if capture is not None or steer or request_id or model or updatable:
+        raise InvalidRequest(
+            "A registered request has its capture, steering, id and model already; give them to register() alone.",
+            reason="INVALID_FIELD",
+        )
+    if isinstance(registration, Registration):
+        request.request_id = check_id(registration.request_id)
+        return GenerationPlan(request, registration.vectors)
+    request.request_id = check_id(registration)
+    return GenerationPlan(request, ())
+
+
+class HasRequestId(Protocol):
+    """A Reply, a Registration, a Stream, or anything else that names its request."""
+
+    @property
+    def request_id(self) -> str:
+        """The name of the request."""
+        ...
+
+
+class HasCaptureId(Protocol):
+    """A Manifest, a CaptureSummary, or anything else that names its capture."""
+
+    @property
+    def capture_id(self) -> str:
+        """The name of the capture, which is that of its request."""
+        ...
+
+
+RequestLike = Union[str, HasRequestId, HasCaptureId]  # noqa: UP007 - evaluated at run time on Python 3.10
+"""A request as a user names it: by its id, or by what has it, such as its reply."""
+
+
+def check_id(request: RequestLike) -> str:
+    """Return the id of a request if it may be one.
+
+    Raises:
+        InvalidRequest: It may not.
+        TypeError: It is neither a text nor something that has a request's or capture's id.
+    """
+    request_id = request
+    for name in ("request_id", "capture_id"):
+        if not isinstance(request_id, str):
+            request_id = getattr(request, name, request_id)
+    if not isinstance(request_id, str):
+        raise TypeError(f"A request id is a text, or a Reply or something else that has one, not {request!r}.")
+    if not is_valid_id(request_id):
+        raise InvalidRequest(
+            f"{request_id!r} cannot name a request: 1 to 128 of the characters a-z A-Z 0-9 . _ - and no dot or dash "
+            "at the start.",
+            reason="INVALID_FIELD",
+        )
+    return request_id
+
+
+def distinct(vectors: Iterable[Vector]) -> tuple[Vector, ...]:
+    """Return vectors without repeats, in order."""
+    return tuple({vector.digest: vector for vector in vectors}.values())
+
+
+def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingParameters:
+    """Build and check the sampling parameters.
+
+    Raises:
+        InvalidRequest: One is out of range.
+        TypeError: One is unknown, or of the wrong kind.
+    """
+    unknown = sorted(set(sampling) - set(Sampling.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"There is no sampling parameter {unknown[0]!r}; there are {', '.join(Sampling.__annotations__)}."
+        )
+    given = {name: value for name, value in sampling.items() if value is not None}
+    for name, (low, high) in _INTEGERS.items():
+        _check_integer(name, given.get(name, low), low, high)
+    _check_number("temperature", given.get("temperature", 0.0), 0.0, 2.0)
+    _check_number("top_p", given.get("top_p", 1.0), 0.0, 1.0)
+    if given.get("top_p") == 0:
+        raise InvalidRequest("top_p must be above 0.", reason="INVALID_FIELD", metadata={"field": "top_p"})
+    if given.get("min_tokens", 0) > given.get("max_tokens", _DEFAULT_MAX_TOKENS):
+        raise InvalidRequest(
+            "min_tokens is above max_tokens.", reason="INVALID_FIELD", metadata={"field": "min_tokens"}
+        )
+    given["stop"] = _stop_texts(given.get("stop", ()))
+    given["num_sequences"] = given.pop("n", None)
+    return inference_pb2.SamplingParameters(**given)
+
+
+_DEFAULT_MAX_TOKENS = 16
+_UINT32 = (1 << 32) - 1
+_MAX_PROMPT_BYTES = MAX_MESSAGE_BYTES - (64 << 10)  # what else a request holds: steering, sampling, its name
+_INTEGERS = {
+    "max_tokens": (1, _UINT32),
+    "top_k": (0, _UINT32),
+    "seed": (0, (1 << 64) - 1),
+    "n": (1, MAX_SEQUENCES),
+    "min_tokens": (0, _UINT32),
+}
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} is a whole number, not {value!r}.")
+    if not low <= value <= high:
+        raise InvalidRequest(
+            f"{name} must be from {low} to {high}, not {value}.", reason="INVALID_FIELD", metadata={"field": name}
+        )
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise TypeError(f"{name} is a number, not {value!r}.")
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidRequest(
+            f"{name} must be from {low:g} to {high:g}, not {value}.", reason="INVALID_FIELD", metadata={"field": name}
+        )
+
+
+def _stop_texts(stop: str | Sequence[str]) -> list[str]:
+    texts = [stop] if isinstance(stop, str) else list(stop)
+    if len(texts) > MAX_STOP_TEXTS or not all(isinstance(text, str) and text for text in texts):
+        raise InvalidRequest(
+            f"stop takes at most {MAX_STOP_TEXTS} texts, none of them empty.",
+            reason="INVALID_FIELD",
+            metadata={"field": "stop"},
+        )
+    return texts
+
+
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise EmptyPrompt("The prompt is empty.", reason="EMPTY_PROMPT")
+        request.text = prompt
+        return
+    items = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)) else [None]
+    if not items:
+        raise EmptyPrompt("The prompt has no tokens.", reason="EMPTY_PROMPT")
+    kinds = set(map(type, items))  # few, however many items there are
+    if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
+        request.token_ids.ids.extend(_token_ids(items))
+    elif all(issubclass(kind, Mapping) for kind in kinds):
+        request.chat.messages.extend(_chat_message(item) for item in items)
+    else:
+        raise TypeError(
+            "A prompt is a text, a list of token ids, or a conversation as a list of "
+            f'{{"role": ..., "content": ...}}, not {short(prompt)}; for several prompts there is generate_many().'
+        )
+
+
+def short(value: object) -> str:
+    """Return a value as a message shows it, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - enough to know it again
+
+
+def _check_size(request: inference_pb2.GenerateRequest) -> None:
+    size = request.ByteSize()
+    if size > _MAX_PROMPT_BYTES:
+        raise PromptTooLong(
+            f"The prompt takes {size} bytes on its way, and at most {_MAX_PROMPT_BYTES} fit into a message; "
+            "shorten it.",
+            reason="PROMPT_TOO_LONG",
+            metadata={"bytes": str(size), "limit": str(_MAX_PROMPT_BYTES)},
+        )
+
+
+def _token_ids(items: Sequence[Any]) -> list[int]:
+    for item in (min(items), max(items)):
+        if not 0 <= item <= _UINT32:
+            raise InvalidRequest(f"{item} is not a token id.", reason="INVALID_FIELD", metadata={"field": "token_ids"})
+    return list(map(int, items))
+
+
+def _chat_message(item: Any) -> inference_pb2.ChatMessage:
+    if set(item) != {"role", "content"} or not all(isinstance(part, str) for part in item.values()):
+        raise InvalidRequest(
+            f'A turn of a conversation is {{"role": ..., "content": ...}} with two texts, not {dict(item)!r}.',
+            reason="INVALID_FIELD",
+            metadata={"field": "chat"},
+        )
+    return inference_pb2.ChatMessage(role=item["role"], content=item["content"])

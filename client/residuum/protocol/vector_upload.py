@@ -1,0 +1,101 @@
+"""Which vectors must be sent, and what the server said about them. No I/O: both clients use it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from residuum import exceptions as exc
+from residuum.protocol.failures import from_item_error
+from residuum.protocol.requests import distinct
+from residuum.v1 import inference_pb2
+from residuum.values.replies import PutResult
+from residuum.values.vector import Vector
+from residuum.wire.limits import MAX_DIGESTS_PER_CALL, MAX_VECTORS_PER_CALL
+
+
+class VectorLedger:
+    """The digests that a server is known to have. A guess: the server may drop vectors and then says so."""
+
+    def __init__(self) -> None:
+        self._known: set[bytes] = set()
+        self._lock = threading.Lock()
+
+    def unknown(self, vectors: Iterable[Vector]) -> list[Vector]:
+        """Return those that the server is not known to have, each once, in order."""
+        with self._lock:
+            return [vector for vector in distinct(vectors) if vector.digest not in self._known]
+
+    def add(self, vectors: Iterable[Vector]) -> None:
+        """Remember that the server has these."""
+        with self._lock:
+            self._known.update(vector.digest for vector in vectors)
+
+    def forget(self, vectors: Iterable[Vector]) -> None:
+        """Forget about these: the server said that it lacks some."""
+        with self._lock:
+            self._known.difference_update(vector.digest for vector in vectors)
+
+
+def find_requests(vectors: Sequence[Vector]) -> Iterator[inference_pb2.FindMissingVectorsRequest]:
+    """Yield the questions about vectors, each within the contract's limit."""
+    for at in range(0, len(vectors), MAX_DIGESTS_PER_CALL):
+        part = vectors[at : at + MAX_DIGESTS_PER_CALL]
+        yield inference_pb2.FindMissingVectorsRequest(digests=[vector.digest for vector in part])
+
+
+def put_calls(vectors: Sequence[Vector]) -> Iterator[Sequence[Vector]]:
+    """Yield the vectors of each call, within the contract's limit."""
+    for at in range(0, len(vectors), MAX_VECTORS_PER_CALL):
+        yield vectors[at : at + MAX_VECTORS_PER_CALL]
+
+
+def put_requests(vectors: Iterable[Vector]) -> Iterator[inference_pb2.PutVectorsRequest]:
+    """Yield the messages that carry vectors."""
+    return (inference_pb2.PutVectorsRequest(vector=vector.message) for vector in vectors)
+
+
+def only(vectors: Iterable[Vector], digests: Iterable[bytes]) -> list[Vector]:
+    """Return the vectors whose digests are named."""
+    wanted = set(digests)
+    return [vector for vector in vectors if vector.digest in wanted]
+
+
+def check_results(vectors: Sequence[Vector], response: inference_pb2.PutVectorsResponse) -> None:
+    """Check what became of the vectors that were sent.
+
+    Raises:
+        BadVector: The server refused one; the message names it and says why.
+        ServerFault: The answer does not fit the question.
+    """
+    if len(response.results) != len(vectors):
+        raise exc.ServerFault(f"{len(vectors)} vectors were sent and {len(response.results)} were answered.")
+    refused = [result for result in response.results if result.HasField("error")]
+    if refused:
+        error = from_item_error(refused[0].error, digest=refused[0].digest.hex())
+        others = f" ({len(refused)} of {len(vectors)} vectors were refused.)" if len(refused) > 1 else ""
+        raise type(error)(f"{error}{others}", reason=error.reason, metadata=error.metadata)
+
+
+def put_result(given: Sequence[Vector], sent: Sequence[Vector]) -> PutResult:
+    """Return what `put_vectors` did."""
+    return PutResult(
+        digests=tuple(vector.hexdigest for vector in given),
+        sent=len(sent),
+        bytes_sent=sum(vector.values.nbytes for vector in sent),
+    )
+
+
+def vector_list(vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
+    """Return what a user gave as vectors as a list. Of a mapping, such as Directions, it is the values.
+
+    Raises:
+        TypeError: One of them is not a Vector.
+    """
+    if isinstance(vectors, Mapping):
+        vectors = vectors.values()
+    items = [vectors] if isinstance(vectors, Vector) else list(vectors)
+    for item in items:
+        if not isinstance(item, Vector):
+            raise TypeError("put_vectors takes residuum.Vector; make one with Vector.from_array(array).")
+    return items

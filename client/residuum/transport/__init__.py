@@ -1,0 +1,1 @@
+"""Connections to the services, and calls that run on them."""

@@ -1,0 +1,105 @@
+"""From gRPC's errors to this package's exceptions: by their reason, or by their bare gRPC code."""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+import grpc.aio
+
+from residuum import exceptions as exc
+from residuum.protocol.failures import EXCEPTIONS
+from residuum.rpc.errors import failure_from_rpc_error
+
+_BY_CODE: dict[grpc.StatusCode, type[exc.ResiduumError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: exc.InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: exc.InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: exc.NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: exc.AlreadyExists,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: exc.ResourceExhausted,
+    grpc.StatusCode.DATA_LOSS: exc.DamagedCapture,
+    grpc.StatusCode.CANCELLED: exc.RequestAborted,
+    grpc.StatusCode.UNAUTHENTICATED: exc.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: exc.PermissionDenied,
+}
+"""The exception of a failure whose reason is unknown or absent. Any other code is a ServerFault."""
+
+_TLS_TROUBLE = {
+    "certificate has expired": "The certificate of {endpoint} has expired; it must be renewed there.",
+    "certificate is not yet valid": "The certificate of {endpoint} is not valid yet. Do both clocks agree?",
+    "Hostname Verification Check failed": (
+        "The certificate of {endpoint} is for another name. Call the service by the name in its certificate, or say "
+        "which one that is: TLS(..., server_name='NAME')."
+    ),
+    "CERTIFICATE_VERIFY_FAILED": (
+        "The certificate of {endpoint} is not signed by a CA that is trusted here ({cause}). Is it the right service? "
+        "Then name its CA: tls=TLS(ca='ca.pem')."
+    ),
+    "WRONG_VERSION_NUMBER": (
+        "{endpoint} does not speak TLS. Connect without (tls=False), or start the service with --tls-cert and "
+        "--tls-key."
+    ),
+    "Getting metadata from plugin failed": "No token for {endpoint}: its file cannot be read any more.",
+}
+"""What stands in gRPC's text when TLS fails, the most telling first, and what it means."""
+
+_CLOSED_WORDS = ("Socket closed", "Connection reset", "Broken pipe")
+_CLOSED = (
+    " It takes connections and closes them: perhaps it wants TLS (tls=TLS(ca='ca.pem')), or a client certificate that "
+    "it trusts (TLS(..., cert='client.pem', key='client.key'))."
+)
+
+
+def from_rpc_error(error: grpc.RpcError, endpoint: str, **facts: str) -> exc.ResiduumError:
+    """Return the exception that tells what a failed call means.
+
+    Args:
+        error: What gRPC raised, on a sync or an asyncio channel.
+        endpoint: Where the call went, for the message.
+        facts: What else is known of the call, such as its request_id; the server's own word goes first.
+    """
+    told = _from_rpc_error(error, endpoint)
+    told.metadata = {**facts, **told.metadata}
+    return told
+
+
+def _from_rpc_error(error: grpc.RpcError, endpoint: str) -> exc.ResiduumError:
+    failure = failure_from_rpc_error(error)
+    if failure is not None and failure.reason_name in EXCEPTIONS:
+        kind = EXCEPTIONS[failure.reason_name]
+        return kind(_in_python(failure.message), reason=failure.reason_name, metadata=failure.metadata)
+    return _from_code(error.code(), error.details() or "", endpoint)
+
+
+def _in_python(message: str) -> str:
+    """Return a server's message with sites called as this package calls them: resid_post, not SITE_RESID_POST."""
+    return re.sub(r"\bSITE_([A-Z_]+)\b", lambda match: match[1].lower(), message)
+
+
+def _why_unreachable(details: str, endpoint: str) -> str:
+    """Return why there is no connection, and what to do. gRPC's own words are all there is to go by."""
+    for words, message in _TLS_TROUBLE.items():
+        if words in details:
+            return message.format(endpoint=endpoint, cause=details.rpartition("CERTIFICATE_VERIFY_FAILED: ")[2])
+    hint = _CLOSED if any(words in details for words in _CLOSED_WORDS) else ""
+    return (
+        f"Nothing answers at {endpoint}, or the connection broke ({details}). Is the service running there, and "
+        f"is the port reachable from here?{hint} `residuum doctor` looks at every step."
+    )
+
+
+def _from_code(code: grpc.StatusCode, details: str, endpoint: str) -> exc.ResiduumError:
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return exc.Unreachable(_why_unreachable(details, endpoint), endpoint=endpoint)
+    metadata = {"endpoint": endpoint}
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return exc.DeadlineExceeded(
+            f"{endpoint} did not answer in time. Give a longer timeout, or none with timeout=None.", metadata=metadata
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return exc.ServerFault(
+            f"{endpoint} does not offer this call ({details}). Is it the right service, and not an older one?",
+            metadata=metadata,
+        )
+    kind = _BY_CODE.get(code, exc.ServerFault)
+    return kind(f"{endpoint} answered {code.name}: {details}", metadata=metadata)

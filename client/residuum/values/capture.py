@@ -1,0 +1,218 @@
+"""What a request captures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from residuum.exceptions import InvalidRequest, UnknownSite
+from residuum.v1 import capture_pb2
+from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection
+from residuum.values.vector import Vector
+from residuum.wire.encodings import BY_DIMENSION, BY_ROW, ENCODINGS
+from residuum.wire.limits import MAX_PROJECTION_VECTORS
+
+_UINT32 = (1 << 32) - 1
+
+SITES: dict[str, capture_pb2.Site.ValueType] = {
+    "resid_post": capture_pb2.SITE_RESID_POST,
+    "resid_pre": capture_pb2.SITE_RESID_PRE,
+    "attn_out": capture_pb2.SITE_ATTN_OUT,
+    "mlp_out": capture_pb2.SITE_MLP_OUT,
+}
+"""The capture sites by name."""
+
+SITE_NAMES = {number: name for name, number in SITES.items()}
+
+EncodingName = Literal["raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project"]
+
+AXES = {"row": BY_ROW, "dimension": BY_DIMENSION}
+"""What shares a scale in "full8", by name."""
+
+REDUCTIONS: dict[str, capture_pb2.Reduction.ValueType] = {
+    "none": capture_pb2.REDUCTION_NONE,
+    "last": capture_pb2.REDUCTION_LAST,
+    "mean": capture_pb2.REDUCTION_MEAN,
+    "max": capture_pb2.REDUCTION_MAX,
+    "sum": capture_pb2.REDUCTION_SUM,
+}
+"""The reductions by name."""
+
+_OVERFLOW = {"wait": capture_pb2.OVERFLOW_POLICY_WAIT, "shed": capture_pb2.OVERFLOW_POLICY_SHED}
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a request captures. Layers count from 0; `client.info().sites` names the sites that the server has.
+
+    Example:
+        >>> residuum.Capture(layers="all")
+        >>> residuum.Capture(layers=[0, 5, 10], positions="last_prompt")
+        >>> residuum.Capture(layers=[12], sites=["resid_pre", "attn_out", "mlp_out"])
+        >>> residuum.Capture(layers="all", encoding="rp8", dimensions=512, seed=1)
+        >>> residuum.Capture(layers=[12], encoding="project", vectors=[joy], positions="generated")
+        >>> residuum.Capture(layers="all", encoding="fp32", reduction="mean")
+    """
+
+    layers: LayersLike = "all"
+    """"all", a number, a range or a list of numbers."""
+    sites: str | Sequence[str] = ("resid_post",)
+    """Where in a layer: "resid_post" (the residual stream after it and its steering), "resid_pre" (the stream before
+    it), "attn_out", "mlp_out" (what its attention and its MLP add). Those that the server was started with, as a list
+    or separated by commas. `acts[k]` reads the first of them; `acts.select(site=...)` any other."""
+    positions: PositionsLike = None
+    """Which tokens; see `Positions.of`. By default all, prompt and generated."""
+    encoding: EncodingName | None = None
+    """How rows are stored; by default as the server's operator chose, which is "raw" unless they said otherwise.
+    docs/encodings.md tells what each keeps and costs.
+
+    - "raw": as the model computed them, in its own dtype; "fp32", "fp16", "bf16": cast.
+    - "full8": every element in 8 bits; "topk8": the largest `dimensions` elements in 8 bits, the others as 0.
+    - "rp8": a random projection to `dimensions` numbers in 8 bits; see `Activations.projection`.
+    - "rp", "topk": the same without the 8 bits.
+    - "project": only the inner products with `vectors`."""
+    overflow: Literal["wait", "shed"] = "wait"
+    """What happens when the path to the store is full: the model waits, or rows are dropped and the capture ends
+    incomplete. Never silently."""
+    dimensions: int | None = None
+    """"rp8", "rp": the dimensions to project to; "topk8", "topk": the elements to keep; at most the model's hidden
+    size. By default as the server's operator chose, which is 512 and 128 unless they said otherwise."""
+    seed: int = 0
+    """"rp8", "rp": the seed of the projection. Only rows of the same seed and dimensions can be compared."""
+    axis: Literal["row", "dimension"] | None = None
+    """"full8": what shares a scale: the elements of a row (the default), or one element of the rows of a block."""
+    vectors: Vector | Iterable[Vector] | Mapping[int, Vector] = ()
+    """"project": the vectors, up to 256; the j-th number of a row is the inner product with the j-th of them. Of a
+    mapping, such as Directions, they are the values."""
+    reduction: Literal["none", "last", "mean", "max", "sum"] | None = None
+    """Capture one row in the place of all that `positions` wants: the last one, or the mean, the greatest or the sum of
+    each element. The prompt has one of its own, and so have the generated tokens; each stands at the last position that
+    it covers."""
+    before_steering: bool = False
+    """Capture rows as they were before they were steered, instead of what the model goes on with. "resid_pre" is then
+    the stream as the layer before gave it, too, so that the sites of a layer do not add up if that one was steered."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, str):
+            object.__setattr__(self, "layers", tuple(layer_list(self.layers)))
+        sites = site_list(self.sites)
+        if isinstance(self.sites, (set, frozenset)):  # has no order, and the first site is the one that `acts[k]` reads
+            sites = tuple(sorted(sites, key=list(SITES).index)) if SITES.keys() >= self.sites else sites
+        object.__setattr__(self, "sites", sites)
+        object.__setattr__(self, "positions", Positions.of(self.positions))
+        object.__setattr__(self, "vectors", tuple(_vector_list(self.vectors)))
+        for name in ("dimensions", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer, type(None))):
+                raise TypeError(f"{name} is a whole number, not {value!r}.")
+        if not isinstance(self.before_steering, bool):
+            raise TypeError(f"before_steering is True or False, not {self.before_steering!r}.")
+        self.to_proto()
+
+    def to_proto(self) -> capture_pb2.CaptureSpec:
+        """Return the message, checked.
+
+        Raises:
+            InvalidRequest: It can never be meant so; the message says why.
+        """
+        if self.overflow not in _OVERFLOW:
+            raise InvalidRequest(f"overflow={self.overflow!r} is not known; write 'wait' or 'shed'.")
+        return capture_pb2.CaptureSpec(
+            layers=layer_selection(self.layers),
+            sites=site_numbers(self.sites),
+            positions=Positions.of(self.positions).to_proto() if self.positions != Positions() else None,
+            encoding=_named("encoding", self.encoding, ENCODINGS),
+            overflow=_OVERFLOW[self.overflow],
+            before_steering=self.before_steering,
+            encoding_options=self._options(),
+            reduction=_named("reduction", self.reduction, REDUCTIONS),
+        )
+
+    @property
+    def projection_vectors(self) -> tuple[Vector, ...]:
+        """The `vectors` as a tuple."""
+        return cast("tuple[Vector, ...]", self.vectors)  # __post_init__ made one of them
+
+    def _options(self) -> capture_pb2.EncodingOptions | None:
+        """Return what the encoding needs to know. Of the server's own encoding nobody knows here what it takes."""
+        vectors = self.projection_vectors
+        for name, given, takers in (
+            ("dimensions", self.dimensions is not None, ("rp8", "rp", "topk8", "topk")),
+            ("seed", self.seed != 0, ("rp8", "rp")),
+            ("axis", self.axis is not None, ("full8",)),
+            ("vectors", bool(vectors), ("project",)),
+        ):
+            if given and self.encoding not in takers and (self.encoding is not None or vectors):
+                named = " or ".join(f'encoding="{taker}"' for taker in takers)
+                raise InvalidRequest(f"{name}= goes with {named}.", reason="INVALID_FIELD")
+        if self.dimensions is not None and not 1 <= self.dimensions <= _UINT32:
+            raise InvalidRequest(f"dimensions= is at least 1, not {self.dimensions}.", reason="INVALID_FIELD")
+        if not 0 <= self.seed < 1 << 64:
+            raise InvalidRequest(f"seed= is from 0 to 2**64 - 1, not {self.seed}.", reason="INVALID_FIELD")
+        if self.encoding == "project" and not 1 <= len(vectors) <= MAX_PROJECTION_VECTORS:
+            raise InvalidRequest(
+                f'encoding="project" takes 1 to {MAX_PROJECTION_VECTORS} vectors=, not {len(vectors)}.',
+                reason="INVALID_FIELD",
+            )
+        options = capture_pb2.EncodingOptions(
+            dimensions=self.dimensions or 0,
+            seed=self.seed,
+            axis=_named("axis", self.axis, AXES),
+            vectors=[vector.digest for vector in vectors],
+        )
+        return options if options.ByteSize() else None
+
+
+def site_list(sites: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the names of sites as a user writes them: a list, or one text with commas between the names."""
+    if not isinstance(sites, Iterable):
+        raise TypeError(f"sites= takes a list of names, or one text with commas between them, not {sites!r}.")
+    return tuple(name.strip() for name in sites.split(",")) if isinstance(sites, str) else tuple(sites)
+
+
+def site_numbers(sites: str | Sequence[str]) -> list[capture_pb2.Site.ValueType]:
+    """Return sites by name as the contract numbers them, in the order given.
+
+    Raises:
+        UnknownSite: There is no site of this name.
+        InvalidRequest: A site is named twice, or none is named.
+    """
+    names = site_list(sites)
+    for name in names:
+        if name not in SITES:
+            raise UnknownSite(f"{name!r} is not a site; {_instead_of(name)}.", reason="UNKNOWN_SITE")
+    if not names or len(set(names)) != len(names):
+        raise InvalidRequest("Name at least one site, and each once.", reason="INVALID_FIELD")
+    return [SITES[name] for name in names]
+
+
+def _instead_of(name: str) -> str:
+    if name == "all":  # as layers have it; only the server knows which sites these would be
+        return "sites=client.info().sites names all that the server was started with"
+    return f"there are {', '.join(SITES)}"
+
+
+def _named(field: str, name: str | None, known: Mapping[str, int]) -> Any:
+    """Return the number of a name in the contract; 0, the server's default, for None.
+
+    Raises:
+        InvalidRequest: There is no such name.
+    """
+    if name is None:
+        return 0
+    if name not in known:
+        raise InvalidRequest(f"{field}={name!r} is not known; there are {', '.join(known)}.", reason="INVALID_FIELD")
+    return known[name]
+
+
+def _vector_list(vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
+    items = [vectors] if isinstance(vectors, Vector) else list(getattr(vectors, "values", lambda: vectors)())
+    for item in items:
+        if not isinstance(item, Vector):
+            raise TypeError("vectors= takes residuum.Vector; make one with Vector.from_array(array).")
+    if len({vector.digest for vector in items}) != len(items):
+        raise InvalidRequest("Name each vector once.", reason="INVALID_FIELD")
+    return items

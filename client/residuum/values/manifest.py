@@ -1,0 +1,357 @@
+"""What is known of a capture, as frozen Python values."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf import json_format, timestamp_pb2
+
+from residuum.exceptions import InvalidRequest
+from residuum.v1 import capture_pb2, steering_pb2
+from residuum.values.capture import AXES, REDUCTIONS, SITE_NAMES
+from residuum.values.manifest_json import from_document, to_document
+from residuum.values.selections import Positions
+from residuum.wire.dtypes import dtype_name
+from residuum.wire.encodings import ENCODING_NAMES, FULL8, RAW, RowFormat
+
+STATES: dict[capture_pb2.CaptureState.ValueType, str] = {
+    capture_pb2.CAPTURE_STATE_OPEN: "open",
+    capture_pb2.CAPTURE_STATE_COMPLETE: "complete",
+    capture_pb2.CAPTURE_STATE_INCOMPLETE: "incomplete",
+    capture_pb2.CAPTURE_STATE_ABORTED: "aborted",
+}
+"""The states of a capture by their names in Python."""
+
+FINAL_STATES = frozenset({"complete", "incomplete", "aborted"})
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Rows of some layers at one site of one sequence that have the same positions."""
+
+    sequence: int
+    """The sequence."""
+    site: str
+    """The site, such as "resid_post"."""
+    layers: tuple[int, ...]
+    """The layers."""
+    ranges: tuple[tuple[int, int], ...]
+    """The positions as ascending runs (first, last), both ends included."""
+
+    def __str__(self) -> str:
+        runs = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in self.ranges)
+        return f"{self.site}, layers {_runs(self.layers)}, sequence {self.sequence}: positions {runs}"
+
+
+@dataclass(frozen=True)
+class SequenceOutcome:
+    """How one sequence ended."""
+
+    generated_token_ids: tuple[int, ...]
+    """The tokens that were generated."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+
+
+@dataclass(frozen=True)
+class SteeringRecord:
+    """One steering operation, as it was applied."""
+
+    operation: str
+    """"add", "ablate", "cap" or "replace"; "unknown" if only a newer version knows it."""
+    layers: tuple[int, ...]
+    """The layers after which it was applied."""
+    digests: tuple[str, ...]
+    """The digest of its vector, hexadecimal; or one for each layer, in their order."""
+    positions: Positions
+    """The positions to which it was applied."""
+    scale: float | None = None
+    """The factor of "add" and "ablate"."""
+    min: float | None = None
+    """The lower bound of "cap"."""
+    max: float | None = None
+    """The upper bound of "cap"."""
+    value: float | None = None
+    """What "replace" set the projection to."""
+    keep_norm: bool = False
+    """Whether rows got back the norm that they had before."""
+
+    @classmethod
+    def from_proto(cls, proto: steering_pb2.SteeringOperation) -> SteeringRecord:
+        """Return the record of a message."""
+        kind = proto.WhichOneof("operation")
+        layers, positions = tuple(proto.layers.list.layers), Positions.from_proto(proto.positions)
+        if kind is None:
+            return cls("unknown", layers, (), positions, keep_norm=proto.keep_norm)
+        what: Any = getattr(proto, kind)
+        numbers = {
+            name: getattr(what, name)
+            for name, item in what.DESCRIPTOR.fields_by_name.items()
+            if name != "digest" and (not item.has_presence or what.HasField(name))
+        }
+        if kind == "ablate":
+            numbers.setdefault("scale", 1.0)
+        own = proto.layer_digests or [what.digest]
+        return cls(
+            operation=kind,
+            layers=layers,
+            digests=tuple(digest.hex() for digest in own),
+            positions=positions,
+            keep_norm=proto.keep_norm,
+            **numbers,
+        )
+
+
+@dataclass(frozen=True)
+class SteeringChange:
+    """A change of the steering while the request was generating."""
+
+    first_positions: tuple[int, ...]
+    """Of each sequence the first position that was steered so; the number of its tokens, if it had ended."""
+    steering: tuple[SteeringRecord, ...]
+    """The operations from there on, in their order; empty: none."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a capture is of, and how much of it is there.
+
+    It never says "complete" unless every row that was asked for is in the store.
+    """
+
+    capture_id: str
+    """The name of the capture: its request's id."""
+    model: str
+    """The model that was served."""
+    state: str
+    """"open", "complete", "incomplete" or "aborted"; all but the first are final."""
+    reason: str
+    """Why it is incomplete, such as "OVERFLOW"; empty otherwise."""
+    detail: str
+    """The same for a person."""
+    layers: tuple[int, ...]
+    """The layers that were asked for."""
+    sites: tuple[str, ...]
+    """The sites that were asked for."""
+    positions: Positions
+    """The positions that were asked for."""
+    before_steering: bool
+    """Whether the rows are those of before they were steered, instead of those that the model went on with."""
+    encoding: str
+    """How the rows are encoded, such as "raw" or "rp8"; "unknown" if only a newer version knows."""
+    dimensions: int
+    """Numbers in an encoded row of "rp8", "rp", "topk8", "topk" and "project"; 0 with the other encodings."""
+    seed: int
+    """The seed of the random projection of "rp8" and "rp"."""
+    axis: str
+    """What shares a scale in "full8": "row" or "dimension"; empty with the other encodings."""
+    projected_onto: tuple[str, ...]
+    """The digests of the vectors of "project", hexadecimal, in the order of the numbers in a row."""
+    reduction: str
+    """What stands in the place of many rows: "last", "mean", "max" or "sum" of them; "none": every row is there."""
+    dtype: str
+    """The element type in which the model computed the rows, such as "bfloat16"."""
+    hidden_size: int
+    """Elements in a row as the model computed it."""
+    num_layers: int
+    """Decoder layers of the model."""
+    prompt_token_ids: tuple[int, ...]
+    """The prompt's token ids."""
+    sequences: tuple[SequenceOutcome, ...]
+    """The sequences in order; empty until the capture is sealed."""
+    present: tuple[RowSet, ...]
+    """The rows that are in the store."""
+    missing: tuple[RowSet, ...]
+    """The rows that are missing, as far as is known."""
+    num_rows: int
+    """Rows in the store, counted once for each layer and site."""
+    num_bytes: int
+    """Bytes of chunks in the store."""
+    steered: bool
+    """Whether the request was steered, at the start or later."""
+    steering: tuple[SteeringRecord, ...]
+    """The operations at the start, in their order."""
+    steering_changes: tuple[SteeringChange, ...]
+    """How the steering was changed while the request was generating; known when the capture is sealed."""
+    vllm_version: str
+    """The version of vLLM that ran the model."""
+    request_time: datetime.datetime | None
+    """When the request was accepted."""
+    open_time: datetime.datetime | None
+    """When the capture was opened."""
+    end_time: datetime.datetime | None
+    """When it became final."""
+    proto: capture_pb2.CaptureManifest = field(repr=False, compare=False)
+    """The message that this was made from: everything, with steering and layout."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more will come."""
+        return self.state in FINAL_STATES
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row that was asked for is there."""
+        return self.state == "complete"
+
+    @property
+    def row_format(self) -> RowFormat:
+        """How the rows lie in the store, byte by byte.
+
+        Raises:
+            ValueError: Only a newer version knows.
+        """
+        return RowFormat.of_capture(self.proto.description)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row as readers get it: `hidden_size`, unless rows were projected."""
+        return self.row_format.decoded_width
+
+    def describe_missing(self, limit: int = 4) -> str:
+        """Say which rows are missing, in one line.
+
+        Args:
+            limit: How many sets of rows are named before the rest is only counted.
+        """
+        if self.is_complete:
+            return "nothing is missing"
+        if not self.missing and not self.is_final:
+            return "nothing is known to be missing yet: the capture is still open"
+        if not self.missing:
+            return "the store does not say which rows are missing"
+        named = "; ".join(str(rows) for rows in self.missing[:limit])
+        rest = len(self.missing) - limit
+        return named + (f"; and {rest} more" if rest > 0 else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the manifest as one JSON document, whose schema is `protos/residuum/v1/manifest.schema.json`.
+
+        It holds all that the message says, under the contract's names, and what `vllm_capture`'s manifests have:
+        `request_id`, `tp_rank`, `tp_world_size`, `mode`, `compression`, and by sequence `prompt_len`, `total_len` and
+        each layer's `shape`, [rows, width]. A sequence of `total_len` tokens has a row less: the last token is never
+        fed to the model.
+
+        Example:
+            >>> acts.manifest.to_dict()["sequences"]["0"]["layers"]["12"]["shape"]
+            [68, 576]
+        """
+        return to_document(self.proto)
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Return `to_dict` as a text."""
+        return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Return the manifest of a text that `to_json` made, or of the message's own JSON form.
+
+        Raises:
+            InvalidRequest: The text is neither.
+        """
+        try:
+            return cls.from_proto(from_document(json.loads(text)))
+        except (ValueError, json_format.ParseError) as error:
+            raise InvalidRequest(f"This is not a manifest: {error}", reason="INVALID_FIELD") from None
+
+    @classmethod
+    def from_proto(cls, proto: capture_pb2.CaptureManifest) -> Manifest:
+        """Return the manifest of a message."""
+        what = proto.description
+        return cls(
+            capture_id=what.capture_id,
+            model=what.model,
+            state=STATES.get(proto.state, "unknown"),
+            reason=_reason(proto.incomplete_reason),
+            detail=proto.incomplete_detail,
+            layers=_layers(what),
+            sites=tuple(site_name(site) for site in what.spec.sites) or ("resid_post",),
+            positions=Positions.from_proto(what.spec.positions),
+            before_steering=what.spec.before_steering,
+            encoding=ENCODING_NAMES.get(what.spec.encoding or RAW, "unknown"),
+            dimensions=what.spec.encoding_options.dimensions or len(what.spec.encoding_options.vectors),
+            seed=what.spec.encoding_options.seed,
+            axis=_name_of(AXES, what.spec.encoding_options.axis) if what.spec.encoding == FULL8 else "",
+            projected_onto=tuple(digest.hex() for digest in what.spec.encoding_options.vectors),
+            reduction=_name_of(REDUCTIONS, what.spec.reduction),
+            dtype=dtype_name(what.dtype),
+            hidden_size=what.hidden_size,
+            num_layers=what.num_layers,
+            prompt_token_ids=tuple(what.prompt_token_ids),
+            sequences=tuple(
+                SequenceOutcome(tuple(item.generated_token_ids), item.finish_reason) for item in proto.sequences
+            ),
+            present=_row_sets(proto.present),
+            missing=_row_sets(proto.missing),
+            num_rows=proto.num_rows,
+            num_bytes=proto.num_bytes,
+            steered=bool(what.steering.operations) or any(item.steering.operations for item in proto.steering_changes),
+            steering=_records(what.steering),
+            steering_changes=tuple(
+                SteeringChange(tuple(item.first_positions), _records(item.steering)) for item in proto.steering_changes
+            ),
+            vllm_version=what.vllm_version,
+            request_time=to_datetime(what.request_time),
+            open_time=to_datetime(proto.open_time),
+            end_time=to_datetime(proto.end_time),
+            proto=proto,
+        )
+
+
+def _name_of(names: Mapping[str, int], number: int) -> str:
+    """Return the name of a number; that of the first for 0, and "unknown" if this version does not know it."""
+    return next((name for name, known in names.items() if known == (number or 1)), "unknown")
+
+
+def site_name(site: capture_pb2.Site.ValueType) -> str:
+    """Return a site's name, or its number in words if this version does not know it."""
+    return SITE_NAMES.get(site, f"site {int(site)}")
+
+
+def to_datetime(time: timestamp_pb2.Timestamp) -> datetime.datetime | None:
+    """Return a time in UTC, or None if it is not set."""
+    if not time.seconds and not time.nanos:
+        return None
+    return time.ToDatetime(tzinfo=datetime.timezone.utc)
+
+
+def _layers(what: capture_pb2.CaptureDescription) -> tuple[int, ...]:
+    if what.spec.layers.WhichOneof("selection") == "list":
+        return tuple(what.spec.layers.list.layers)
+    return tuple(range(what.num_layers))
+
+
+def _records(spec: steering_pb2.SteeringSpec) -> tuple[SteeringRecord, ...]:
+    return tuple(SteeringRecord.from_proto(operation) for operation in spec.operations)
+
+
+def _reason(reason: capture_pb2.IncompleteReason.ValueType) -> str:
+    if reason not in capture_pb2.IncompleteReason.values() or not reason:
+        return ""
+    return capture_pb2.IncompleteReason.Name(reason).removeprefix("INCOMPLETE_REASON_")
+
+
+def _row_sets(sets: Iterable[capture_pb2.RowSet]) -> tuple[RowSet, ...]:
+    return tuple(
+        RowSet(
+            sequence=rows.sequence,
+            site=site_name(rows.site),
+            layers=tuple(rows.layers),
+            ranges=tuple((run.first, run.last) for run in rows.positions),
+        )
+        for rows in sets
+    )
+
+
+def _runs(numbers: tuple[int, ...]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,1 @@
+"""The captures of this service's requests, in one store or several."""

@@ -1,0 +1,72 @@
+"""What vLLM is started with: its arguments, and the environment that its workers inherit."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from inference_svc.engine.worker_settings import LONGEST_STEP_SECONDS, taps_fingerprint, worker_settings
+from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
+
+if TYPE_CHECKING:
+    from inference_svc.settings import InferenceSettings
+
+_WORKERS = {
+    "cpu": "inference_svc.taps.vllm.cpu_worker.TappedCpuWorker",
+    "cuda": "inference_svc.taps.vllm.gpu_worker.TappedGpuWorker",
+}
+
+_CPU_KV_CACHE_GIB = 2.0
+
+
+def engine_arguments(settings: InferenceSettings) -> dict[str, Any]:
+    """Return vLLM's arguments for the service's settings, but for those that bring the taps in.
+
+    An engine that is started with these differs from the service's in the taps alone.
+    """
+    values: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "enforce_eager": settings.enforce_eager,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "seed": settings.seed,
+        "disable_log_stats": True,
+    }
+    kv_cache_gib = settings.kv_cache_gib or (_CPU_KV_CACHE_GIB if current_platform.is_cpu() else 0)
+    if kv_cache_gib:
+        values["kv_cache_memory_bytes"] = int(kv_cache_gib * (1 << 30))
+    if settings.max_model_len:
+        values["max_model_len"] = settings.max_model_len
+    return {**values, **settings.engine_args}
+
+
+def prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
+    """Set in this process's environment, which the workers inherit, what they have to know."""
+    os.environ[SETTINGS_VARIABLE] = json.dumps(worker_settings(settings, control_dir, os.getpid()))
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM forks on a GPU unless it is told otherwise. This process has gRPC's threads by now: what they hold at that
+    # moment would stay locked in the engine, and in every rank.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+def tapped_engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
+    """Return vLLM's arguments for the service's settings, with those that bring the taps in.
+
+    Raises:
+        RuntimeError: vLLM runs on something else than a CPU or an NVIDIA GPU.
+    """
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise RuntimeError(f"residuum taps models on CPUs and NVIDIA GPUs; vLLM runs on {current_platform.device_name}")
+    return AsyncEngineArgs(
+        **engine_arguments(settings),
+        worker_cls=_WORKERS["cpu" if current_platform.is_cpu() else "cuda"],
+        additional_config=taps_fingerprint(settings),
+    )

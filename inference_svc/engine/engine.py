@@ -1,0 +1,350 @@
+"""vLLM as this service sees it. The only file that knows AsyncLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import signal
+from contextlib import aclosing
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import vllm
+from vllm import SamplingParams
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from inference_svc.engine.arguments import prepare_environment, tapped_engine_args
+from inference_svc.engine.facts import ModelFacts
+from inference_svc.engine.ranks import check_ranks
+from inference_svc.requests.capture_specs import CaptureDefaults
+from inference_svc.requests.prompts import PromptReader
+from inference_svc.requests.specs import max_new_tokens
+from inference_svc.taps.reductions import REDUCTIONS
+from inference_svc.taps.vllm.worker import REFUSAL_FILE
+from residuum.rpc.errors import Failure, Reason
+from residuum.wire.encodings import ENCODINGS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping, Sequence
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.inputs import TokensInput, TokensPrompt
+
+    from inference_svc.resources.projections import Projection
+    from inference_svc.settings import InferenceSettings
+    from inference_svc.taps.plan import Operation, RequestPlan
+    from residuum.v1 import inference_pb2
+
+_GIVEN_UP = ("abort", "error")
+"""What vLLM calls the end of a request that it gave up by itself, without an exception."""
+
+_DRAIN_POLL_SECONDS = 0.02
+_DEATH_POLL_SECONDS = 1.0
+"""How often a call that waits for its answer looks whether the engine lives."""
+
+
+class EngineRefusedError(RuntimeError):
+    """The taps refuse the model or the engine: rows would not be what they promise."""
+
+
+class Delta(NamedTuple):
+    """What one step of the engine adds to a sequence."""
+
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str | None = None
+    """"stop" or "length", with the last tokens."""
+    stop_reason: str = ""
+    """The stop text that ended the sequence."""
+
+    def followed_by(self, other: Delta) -> Delta:
+        """Return this and what the next steps added as one."""
+        return Delta(
+            self.text + other.text, [*self.token_ids, *other.token_ids], other.finish_reason, other.stop_reason
+        )
+
+
+class Engine:
+    """A running vLLM engine whose workers carry the taps."""
+
+    def __init__(self, llm: AsyncLLM, tokenizer: Any, facts: ModelFacts) -> None:
+        """Wrap a running engine; see `start`. Without a tokenizer (None), it takes and gives token ids alone."""
+        self._llm = llm
+        self._has_tokenizer = tokenizer is not None
+        self._prompts = PromptReader(tokenizer, facts)
+        self.facts = facts
+
+    @classmethod
+    async def start(cls, settings: InferenceSettings, control_dir: str) -> Engine:
+        """Load the model and start the engine; takes 20 s to minutes.
+
+        Args:
+            settings: The service's settings.
+            control_dir: A private folder for the control sockets of the rings.
+
+        Raises:
+            EngineRefusedError: The taps cannot serve this model, or this engine. The message says why.
+            Exception: Whatever vLLM raises when it cannot serve the model.
+        """
+        prepare_environment(settings, control_dir)
+        # In a thread: the event loop goes on answering health checks while the model loads.
+        llm = await asyncio.to_thread(_start_llm, tapped_engine_args(settings), Path(control_dir, REFUSAL_FILE))
+        try:
+            tokenizer = await _tokenizer(llm)
+            ranks = await llm.collective_rpc("residuum_describe")
+            return cls(llm, tokenizer, _facts(settings, llm, ranks))
+        except BaseException:
+            llm.shutdown()
+            raise
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The engine of vLLM itself, for benchmarks that compare with it."""
+        return self._llm
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether texts are understood, and made."""
+        return self._has_tokenizer
+
+    async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        """Return the token ids of a prompt; see `PromptReader.read`."""
+        return await self._prompts.read(request)
+
+    def generate(
+        self,
+        engine_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        plan: RequestPlan | None,
+        cache_salt: str | None,
+    ) -> AsyncGenerator[Delta]:
+        """Generate one sequence; see `stream`."""
+        # Shallow, and so is the copy that vLLM makes of it: both of them deep took as long as all else that a request
+        # costs here. What it holds is only looked at, but for stop tokens, which are the same for all requests.
+        sampling = copy(sampling)
+        sampling.skip_clone = True
+        sampling.extra_args = plan.to_extra_args() if plan else None
+        # A captured prompt must be computed; reading it from the prefix cache would leave its rows out.
+        sampling.skip_reading_prefix_cache = bool(plan and plan.capture)
+        sampling.detokenize = self.has_tokenizer
+        # As vLLM's own renderer hands it on: what is left of that to do for token ids, `PromptReader` has done.
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=cache_salt)
+        return stream(self._llm, prompt, sampling, engine_id)
+
+    async def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        """Write vectors into rows of every rank's bank; see `VectorBank.load`."""
+        await self._call("residuum_load_vectors", list(rows))
+
+    async def keep_signs(self, projections: Sequence[Projection]) -> list[bool | str]:
+        """Have every rank make the signs of projections beside its steps, keep them, and drop others.
+
+        Returns:
+            Of each whether every rank has them by now; or why one cannot make them.
+
+        Raises:
+            Failure: The engine is dead.
+        """
+        ranks = await self._call("residuum_keep_signs", [tuple(item) for item in projections])
+        return [_ready(states) for states in zip(*ranks, strict=True)]
+
+    async def change_steering(self, changes: Mapping[str, Sequence[Operation]]) -> dict[str, int | None]:
+        """Change the operations of requests, from the next step on.
+
+        Args:
+            changes: Of each request, by its `RequestPlan.name`, what takes the place of its operations.
+
+        Returns:
+            The first position of each that is steered so; None if it has ended.
+
+        Raises:
+            Failure: The engine is dead.
+        """
+        data = {name: [operation.to_data() for operation in operations] for name, operations in changes.items()}
+        ranks: list[dict[str, int | None]] = await self._call("residuum_change_steering", data)
+        if any(rank != ranks[0] for rank in ranks):
+            raise RuntimeError(f"the ranks changed the steering at different positions: {ranks}")
+        return ranks[0]
+
+    async def forget(self, names: Sequence[str]) -> None:
+        """Forget changes of requests that will not come any more."""
+        await self._call("residuum_forget", list(names))
+
+    async def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
+        """Return the rows of a self-test from every rank; see `TappedWorker.residuum_take_probe`."""
+        parts = await self._call("residuum_take_probe", capture_id)
+        return [block for rank in parts for block in rank]
+
+    async def listen_to_logits(self) -> None:
+        """Have workers keep what the requests from now on give to the unembedding; ends with `explain_logits`."""
+        await self._call("residuum_listen_to_logits")
+
+    async def explain_logits(self, rows: bytes, tokens: Sequence[int]) -> list[tuple[float, float]]:
+        """Compare served tokens with those that follow from captured rows; see `TappedWorker.residuum_explain_logits`.
+
+        Returns:
+            Of each rank that makes logits the fields of its `Explanation`.
+        """
+        ranks = await self._call("residuum_explain_logits", rows, list(tokens))
+        return [tuple(rank) for rank in ranks if rank is not None]
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Wait until the store has acknowledged every captured row; tell whether it has.
+
+        Never waits longer than it is told: a worker whose step waits for the store answers nothing, and vLLM never
+        answers what was asked of an engine that has died since.
+        """
+        try:
+            await asyncio.wait_for(self._drained(timeout_seconds), timeout_seconds)
+        except (asyncio.TimeoutError, Failure):
+            return False
+        return True
+
+    async def _drained(self, timeout_seconds: float) -> None:
+        while not all(await self._call("residuum_drain", timeout_seconds)):  # noqa: ASYNC110 - it asks another process
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)  # lets the step run that flushes the last rows
+
+    async def _call(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of every worker.
+
+        Raises:
+            Failure: The engine is dead.
+        """
+        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=arguments))
+        try:
+            # vLLM never answers what was asked of an engine that has died since.
+            while not (await asyncio.wait({call}, timeout=_DEATH_POLL_SECONDS))[0]:
+                if self.is_dead:
+                    raise _engine_dead()
+            return list(call.result())
+        except EngineDeadError as error:
+            raise _engine_dead() from error
+        finally:
+            call.cancel()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine has died."""
+        return bool(self._llm.errored)
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        self._llm.shutdown()
+
+
+async def stream(
+    llm: AsyncLLM, prompt: TokensPrompt | TokensInput, sampling: SamplingParams, engine_id: str
+) -> AsyncGenerator[Delta]:
+    """Generate one sequence with a vLLM engine, step by step. Closing the generator stops the engine's request.
+
+    Raises:
+        Failure: The engine is dead, or gave the request up.
+    """
+    try:
+        async with aclosing(llm.generate(prompt, sampling, engine_id)) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                if completion.finish_reason in _GIVEN_UP:
+                    raise Failure(
+                        Reason.ERROR_REASON_INTERNAL,
+                        f"The engine gave the request up ({completion.finish_reason}); its log may say why.",
+                    )
+                stop = completion.stop_reason
+                yield Delta(
+                    completion.text,
+                    completion.token_ids,
+                    completion.finish_reason,
+                    stop if isinstance(stop, str) else "",
+                )
+    except EngineDeadError as error:
+        raise _engine_dead() from error
+
+
+def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int) -> SamplingParams:
+    """Return vLLM's form of checked sampling parameters, for one sequence of a request."""
+    p = parameters
+    return SamplingParams(
+        max_tokens=max_new_tokens(p),
+        min_tokens=p.min_tokens,
+        temperature=p.temperature,
+        top_p=p.top_p if p.HasField("top_p") else 1.0,
+        top_k=p.top_k,
+        seed=(p.seed + sequence) % (1 << 63) if p.HasField("seed") else None,
+        stop=list(p.stop),
+        ignore_eos=p.ignore_eos,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _start_llm(arguments: AsyncEngineArgs, refusal: Path) -> AsyncLLM:
+    """Start the engine with SIGINT blocked, in a thread of its own; its processes inherit that.
+
+    Ctrl-C reaches every process of a terminal's job. The service alone hears it, and stops the engine in order.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    except Exception as error:
+        # vLLM says no more than that a worker failed. What the taps refused, and why, they left in this file.
+        if refusal.exists():
+            raise EngineRefusedError(refusal.read_text()) from error
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def model_runner(config: Any) -> str:
+    """Return which of vLLM's model runners a `VllmConfig` takes: "v1" or "v2"."""
+    return "v2" if config.use_v2_model_runner else "v1"
+
+
+async def _tokenizer(llm: AsyncLLM) -> Any:
+    """Return the engine's tokenizer; None if it was started without (`skip_tokenizer_init`)."""
+    if llm.vllm_config.model_config.skip_tokenizer_init:
+        return None
+    tokenizer = llm.get_tokenizer()
+    return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
+
+
+def _ready(states: Sequence[bool | str]) -> bool | str:
+    """Return whether all ranks are ready; or what keeps the first one from it that says so."""
+    return next((state for state in states if isinstance(state, str)), all(states))
+
+
+def _engine_dead() -> Failure:
+    return Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died; the service is stopping.")
+
+
+def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str, Any]]) -> ModelFacts:
+    config = llm.vllm_config
+    model = config.model_config
+    check_ranks(ranks, model.get_total_num_hidden_layers())
+    return ModelFacts(
+        name=settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1],
+        num_layers=model.get_total_num_hidden_layers(),
+        hidden_size=ranks[0]["hidden"],
+        dtype=ranks[0]["dtype"],
+        max_model_len=model.max_model_len,
+        vocab_size=model.get_vocab_size(),
+        tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+        pipeline_parallel_size=config.parallel_config.pipeline_parallel_size,
+        eager=bool(model.enforce_eager),
+        vllm_version=vllm.__version__,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        sites=tuple(ranks[0]["sites"]),
+        pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
+        table_bytes=sum(rank["table_bytes"] for rank in ranks),
+        ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
+        control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
+        model_runner=model_runner(config),
+        folded_norms=sum(rank["folded_norms"] for rank in ranks if rank["captures"]),
+        encodings=tuple(ENCODINGS.values()),
+        reductions=REDUCTIONS,
+        capture_defaults=CaptureDefaults(
+            ENCODINGS[settings.capture_encoding], settings.capture_rp_k, settings.capture_topk_k
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Requests: what they ask for, checked in full, and which of them there are."""

@@ -1,0 +1,151 @@
+"""Checking what a request captures, and how it is encoded; and filling in every default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from inference_svc.requests.checks import check_selection, invalid, layer_list
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2
+from residuum.wire.encodings import (
+    BY_DIMENSION,
+    BY_ROW,
+    ENCODING_NAMES,
+    ENCODINGS,
+    FULL8,
+    LARGEST,
+    PROJECT,
+    RANDOM_PROJECTIONS,
+    RAW,
+    SIZED,
+    EncodingError,
+    RowFormat,
+)
+from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK, DIGEST_BYTES, MAX_PROJECTION_VECTORS
+from residuum.wire.selection import is_reduced
+
+if TYPE_CHECKING:
+    from inference_svc.engine.facts import ModelFacts
+
+
+@dataclass(frozen=True)
+class CaptureDefaults:
+    """How rows are encoded if a request does not say so."""
+
+    encoding: capture_pb2.Encoding.ValueType = RAW
+    """The encoding."""
+    projection: int = DEFAULT_PROJECTION
+    """Dimensions of random projections; the width of rows, if that is less."""
+    topk: int = DEFAULT_TOPK
+    """Elements that are kept of the largest; the width of rows, if that is less."""
+
+
+def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture_pb2.CaptureSpec:
+    """Check what is to be captured against the model, and fill in every default.
+
+    Raises:
+        Failure: Something in it cannot be; the reason and the metadata say what.
+    """
+    sites = list(spec.sites) or [capture_pb2.SITE_RESID_POST]
+    _check_sites(sites, facts)
+    if spec.overflow not in capture_pb2.OverflowPolicy.values():
+        raise invalid("capture.overflow", "The overflow policy is WAIT or SHED.")
+    check_selection("capture.positions", spec.positions)
+    resolved = capture_pb2.CaptureSpec()
+    resolved.CopyFrom(spec)
+    resolved.layers.CopyFrom(layer_list("capture.layers", spec.layers, facts))
+    resolved.sites[:] = sites
+    resolved.overflow = spec.overflow or capture_pb2.OVERFLOW_POLICY_WAIT
+    resolved.encoding = _encoding(spec.encoding, facts)
+    resolved.encoding_options.CopyFrom(_options(resolved.encoding, spec.encoding_options, facts))
+    if resolved.encoding_options == capture_pb2.EncodingOptions():
+        resolved.ClearField("encoding_options")
+    resolved.reduction = spec.reduction or capture_pb2.REDUCTION_NONE
+    _check_reduction(resolved, facts)
+    return resolved
+
+
+def _check_sites(sites: list[capture_pb2.Site.ValueType], facts: ModelFacts) -> None:
+    for site in sites:
+        if site not in facts.sites:
+            armed = [_site_name(known) for known in facts.sites]
+            raise Failure(
+                Reason.ERROR_REASON_UNKNOWN_SITE,
+                f"The site {_site_name(site)} is not armed on this server; armed: {', '.join(armed)}. "
+                "Its operator arms sites with --capture-sites.",
+                site=_site_name(site),
+                armed=",".join(armed),
+            )
+    if len(set(sites)) != len(sites):
+        raise invalid("capture.sites", "Name each site once.")
+
+
+def _encoding(asked: capture_pb2.Encoding.ValueType, facts: ModelFacts) -> capture_pb2.Encoding.ValueType:
+    encoding = asked or facts.capture_defaults.encoding
+    if encoding in facts.encodings:
+        return encoding
+    known = ", ".join(ENCODING_NAMES[number] for number in facts.encodings)
+    name = ENCODING_NAMES.get(encoding, str(int(encoding)))
+    raise invalid("capture.encoding", f"This server does not encode rows as {name}; it knows {known}.")
+
+
+def _options(
+    encoding: capture_pb2.Encoding.ValueType, asked: capture_pb2.EncodingOptions, facts: ModelFacts
+) -> capture_pb2.EncodingOptions:
+    """Return the options of an encoding with every default filled in."""
+    _check_options(encoding, asked)
+    options = capture_pb2.EncodingOptions()
+    options.CopyFrom(asked)
+    if encoding in SIZED and not asked.dimensions:
+        defaults = facts.capture_defaults
+        options.dimensions = min(defaults.topk if encoding in LARGEST else defaults.projection, facts.hidden_size)
+    if encoding == FULL8:
+        options.axis = asked.axis or BY_ROW
+    dimensions = options.dimensions or len(options.vectors)
+    try:
+        RowFormat(encoding, facts.hidden_size, facts.dtype, dimensions, options.axis)
+    except EncodingError as error:
+        raise invalid("capture.encoding_options", f"capture.encoding_options: {error}.") from None
+    return options
+
+
+def _check_options(encoding: capture_pb2.Encoding.ValueType, asked: capture_pb2.EncodingOptions) -> None:
+    name, count = ENCODING_NAMES[encoding], len(asked.vectors)
+    rules = (
+        ("dimensions", not asked.dimensions or encoding in SIZED, f"{name} has none; {_names(SIZED)} have"),
+        ("seed", not asked.seed or encoding in RANDOM_PROJECTIONS, f"{name} has none; rp8 and rp have"),
+        ("axis", asked.axis in capture_pb2.QuantizationAxis.values(), "it is ROW or DIMENSION"),
+        ("axis", not asked.axis or encoding == FULL8, f"{name} has none; full8 has"),
+        ("vectors", not count or encoding == PROJECT, f"{name} takes none; project does"),
+        (
+            "vectors",
+            encoding != PROJECT or 1 <= count <= MAX_PROJECTION_VECTORS,
+            f"project takes 1 to {MAX_PROJECTION_VECTORS} vectors, not {count}",
+        ),
+        ("vectors", {*map(len, asked.vectors)} <= {DIGEST_BYTES}, f"a digest is {DIGEST_BYTES} bytes long"),
+        ("vectors", len(set(asked.vectors)) == count, "name each vector once"),
+    )
+    for field, holds, message in rules:
+        if not holds:
+            raise invalid(f"capture.encoding_options.{field}", f"capture.encoding_options.{field}: {message}.")
+
+
+def _check_reduction(resolved: capture_pb2.CaptureSpec, facts: ModelFacts) -> None:
+    if resolved.reduction not in facts.reductions:
+        known = ", ".join(capture_pb2.Reduction.Name(number).removeprefix("REDUCTION_") for number in facts.reductions)
+        raise invalid("capture.reduction", f"This server does not reduce rows so; it knows {known}.")
+    if is_reduced(resolved) and resolved.encoding_options.axis == BY_DIMENSION:
+        raise invalid(
+            "capture.reduction",
+            "One row by itself cannot be quantised along dimensions, where several share a scale; quantise it along "
+            "the row.",
+        )
+
+
+def _names(encodings: frozenset[capture_pb2.Encoding.ValueType]) -> str:
+    return " and ".join(name for name, number in ENCODINGS.items() if number in encodings)
+
+
+def _site_name(value: int) -> str:
+    return capture_pb2.Site.Name(value) if value in capture_pb2.Site.values() else str(value)  # type: ignore[arg-type]

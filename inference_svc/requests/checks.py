@@ -1,0 +1,50 @@
+"""What checks of several parts of a request have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import selection_pb2
+from residuum.wire.selection import check_positions, resolve_layers
+
+if TYPE_CHECKING:
+    from inference_svc.engine.facts import ModelFacts
+
+
+def invalid(field: str, message: str) -> Failure:
+    """Return the Failure that says which field is wrong, and how."""
+    return Failure(Reason.ERROR_REASON_INVALID_FIELD, message, field=field)
+
+
+def layer_list(field: str, selection: selection_pb2.LayerSelection, facts: ModelFacts) -> selection_pb2.LayerSelection:
+    """Return a selection of layers as a list.
+
+    Raises:
+        Failure: UNKNOWN_LAYER or INVALID_FIELD.
+    """
+    try:
+        layers = resolve_layers(selection, facts.num_layers)
+    except IndexError as error:
+        layer = error.args[0]
+        raise Failure(
+            Reason.ERROR_REASON_UNKNOWN_LAYER,
+            f"{facts.name} has {facts.num_layers} layers, 0 to {facts.num_layers - 1}; {layer} is not one of them.",
+            layer=layer,
+            layers=facts.num_layers,
+        ) from None
+    except ValueError as error:
+        raise invalid(field, f"{field}: {error}.") from None
+    return selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=layers))
+
+
+def check_selection(field: str, selection: selection_pb2.PositionSelection) -> None:
+    """Check a selection of positions.
+
+    Raises:
+        Failure: INVALID_FIELD.
+    """
+    try:
+        check_positions(selection)
+    except ValueError as error:
+        raise invalid(field, f"{field}: {error}.") from None

@@ -1,0 +1,1 @@
+"""What running requests share: steering vectors, signs of projections, and rows of memory."""

@@ -1,0 +1,1 @@
+"""One request while it runs, from its first check to its seal."""

@@ -1,0 +1,1 @@
+"""The shipper's half of shipping: a process that sends extents to the stores."""

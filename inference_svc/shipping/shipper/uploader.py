@@ -1,0 +1,194 @@
+"""The stream to the store: one AppendChunks after another, until everything is acknowledged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import grpc
+
+from inference_svc.shipping.backoff import Backoff
+from inference_svc.shipping.shipper.outbox import Outbox, Settled
+from inference_svc.shipping.shipper.parcels import Parcel
+from residuum.rpc.channels import open_channel
+from residuum.rpc.credentials import Credentials, CredentialsError
+from residuum.rpc.errors import Reason
+from residuum.v1 import errors_pb2, store_pb2
+from residuum.wire.placement import StoreAddress
+from svc_common.logs import get_logger
+
+_METHOD = "/residuum.v1.StoreService/AppendChunks"
+_FIRST_DELAY_SECONDS = 0.1
+_LONGEST_DELAY_SECONDS = 5.0
+_LOGGED_CAPTURES = 10_000
+
+# Rows for a capture that is gone, or whose end the store already knows (the step that async scheduling computes beyond
+# the last token, for one): nobody waits for them, and no news of them could be written either.
+_UNWANTED = (Reason.ERROR_REASON_UNKNOWN_CAPTURE, Reason.ERROR_REASON_CAPTURE_ENDED)
+
+_log = get_logger(__name__)
+
+
+class Uploader:
+    """Sends what an outbox holds to one store, on a thread of its own.
+
+    Each stream has a channel of its own: a connection that has gone bad goes with its stream, and the delay between
+    attempts is only the one here.
+    """
+
+    def __init__(
+        self, endpoint: str, outbox: Outbox, credentials: Credentials | None = None, *, name: str = ""
+    ) -> None:
+        """Send to host:port, the store of that name, what the outbox holds, from `start` on."""
+        self._endpoint = endpoint
+        self._store = str(StoreAddress(name or endpoint, endpoint))
+        self._credentials = credentials
+        self._outbox = outbox
+        self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        self._abandoned = threading.Event()
+        self._call: grpc.Call | None = None
+        self._unacked = 0  # parcels that the last stream sent and the store did not acknowledge
+        self._reported: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="residuum-uploader", daemon=True)
+        self.num_settled = 0
+        """Parcels that the store has settled."""
+        self.num_rejected = 0
+        """Those among them that it rejected."""
+        self.acked_bytes = 0
+        """Bytes of the rows that it has acknowledged."""
+        self.num_streams = 0
+        """Streams that were opened."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Tell whether the thread runs: it ends when the outbox is closing and all is settled, or by a defect."""
+        return self._thread.is_alive()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until the thread has ended; say whether it has."""
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def restart_stream(self, why: str) -> None:
+        """Give up the current stream, from any thread; the next one sends again what it left unacknowledged."""
+        call = self._call
+        if call is not None:
+            _log.warning("store stream given up", store=self._store, why=why)
+            call.cancel()
+
+    def abandon(self) -> None:
+        """Stop at once, whatever is left in the outbox, which was abandoned before."""
+        self._abandoned.set()
+        call = self._call
+        if call is not None:
+            call.cancel()
+
+    def _run(self) -> None:
+        while self._outbox.wait_for_parcels():
+            try:
+                self._run_stream()
+            except grpc.RpcError as error:
+                self._wait_after(error.code().name, error.details())
+            except CredentialsError as error:  # the file is being replaced, perhaps
+                self._wait_after("CREDENTIALS", str(error))
+            else:
+                if self._unacked:
+                    self._wait_after("OK", "the store ended the stream")
+
+    def _run_stream(self) -> None:
+        """Run one stream to its end."""
+        with open_channel(self._endpoint, credentials=self._credentials) as channel:
+            name = self._outbox.start_stream()
+            self.num_streams += 1
+            # No serializer: the frames are the bytes already.
+            append: grpc.StreamStreamMultiCallable[bytes, store_pb2.AppendChunksResponse] = channel.stream_stream(
+                _METHOD, response_deserializer=store_pb2.AppendChunksResponse.FromString
+            )
+            call = append(self._frames(name))
+            self._call = call
+            if self._abandoned.is_set():
+                call.cancel()
+            try:
+                for response in call:
+                    self._settle(self._outbox.acknowledge(response))
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    self._refuse_suspect(error)
+                raise
+            finally:
+                self._call = None
+                # Also what lets grpc's thread out of `_frames`.
+                self._unacked = self._outbox.end_stream()
+
+    def _frames(self, stream: int) -> Iterator[bytes]:
+        """Yield a stream's messages; runs on grpc's thread, which waits here while the outbox holds nothing to send."""
+        while (taken := self._outbox.take(stream)) is not None:
+            number, parcel = taken
+            yield parcel.encode(number)
+
+    def _settle(self, all_settled: list[Settled]) -> None:
+        for settled in all_settled:
+            self.num_settled += 1
+            if settled.error is None:
+                self.acked_bytes += settled.parcel.num_bytes
+                settled.parcel.settle()
+            else:
+                self._settle_rejected(settled.parcel, settled.error)
+        if all_settled:
+            self._backoff.reset()
+
+    def _settle_rejected(self, parcel: Parcel, error: errors_pb2.ItemError) -> None:
+        self.num_rejected += 1
+        if error.reason in _UNWANTED:
+            parcel.settle()
+        elif error.reason == Reason.ERROR_REASON_CHECKSUM_MISMATCH and not parcel.resent:
+            parcel.resent = True  # damaged on its way, perhaps: the ring still has the rows
+            self._outbox.put([parcel])
+        else:
+            self._report(parcel.capture_id, error)
+            self._give_up(parcel, f"the store rejected rows: {error.message}")
+
+    def _refuse_suspect(self, error: grpc.RpcError) -> None:
+        """Keep a message that the store cannot parse, which must be a defect, from holding up all others for ever."""
+        parcel = self._outbox.suspect()
+        if parcel is not None:
+            self.num_rejected += 1
+            _log.error(
+                "store cannot read a message", store=self._store, request_id=parcel.capture_id, error=error.details()
+            )
+            self._give_up(parcel, f"the store cannot read the chunk: {error.details()}")
+
+    def _give_up(self, parcel: Parcel, detail: str) -> None:
+        loss = parcel.as_loss(detail)
+        if loss is None:
+            parcel.settle()
+        else:
+            self._outbox.put([loss])
+
+    def _report(self, capture_id: str, error: errors_pb2.ItemError) -> None:
+        """Log a rejection, once for a capture."""
+        if capture_id in self._reported:
+            return
+        if len(self._reported) >= _LOGGED_CAPTURES:
+            self._reported.clear()
+        self._reported.add(capture_id)
+        reason = errors_pb2.ErrorReason.Name(error.reason)
+        _log.warning(
+            "store rejected rows", store=self._store, request_id=capture_id, reason=reason, error=error.message
+        )
+
+    def _wait_after(self, code: str, error: str | None) -> None:
+        delay = self._backoff.next_delay()
+        if self._backoff.worth_logging() and not self._abandoned.is_set():
+            _log.warning(
+                "store stream ended; what is not acknowledged will be sent again",
+                store=self._store,
+                code=code,
+                error=error,
+                failures=self._backoff.failures,
+                delay_seconds=round(delay, 2),
+            )
+        self._abandoned.wait(delay)

@@ -1,0 +1,249 @@
+"""The worker's thread for its shippers: hands extents out, takes them back, and gives a lost shipper's to another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from inference_svc.shipping.protocol import (
+    Done,
+    ExtentReady,
+    Hello,
+    Leaving,
+    LossReport,
+    Message,
+    MessageReader,
+    ProtocolError,
+)
+from svc_common.logs import get_logger
+
+Item = ExtentReady | LossReport
+"""What is handed to a shipper, until its Done."""
+
+_RECEIVE_BYTES = 1 << 16
+_TICK_SECONDS = 1.0
+_CREDENTIALS = struct.Struct("3i")
+
+_log = get_logger(__name__)
+
+
+class _Link:
+    """One shipper's connection, and what that shipper has in hand."""
+
+    def __init__(self, connection: socket.socket, serial: int) -> None:
+        self.connection = connection
+        self.serial = serial
+        self.pid = _peer_pid(connection)
+        self.reader = MessageReader()
+        self.unsent = bytearray()
+        self.items: dict[int, Item] = {}  # by ticket, in the order they were handed over
+        self.leaving = False
+
+
+class Dispatcher:
+    """Serves the control socket from one thread, which sleeps unless there is something to do, or a second has passed.
+
+    What is submitted belongs to exactly one of: the inbox (no shipper has it yet), or a link (that shipper has it). A
+    link that ends gives all it has back to the inbox. So everything submitted is handed over at least once, until some
+    shipper says Done; the store drops what it sees twice.
+
+    A capture stays with one shipper: the choice is by rendezvous hashing over those connected, so that a shipper that
+    leaves moves only its own captures, and one that comes takes only its share.
+    """
+
+    def __init__(
+        self,
+        control_path: Path,
+        hello: Hello,
+        ring_descriptor: int,
+        *,
+        on_done: Callable[[Item], None],
+        on_failed: Callable[[BaseException], None],
+        on_round: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Bind the control socket; shippers may connect from now on, and are served from `start` on.
+
+        Args:
+            control_path: Where to listen. Its directory must be private (0700): whoever connects gets the ring.
+            hello: What every shipper is told first.
+            ring_descriptor: The ring; stays the caller's.
+            on_done: Called, on the thread, with everything that a shipper is done with.
+            on_failed: Called, on the thread, if it ends by an error of its own.
+            on_round: Called, on the thread, whenever it has done what there was, once a second at the least.
+
+        Raises:
+            OSError: The path cannot be listened on; it is too long, for example.
+        """
+        self._hello = hello.encode()
+        self._ring_descriptor = ring_descriptor
+        self._on_done = on_done
+        self._on_failed = on_failed
+        self._on_round = on_round
+        self._inbox: deque[Item] = deque()
+        self._links: list[_Link] = []
+        self._next_serial = 0
+        self._stopping = False
+        self._path = control_path
+        self._listener = _listen(control_path)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._thread = threading.Thread(target=self._run, name="residuum-dispatcher", daemon=True)
+
+    @property
+    def num_links(self) -> int:
+        """Shippers that are connected and take more."""
+        return sum(not link.leaving for link in self._links)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, item: Item) -> None:
+        """Hand something over, from any thread. It must not be changed afterwards: the thread serialises it."""
+        self._inbox.append(item)
+        os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        """Close all connections and end the thread. What shippers have in hand they still deliver."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        else:
+            self._close()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                for key, events in self._selector.select(_TICK_SECONDS):
+                    key.data(events)
+                self._hand_out()
+                self._on_round()
+        except Exception as error:  # noqa: BLE001 - whoever waits for room must learn of it
+            _log.exception("dispatcher failed")
+            self._on_failed(error)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._selector.close()
+        for connection in [self._listener, *(link.connection for link in self._links)]:
+            connection.close()
+        self._links.clear()
+        self._path.unlink(missing_ok=True)
+
+    def _woken(self, _events: int) -> None:
+        os.eventfd_read(self._wake)
+
+    def _accept(self, _events: int) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # it has gone again
+        connection.setblocking(False)
+        link = _Link(connection, self._next_serial)
+        self._next_serial += 1
+        try:
+            # The first message on a fresh socket: it fits, whole.
+            socket.send_fds(connection, [self._hello], [self._ring_descriptor])
+        except OSError:
+            connection.close()
+            return
+        self._links.append(link)
+        self._selector.register(connection, selectors.EVENT_READ, lambda events: self._serve(link, events))
+        _log.info("shipper connected", shipper=link.pid, shippers=len(self._links))
+
+    def _serve(self, link: _Link, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                self._receive(link)
+            self._send(link)
+        except (OSError, ProtocolError) as error:
+            self._drop(link, error)
+
+    def _receive(self, link: _Link) -> None:
+        data = link.connection.recv(_RECEIVE_BYTES)
+        if not data:
+            raise ConnectionResetError("the shipper closed the connection")
+        for message in link.reader.feed(data):
+            self._handle(link, message)
+
+    def _handle(self, link: _Link, message: Message) -> None:
+        if isinstance(message, Leaving):
+            link.leaving = True
+        elif isinstance(message, Done) and message.ticket in link.items:
+            self._on_done(link.items.pop(message.ticket))
+        else:
+            raise ProtocolError(f"{type(message).__name__} was not expected from a shipper")
+
+    def _drop(self, link: _Link, error: Exception) -> None:
+        self._links.remove(link)
+        self._selector.unregister(link.connection)
+        link.connection.close()
+        # Before what is newer, in its old order: whoever waits for a capture's end waits for the oldest.
+        self._inbox.extendleft(reversed(link.items.values()))
+        _log.info("shipper lost", shipper=link.pid, why=str(error), redelivered=len(link.items))
+
+    def _hand_out(self) -> None:
+        accepting = [link for link in self._links if not link.leaving]
+        if not accepting:
+            return  # what is in the inbox waits for the next one that connects
+        touched: dict[int, _Link] = {}
+        while self._inbox:
+            item = self._inbox.popleft()
+            link = _choose(accepting, item.capture_id)
+            link.items[item.ticket] = item
+            link.unsent += item.encode()
+            touched[link.serial] = link
+        self._send_all(touched.values())
+
+    def _send_all(self, links: Iterable[_Link]) -> None:
+        for link in links:
+            try:
+                self._send(link)
+            except OSError as error:
+                self._drop(link, error)
+                os.eventfd_write(self._wake, 1)  # another round, for what the link gave back
+
+    def _send(self, link: _Link) -> None:
+        if link.unsent:
+            with contextlib.suppress(BlockingIOError):
+                del link.unsent[: link.connection.send(link.unsent)]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.unsent else 0)
+        key = self._selector.get_key(link.connection)
+        if key.events != wanted:
+            self._selector.modify(link.connection, wanted, key.data)
+
+
+def _choose(links: list[_Link], capture_id: str) -> _Link:
+    """Pick a capture's link by rendezvous hashing. Python's own hash will do: the choice never leaves this process."""
+    return max(links, key=lambda link: hash((capture_id, link.serial)))
+
+
+def _listen(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)  # of a worker that died here before
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        listener.listen()
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen for shippers: {error}", str(path)) from error
+    return listener
+
+
+def _peer_pid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, _, _ = _CREDENTIALS.unpack(credentials)
+    return int(pid)

@@ -1,0 +1,1 @@
+"""The taps on a CPU, in torch."""

@@ -1,0 +1,188 @@
+"""The tap on a CPU: what the ops do to the rows at one point, in torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from inference_svc.taps.operations import OperationBatch, apply_batch, bounded, reach
+from inference_svc.taps.steps.layout import PLACE, PROGRAM, ROW, STRIDE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from inference_svc.taps.bank import VectorBank
+    from inference_svc.taps.blocks import BlockPool
+    from inference_svc.taps.points import TapPoints
+    from inference_svc.taps.steps.layout import StepLayout
+    from inference_svc.taps.steps.programs import Program, Step
+
+
+class CaptureGroup(NamedTuple):
+    """Rows that are captured at the same sites of the same layers, and where they go."""
+
+    before_steering: bool
+    units: tuple[tuple[int, ...], ...]
+    """At each point, which rows of a captured position are taken."""
+    rows: Tensor
+    """Rows of the batch, int64 [r]."""
+    places: Tensor
+    """The pool's row that takes the first unit of each, int64 [r]."""
+    strides: Tensor
+    """From the pool's row of one unit to that of the next, int64 [r]."""
+
+
+class CpuTap:
+    """Steers and captures rows in place. Does nothing between steps, so that profile and warm-up runs pass through."""
+
+    nbytes = 0
+    """Bytes of tables on the device: there are none."""
+
+    def __init__(self, bank: VectorBank, pool: BlockPool | None, points: TapPoints) -> None:
+        """Make the tap of one pipeline stage.
+
+        Args:
+            bank: The vectors.
+            pool: Where captured rows go; None on a rank that only steers.
+            points: The stage's tap points.
+        """
+        self._bank = bank
+        self._pool = pool
+        self._points = points
+        self._captures: list[CaptureGroup] = []
+        self._steering: dict[int, list[OperationBatch]] = {}
+
+    def arm(self, layout: StepLayout) -> None:
+        """Take over what the next run of the model does."""
+        parts = _parts(layout)
+        self._captures = _capture_groups(parts, self._points)
+        self._steering = _operation_batches(parts, self._points)
+
+    def disarm(self) -> None:
+        """Let the next runs of the model pass through."""
+        self._captures = []
+        self._steering = {}
+
+    def tap(self, hidden: Tensor, residual: Tensor | None, point: int) -> None:
+        """See `op.Tap.tap`."""
+        self._capture(hidden, residual, point, before_steering=True)
+        if point in self._steering:
+            self._steer(self._steering[point], hidden, residual)
+        self._capture(hidden, residual, point, before_steering=False)
+
+    def tap_norm(
+        self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, point: int, *, plus_one: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `op.Tap.tap_norm`."""
+        steered = hidden.clone()
+        self.tap(steered, residual, point)
+        x = steered.float() + residual.float()
+        y = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+        scaled = y * (weight.float() + (1.0 if plus_one else 0.0))
+        return scaled.to(hidden.dtype), x.to(hidden.dtype)
+
+    def _capture(self, hidden: Tensor, residual: Tensor | None, point: int, *, before_steering: bool) -> None:
+        for group in self._captures:
+            if group.before_steering == before_steering:
+                for unit in group.units[point]:
+                    self._store(group, hidden, residual, unit)
+
+    def _steer(self, batches: Sequence[OperationBatch], hidden: Tensor, residual: Tensor | None) -> None:
+        # Rounded to the model's dtype once, after the last operation. Only the difference is written back, and only
+        # where there is one: what no operation moves stays as it is to the bit, which hidden + residual - residual
+        # would not, nor a negative zero + 0.
+        rows = torch.cat([batch.rows for batch in batches]).unique()  # sorted
+        before = hidden[rows].float()
+        x = before if residual is None else before + residual[rows].float()
+        steered = x.clone()
+        for batch in batches:
+            at = torch.searchsorted(rows, batch.rows)
+            vectors = self._bank.vectors[batch.vectors]
+            inverse_norms = self._bank.inverse_norms[batch.vectors]
+            steered[at] = apply_batch(steered[at], vectors, inverse_norms, batch)
+        steered = bounded(steered, x, reach(hidden.dtype))
+        hidden[rows] = torch.where(steered == x, before, before + (steered - x)).to(hidden.dtype)
+
+    def _store(self, group: CaptureGroup, hidden: Tensor, residual: Tensor | None, unit: int) -> None:
+        assert self._pool is not None  # noqa: S101 - a rank without a pool lays out no captures
+        rows = hidden[group.rows]
+        if residual is not None:
+            rows = rows + residual[group.rows]  # rounded to the model's dtype, as the next layer's norm does
+        self._pool.memory[group.places + unit * group.strides] = rows
+
+
+class _Part(NamedTuple):
+    """A program, and the lines of the rows that have it."""
+
+    program: Program
+    lines: npt.NDArray[np.int64]
+
+
+def _parts(layout: StepLayout) -> list[_Part]:
+    return [
+        _Part(program, layout.lines[layout.lines[:, PROGRAM] == index]) for index, program in enumerate(layout.programs)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _units(points: TapPoints, program: Program) -> tuple[tuple[int, ...], ...]:
+    units = [[program.unit(site, layer) for site, layer in points.sites(point)] for point in range(points.count)]
+    return tuple(tuple(unit for unit in at_point if unit is not None) for at_point in units)
+
+
+def _capture_groups(parts: list[_Part], points: TapPoints) -> list[CaptureGroup]:
+    same: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
+    for part in parts:
+        program = part.program
+        if program.capture_layers:
+            same[program.capture_sites, program.capture_layers, program.before_steering].append(part)
+    groups = []
+    for captured in same.values():
+        lines = torch.from_numpy(np.concatenate([part.lines for part in captured]))
+        program = captured[0].program  # what is captured is the same in all of them
+        places = (lines[:, ROW], lines[:, PLACE], lines[:, STRIDE])
+        groups.append(CaptureGroup(program.before_steering, _units(points, program), *places))
+    return groups
+
+
+def _operation_batches(parts: list[_Part], points: TapPoints) -> dict[int, list[OperationBatch]]:
+    """Return for each point its batches, in the order in which they are applied.
+
+    The i-th operation of each program on a layer goes into that layer's i-th batch: so a program's own operations keep
+    their order, and one batch serves all requests.
+    """
+    batches: dict[int, list[list[tuple[npt.NDArray[np.int64], Step]]]] = defaultdict(list)
+    for part in parts:
+        depth: dict[int, int] = defaultdict(int)
+        for step in part.program.steps:
+            for layer in points.own(step.layers):
+                if depth[layer] == len(batches[layer]):
+                    batches[layer].append([])
+                batches[layer][depth[layer]].append((part.lines[:, ROW], step))
+                depth[layer] += 1
+    return {points.after(layer): [_to_batch(steps) for steps in found] for layer, found in batches.items()}
+
+
+def _to_batch(parts: list[tuple[npt.NDArray[np.int64], Step]]) -> OperationBatch:
+    counts = [len(rows) for rows, _ in parts]
+
+    def spread(values: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(np.repeat(values, counts), dtype=dtype)
+
+    steps = [step for _, step in parts]
+    return OperationBatch(
+        rows=torch.from_numpy(np.concatenate([rows for rows, _ in parts])),
+        vectors=spread([step.row for step in steps], torch.int64),
+        kinds=spread([step.kind for step in steps], torch.int64),
+        scales=spread([step.scale for step in steps], torch.float32),
+        lows=spread([step.low for step in steps], torch.float32),
+        highs=spread([step.high for step in steps], torch.float32),
+        keeps_norm=spread([step.keep_norm for step in steps], torch.bool),
+    )

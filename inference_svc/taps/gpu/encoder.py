@@ -1,0 +1,131 @@
+"""Encoding on a GPU: on the stream that is current, into a buffer of fixed size, and from there to the ring.
+
+Nothing here waits for the device, and nothing is allotted but matrices that were not there. Large blocks go through the
+buffer in parts, one after the other: each part waits, on the stream, until the one before has left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from inference_svc.taps.element_types import cast_of
+from inference_svc.taps.gpu import encoding_kernels, kernel
+from residuum.v1 import capture_pb2
+from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
+from residuum.wire.projection import projection_factor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from residuum.wire.encodings import RowFormat
+
+STAGED_BYTES = 16 << 20
+"""Encoded rows that wait for their copy, and, once more, sums of a projection."""
+
+_WORD = 4
+
+
+class Part(NamedTuple):
+    """A part of a block that fits the buffers."""
+
+    rows: Tensor
+    """[units, positions, width]"""
+    offset: int
+    """Where its bytes go, from the block's first."""
+    nbytes: int
+    """How many they are."""
+
+
+class GpuEncoder:
+    """Encodes blocks and writes them to the host."""
+
+    def __init__(self, device: torch.device, staged_bytes: int = STAGED_BYTES) -> None:
+        """Allot the buffers."""
+        self._staged = torch.empty(staged_bytes, dtype=torch.uint8, device=device)
+        self._sums = torch.empty(staged_bytes // 4, dtype=torch.float32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return int(self._staged.nbytes + self._sums.nbytes)
+
+    def encode(self, rows: Tensor, form: RowFormat, basis: Tensor | None, address: int) -> None:
+        """Encode rows as capture.proto says, and write them to the host.
+
+        Args:
+            rows: [units, positions, width], dense but for gaps between units.
+            form: How.
+            basis: Of a random projection the signs, [width, dimensions]; of PROJECT the vectors, [dimensions, width].
+            address: The host's memory that takes form.payload_bytes(units, positions) bytes; the device reaches it.
+        """
+        cast = cast_of(form)
+        if cast is not None:
+            kernel.copy_out(rows, kernel.HostPointer(address, cast))  # the copy itself casts
+            return
+        for part in self._parts(rows, form):
+            staged = self._staged[: part.nbytes]
+            self._encode_part(part.rows, form, basis, staged)
+            _copy_bytes(staged, address + part.offset)
+
+    def _parts(self, rows: Tensor, form: RowFormat) -> Iterator[Part]:
+        """Divide rows into groups of units, or, where a unit is too large, into runs of its positions."""
+        units, positions, width = rows.shape
+        unit_bytes = form.payload_bytes(1, positions)
+        capacity = rows.stride(0) // width if units > 1 else positions
+        most_rows = min(len(self._staged) // form.row_bytes, len(self._sums) // max(form.dimensions, 1))
+        together = min(len(self._staged) // unit_bytes, most_rows // capacity)
+        if together:
+            for first in range(0, units, together):
+                part = rows[first : first + together]
+                yield Part(part, first * unit_bytes, len(part) * unit_bytes)
+            return
+        for unit in range(units):
+            for first in range(0, positions, most_rows):
+                part = rows[unit : unit + 1, first : first + most_rows]
+                offset = unit * unit_bytes + form.prefix_bytes + first * form.row_bytes
+                yield Part(part, offset, part.shape[1] * form.row_bytes)
+
+    def _encode_part(self, rows: Tensor, form: RowFormat, basis: Tensor | None, out: Tensor) -> None:
+        encoding = form.encoding
+        if encoding in LARGEST:
+            encoding_kernels.keep_largest(rows, out, form.dimensions, quantize=encoding == capture_pb2.ENCODING_TOPK8)
+        elif form.prefix_bytes:
+            encoding_kernels.quantize_columns(rows, out)
+        elif encoding == capture_pb2.ENCODING_FULL8:
+            encoding_kernels.quantize_rows(rows, out)
+        elif encoding in RANDOM_PROJECTIONS:
+            assert basis is not None  # noqa: S101 - the caller has one for each projection
+            sums, factor = self._multiply(rows, basis), float(projection_factor(form.dimensions))
+            if encoding == capture_pb2.ENCODING_RP8:
+                encoding_kernels.quantize_rows(sums, out, factor)
+            else:
+                torch.mul(sums, factor, out=out.view(torch.float32).view(sums.shape))
+        else:
+            assert basis is not None  # noqa: S101 - as above
+            encoding_kernels.inner_products(rows, basis, out.view(torch.float32))
+
+    def _multiply(self, rows: Tensor, signs: Tensor) -> Tensor:
+        """Return rows @ signs, float32 [units, positions, dimensions], in the buffer: one product, whatever the units.
+
+        A row times signs is exact but for the sums, which are float32: of 16-bit rows by the tensor cores.
+        """
+        units, positions, width = rows.shape
+        capacity = rows.stride(0) // width if units > 1 else positions
+        # Places of the block that hold no row yet are multiplied as well: so it is one matrix.
+        matrix = rows.as_strided((units * capacity, width), (width, 1))
+        sums = self._sums[: len(matrix) * signs.shape[1]].view(len(matrix), -1)
+        if rows.is_cuda and rows.dtype != torch.float32:
+            torch.mm(matrix, signs, out_dtype=torch.float32, out=sums)
+        else:
+            torch.mm(matrix.float(), signs.float(), out=sums)
+        return sums.view(units, capacity, -1)[:, :positions]
+
+
+def _copy_bytes(staged: Tensor, address: int) -> None:
+    is_words = not (len(staged) | address) % _WORD
+    data = staged.view(torch.int32) if is_words else staged
+    kernel.copy_out(data.view(1, 1, -1), kernel.HostPointer(address, data.dtype))

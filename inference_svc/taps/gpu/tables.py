@@ -1,0 +1,222 @@
+"""Programs as tables at fixed addresses on the device, where the kernel reads them.
+
+A step of a running batch uploads four numbers a row, whatever is captured and however it is steered; the tables change
+only when something new is asked for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from inference_svc.resources.free_runs import FreeRuns
+from inference_svc.taps.gpu.staged import StagedTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from inference_svc.taps.points import TapPoints
+    from inference_svc.taps.steps.programs import Program, Step
+
+NOT_KEPT = -1
+"""The destination of a row that is not captured at a point."""
+
+
+LINE_FIELDS = 8
+"""Numbers in a line of the program table."""
+
+ENTRY_FIELDS = 4
+"""Numbers in an entry: what is done by which vector, then scale, low and high as the bits of a float32."""
+
+KIND_SHIFT = 28
+KEEP_NORM = 1 << 27
+MAX_BANK_ROWS = 1 << 27
+"""An entry's first number: the vector's row in the bank; whether the row keeps its norm; from KIND_SHIFT on, `Kind`."""
+
+
+def destination(program: Program, site: int, layer: int) -> int:
+    """Return where a program keeps a row at a site of a layer: 2 * unit, plus 1 for the row before steering."""
+    unit = program.unit(site, layer)
+    return NOT_KEPT if unit is None else 2 * unit + program.before_steering
+
+
+class TablesFullError(RuntimeError):
+    """One step runs more different programs than the tables hold."""
+
+
+class ProgramTable:
+    """The tables that the kernel reads.
+
+    Shapes: `lines` int32 [programs, points, LINE_FIELDS]: the first entry, the number of entries, the two destinations
+    of the row at that point (see `destination`), and the first entry once more, so that a row with one operation needs
+    no further look-up; `entries` int32 [entries, ENTRY_FIELDS].
+    """
+
+    def __init__(self, programs: int, entries: int, points: TapPoints, device: torch.device) -> None:
+        """Allot tables for the points of a stage."""
+        self._points = points
+        self._lines = StagedTable(programs, points.count, LINE_FIELDS, dtype=torch.int32, device=device)
+        self._entries = StagedTable(entries, ENTRY_FIELDS, dtype=torch.int32, device=device)
+        self.is_busy: npt.NDArray[np.int32] = np.zeros(programs, dtype=np.int32)
+        """Whether a program does something at most of the points: 1 or 0, by its number."""
+        self._free_programs = list(range(programs - 1, -1, -1))
+        self._free_entries = FreeRuns(entries)
+        self._known: OrderedDict[Program, _Place] = OrderedDict()  # least recently used first
+        self._in_step: set[Program] = set()
+        self._written: list[_Place] = []
+        self._uploaded = torch.cuda.Event() if device.type == "cuda" else None
+
+    @property
+    def lines(self) -> Tensor:
+        """See the class."""
+        return self._lines.table
+
+    @property
+    def entries(self) -> Tensor:
+        """See the class."""
+        return self._entries.table
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tables."""
+        return self._lines.nbytes + self._entries.nbytes
+
+    def place(self, programs: Iterable[Program]) -> npt.NDArray[np.int32]:
+        """Return the numbers of a step's programs; those that are not there are written and uploaded.
+
+        Raises:
+            TablesFullError: The step needs more programs than fit.
+        """
+        wanted = list(programs)
+        try:
+            numbers = self._place(wanted)
+        except TablesFullError:
+            self._clear()  # what was there before has left room in pieces
+            numbers = self._place(wanted)
+        self._upload()
+        return np.array(numbers, dtype=np.int32)
+
+    def _place(self, programs: list[Program]) -> list[int]:
+        self._in_step = set(programs)
+        return [self._number(program) for program in programs]
+
+    def _clear(self) -> None:
+        """Forget everything: what a step needs after that stands one behind the other, and no room is lost between."""
+        self._wait_until_uploaded()
+        for place in self._known.values():
+            self._free_programs.append(place.number)
+            self._free_entries.give_back(place.first, place.entries)
+        self._known.clear()
+        self._written.clear()
+
+    def _number(self, program: Program) -> int:
+        known = self._known.get(program)
+        if known is None:
+            known = self._known[program] = self._write(program)
+        self._known.move_to_end(program)
+        return known.number
+
+    def _write(self, program: Program) -> _Place:
+        lines, entries = self._compile(program)
+        place = self._make_room(len(entries))
+        lines[:, 0] += place.first
+        self._lines.view[place.number] = lines
+        self.is_busy[place.number] = 2 * np.count_nonzero(
+            (lines[:, 1] > 0) | (lines[:, 2:4] != NOT_KEPT).any(axis=1)
+        ) > len(lines)
+        self._entries.view[place.first : place.first + place.entries] = entries
+        self._written.append(place)
+        return place
+
+    def _upload(self) -> None:
+        if not self._written:
+            return
+        for number, count in _joined((place.number, 1) for place in self._written):
+            self._lines.upload(number, count)
+        for first, count in _joined((place.first, place.entries) for place in self._written):
+            self._entries.upload(first, count)
+        self._written.clear()
+        if self._uploaded is not None:
+            self._uploaded.record()
+
+    def _wait_until_uploaded(self) -> None:
+        # Before a place is written anew: the device may not have taken what was written there before.
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+
+    def _compile(self, program: Program) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return the program's lines, whose first entries count from its own first one, and its entries."""
+        lines = np.zeros((self._points.count, LINE_FIELDS), dtype=np.int32)
+        lines[:, 2:4] = NOT_KEPT
+        steps: list[Step] = []
+        written: dict[tuple[int, ...], int] = {}  # layers with the same operations share their entries
+        by_layer: dict[int, list[int]] = {}
+        for index, step in enumerate(program.steps):
+            for layer in self._points.own(step.layers):
+                by_layer.setdefault(layer, []).append(index)
+        for layer, indices in by_layer.items():
+            chosen = tuple(indices)
+            if chosen not in written:
+                written[chosen] = len(steps)
+                steps += [program.steps[index] for index in chosen]
+            lines[self._points.after(layer), :2] = written[chosen], len(chosen)
+        for point in range(self._points.count if program.capture_layers else 0):
+            for column, (site, layer) in enumerate(self._points.sites(point), start=2):
+                lines[point, column] = destination(program, site, layer)
+        entries = _entries(steps)
+        steered = lines[:, 1] > 0
+        lines[steered, 4:] = entries[lines[steered, 0]]
+        return lines, entries
+
+    def _make_room(self, entries: int) -> _Place:
+        """Return a free number and room for entries, replacing programs that were not used for longest."""
+        while True:
+            first = self._free_entries.take(entries) if self._free_programs else None
+            if first is not None:
+                return _Place(self._free_programs.pop(), first, entries)
+            idle = next((program for program in self._known if program not in self._in_step), None)
+            if idle is None:
+                raise TablesFullError(
+                    f"one step captures and steers in more ways than the tables hold ({len(self.lines)} programs, "
+                    f"{len(self.entries)} operations)"
+                )
+            self._wait_until_uploaded()
+            place = self._known.pop(idle)
+            self._free_programs.append(place.number)
+            self._free_entries.give_back(place.first, place.entries)
+
+
+class _Place(NamedTuple):
+    """Where a program stands in the tables."""
+
+    number: int
+    first: int
+    """Its first entry."""
+    entries: int
+
+
+def _entries(steps: list[Step]) -> npt.NDArray[np.int32]:
+    entries = np.empty((len(steps), ENTRY_FIELDS), dtype=np.int32)
+    entries[:, 0] = [step.kind << KIND_SHIFT | step.keep_norm * KEEP_NORM | step.row for step in steps]
+    numbers = [(step.scale, step.low, step.high) for step in steps]
+    entries[:, 1:] = np.array(numbers, dtype=np.float32).reshape(-1, 3).view(np.int32)
+    return entries
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield runs (first, count) that no other one overlaps, neighbours as one; empty ones are left out."""
+    start = stop = 0
+    for first, count in sorted(runs):
+        if first > stop > start:
+            yield start, stop - start
+        if first > stop or stop == start:
+            start = first
+        stop = first + count
+    if stop > start:
+        yield start, stop - start

@@ -1,0 +1,172 @@
+"""Finding a model's decoder layers by structure, and putting the ops into it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from inference_svc.taps import op
+from inference_svc.taps.model.hooked_runs import CannotTapError
+from inference_svc.taps.points import ENTRY
+from residuum.v1 import capture_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from inference_svc.taps.model.structure import Structure
+    from inference_svc.taps.points import Site, TapPoints
+
+
+_SUM_TOLERANCE = 0.05
+"""What rounding to bfloat16 at every step may amount to."""
+
+
+def find_decoder_layers(model: nn.Module, num_layers: int) -> dict[int, nn.Module]:
+    """Return this rank's decoder layers by their index in the whole model.
+
+    Decoder layers are the one `nn.ModuleList` of the model that has as many members as the configuration has layers.
+    Members that another pipeline stage holds are vLLM's `PPMissingLayer`, and left out.
+
+    Args:
+        model: The model as vLLM loaded it.
+        num_layers: Decoder layers of the whole model.
+
+    Raises:
+        CannotTapError: There is no such list, or more than one.
+    """
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    }
+    outermost = {
+        name: found for name, found in lists.items() if not any(name.startswith(f"{other}.") for other in lists)
+    }
+    if len(outermost) != 1:
+        raise CannotTapError(
+            f"{type(model).__name__} cannot be tapped: looked for one nn.ModuleList of {num_layers} decoder layers, "
+            f"found {sorted(outermost) or 'none'}."
+        )
+    (layers,) = outermost.values()
+    return {index: layer for index, layer in enumerate(layers) if type(layer).__name__ != "PPMissingLayer"}
+
+
+def put_taps(
+    layers: Mapping[int, nn.Module],
+    points: TapPoints,
+    structure: Structure,
+    sites: Iterable[Site.ValueType],
+    fold: Callable[[nn.Module, int], bool],
+) -> int:
+    """Put the ops into a model. Must come before vLLM's first run of the compiled model, which traces it.
+
+    Args:
+        layers: The decoder layers by index.
+        points: The tap points.
+        structure: What is known of the model.
+        sites: The sites that can be captured. The point after each layer is always there: it is where rows are
+            steered.
+        fold: Folds the tap of a point into a norm, if the norm is of a kind that allows it; tells whether it did.
+
+    Returns:
+        How many taps were folded into norms.
+
+    Raises:
+        CannotTapError: A site was not found.
+    """
+    folded = 0
+    for index, layer in layers.items():
+        norm = structure.norms.get(index)
+        if norm is not None and fold(norm, points.after(index)):
+            folded += 1
+        else:
+            layer.register_forward_hook(_after_module(points.after(index), adds_residual=structure.adds_residual))
+    for site in sites:
+        if site == capture_pb2.SITE_RESID_PRE:
+            _put_entry(layers, structure)
+        elif site != capture_pb2.SITE_RESID_POST:
+            _put_parts(layers, points, structure, site)
+    return folded
+
+
+def check_parts(layers: Mapping[int, nn.Module], structure: Structure) -> None:
+    """Make sure that every layer's attention and MLP were found, and what they add to.
+
+    Raises:
+        CannotTapError: They were not.
+    """
+    missing = sorted(set(layers) - (structure.attention.keys() & structure.mlp.keys()))
+    if missing:
+        layer = layers[missing[0]]
+        raise CannotTapError(
+            f"attn_out and mlp_out cannot be captured: looked in {type(layer).__name__} for an attention block and for "
+            "an MLP after it, each a module of its own, "
+            f"found {sorted(name for name, _ in layer.named_children())} (layers {missing})."
+        )
+    _check_inputs("attn_out and mlp_out", layers, structure)
+
+
+def _check_inputs(sites: str, layers: Mapping[int, nn.Module], structure: Structure) -> None:
+    if structure.inputs is None:
+        raise CannotTapError(
+            f"{sites} cannot be captured: looked for the arguments of {type(layers[min(layers)]).__name__} that carry "
+            "what the layer before it returned, found none. A stage needs two layers for that."
+        )
+
+
+def check_sum(errors: Mapping[int, float]) -> None:
+    """Make sure that the parts of each layer are what it adds to the residual stream; see `structure.sum_error`.
+
+    Raises:
+        CannotTapError: They are not.
+    """
+    off = {layer: error for layer, error in errors.items() if not error < _SUM_TOLERANCE}
+    if off:
+        layer, error = max(off.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
+        found = f"off by {error:.0%}" if math.isfinite(error) else "not finite"
+        raise CannotTapError(
+            "attn_out and mlp_out cannot be captured: looked for two modules whose outputs, added to the residual "
+            f"stream before a layer, give the stream after it; in layer {layer} the sums are {found}. The model "
+            "scales or merges them. Leave the two sites out of --capture-sites."
+        )
+
+
+def _put_entry(layers: Mapping[int, nn.Module], structure: Structure) -> None:
+    _check_inputs("resid_pre", layers, structure)
+    assert structure.inputs is not None  # noqa: S101 - just checked
+    hidden, residual = structure.inputs
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        _tap(hidden.of(args, kwargs), residual.of(args, kwargs) if residual else None, ENTRY)
+
+    layers[min(layers)].register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _put_parts(layers: Mapping[int, nn.Module], points: TapPoints, structure: Structure, site: Site.ValueType) -> None:
+    check_parts(layers, structure)
+    found = structure.attention if site == capture_pb2.SITE_ATTN_OUT else structure.mlp
+    for index in layers:
+        found[index].register_forward_hook(_after_module(points.of(site, index), adds_residual=False))
+
+
+def _after_module(point: int, *, adds_residual: bool) -> Any:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        del module, arguments
+        if isinstance(output, Tensor):
+            _tap(output, None, point)
+        else:
+            _tap(output[0], output[1] if adds_residual and len(output) > 1 else None, point)
+
+    return hook
+
+
+def _tap(hidden: Tensor, residual: Tensor | None, point: int) -> None:
+    op.call(_rows(hidden), _rows(residual) if residual is not None else None, point)
+
+
+def _rows(stream: Tensor) -> Tensor:
+    """Return [1, tokens, hidden], as models from transformers hand it on, as [tokens, hidden]: the same memory."""
+    return stream if stream.dim() == 2 else stream.view(-1, stream.shape[-1])  # noqa: PLR2004 - [tokens, hidden]

@@ -1,0 +1,270 @@
+"""What a model is made of, seen by running it once.
+
+Names differ from model to model, and code that goes by them breaks with the next one. What is the same in all of them
+is the flow of tensors: what a layer returns is what the next one takes, and what the first norm takes. So the model
+runs a few tokens before it is compiled, and every call of a module is noted with the very tensors that went in and out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from inference_svc.taps.model.hooked_runs import (
+    CannotTapError,
+    fixed_attention,
+    is_pair,
+    is_sequence,
+    numbers,
+    run_hooked,
+)
+from inference_svc.taps.model.residual import adds_residual
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+
+class Argument(NamedTuple):
+    """Where a call carries something: at an index of its positional arguments, or under a keyword."""
+
+    key: int | str
+
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a call carries there."""
+        return args[self.key] if isinstance(self.key, int) else kwargs.get(self.key)
+
+
+@dataclass
+class Structure:
+    """What was seen of a pipeline stage's layers; what was not found is left out."""
+
+    adds_residual: bool = True
+    """A layer that returns two tensors hands on the residual stream as their sum. In some models the second one is left
+    over, and nothing reads it."""
+    norms: dict[int, nn.Module] = field(default_factory=dict)
+    """The module that takes what a layer returns, hidden and residual, before anything else does."""
+    inputs: tuple[Argument, Argument | None] | None = None
+    """Where a layer's call carries hidden and residual; without residual for layers that hand on one tensor."""
+    attention: dict[int, nn.Module] = field(default_factory=dict)
+    """The module whose output is what a layer's attention adds to the residual stream."""
+    mlp: dict[int, nn.Module] = field(default_factory=dict)
+    """The module whose output is what a layer's MLP adds to the residual stream."""
+
+
+def observe(
+    model: nn.Module,
+    layers: Mapping[int, nn.Module],
+    is_attention: Callable[[nn.Module], bool],
+    run: Callable[[], object],
+) -> Structure:
+    """Run a model and return what was seen.
+
+    Args:
+        model: The model.
+        layers: Its decoder layers by index.
+        is_attention: Tells whether a module is one in which tokens of a sequence meet: attention, or a state space.
+        run: Runs the model once, uncompiled.
+
+    Raises:
+        CannotTapError: A layer hands on something else than a row for each token.
+    """
+    calls: list[_Call] = []
+    with fixed_attention(model, is_attention):
+        handles = []
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(_enter(calls), with_kwargs=True))
+            handles.append(module.register_forward_hook(_leave(calls)))
+        run_hooked(run, handles)
+        by_layer = {index: call for index, layer in layers.items() for call in calls if call.module is layer}
+        _check_shapes(by_layer.values())
+        structure = Structure(adds_residual=_adds_residual(model, layers, by_layer, run))
+    for index, call in by_layer.items():
+        _find_next(structure, calls, index, call, by_layer.get(index + 1))
+        _find_parts(structure, calls, index, call, is_attention)
+    return structure
+
+
+class _Call:
+    """One call of a module."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entered: int) -> None:
+        self.module = module
+        self.args = args
+        self.kwargs = kwargs
+        self.entered = entered
+        self.left = 0
+        self.output: tuple[Tensor, ...] = ()
+
+    def tensors(self) -> Iterator[tuple[Argument, Tensor]]:
+        keys: list[int | str] = [*range(len(self.args)), *self.kwargs]
+        for argument in map(Argument, keys):
+            value = argument.of(self.args, self.kwargs)
+            if isinstance(value, Tensor):
+                yield argument, value
+
+    def argument(self, tensor: Tensor) -> Argument | None:
+        return next((argument for argument, value in self.tensors() if value is tensor), None)
+
+
+def _enter(calls: list[_Call]) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(_Call(module, args, kwargs, len(calls)))
+
+    return hook
+
+
+def _leave(calls: list[_Call]) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        del args
+        call = next(call for call in reversed(calls) if call.module is module and not call.left)
+        call.left = len(calls)
+        values = [output] if isinstance(output, Tensor) else output
+        call.output = tuple(value for value in values if isinstance(value, Tensor)) if is_sequence(values) else ()
+
+    return hook
+
+
+def _check_shapes(calls: Iterable[_Call]) -> None:
+    for call in calls:
+        if len(call.output) > 2:  # noqa: PLR2004 - hidden and residual
+            raise CannotTapError(
+                f"{type(call.module).__name__} cannot be tapped: looked for a layer that returns the residual "
+                f"stream, or two tensors that add up to it; it returns {len(call.output)}."
+            )
+        shapes = [tuple(tensor.shape) for tensor in call.output[:1]]
+        if not shapes or not (len(shapes[0]) == 2 or (len(shapes[0]) == 3 and shapes[0][0] == 1)):  # noqa: PLR2004
+            raise CannotTapError(
+                f"{type(call.module).__name__} cannot be tapped: looked for a row of the residual stream for each "
+                f"token, [tokens, hidden] or [1, tokens, hidden]; the layer returns {shapes or 'no tensor'}."
+            )
+
+
+def _adds_residual(
+    model: nn.Module, layers: Mapping[int, nn.Module], calls: Mapping[int, _Call], run: Callable[[], object]
+) -> bool:
+    pairs = {index: layers[index] for index, call in calls.items() if len(call.output) == 2}  # noqa: PLR2004 - a pair
+    if any(calls[index].output[0].shape != calls[index].output[1].shape for index in pairs):
+        return False  # whatever the second tensor is, it cannot be added
+    return adds_residual(model, pairs, run) if pairs else True
+
+
+def _find_next(structure: Structure, calls: list[_Call], index: int, call: _Call, following: _Call | None) -> None:
+    """Find where the next layer takes what this one returns, and the norm that takes it first."""
+    if following is not None and call.output:
+        hidden = following.argument(call.output[0])
+        residual = following.argument(call.output[1]) if len(call.output) > 1 and structure.adds_residual else None
+        if hidden is not None:
+            structure.inputs = (hidden, residual)
+    if len(call.output) != 2 or not structure.adds_residual:  # noqa: PLR2004 - hidden and residual
+        return
+    takers = (
+        later
+        for later in calls[call.left :]
+        if later is not following and any(later.argument(tensor) for tensor in call.output)
+    )
+    first = next(takers, None)
+    calls_of = [other for other in calls if first is not None and other.module is first.module]
+    if first and not first.kwargs and len(first.args) == 2 and len(calls_of) == 1:  # noqa: PLR2004 - see above
+        takes = all(given is tensor for given, tensor in zip(first.args, call.output, strict=True))
+        if takes:
+            structure.norms[index] = first.module
+
+
+def _find_parts(
+    structure: Structure, calls: list[_Call], index: int, call: _Call, is_attention: Callable[[nn.Module], bool]
+) -> None:
+    """Find the parts of a layer that add to the residual stream."""
+    children = list(call.module.children())
+    inside = [other for other in calls[call.entered : call.left] if any(other.module is child for child in children)]
+    parts = [part for part in inside if part.output and not is_norm(part.module) and _has_parameters(part.module)]
+    attention = next((part for part in parts if any(is_attention(module) for module in part.module.modules())), None)
+    others = [part for part in parts if attention is not None and part.module is not attention.module]
+    if attention is not None and others:
+        structure.attention[index] = _after_norm(inside, attention)
+        structure.mlp[index] = _after_norm(inside, others[-1])
+
+
+def _after_norm(inside: list[_Call], part: _Call) -> nn.Module:
+    """Return the norm that takes a part's output alone, if there is one: it, not the part, gives what is added."""
+    for other in inside:
+        given = [value for _, value in other.tensors()]
+        if other.entered >= part.left and is_norm(other.module) and len(given) == 1 and given[0] is part.output[0]:
+            return other.module
+    return part.module
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Tell whether a module is a normalisation."""
+    return type(module).__name__.lower().endswith("norm")
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callable[[], object]) -> dict[int, float]:
+    """Run a model again, and return by how much the parts of each layer fail to add up to what the layer adds.
+
+    A model may scale what its parts give, or give it in a form of its own: then the modules that were found are not
+    what their sites promise. In such a run attention gives no values of its own, and an MLP may add next to nothing.
+    So fixed numbers take the place of what each gives.
+
+    Args:
+        layers: The decoder layers by index, whose attention and MLP were found.
+        structure: What was seen.
+        run: Runs the model once, uncompiled.
+
+    Returns:
+        For each layer |before + attention + mlp - after| / (|attention + mlp| + |after| / 10), the largest of all rows:
+        beside a long stream the parts are lost in its rounding.
+    """
+    assert structure.inputs is not None  # noqa: S101 - asked only of models whose layers' inputs were found
+    seen: dict[int, list[Tensor]] = {index: [] for index in layers}
+    handles = []
+    for index, layer in layers.items():
+        note = seen[index].append
+        handles.append(layer.register_forward_pre_hook(_note_input(note, *structure.inputs), with_kwargs=True))
+        handles.append(structure.attention[index].register_forward_hook(_give(numbers)))
+        handles.append(structure.mlp[index].register_forward_hook(_give(_reversed_numbers)))
+        handles.append(structure.attention[index].register_forward_hook(_note_output(note)))
+        handles.append(structure.mlp[index].register_forward_hook(_note_output(note)))
+        handles.append(layer.register_forward_hook(_note_output(note, whole=structure.adds_residual)))
+    run_hooked(run, handles)
+    return {index: _sum_error(*values) for index, values in seen.items()}
+
+
+def _sum_error(before: Tensor, one: Tensor, other: Tensor, after: Tensor) -> float:
+    error, parts = before + one + other - after, one + other
+    return float((error.norm(dim=-1) / (parts.norm(dim=-1) + after.norm(dim=-1) / 10)).max())
+
+
+def _note_input(note: Callable[[Tensor], None], hidden: Argument, residual: Argument | None) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        rest = residual.of(args, kwargs) if residual else None
+        note(hidden.of(args, kwargs).float() + (0.0 if rest is None else rest.float()))
+
+    return hook
+
+
+def _note_output(note: Callable[[Tensor], None], *, whole: bool = False) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        del module, args
+        first = output if isinstance(output, Tensor) else output[0]
+        note(first.float() + (output[1].float() if whole and is_pair(output) else 0.0))
+
+    return hook
+
+
+def _give(values: Callable[[Tensor], Tensor]) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        del module, args
+        return values(output) if isinstance(output, Tensor) else (values(output[0]), *output[1:])
+
+    return hook
+
+
+def _reversed_numbers(like: Tensor) -> Tensor:
+    return numbers(like).flip(-1)

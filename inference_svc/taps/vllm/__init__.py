@@ -1,0 +1,1 @@
+"""The taps in vLLM: its worker classes, model runners, models and norms."""

@@ -1,0 +1,24 @@
+"""The worker class for CPUs, named in vLLM's `worker_cls`.
+
+Import it on a CPU machine alone: importing vLLM's CPU worker replaces parts of `torch.cuda`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from inference_svc.taps.vllm import cpu_seeds
+from inference_svc.taps.vllm.worker import TappedWorker
+
+
+class TappedCpuWorker(TappedWorker, CPUWorker):
+    """vLLM's CPU worker with taps."""
+
+    def load_model(self, **options: Any) -> None:
+        """Load and hook the model, then see to the seeds of its first model runner."""
+        super().load_model(**options)
+        if not self.use_v2_model_runner:
+            cpu_seeds.attach(self.model_runner, vllm.__version__)

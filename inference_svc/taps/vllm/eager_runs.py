@@ -1,0 +1,104 @@
+"""Running a worker's model uncompiled, without requests: to see what it is made of, and to check captured rows."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from inference_svc.taps.model import insertion
+from inference_svc.taps.model.logits_check import Explanation, LogitsCheck, ModelCall
+from inference_svc.taps.model.structure import Structure, observe, sum_error
+from residuum.v1 import capture_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+TOKENS = 4
+"""Tokens of such a run."""
+
+
+class EagerRuns:
+    """The runs of one worker's model that no request asked for."""
+
+    def __init__(self, worker: Any, layers: dict[int, nn.Module]) -> None:
+        """Prepare the runs; `layers` are this rank's decoder layers by index."""
+        self._worker = worker
+        self._model: nn.Module = worker.model_runner.get_model()
+        self._layers = layers
+        self._logits: LogitsCheck | None = None
+        if get_pp_group().is_last_rank:
+            self._logits = LogitsCheck(self._model, layers[max(layers)], _is_attention)
+
+    def observe(self, sites: Sequence[int]) -> Structure:
+        """Return what is seen of the model in vLLM's own profile run, and check it for the sites.
+
+        Raises:
+            CannotTapError: The taps do not fit the model.
+        """
+        options = {"skip_attn": True} if self._worker.use_v2_model_runner else {}
+
+        def run() -> None:
+            self._worker.model_runner._dummy_run(TOKENS, is_profile=True, **options)  # noqa: SLF001 - as the profile run does
+
+        with self._uncompiled():
+            self._remember_call(run)
+            structure = observe(self._model, self._layers, _is_attention, run)
+            if {capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT} & set(sites):
+                insertion.check_parts(self._layers, structure)
+                insertion.check_sum(sum_error(self._layers, structure, run))
+            return structure
+
+    def listen(self) -> None:
+        """Keep what the model gives to the unembedding from now on; see `LogitsCheck`."""
+        if self._logits is not None:
+            self._logits.listen()
+
+    def explain(self, rows: torch.Tensor, tokens: Sequence[int]) -> Explanation | None:
+        """Tell how well rows explain the tokens that were served since `listen`; None where no logits are made."""
+        if self._logits is None:
+            return None
+
+        def run(call_model: Callable[[], object]) -> None:
+            with set_forward_context(None, self._worker.vllm_config, num_tokens=TOKENS):
+                call_model()
+
+        with self._uncompiled():
+            return self._logits.explain(rows, tokens, run)
+
+    def _remember_call(self, run: Callable[[], object]) -> None:
+        """Run the model once, and keep the arguments with which vLLM calls it."""
+
+        def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            del module
+            if self._logits is not None:
+                self._logits.remember(ModelCall(args, kwargs))
+
+        handle = self._model.register_forward_pre_hook(remember, with_kwargs=True)
+        try:
+            run()
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def _uncompiled(self) -> Iterator[None]:
+        compiled = [module for module in self._model.modules() if getattr(module, "do_not_compile", True) is False]
+        for module in compiled:
+            module.do_not_compile = True
+        try:
+            with set_current_vllm_config(self._worker.vllm_config), torch.inference_mode():
+                yield
+        finally:
+            for module in compiled:
+                module.do_not_compile = False
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return isinstance(module, AttentionLayerBase)

@@ -1,0 +1,25 @@
+"""The worker class for GPUs, named in vLLM's `worker_cls`."""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.gpu_worker import Worker
+
+from inference_svc.taps.vllm.worker import TappedWorker
+
+
+class TappedGpuWorker(TappedWorker, Worker):
+    """vLLM's GPU worker with taps."""
+
+    def determine_available_memory(self) -> int:
+        """Measure as vLLM does, with the memory taken that signs of random projections may take when requests run.
+
+        So the KV cache leaves it free.
+        """
+        room = self._residuum.room_for_signs()
+        try:
+            available: int = super().determine_available_memory()
+            return available
+        finally:
+            del room
+            torch.cuda.empty_cache()

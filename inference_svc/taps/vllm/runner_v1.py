@@ -1,0 +1,66 @@
+"""The adapter to vLLM's first model runner: where it says which rows of a batch are whose.
+
+Known from vLLM 0.24 and 0.32: `GPUModelRunner._prepare_inputs(scheduler_output, num_scheduled_tokens)` is called once
+in each step that computes something, after `_update_states` has brought `input_batch` up to date (order of the rows
+included), and before the forward pass. The CPU's runner inherits it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from inference_svc.taps.steps.layout import StepRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+class IncompatibleEngineError(RuntimeError):
+    """This vLLM does not have what the taps need. The message names it and the version."""
+
+
+def attach(runner: Any, place: Callable[[Callable[[], StepRows]], None], vllm_version: str) -> None:
+    """Have `place` called in each step before the forward pass, with a function that tells the rows of the batch.
+
+    Raises:
+        IncompatibleEngineError: The runner lacks a name that this adapter uses.
+    """
+    _check(runner, vllm_version)
+    prepare = runner._prepare_inputs  # noqa: SLF001 - the one place where vLLM knows the order of rows
+
+    def prepare_and_place(scheduler_output: Any, num_scheduled_tokens: Any, *arguments: Any, **options: Any) -> Any:
+        result = prepare(scheduler_output, num_scheduled_tokens, *arguments, **options)
+        place(lambda: _rows(runner, num_scheduled_tokens))
+        return result
+
+    runner._prepare_inputs = prepare_and_place  # noqa: SLF001 - see above
+
+
+def _rows(runner: Any, num_scheduled_tokens: Any) -> StepRows:
+    batch = runner.input_batch
+    request_ids = list(batch.req_ids)
+    return StepRows(
+        request_ids=request_ids,
+        firsts=batch.num_computed_tokens_cpu[: len(request_ids)],
+        counts=num_scheduled_tokens,
+    )
+
+
+def _check(runner: Any, vllm_version: str) -> None:
+    prepare = getattr(runner, "_prepare_inputs", None)
+    missing = []
+    parameters = list(inspect.signature(prepare).parameters) if prepare else []
+    if parameters[:2] != ["scheduler_output", "num_scheduled_tokens"]:
+        missing.append("_prepare_inputs(scheduler_output, num_scheduled_tokens, ...)")
+    missing += [
+        f"input_batch.{name}"
+        for name in ("req_ids", "num_computed_tokens_cpu")
+        if not hasattr(getattr(runner, "input_batch", None), name)
+    ]
+    if missing:
+        raise IncompatibleEngineError(
+            f"vLLM {vllm_version}: {type(runner).__name__} has no {' and no '.join(missing)}, which the taps need. "
+            "Use a version of vLLM that residuum was tested with (see pyproject.toml)."
+        )

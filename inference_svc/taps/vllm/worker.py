@@ -1,0 +1,304 @@
+"""A vLLM worker with taps: what is added to vLLM's own worker class, whatever the device.
+
+vLLM names the methods that the inference service may call by `collective_rpc`; ours start with `residuum_`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from inference_svc.logs import configure_worker_logs
+from inference_svc.shipping.worker.allotment import least_ring_bytes, reserve_bytes
+from inference_svc.shipping.worker.producer import RingProducer
+from inference_svc.taps import op
+from inference_svc.taps.bank import VectorBank
+from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.cpu.tap import CpuTap
+from inference_svc.taps.element_types import WIRE_TYPES
+from inference_svc.taps.encodings.signs import most_bytes
+from inference_svc.taps.model import insertion
+from inference_svc.taps.model.hooked_runs import CannotTapError
+from inference_svc.taps.plan import Operation
+from inference_svc.taps.points import TapPoints
+from inference_svc.taps.sink import BlockSink, RowFormat
+from inference_svc.taps.steps.runtime import TapRuntime
+from inference_svc.taps.vllm import norms, runner_v1, runner_v2
+from inference_svc.taps.vllm.eager_runs import EagerRuns
+from inference_svc.taps.vllm.limits import UnsupportedEngineError, refuse_unsupported
+from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError
+from inference_svc.taps.vllm.watchdog import end_with
+from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
+from svc_common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+REFUSAL_FILE = "refused"
+"""The file beside the control sockets that says why the taps refused to start."""
+
+SETTINGS_VARIABLE = "RESIDUUM_WORKER_SETTINGS"
+"""The environment variable that carries `WorkerSettings` to the workers.
+
+Not vLLM's `additional_config`: that is part of the compile cache's key, and these change with every start."""
+
+
+_log = get_logger(__name__)
+
+_PROBE_SECONDS = 30.0
+
+_STEPS_LEAVING = 1
+"""Steps whose blocks a GPU copies out while the next one runs."""
+
+_BLOCKS_IN_RING = 8
+"""Blocks of the largest size that the ring holds: some are filled while others are sent."""
+
+_LARGEST_BLOCK_BYTES = 128 << 20
+"""What one block takes at most, if more than 32 positions are in it: larger ones would only come later."""
+
+
+class TappedWorker:
+    """Mixed into vLLM's worker class: hooks the model when it is loaded, and follows each step."""
+
+    def load_model(self, **options: Any) -> None:
+        """Load the model, then hook it, before vLLM's first run traces it."""
+        super().load_model(**options)  # type: ignore[misc]
+        configure_worker_logs()
+        worker: Any = self
+        try:
+            self._residuum = _Taps(worker)
+        except (CannotTapError, UnsupportedEngineError, IncompatibleEngineError) as error:
+            folder = json.loads(os.environ[SETTINGS_VARIABLE])["control_dir"]
+            Path(folder, REFUSAL_FILE).write_text(str(error))
+            raise
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step with the taps around it."""
+        taps = self._residuum
+        taps.runtime.begin_step(
+            scheduler_output.finished_req_ids,
+            [
+                (request.req_id, request.sampling_params.extra_args if request.sampling_params else None)
+                for request in scheduler_output.scheduled_new_reqs
+            ],
+        )
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        taps.runtime.finish_step()  # not after a failure: then no row of the step can be trusted
+        return output
+
+    def residuum_describe(self) -> dict[str, Any]:
+        """Return what this rank taps."""
+        return self._residuum.describe()
+
+    def residuum_load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        """Write vectors into rows of the bank; see `VectorBank.load`."""
+        self._residuum.bank.load(rows)
+
+    def residuum_change_steering(self, changes: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, int | None]:
+        """Change the operations of requests; see `TapRuntime.change_steering`.
+
+        Args:
+            changes: Of each request, by its name, the new operations as plain data.
+
+        Returns:
+            The first position of each that is steered so; None if it has ended.
+        """
+        runtime = self._residuum.runtime
+        return {
+            name: runtime.change_steering(name, tuple(Operation.from_data(item) for item in operations))
+            for name, operations in changes.items()
+        }
+
+    def residuum_keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
+        """Have the signs of projections at hand; see `BlockSink.keep_signs`. Who captures nothing needs none."""
+        return self._residuum.keep_signs(projections)
+
+    def residuum_forget(self, names: Sequence[str]) -> None:
+        """Forget changes of requests that will not come any more."""
+        self._residuum.runtime.forget(names)
+
+    def residuum_take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
+        """Return the rows of a self-test, for each block (sites, layers, positions, values).
+
+        Values are float32 [sites, layers, positions, hidden].
+        """
+        return self._residuum.take_probe(capture_id)
+
+    def residuum_listen_to_logits(self) -> None:
+        """Prepare for `residuum_explain_logits`: keep what the requests from now on give to the unembedding."""
+        self._residuum.eager_runs.listen()
+
+    def residuum_explain_logits(self, rows: bytes, tokens: Sequence[int]) -> tuple[float, float] | None:
+        """Compare the served tokens of a self-test with those that follow from its captured rows.
+
+        Args:
+            rows: The last layer's `resid_post` at the positions that gave the tokens, float32 [tokens, hidden].
+            tokens: The tokens that were served.
+
+        Returns:
+            The fields of an `Explanation`; None on ranks that make no logits.
+        """
+        return self._residuum.explain_logits(rows, tokens)
+
+    def residuum_drain(self, timeout_seconds: float) -> bool:
+        """Wait until everything that was captured is acknowledged; tell whether it is.
+
+        Tells False at once while a request is open: its last rows leave in a step, and steps wait for this call.
+        """
+        taps = self._residuum
+        if taps.runtime.open_requests:
+            return False
+        return taps.drain(timeout_seconds)
+
+
+class _Taps:
+    """Everything that is added to one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        settings = json.loads(os.environ[SETTINGS_VARIABLE])
+        end_with({settings["service_pid"], os.getppid()})
+        config = worker.vllm_config
+        runner = worker.model_runner
+        refuse_unsupported(config)
+        num_layers = config.model_config.get_total_num_hidden_layers()
+        layers = insertion.find_decoder_layers(runner.get_model(), num_layers)
+        points = TapPoints(min(layers), len(layers))
+        self._points = points
+        self._sites = tuple(settings["sites"])
+        hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
+        self._rank = worker.rank
+        self._device = worker.device
+        self._pipeline_rank = get_pp_group().rank_in_group
+        self.bank = VectorBank(settings["bank_rows"], hidden, worker.device)
+        self._format = RowFormat(hidden, WIRE_TYPES[dtype])
+        self.pool: BlockPool | None = None
+        self.producer: RingProducer | None = None
+        self._sink: BlockSink | None = None
+        if get_tp_group().rank_in_group == 0:
+            self._make_capture_path(settings, config, worker.device)
+        tap = self._make_tap(config, worker.device)
+        self._table_bytes = tap.nbytes
+        self.runtime = TapRuntime(points, tap, self.pool, self._sink)
+        self.eager_runs = EagerRuns(worker, layers)
+        structure = self.eager_runs.observe(self._sites)
+        op.install(tap)
+        folds = settings["fold_norms"] if settings["fold_norms"] is not None else worker.device.type == "cuda"
+        self._folded = insertion.put_taps(
+            layers, points, structure, self._sites, lambda norm, point: folds and _fold(norm, point, dtype)
+        )
+        adapter = runner_v2 if worker.use_v2_model_runner else runner_v1
+        adapter.attach(runner, self.runtime.place, vllm.__version__)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what this rank taps, as plain data."""
+        return {
+            "rank": self._rank,
+            "pipeline_rank": self._pipeline_rank,
+            "first_layer": self._points.first_layer,
+            "num_layers": self._points.num_layers,
+            "sites": list(self._sites),
+            "folded_norms": self._folded,
+            "hidden": self._format.hidden,
+            "dtype": int(self._format.dtype),
+            "captures": self._sink is not None,
+            "pool_bytes": self.pool.nbytes if self.pool else 0,
+            "table_bytes": self._table_bytes + self.bank.nbytes + (self._sink.nbytes if self._sink else 0),
+            "ring_bytes": self.producer.ring_bytes if self.producer else 0,
+            "control_path": self._control_path if self.producer else "",
+        }
+
+    def room_for_signs(self) -> torch.Tensor | None:
+        """Return as much memory as signs of random projections may take on this rank's device; None: they take none."""
+        if self._sink is None:
+            return None
+        return torch.empty(most_bytes(self._format.hidden), dtype=torch.uint8, device=self._device)
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Wait until every row that left a request is acknowledged; tell whether it is."""
+        if self._sink is None or self.producer is None:
+            return True
+        deadline = time.monotonic() + timeout_seconds
+        return self._sink.flush(timeout_seconds) and self.producer.drain(max(deadline - time.monotonic(), 0.0))
+
+    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
+        """See `TappedWorker.residuum_keep_signs`."""
+        return [True] * len(projections) if self._sink is None else self._sink.keep_signs(projections)
+
+    def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
+        """See `TappedWorker.residuum_take_probe`."""
+        if self._sink is None:
+            return []
+        self._sink.flush(_PROBE_SECONDS)
+        return [
+            (
+                [int(site) for site in probe.capture.sites],
+                list(probe.capture.layers),
+                probe.positions,
+                probe.rows.float().cpu().numpy().tobytes(),
+            )
+            for probe in self._sink.take_probe(capture_id)
+        ]
+
+    def explain_logits(self, rows: bytes, tokens: Sequence[int]) -> tuple[float, float] | None:
+        """See `TappedWorker.residuum_explain_logits`."""
+        self.runtime.pass_through()
+        values = torch.frombuffer(bytearray(rows), dtype=torch.float32).view(len(tokens), -1)
+        return self.eager_runs.explain(values.to(self._device), tokens)
+
+    def _make_capture_path(self, settings: dict[str, Any], config: Any, device: torch.device) -> None:
+        """Allot the blocks and the ring, and start what moves rows from the one to the other."""
+        scheduler = config.scheduler_config
+        row_bytes = self._format.hidden * config.model_config.dtype.itemsize
+        units = self._points.num_layers * len(self._sites)
+        least = BLOCK_TOKENS * units * row_bytes
+        # Encoded, rows may be twice as long; those of narrow models, projected to vectors, longer. Of a block that
+        # holds as few positions as can be, so much fits the ring, and what is each store's own of it.
+        longer = max(2, -(-4 * MAX_PROJECTION_VECTORS // row_bytes))
+        stores = settings["stores"] or [""]  # without one nothing is captured but the self-test's rows
+        ring_bytes = max(settings["ring_bytes"], least_ring_bytes(longer * least, len(stores)))
+        own = reserve_bytes(ring_bytes, len(stores)) // longer
+        largest = min(ring_bytes // _BLOCKS_IN_RING, own, _LARGEST_BLOCK_BYTES)
+        leaving = _STEPS_LEAVING if device.type == "cuda" else 0
+        rows = BlockPool.rows_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, units, leaving)
+        self.pool = BlockPool(
+            rows,
+            self._format.hidden,
+            config.model_config.dtype,
+            device,
+            largest_block=largest // row_bytes,
+        )
+        self._control_path = os.path.join(settings["control_dir"], f"rank{self._rank}.sock")  # noqa: PTH118
+        self.producer = RingProducer(self._control_path, ring_bytes=ring_bytes, stores=stores)
+        self.producer.start()
+        if device.type == "cuda":
+            from inference_svc.taps.gpu.streamed_sink import StreamedSink
+
+            self._sink = StreamedSink(self.pool, self._format, self.producer, self.bank)
+        else:
+            self._sink = BlockSink(self.pool, self._format, self.producer, self.bank)
+        self._sink.check_encodings()
+
+    def _make_tap(self, config: Any, device: torch.device) -> Any:
+        if device.type == "cuda":
+            from inference_svc.taps.gpu.tap import CudaTap  # Triton is there on GPU machines alone
+
+            sizes = config.compilation_config.cudagraph_capture_sizes or [0]
+            most_rows = max(config.scheduler_config.max_num_batched_tokens, *sizes, 1)
+            return CudaTap(self.bank, self.pool, self._points, most_rows, config.scheduler_config.max_num_seqs)
+        return CpuTap(self.bank, self.pool, self._points)
+
+
+def _fold(norm: nn.Module, point: int, dtype: torch.dtype) -> bool:
+    if not norms.can_fold(norm, dtype):
+        return False
+    norms.fold(norm, point)
+    return True

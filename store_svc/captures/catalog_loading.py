@@ -1,0 +1,39 @@
+"""Reading the catalog from the database, when the store starts."""
+
+from __future__ import annotations
+
+import time
+
+from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.frames import parse_chunk
+from store_svc.captures.catalog import Catalog, CatalogLimits
+from store_svc.captures.ledger import Cells
+from store_svc.captures.lifecycle import Capture, restore, summarize
+from store_svc.database.db import Database, Table, Txn
+from store_svc.database.keys import unpack_number
+from store_svc.reading.slicing import cells_of
+
+
+def load_catalog(db: Database, limits: CatalogLimits | None = None) -> Catalog:
+    """Return all captures of a database. Of those that may still change, the rows follow from the frames alone."""
+    catalog = Catalog(limits)
+    with db.read() as txn:
+        for key, value in txn.items(Table.ENDED):
+            manifest = capture_pb2.CaptureManifest.FromString(bytes(value))
+            catalog.open_ended(unpack_number(key), summarize(manifest, manifest.num_rows))
+        for key, value in txn.items(Table.LIVE):
+            capture, keys = _load(txn, key, capture_pb2.CaptureManifest.FromString(bytes(value)))
+            catalog.open(capture, keys)
+    return catalog
+
+
+def _load(txn: Txn, key: bytes, record: capture_pb2.CaptureManifest) -> tuple[Capture, list[bytes]]:
+    keys: list[bytes] = []
+    frames: list[tuple[Cells, int]] = []
+    for frame_key, frame in txn.items(Table.FRAMES, key):
+        keys.append(frame_key)
+        frames.append((cells_of(parse_chunk(frame).header), len(frame)))
+    losses = [store_pb2.RowLoss.FromString(bytes(value)) for _, value in txn.items(Table.LOSSES, key)]
+    value = txn.get(Table.SEALS, key)
+    seal = store_pb2.SealCaptureRequest.FromString(bytes(value)) if value is not None else None
+    return restore(unpack_number(key), record, frames, losses, seal, time.monotonic()), keys

@@ -1,0 +1,169 @@
+"""Which rows of a capture are there, which are expected and which are missing. Pure: no clock, no database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from residuum.v1 import capture_pb2, selection_pb2
+from residuum.wire.selection import captured_positions, expected_rows, is_reduced
+from store_svc.captures.positions import Positions
+
+Row = tuple[int, int, int]
+"""A row of the ledger: sequence, site, layer."""
+
+
+class Cells(NamedTuple):
+    """The cells of a chunk, of a loss or of a RowSet: each of some layers at each of some positions."""
+
+    sequence: int
+    """The sequence."""
+    site: int
+    """The site."""
+    layers: Sequence[int]
+    """The layers."""
+    positions: Positions
+    """The positions."""
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of the ledger that the cells lie in."""
+        for layer in self.layers:
+            yield self.sequence, self.site, layer
+
+
+class Ledger:
+    """The rows of one capture.
+
+    `stored` are the cells in the database, whatever they are; *served* are those of them that count: that were asked
+    for, and, once the number of tokens is known, lie below the expected length; of a reduced capture, the last of each
+    phase. After `expect` the counts `missing` (expected, not stored) and `outstanding` (neither stored nor lost) follow
+    each change.
+    """
+
+    def __init__(self, description: capture_pb2.CaptureDescription) -> None:
+        self._prompt_tokens = len(description.prompt_token_ids)
+        self._spec = description.spec
+        self._counts_all = not is_reduced(self._spec) and self._spec.positions == selection_pb2.PositionSelection()
+        self._sequences = range(description.num_sequences)
+        self.layers: Sequence[int] = tuple(description.spec.layers.list.layers)
+        self.sites: Sequence[int] = tuple(description.spec.sites)
+        self._stored: dict[Row, Positions] = {}
+        self._lost: dict[Row, Positions] = {}
+        self._expected: list[Positions] | None = None
+        self.num_rows = 0
+        """Served cells that are stored."""
+        self.missing = 0
+        """Expected cells that are not stored; 0 before `expect`."""
+        self.outstanding = 0
+        """Expected cells that are neither stored nor lost; 0 before `expect`."""
+        self.num_blocks = 0
+        """Blocks of positions, of stored and of lost cells: what the ledger's memory follows."""
+
+    def fork(self) -> Ledger:
+        """Return a copy that can be changed while others read this one."""
+        fork = object.__new__(Ledger)
+        fork.__dict__.update(self.__dict__)
+        fork._stored = dict(self._stored)
+        fork._lost = dict(self._lost)
+        return fork
+
+    def fresh(self, cells: Cells) -> dict[Positions, list[int]]:
+        """Return the cells that are worth storing, as the layers that share a set of positions.
+
+        Those are the cells that are not stored; but once the expected length is known, none of a layer that brings no
+        expected cell.
+        """
+        groups: dict[Positions, list[int]] = {}
+        expected = self._expected[cells.sequence] if self._expected is not None else None
+        for row in cells.rows():
+            have = self._stored.get(row)
+            new = cells.positions - have if have else cells.positions
+            if new and (expected is None or new & expected):
+                groups.setdefault(new, []).append(row[2])
+        return groups
+
+    def add(self, cells: Cells) -> None:
+        """Record cells as stored. None of them may be stored already."""
+        served = self.served(cells.sequence, cells.positions)
+        for row in cells.rows():
+            have = self._stored.get(row)
+            now = self._stored[row] = have | cells.positions if have else cells.positions
+            self.num_blocks += now.num_blocks - (have.num_blocks if have else 0)
+            self.num_rows += len(served)
+            if self._expected is not None:
+                self.missing -= len(served)
+                self.outstanding -= len(served - self._lost.get(row, Positions()))
+
+    def lose(self, cells: Cells) -> None:
+        """Record cells as never to come. Those that come all the same count as stored."""
+        for row in cells.rows():
+            before = self._lost.get(row, Positions())
+            now = self._lost[row] = before | cells.positions
+            self.num_blocks += now.num_blocks - before.num_blocks
+            if self._expected is not None:
+                news = cells.positions - before - self._stored.get(row, Positions())
+                self.outstanding -= len(news & self._expected[cells.sequence])
+
+    def expect(self, generated_tokens: Sequence[int]) -> None:
+        """Fix what is expected, from the number of tokens that each sequence generated."""
+        lengths = [expected_rows(self._prompt_tokens, count) for count in generated_tokens]
+        self._expect([self._wanted(length) for length in lengths])
+
+    def expect_found(self) -> None:
+        """Fix what is expected, when nobody knows how long the sequences became.
+
+        Of each sequence that is the prompt and every position of which any row is stored: the model has computed that
+        position, so the rows of the other layers and sites are missing.
+        """
+        found = [self._wanted(self._prompt_tokens) for _ in self._sequences]
+        for row in self._all_rows():
+            found[row[0]] |= self.served(row[0], self._stored.get(row, Positions()))
+        self._expect(found)
+
+    def served(self, sequence: int, positions: Positions) -> Positions:
+        """Return those of the positions that are served, as far as is known."""
+        if self._expected is not None:
+            return positions & self._expected[sequence]
+        if not positions or self._counts_all:
+            return positions
+        return positions.that(lambda first, count: captured_positions(self._spec, self._prompt_tokens, first, count))
+
+    def present(self) -> list[Cells]:
+        """Return the served cells that are stored."""
+        rows = ((row, self.served(row[0], self._stored.get(row, Positions()))) for row in self._all_rows())
+        return _gather(rows)
+
+    def absent(self) -> list[Cells]:
+        """Return the expected cells that are not stored; empty before `expect`."""
+        if self._expected is None:
+            return []
+        rows = ((row, self._expected[row[0]] - self._stored.get(row, Positions())) for row in self._all_rows())
+        return _gather(rows)
+
+    def _wanted(self, length: int) -> Positions:
+        return Positions.where(captured_positions(self._spec, self._prompt_tokens, 0, length, length))
+
+    def _expect(self, expected: list[Positions]) -> None:
+        self._expected = expected
+        self.num_rows = self.missing = self.outstanding = 0
+        for row in self._all_rows():
+            wanted = expected[row[0]]
+            absent = wanted - self._stored.get(row, Positions())
+            self.num_rows += len(wanted) - len(absent)
+            self.missing += len(absent)
+            self.outstanding += len(absent - self._lost.get(row, Positions()))
+
+    def _all_rows(self) -> Iterator[Row]:
+        for sequence in self._sequences:
+            for site in self.sites:
+                for layer in self.layers:
+                    yield sequence, site, layer
+
+
+def _gather(rows: Iterable[tuple[Row, Positions]]) -> list[Cells]:
+    """Put the layers of one sequence and site that have the same positions together."""
+    groups: dict[tuple[int, int, Positions], list[int]] = {}
+    for (sequence, site, layer), positions in rows:
+        if positions:
+            groups.setdefault((sequence, site, positions), []).append(layer)
+    return [Cells(sequence, site, layers, positions) for (sequence, site, positions), layers in groups.items()]

@@ -1,0 +1,185 @@
+"""Sending the rows of a capture: which frames, and which rows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.frames import ChunkView, FrameError, parse_chunk, read_prefix
+from store_svc.captures.capture_names import CaptureName, unknown_capture
+from store_svc.captures.catalog import Catalog, Feed
+from store_svc.database.db import Database, Table
+from store_svc.database.keys import after_group, pack_number, unpack_frame
+from store_svc.reading.query import Query
+from store_svc.reading.slicing import slice_chunk
+
+_KEYS_AT_ONCE = 1024
+"""Keys that one read transaction collects."""
+
+
+class Reader:
+    """Serves rows and manifests.
+
+    Each frame is copied out in a read transaction of its own: a long transaction would keep the pages of deleted
+    captures from being used again, for as long as a slow client takes.
+    """
+
+    def __init__(self, db: Database, catalog: Catalog) -> None:
+        self._db = db
+        self._catalog = catalog
+
+    def manifest(self, name: CaptureName) -> capture_pb2.CaptureManifest:
+        """Return the manifest of a capture as it is now.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE.
+        """
+        number, feed = self._catalog.require(name)
+        if feed is not None:
+            return feed.capture.manifest()
+        return self._ended_manifest(number, name.capture_id)
+
+    def read(
+        self,
+        name: CaptureName,
+        request: store_pb2.ReadChunksRequest,
+        is_cancelled: Callable[[], bool],
+        feed_seen: Callable[[Feed], object],
+    ) -> Generator[bytes, None, None]:
+        """Yield the ReadChunksResponses, serialised, that answer a request. The capture does not expire meanwhile.
+
+        Args:
+            name: The capture.
+            request: What is wanted of it.
+            is_cancelled: Tells whether the caller has gone.
+            feed_seen: Called with the feed that is waited on, so that a cancellation can wake it.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE, UNKNOWN_LAYER, UNKNOWN_SITE, INVALID_FIELD, CHECKSUM_MISMATCH or NOT_SERVING.
+        """
+        with self._catalog.reading(name) as (number, feed):
+            if feed is None:
+                yield from self._read_ended(number, request)
+            else:
+                feed_seen(feed)
+                yield from self._read_live(feed, request, is_cancelled)
+
+    def _read_ended(self, number: int, request: store_pb2.ReadChunksRequest) -> Iterator[bytes]:
+        manifest = self._ended_manifest(number, request.capture_id)
+        query = Query(request, manifest.description, manifest.sequences)
+        yield _framed(manifest)
+        for key in self._scan(number, query):
+            yield from self._rows(key, query)
+        yield _framed(self._ended_manifest(number, request.capture_id))  # unless somebody has deleted it
+
+    def _read_live(
+        self, feed: Feed, request: store_pb2.ReadChunksRequest, is_cancelled: Callable[[], bool]
+    ) -> Iterator[bytes]:
+        """Send what is published, then once more what was published meanwhile, or with `follow` all until the end."""
+        sent = 0
+        capture = feed.capture
+        query = Query(request, capture.description, capture.sequences)
+        yield _framed(capture.manifest())
+        last = False
+        while not last:
+            with feed.condition:
+                if request.follow:
+                    self._wait_for_news(feed, sent, is_cancelled)
+                self._check_usable(feed, is_cancelled)
+                capture, end = feed.capture, len(feed.keys)
+            last = capture.ended or not request.follow
+            query = Query(request, capture.description, capture.sequences)
+            for key in feed.keys[sent:end]:
+                if query.wants(unpack_frame(key)):
+                    yield from self._rows(key, query)
+            sent = end
+        self._check_usable(feed, is_cancelled)
+        yield _framed(capture.manifest())
+
+    def _wait_for_news(self, feed: Feed, sent: int, is_cancelled: Callable[[], bool]) -> None:
+        feed.condition.wait_for(
+            lambda: (
+                len(feed.keys) > sent or feed.capture.ended or feed.deleted or self._catalog.stopping or is_cancelled()
+            )
+        )
+
+    def _check_usable(self, feed: Feed, is_cancelled: Callable[[], bool]) -> None:
+        if feed.deleted:
+            raise unknown_capture(feed.capture.description.capture_id)
+        if self._catalog.stopping and not feed.capture.ended:
+            raise Failure(Reason.ERROR_REASON_NOT_SERVING, "The store is stopping; try again later.")
+        if is_cancelled():
+            raise Failure(Reason.ERROR_REASON_ABORTED, "The caller has gone.")
+
+    def _ended_manifest(self, number: int, capture_id: str) -> capture_pb2.CaptureManifest:
+        with self._db.read() as txn:
+            value = txn.get(Table.ENDED, pack_number(number))
+            data = bytes(value) if value is not None else None
+        if data is None:
+            raise unknown_capture(capture_id)
+        return capture_pb2.CaptureManifest.FromString(data)
+
+    def _scan(self, number: int, query: Query) -> Iterator[bytes]:
+        """Yield the keys of the wanted frames of an ended capture."""
+        prefix = at = pack_number(number)
+        while at:
+            keys, at = self._collect(prefix, at, query)
+            yield from keys
+
+    def _collect(self, prefix: bytes, at: bytes, query: Query) -> tuple[list[bytes], bytes]:
+        """Return some wanted keys from `at` on, and where to go on: empty after the last."""
+        keys: list[bytes] = []
+        with self._db.read() as txn:
+            for _ in range(_KEYS_AT_ONCE):
+                found = txn.next_key(Table.FRAMES, at)
+                if found is None or not found.startswith(prefix):
+                    return keys, b""
+                key = unpack_frame(found)
+                if not query.wants_group(key):
+                    at = after_group(found)
+                    continue
+                if query.wants(key):
+                    keys.append(found)
+                at = found + b"\0"
+        return keys, at
+
+    def _rows(self, key: bytes, query: Query) -> Iterator[bytes]:
+        """Yield the response with the wanted rows of a frame, if there are any."""
+        whole = query.wants_whole(unpack_frame(key))
+        with self._db.read() as txn:
+            view = txn.get(Table.FRAMES, key)
+            if view is None:
+                raise unknown_capture(query.capture_id)
+            size = len(view)
+            response = _framed_chunk(view) if whole else _sliced(view, query)
+        if whole:
+            _verified(memoryview(response)[-size:], query.capture_id)
+        if response:
+            yield response
+
+
+def _sliced(view: memoryview, query: Query) -> bytes:
+    chunk = _verified(view, query.capture_id)
+    layers, positions = query.cut(chunk.header)
+    return _framed_chunk(slice_chunk(chunk, layers, positions)) if layers and positions else b""
+
+
+def _verified(frame: memoryview, capture_id: str) -> ChunkView:
+    try:
+        chunk = parse_chunk(frame)
+        damaged = not chunk.verify()
+    except FrameError:
+        damaged = True
+    if damaged:
+        message = f"A stored chunk of {capture_id!r} is damaged: its checksum does not match its payload."
+        raise Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, message, capture_id=capture_id)
+    return chunk
+
+
+def _framed(manifest: capture_pb2.CaptureManifest) -> bytes:
+    return store_pb2.ReadChunksResponse(manifest=manifest).SerializeToString()
+
+
+def _framed_chunk(chunk: bytes | memoryview) -> bytes:
+    return b"".join((read_prefix(len(chunk)), chunk))

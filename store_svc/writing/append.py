@@ -1,0 +1,158 @@
+"""One AppendChunks stream: messages in, acknowledgements out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import grpc
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import store_pb2
+from residuum.wire.frames import ChunkView, FrameError, parse_append, parse_chunk
+from residuum.wire.limits import MAX_CHUNK_BYTES
+from store_svc.captures.capture_names import CaptureName, unknown_capture, written_tenant
+from store_svc.checks import invalid
+from store_svc.writing.write_queue import Append, WorkQueue
+from svc_common.tokens_file import Caller
+
+_MOST_REJECTIONS = 1024
+"""Rejections in one answer. When so many wait, because a client does not read its answers, its messages wait too."""
+
+_ITEM_BYTES = 4096
+"""What a message is counted as besides its own bytes, so that a queue of tiny ones is bounded too."""
+
+
+class AppendStream:
+    """A stream of a writer.
+
+    One thread (`pump`) reads messages and queues them, the call's own thread (`responses`) sends acknowledgements as
+    they come: a writer that waits for an acknowledgement before it sends on is never kept waiting for itself.
+    """
+
+    def __init__(self, queue: WorkQueue, caller: Caller) -> None:
+        self._caller = caller
+        self.failed = False
+        """Whether the stream has failed; the writer drops what is still queued of it."""
+        self._queue = queue
+        self._condition = threading.Condition()
+        self._committed = 0
+        self._synced = 0
+        self._rejections: list[store_pb2.ChunkRejection] = []
+        self._failure: Failure | None = None
+        self._finished = False
+        self._news = False
+
+    def pump(self, messages: Iterator[bytes]) -> None:
+        """Queue the messages of a stream until it is half-closed, fails or is cancelled."""
+        try:
+            last = 0
+            for data in messages:
+                item = self._parse(data, last)
+                last = item.number
+                if not self._wait_for_room():
+                    return
+                self._queue.append(item)
+            self._queue.finish(self)
+        except Failure as failure:
+            self.fail(failure)
+        except grpc.RpcError:
+            self.cancel()  # the client has gone: what it sent is written, and nobody waits for the answer
+
+    def responses(self) -> Iterator[store_pb2.AppendChunksResponse]:
+        """Yield acknowledgements until everything is committed and synced.
+
+        Raises:
+            Failure: Why the stream has failed.
+        """
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._news)
+                response, failure, finished = self._take_news()
+            if response is not None:
+                yield response
+            if failure is not None:
+                raise failure
+            if finished:
+                return
+
+    def committed(self, number: int, rejections: list[store_pb2.ChunkRejection]) -> None:
+        """Every message up to this number is committed, or rejected."""
+        with self._condition:
+            self._committed = number
+            self._rejections += rejections
+            self._notify()
+
+    def synced(self, number: int) -> None:
+        """Every message up to this number is synced, or rejected."""
+        with self._condition:
+            self._synced = number
+            self._notify()
+
+    def fail(self, failure: Failure) -> None:
+        """End the stream: nothing after the last acknowledgement was written."""
+        with self._condition:
+            self.failed = True
+            self._failure = self._failure or failure
+            self._notify()
+
+    def finished(self) -> None:
+        """Everything that came is committed and synced."""
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Stop waiting for more to acknowledge."""
+        with self._condition:
+            self._finished = True
+            self._notify()
+
+    def _notify(self) -> None:
+        self._news = True
+        self._condition.notify_all()
+
+    def _take_news(self) -> tuple[store_pb2.AppendChunksResponse | None, Failure | None, bool]:
+        now, later = self._rejections[:_MOST_REJECTIONS], self._rejections[_MOST_REJECTIONS:]
+        # What is rejected counts as committed, so no answer may reach past a rejection that it does not carry.
+        committed = later[0].number - 1 if later else self._committed
+        response = store_pb2.AppendChunksResponse(
+            committed_through=committed, synced_through=min(self._synced, committed), rejections=now
+        )
+        self._rejections = later
+        self._news = bool(later)
+        self._condition.notify_all()
+        failure, finished = (None, False) if later else (self._failure, self._finished)
+        return response if committed else None, failure, finished
+
+    def _wait_for_room(self) -> bool:
+        """Wait until the client has read its rejections; tell whether the stream goes on."""
+        with self._condition:
+            self._condition.wait_for(lambda: len(self._rejections) < _MOST_REJECTIONS or self.failed or self._finished)
+            return not self.failed and not self._finished
+
+    def _parse(self, data: bytes, last: int) -> Append:
+        try:
+            message = parse_append(data)
+        except (FrameError, ValueError) as error:
+            raise invalid("message", f"cannot be parsed: {error}") from None
+        if message.number <= last:
+            raise invalid("number", f"numbers must ascend; {message.number} follows {last}")
+        content = message.loss if message.chunk is None else _content(message.chunk, message.capture_id)
+        assert content is not None  # noqa: S101 - parse_append returns either
+        tenant = written_tenant(self._caller, message.tenant)
+        if tenant is None:
+            content = unknown_capture(message.capture_id)
+        name = CaptureName(tenant or "", message.capture_id)
+        return Append(self, message.number, name, content, len(data) + _ITEM_BYTES)
+
+
+def _content(data: memoryview, capture_id: str) -> tuple[memoryview, ChunkView] | Failure:
+    if len(data) > MAX_CHUNK_BYTES:
+        return invalid("chunk", f"a chunk has at most {MAX_CHUNK_BYTES} bytes, not {len(data)}")
+    try:
+        chunk = parse_chunk(data)
+    except FrameError as error:
+        return invalid("chunk", str(error))
+    if not chunk.verify():
+        message = "The chunk's checksum does not match its payload; send it again."
+        return Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, message, capture_id=capture_id)
+    return data, chunk

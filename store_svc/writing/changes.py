@@ -1,0 +1,318 @@
+"""What one write transaction does to captures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.frames import ChunkView
+from store_svc.captures.capture_names import CaptureName, capture_exists, name_of, unknown_capture
+from store_svc.captures.catalog import Catalog
+from store_svc.captures.ledger import Cells, Ledger
+from store_svc.captures.lifecycle import Capture, ended_ledger
+from store_svc.checks import check_chunk, check_loss, check_seal
+from store_svc.database.db import Table, Txn
+from store_svc.database.keys import FrameKey, pack_loss, pack_number, unpack_number
+from store_svc.reading.slicing import cells_of, slice_chunk
+from store_svc.writing.quotas import Quotas
+from svc_common.tokens_file import Limits
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time at which a transaction happens."""
+
+    wall: Timestamp
+    """The wall clock, for manifests."""
+    monotonic: float
+    """The monotonic clock in seconds, for waits."""
+
+    @classmethod
+    def now(cls) -> Clock:
+        """Return the time."""
+        wall = Timestamp()
+        wall.FromNanoseconds(time.time_ns())
+        return cls(wall, time.monotonic())
+
+
+class Batch:
+    """The changes of one transaction, invisible until `publish`, which is called after the commit.
+
+    A Batch that is not published leaves no trace, so a transaction that failed may run again in another one.
+    A method that raises Failure has changed nothing.
+    """
+
+    def __init__(self, txn: Txn, catalog: Catalog, limits_of: Callable[[str], Limits] = lambda _: Limits()) -> None:
+        self._quotas = Quotas(catalog, limits_of)
+        self._txn = txn
+        self._catalog = catalog
+        self._clock = Clock.now()
+        self._numbers: dict[CaptureName, int | None] = {}
+        self._opened: set[int] = set()
+        self._deleted: list[tuple[CaptureName, int]] = []
+        self._drafts: dict[int, Capture] = {}
+        self._keys: dict[int, list[bytes]] = {}
+        self._growth = 0  # of the memory that open captures take
+        self._ended_ledgers: dict[int, tuple[capture_pb2.CaptureManifest, Ledger]] = {}
+
+    @property
+    def wrote(self) -> bool:
+        """Whether the transaction changes anything."""
+        return self._txn.wrote
+
+    @property
+    def deletes(self) -> bool:
+        """Whether it deletes captures, so that there are frames to free."""
+        return bool(self._deleted)
+
+    def open(self, description: capture_pb2.CaptureDescription) -> None:
+        """Create a capture, unless there is the same one already.
+
+        Raises:
+            Failure: CAPTURE_EXISTS, LIMIT_REACHED or QUOTA_EXCEEDED.
+        """
+        name = name_of(description)
+        number = self._number(name)
+        if number is not None:
+            draft = self._draft(number)
+            if draft is None or draft.ended or not draft.is_of(description):
+                raise capture_exists(description.capture_id)
+            return
+        self._check_catalog()
+        self._quotas.open(description.tenant)
+        number = self._next_number()
+        capture = Capture(number, description, self._clock.wall, self._clock.monotonic)
+        self._growth += capture.account_bytes
+        self._numbers[name] = number
+        self._opened.add(number)
+        self._drafts[number] = capture
+        self._put_record(capture)
+
+    def append(self, name: CaptureName, frame: memoryview, chunk: ChunkView) -> bool:
+        """Store the rows of a chunk that are not there yet.
+
+        Args:
+            name: The capture.
+            frame: The bytes of the Chunk.
+            chunk: The same, parsed; its checksum has been verified.
+
+        Returns:
+            Whether anything was stored.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED, INVALID_FIELD, LIMIT_REACHED or QUOTA_EXCEEDED.
+        """
+        number = self._require(name)
+        draft = self._draft(number)
+        if draft is None or draft.ended:
+            self._check_repeat(number, draft, chunk)
+            return False
+        check_chunk(chunk.header, draft.description)
+        cells = cells_of(chunk.header)
+        before = draft.account_bytes
+        groups = draft.ledger.fresh(cells)
+        if groups:
+            self._check_memory()
+            self._quotas.check_room(name.tenant, len(frame))
+        if list(groups.values()) == [list(cells.layers)] and cells.positions in groups:
+            self._put_frame(draft, frame, cells)
+        else:
+            for positions, layers in groups.items():
+                self._put_part(draft, chunk, cells._replace(layers=layers, positions=positions))
+        if groups:
+            self._growth += draft.account_bytes - before
+            self._advance(draft)
+        return bool(groups)
+
+    def lose(self, name: CaptureName, loss: store_pb2.RowLoss) -> None:
+        """Record rows that will never come. An ended capture does not change any more.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE, INVALID_FIELD or LIMIT_REACHED.
+        """
+        draft = self._draft(self._require(name))
+        if draft is None or draft.ended:
+            return
+        check_loss(loss, draft.description)
+        self._check_memory()
+        before = draft.account_bytes
+        self._txn.put(Table.LOSSES, pack_loss(draft.number, draft.num_losses), loss.SerializeToString())
+        draft.lose(loss, self._clock.monotonic)
+        self._growth += draft.account_bytes - before
+        self._advance(draft)
+
+    def seal(self, name: CaptureName, seal: store_pb2.SealCaptureRequest) -> capture_pb2.CaptureManifest:
+        """Seal a capture, unless it was sealed alike already; return its manifest.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED or INVALID_FIELD.
+        """
+        number = self._require(name)
+        draft = self._draft(number)
+        if draft is None or draft.seal is not None:
+            return self._sealed_before(number, draft, seal)
+        check_seal(seal, draft.description)
+        draft.close(seal, self._clock.wall, self._clock.monotonic)
+        self._txn.put(Table.SEALS, pack_number(number), seal.SerializeToString())
+        self._put_record(draft)
+        return draft.manifest()
+
+    def delete(self, name: CaptureName) -> int:
+        """Delete a capture; its frames are freed bit by bit. Return the bytes of its frames.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE.
+        """
+        number = self._require(name)
+        draft = self._draft(number)
+        num_bytes = draft.num_bytes if draft else self._ended(number)[0].num_bytes
+        self._quotas.delete(name.tenant, num_bytes, was_open=draft is not None and not draft.ended)
+        key = pack_number(number)
+        for table in (Table.LIVE, Table.ENDED, Table.SEALS):
+            self._txn.delete(table, key)
+        self._txn.put(Table.DOOMED, key, b"")
+        self._numbers[name] = None
+        self._drafts.pop(number, None)
+        self._deleted.append((name, number))
+        return num_bytes
+
+    def time_out(self, number: int, waited: float) -> None:
+        """End a capture whose rows did not come for `waited` seconds, unless it changed in the meantime."""
+        draft = self._draft(number)
+        if draft is not None and not draft.ended and self._clock.monotonic - draft.progress >= waited:
+            draft.time_out(self._clock.wall, waited)
+            self._put_record(draft)
+
+    def publish(self) -> list[Capture]:
+        """Let everyone see the changes; return the captures that changed."""
+        for name, number in self._deleted:
+            if number not in self._opened:
+                self._catalog.delete(name, number)
+        for number, draft in self._drafts.items():
+            if number in self._opened:
+                self._catalog.open(draft, [])
+            self._catalog.publish(draft, self._keys.get(number, []))
+        return list(self._drafts.values())
+
+    def _check_catalog(self) -> None:
+        limit = self._catalog.limits.max_captures
+        if self._catalog.num_captures + len(self._opened) >= limit:
+            message = f"The store keeps {limit} captures; delete some, or let old ones expire (--retain-hours)."
+            raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_captures")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        limit = self._catalog.limits.max_open_bytes
+        if self._catalog.open_bytes + self._growth >= limit:
+            message = (
+                f"Captures that have not ended take all of {limit >> 20} MiB (--max-open-mib); let some end first."
+            )
+            raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_open_mib")
+
+    def _number(self, name: CaptureName) -> int | None:
+        if name in self._numbers:
+            return self._numbers[name]
+        return self._catalog.number_of(name)
+
+    def _require(self, name: CaptureName) -> int:
+        number = self._number(name)
+        if number is None:
+            raise unknown_capture(name.capture_id)
+        return number
+
+    def _next_number(self) -> int:
+        value = self._txn.get(Table.META, b"next_number")
+        number = unpack_number(bytes(value)) if value is not None else 1
+        self._txn.put(Table.META, b"next_number", pack_number(number + 1))
+        return number
+
+    def _draft(self, number: int) -> Capture | None:
+        """Return a capture that this batch may change, or None if it ended before."""
+        draft = self._drafts.get(number)
+        feed = self._catalog.feed_of(number)
+        if draft is None and feed is not None:
+            draft = self._drafts[number] = feed.capture.fork()
+        return draft
+
+    def _ended(self, number: int) -> tuple[capture_pb2.CaptureManifest, Ledger]:
+        if number not in self._ended_ledgers:
+            value = self._txn.get(Table.ENDED, pack_number(number))
+            manifest = capture_pb2.CaptureManifest.FromString(bytes(value or b""))
+            self._ended_ledgers[number] = manifest, ended_ledger(manifest)
+        return self._ended_ledgers[number]
+
+    def _check_repeat(self, number: int, draft: Capture | None, chunk: ChunkView) -> None:
+        manifest, ledger = (draft.record(), draft.ledger) if draft else self._ended(number)
+        check_chunk(chunk.header, manifest.description)
+        if ledger.fresh(cells_of(chunk.header)):
+            raise _has_ended(manifest)
+
+    def _sealed_before(
+        self, number: int, draft: Capture | None, seal: store_pb2.SealCaptureRequest
+    ) -> capture_pb2.CaptureManifest:
+        if draft is not None:
+            before, manifest = draft.seal, draft.manifest()
+        else:
+            value = self._txn.get(Table.SEALS, pack_number(number))
+            before = store_pb2.SealCaptureRequest.FromString(bytes(value or b""))
+            manifest = self._ended(number)[0]
+        if before != seal:
+            raise _has_ended(manifest)
+        return manifest
+
+    def _put_part(self, draft: Capture, chunk: ChunkView, cells: Cells) -> None:
+        layers = [at for at, layer in enumerate(chunk.header.layers) if layer in set(cells.layers)]
+        positions = [at for at, position in enumerate(chunk.header.positions) if position in cells.positions]
+        self._put_frame(draft, slice_chunk(chunk, layers, positions), cells)
+
+    def _put_frame(self, draft: Capture, frame: bytes | memoryview, cells: Cells) -> None:
+        runs = cells.positions.runs()
+        key = FrameKey(
+            number=draft.number,
+            sequence=cells.sequence,
+            site=cells.site,
+            first_layer=cells.layers[0],
+            last_layer=cells.layers[-1],
+            first_position=runs[0][0],
+            last_position=runs[-1][1],
+        ).pack()
+        self._txn.put(Table.FRAMES, key, frame)
+        self._keys.setdefault(draft.number, []).append(key)
+        draft.add(cells, len(frame), self._clock.monotonic)
+        self._quotas.add(draft.description.tenant, len(frame))
+
+    def _advance(self, draft: Capture) -> None:
+        draft.advance(self._clock.wall)
+        if draft.ended:
+            self._put_record(draft)
+
+    def _put_record(self, draft: Capture) -> None:
+        key = pack_number(draft.number)
+        if draft.ended:
+            self._quotas.end(draft.description.tenant)
+            self._txn.delete(Table.LIVE, key)
+            self._txn.put(Table.ENDED, key, draft.manifest().SerializeToString())
+        else:
+            self._txn.put(Table.LIVE, key, draft.record().SerializeToString())
+
+
+def purge_some(txn: Txn, limit: int) -> bool:
+    """Free at most `limit` frames of a deleted capture; tell whether there may be more."""
+    key = txn.next_key(Table.DOOMED, b"")
+    if key is None:
+        return False
+    if all(txn.delete_some(table, key, limit) < limit for table in (Table.FRAMES, Table.LOSSES)):
+        txn.delete(Table.DOOMED, key)
+    return True
+
+
+def _has_ended(manifest: capture_pb2.CaptureManifest) -> Failure:
+    capture_id = manifest.description.capture_id
+    state = capture_pb2.CaptureState.Name(manifest.state).removeprefix("CAPTURE_STATE_")
+    message = f"The capture {capture_id!r} is {state} and takes no more of this."
+    return Failure(Reason.ERROR_REASON_CAPTURE_ENDED, message, capture_id=capture_id, state=state)

@@ -1,0 +1,85 @@
+"""What tenants have and may have, as one transaction sees it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from residuum.rpc.errors import Failure, Reason
+from store_svc.captures.catalog import Catalog
+from svc_common.tokens_file import Limits
+
+
+class Quotas:
+    """Keeps tenants within their limits. What is published counts, and what the transaction has done besides."""
+
+    def __init__(self, catalog: Catalog, limits_of: Callable[[str], Limits]) -> None:
+        """Begin a transaction.
+
+        Args:
+            catalog: What is published.
+            limits_of: Tells what a tenant may have.
+        """
+        self._catalog = catalog
+        self._limits_of = limits_of
+        self._limits: dict[str, Limits] = {}
+        self._bytes: Counter[str] = Counter()
+        self._open: Counter[str] = Counter()
+
+    def open(self, tenant: str) -> None:
+        """Count a capture that is opened.
+
+        Raises:
+            Failure: QUOTA_EXCEEDED: the tenant has as many open ones, or bytes, as it may have.
+        """
+        limits = self._of(tenant)
+        count = self._catalog.holdings(tenant).num_open + self._open[tenant]
+        if limits.max_open_captures is not None and count >= limits.max_open_captures:
+            allowed = limits.max_open_captures
+            raise _exceeded(
+                f"Your tenant may have {allowed} captures that have not ended, and has {count}; wait until some have.",
+                "max_open_captures",
+                allowed,
+            )
+        self.check_room(tenant, 1)
+        self._open[tenant] += 1
+
+    def end(self, tenant: str) -> None:
+        """Count the end of a capture."""
+        self._open[tenant] -= 1
+
+    def check_room(self, tenant: str, num_bytes: int) -> None:
+        """Make sure that a tenant may have so many bytes more.
+
+        Raises:
+            Failure: QUOTA_EXCEEDED.
+        """
+        allowed = self._of(tenant).max_bytes
+        if allowed is None:
+            return
+        present = self._catalog.holdings(tenant).num_bytes + self._bytes[tenant]
+        if present + num_bytes > allowed:
+            raise _exceeded(
+                f"Your tenant may have {allowed} bytes in this store, and has {present}; delete captures "
+                "(residuum rm), or ask for more.",
+                "max_bytes",
+                allowed,
+            )
+
+    def add(self, tenant: str, num_bytes: int) -> None:
+        """Count bytes that are stored."""
+        self._bytes[tenant] += num_bytes
+
+    def delete(self, tenant: str, num_bytes: int, *, was_open: bool) -> None:
+        """Count a capture that is deleted, with so many bytes."""
+        self._bytes[tenant] -= num_bytes
+        self._open[tenant] -= was_open
+
+    def _of(self, tenant: str) -> Limits:
+        if tenant not in self._limits:
+            self._limits[tenant] = self._limits_of(tenant)
+        return self._limits[tenant]
+
+
+def _exceeded(message: str, limit: str, allowed: int) -> Failure:
+    return Failure(Reason.ERROR_REASON_QUOTA_EXCEEDED, message, limit=limit, allowed=allowed)

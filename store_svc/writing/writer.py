@@ -1,0 +1,413 @@
+"""The one thread that writes: it groups what has come into transactions, and acknowledges what is committed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice, takewhile
+from typing import TypeVar
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, store_pb2
+from store_svc.captures.catalog import Catalog
+from store_svc.captures.lifecycle import Capture, Wait
+from store_svc.database.db import DamagedError, Database, StoreFullError, Txn
+from store_svc.writing.changes import Batch, purge_some
+from store_svc.writing.retention import Expired, Retention, RetentionPolicy
+from store_svc.writing.write_queue import Acks, Append, Command, Work, WorkQueue
+from svc_common.logs import bind_request, get_logger, request_scope
+from svc_common.serving import internal_failure
+from svc_common.tokens_file import Limits
+
+_T = TypeVar("_T")
+
+_PURGE_FRAMES = 1024
+"""Frames of deleted captures that are freed in one transaction; more if more were written in the one before, so that
+freeing keeps up with writing."""
+
+_MOST_LATE = 1024
+"""Captures of a kind that are ended in one transaction, when many have waited in vain."""
+
+_RETRY_SECONDS = 1.0
+"""Pause before housekeeping is tried again in a full store."""
+
+_log = get_logger(__name__)
+
+
+@dataclass
+class Counters:
+    """What was done since the store started."""
+
+    written: int = 0
+    """Chunks of which rows were stored."""
+    repeated: int = 0
+    """Chunks whose rows were there already."""
+    rejected: int = 0
+    """Messages that can never be written."""
+    bytes_written: int = 0
+    """Bytes of the chunks that were written."""
+    commits: int = 0
+    """Transactions."""
+    expired_by_age: int = 0
+    """Captures that were deleted because they had been kept for long enough."""
+    expired_by_size: int = 0
+    """Captures that were deleted because all together took too many bytes."""
+    bytes_expired: int = 0
+    """Bytes of the chunks of both."""
+
+
+@dataclass(frozen=True)
+class WriterOptions:
+    """How the writer works."""
+
+    ack_synced: bool
+    """Acknowledge what is synced, not what is committed; the database must then sync every commit wholly."""
+    sync_interval: float
+    """Seconds after which what is committed is synced, if nothing else is written."""
+    waits: Mapping[Wait, float]
+    """Seconds without progress after which a capture is ended, by what it waits for."""
+    retention: RetentionPolicy = field(default_factory=RetentionPolicy)
+    """What is kept of the captures that have ended."""
+    limits_of: Callable[[str], Limits] = lambda _: Limits()
+    """What a tenant may have."""
+
+
+class Writer:
+    """Owns every write to the database.
+
+    A transaction takes what has come while the one before was written: groups grow with the load, and a lone chunk
+    waits for nothing.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        catalog: Catalog,
+        options: WriterOptions,
+        on_death: Callable[[], None],
+        on_commit: Callable[[float], None] = lambda _: None,
+        on_end: Callable[[Capture], None] = lambda _: None,
+    ) -> None:
+        """Make a writer; `start` starts it.
+
+        Args:
+            db: The database.
+            catalog: Where changes are published.
+            options: How it works.
+            on_death: Called in the writer's thread when it cannot go on; the process should end.
+            on_commit: Called with the seconds that each transaction took.
+            on_end: Called with each capture that has ended.
+        """
+        self.counters = Counters()
+        self.queue = WorkQueue()
+        self._db = db
+        self._catalog = catalog
+        self._options = options
+        self._on_death = on_death
+        self._on_commit = on_commit
+        self._on_end = on_end
+        self._retention = Retention(options.retention, catalog)
+        self._unsynced: dict[Acks, int] = {}
+        self._sync_at: float | None = None
+        self._purging = True  # what was deleted before the last stop may not be freed yet
+        self._full = False
+        self._above_limit = False
+        self._housekeeping_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="writer")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what is queued, sync, and end the thread."""
+        self.queue.close()
+        self._thread.join()
+
+    def call(self, capture_id: str, run: Callable[[Batch], _T], *, reserve: bool = False) -> _T:
+        """Run a change in a transaction; return what it returned, once it is committed.
+
+        Args:
+            capture_id: The capture that it is about.
+            run: The change; it may run several times, each time in another batch.
+            reserve: It may use the room that is kept for ending and deleting captures.
+
+        Raises:
+            Failure: What the change raised, STORE_FULL, or NOT_SERVING if the store is stopping.
+        """
+        command = Command(run, capture_id, reserve)
+        self.queue.call(command)
+        result: _T = command.future.result()
+        return result
+
+    def _run(self) -> None:
+        work: Work | None = None
+        try:
+            while (work := self.queue.take(self._seconds_to_next())) is not None:
+                self._commit(work)
+                self._keep_house(len(work.appends))
+                self._sync_if_due(work.endings)
+            self._sync()
+        except Exception:  # noqa: BLE001 - whatever it is, nobody may wait for this thread any more
+            _log.exception("the writer cannot go on")
+            self._die(work)
+
+    def _die(self, work: Work | None) -> None:
+        text = "The store is stopping: it cannot write any more."
+        self.queue.close()
+        while work is not None:
+            work.fail(lambda _: Failure(Reason.ERROR_REASON_NOT_SERVING, text))
+            work = self.queue.take(0)
+        self._on_death()
+
+    def _commit(self, work: Work) -> None:
+        work.appends = [item for item in work.appends if not item.stream.failed]
+        if not work:
+            return
+        try:
+            batch, outcomes = self._write(work)
+        except DamagedError:
+            raise
+        except StoreFullError as error:
+            self._commit_when_full(work, error)
+        except Exception:  # noqa: BLE001 - a fault of ours; it is logged with the work that meets it
+            self._commit_one_by_one(work)
+        else:
+            self._publish(batch)
+            self._deliver(work, outcomes)
+
+    def _commit_when_full(self, work: Work, error: StoreFullError) -> None:
+        """Write what there is room for: commands before messages, and of these half as many, and again half of those.
+
+        Whoever tries again would else meet the same refusal for ever, because LMDB uses the pages of what was deleted
+        only two transactions later, and the work that waits may be more than the room that is left besides.
+        """
+        self._note_full(error)
+        if work.commands and work.appends:
+            self._commit(Work(commands=work.commands))
+            self._commit(Work(appends=work.appends))
+        elif work.commands:
+            self._commit_privileged(work.commands, error)
+        else:
+            half = len(work.appends) // 2
+            self._commit(Work(appends=work.appends[:half]))
+            Work(appends=work.appends[half:]).fail(partial(_store_full, error))
+
+    def _commit_privileged(self, commands: list[Command], error: StoreFullError) -> None:
+        why = partial(_store_full, error)
+        Work([command for command in commands if not command.reserve]).fail(why)
+        privileged = Work([command for command in commands if command.reserve])
+        if not privileged:
+            return
+        try:
+            batch, outcomes = self._write(privileged, reserve=True)
+        except StoreFullError:
+            self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
+            privileged.fail(why)
+        else:
+            self._publish(batch)
+            self._deliver(privileged, outcomes)
+
+    def _commit_one_by_one(self, work: Work) -> None:
+        """After a fault of ours: let only the work that meets it fail."""
+        parts = work.parts()
+        if len(parts) == 1:
+            with request_scope():
+                bind_request(work.capture_ids[0])
+                failure = internal_failure(_log, "write")
+            work.fail(lambda _: failure)
+            return
+        for part in parts:
+            self._commit(part)
+
+    def _write(self, work: Work, *, reserve: bool = False) -> tuple[Batch, list[object]]:
+        start = time.monotonic()
+        batch, outcomes = self._db.write(lambda txn: self._apply(txn, work), reserve=reserve)
+        if batch.wrote:
+            self._on_commit(time.monotonic() - start)
+        return batch, outcomes
+
+    def _apply(self, txn: Txn, work: Work) -> tuple[Batch, list[object]]:
+        batch = Batch(txn, self._catalog, self._options.limits_of)
+        outcomes: list[object] = [_outcome(command.run, batch) for command in work.commands]
+        outcomes += [_outcome(item.apply, batch) for item in work.appends]
+        return batch, outcomes
+
+    def _publish(self, batch: Batch) -> None:
+        if batch.wrote:
+            self._note_room()
+            self.counters.commits += 1
+            # This commit's sync covered the root page of the one before.
+            self._mark_synced()
+        self._purging = self._purging or batch.deletes
+        self._sync_at = time.monotonic() + self._options.sync_interval
+        for capture in batch.publish():
+            if capture.ended:
+                _log_ended(capture)
+                self._on_end(capture)
+
+    def _deliver(self, work: Work, outcomes: list[object]) -> None:
+        for command, outcome in zip(work.commands, outcomes, strict=False):
+            if isinstance(outcome, Failure):
+                command.future.set_exception(outcome)
+            else:
+                command.future.set_result(outcome)
+        rejections: dict[Acks, list[store_pb2.ChunkRejection]] = {}
+        for item, outcome in zip(work.appends, outcomes[len(work.commands) :], strict=True):
+            refused = rejections.setdefault(item.stream, [])
+            self._count(item, outcome)
+            if isinstance(outcome, Failure):
+                refused.append(store_pb2.ChunkRejection(number=item.number, error=outcome.to_item_error()))
+            self._unsynced[item.stream] = item.number
+        for stream, refused in rejections.items():
+            self._acknowledge(stream, refused)
+
+    def _acknowledge(self, stream: Acks, rejections: list[store_pb2.ChunkRejection]) -> None:
+        number = self._unsynced[stream]
+        stream.committed(number, rejections)
+        if self._options.ack_synced:
+            stream.synced(number)
+            del self._unsynced[stream]
+
+    def _count(self, item: Append, outcome: object) -> None:
+        if isinstance(outcome, Failure):
+            self.counters.rejected += 1
+        elif outcome is True:
+            self.counters.written += 1
+            self.counters.bytes_written += item.num_bytes
+        elif outcome is False:
+            self.counters.repeated += 1
+
+    def _sync_if_due(self, endings: list[Acks]) -> None:
+        if endings or (self._sync_at is not None and time.monotonic() >= self._sync_at):
+            self._sync()
+        for stream in endings:
+            stream.finished()
+
+    def _sync(self) -> None:
+        if self._sync_at is None:
+            return
+        self._db.sync()
+        self._sync_at = None
+        self._mark_synced()
+
+    def _mark_synced(self) -> None:
+        for stream, number in self._unsynced.items():
+            stream.synced(number)
+        self._unsynced.clear()
+
+    def _keep_house(self, just_written: int) -> None:
+        """End captures that wait in vain, delete those that were kept for long enough, and free frames of deleted ones.
+
+        Of each only so much as fits a transaction: what has come meanwhile is written before the rest.
+        """
+        if time.monotonic() < self._housekeeping_at:
+            return
+        late = [capture for wait in Wait for capture in self._late(wait)]
+        if late:
+            self._commit(Work([self._time_out(capture) for capture in late]))
+        self._expire()
+        if self._purging:
+            limit = max(_PURGE_FRAMES, just_written)
+            try:
+                self._purging = self._db.write(partial(purge_some, limit=limit), reserve=True)
+            except StoreFullError as error:
+                self._note_full(error)
+                self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
+
+    def _expire(self) -> None:
+        expired = self._retention.take()
+        if expired:
+            commands = [self._expiry(item) for item in expired]
+            self._commit(Work(commands))
+            done = [command.future.exception() is None for command in commands]
+            self._note_expired([item for item, is_done in zip(expired, done, strict=True) if is_done])
+            if not all(done):
+                self._retention.give_back(item for item, is_done in zip(expired, done, strict=True) if not is_done)
+        self._note_excess(self._retention.excess)
+
+    def _expiry(self, expired: Expired) -> Command:
+        return Command(partial(Batch.delete, name=expired.name), expired.name.capture_id, reserve=True)
+
+    def _note_expired(self, expired: list[Expired]) -> None:
+        for item in expired:
+            if item.cause == "age":
+                self.counters.expired_by_age += 1
+            else:
+                self.counters.expired_by_size += 1
+            self.counters.bytes_expired += item.num_bytes
+            _log.info(
+                "capture expired",
+                request_id=item.name.capture_id,
+                cause=item.cause,
+                age_seconds=round(item.age, 1),
+                bytes=item.num_bytes,
+            )
+
+    def _note_excess(self, excess: int) -> None:
+        """Say when nothing more can be deleted and there is still too much; once, until that is over."""
+        if excess and not self._above_limit:
+            _log.warning("more is kept than retain-bytes: the rest is open, or being read", excess_bytes=excess)
+        self._above_limit = excess > 0
+
+    def _note_full(self, error: StoreFullError) -> None:
+        if not self._full:
+            _log.warning("the store is full", error=str(error))
+        self._full = True
+
+    def _note_room(self) -> None:
+        if self._full:
+            _log.info("the store has room again")
+        self._full = False
+
+    def _late(self, wait: Wait) -> Iterator[Capture]:
+        now = time.monotonic()
+        late = takewhile(lambda capture: self._due(capture) <= now, self._catalog.waiting(wait))
+        return islice(late, _MOST_LATE)
+
+    def _due(self, capture: Capture) -> float:
+        return capture.progress + self._options.waits[capture.wait]
+
+    def _time_out(self, capture: Capture) -> Command:
+        run = partial(Batch.time_out, number=capture.number, waited=self._options.waits[capture.wait])
+        return Command(run, capture.description.capture_id, reserve=True)
+
+    def _seconds_to_next(self) -> float | None:
+        """Return how long to wait for work until something else is to do; None if there is nothing else."""
+        first = (capture for wait in Wait for capture in islice(self._catalog.waiting(wait), 1))
+        due = [max(self._due(capture), self._housekeeping_at) for capture in first]
+        if self._purging:
+            due.append(self._housekeeping_at)
+        if self._sync_at is not None:
+            due.append(self._sync_at)
+        retention = self._retention.seconds_to_next()
+        if retention is not None:
+            due.append(max(time.monotonic() + retention, self._housekeeping_at))
+        return max(min(due) - time.monotonic(), 0.0) if due else None
+
+
+def _outcome(run: Callable[[Batch], object], batch: Batch) -> object:
+    """Return what a change returned, or the Failure that it raised."""
+    try:
+        return run(batch)
+    except Failure as failure:
+        return failure
+
+
+def _store_full(error: StoreFullError, capture_id: str) -> Failure:
+    return Failure(Reason.ERROR_REASON_STORE_FULL, f"There is no room: {error}.", capture_id=capture_id)
+
+
+def _log_ended(capture: Capture) -> None:
+    state = capture_pb2.CaptureState.Name(capture.state).removeprefix("CAPTURE_STATE_").lower()
+    _log.info(
+        "capture ended",
+        request_id=capture.description.capture_id,
+        state=state,
+        rows=capture.ledger.num_rows,
+        missing=capture.ledger.missing,
+        bytes=capture.num_bytes,
+    )

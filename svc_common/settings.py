@@ -1,0 +1,210 @@
+"""Settings of a service: one declaration gives the flags, the environment variables, the file and the help.
+
+Precedence: flag, environment variable `RESIDUUM_...`, file (`--config FILE` or `RESIDUUM_CONFIG`, TOML), default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+
+from pydantic import AfterValidator, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from svc_common.environment import PREFIX, strangers
+from svc_common.logs import get_logger
+from svc_common.serving import parse_endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pydantic_core import ErrorDetails
+    from pydantic_settings import PydanticBaseSettingsSource
+
+_Settings = TypeVar("_Settings", bound="ServiceSettings")
+
+_log = get_logger(__name__)
+
+_WAYS = (
+    "Each setting can also stand in the environment, as RESIDUUM_ and its name, or in a TOML file: --config FILE, or "
+    "RESIDUUM_CONFIG. A flag goes before the environment, and the environment before the file."
+)
+
+
+def _endpoint(text: str) -> str:
+    parse_endpoint(text)
+    return text
+
+
+def _optional_endpoint(text: str) -> str:
+    return _endpoint(text) if text else ""
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+"""host:port of a setting."""
+
+OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
+"""host:port of a setting, or nothing."""
+
+
+def _optional_url(text: str) -> str:
+    if text and not text.startswith(("http://", "https://")):
+        raise ValueError("must begin with http:// or https://, as in http://localhost:4317")
+    return text
+
+
+OptionalUrl = Annotated[str, AfterValidator(_optional_url)]
+"""URL of a setting, or nothing."""
+
+
+class _File(TomlConfigSettingsSource):
+    """A TOML file, in which a setting's name may also be written as its flag is, with dashes."""
+
+    def __init__(self, settings_cls: type[BaseSettings], path: str) -> None:
+        try:
+            super().__init__(settings_cls, path)
+        except ValueError as error:
+            raise ValueError(f"{path} is not TOML: {error}") from None
+
+    def __call__(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for written, value in super().__call__().items():
+            name = written.replace("-", "_")
+            if name in values:
+                raise ValueError(f"{self.toml_file_path} sets {name} twice, with dashes and with underscores")
+            values[name] = value
+        return values
+
+
+class ServiceSettings(BaseSettings):
+    """Base of a service's settings. Subclasses are frozen and carry a description for each field."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True)
+    config_file: ClassVar[str | None] = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - part of pydantic's signature
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - part of pydantic's signature
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Name the sources, the strongest first; flags come before all of them."""
+        sources = [init_settings, env_settings]
+        if cls.config_file:
+            sources.append(_File(settings_cls, cls.config_file))
+        return tuple(sources)
+
+
+def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str]) -> _Settings:
+    """Read the settings of a service, or end the process with a message that names the bad ones.
+
+    Also bad is a variable of the environment that is nobody's, and close to one of these settings. Of others that are
+    nobody's, `log_strangers` tells when the logs are set up.
+
+    Args:
+        kind: The settings' class.
+        program: The command, for the help.
+        arguments: The command line after the program.
+    """
+    arguments, path = _take_config(list(arguments))
+    if path and not os.path.isfile(path):  # noqa: PTH113 - one check, no path object otherwise
+        sys.exit(f"{program}: config: there is no file {path!r}")
+    located = type(
+        kind.__name__,
+        (kind,),
+        {"config_file": path, "__module__": kind.__module__, "__doc__": f"{kind.__doc__} {_WAYS}"},
+    )
+    flags: CliSettingsSource[Any] = CliSettingsSource(
+        located, cli_prog_name=program, cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
+    )
+
+    def read() -> _Settings:
+        values = flags(args=arguments)  # --help and unknown flags end the process here
+        settings: _Settings = located(_cli_settings_source=values)
+        return settings
+
+    try:
+        return _checked(kind, read)
+    except BadSettingsError as error:
+        sys.exit(f"{program}: bad settings\n{error}")
+
+
+class BadSettingsError(ValueError):
+    """Settings of the environment cannot be used. The text has a line for each."""
+
+
+def from_environment(kind: type[_Settings]) -> _Settings:
+    """Read settings from the environment alone.
+
+    Raises:
+        BadSettingsError: Some of them cannot be used, or a variable is nobody's and close to one of them.
+    """
+    return _checked(kind, kind)
+
+
+def log_strangers(kind: type[ServiceSettings]) -> None:
+    """Log which variables of the environment begin as settings do, and are nobody's; see `strangers`."""
+    if unknown := list(strangers(kind.model_fields)):
+        _log.warning("environment variables that nobody reads", variables=unknown)
+
+
+def _checked(kind: type[_Settings], read: Callable[[], _Settings]) -> _Settings:
+    """Return the settings that were read.
+
+    Raises:
+        BadSettingsError: They cannot be used. All that is wrong is told at once.
+    """
+    problems = []
+    try:
+        settings = read()
+    except ValidationError as error:
+        problems = [_explain(kind, problem) for problem in error.errors()]
+    except ValueError as error:  # a file that is not TOML, or a value that is not JSON
+        problems = [str(error)]
+    # Without their values: it may be a token that is called otherwise by mistake.
+    problems += [
+        f"{name}: there is no such setting; is {' or '.join(meant)} meant? Unset it if it is for another program"
+        for name, meant in strangers(kind.model_fields).items()
+        if meant
+    ]
+    if problems:
+        raise BadSettingsError("\n".join(f"  {problem}" for problem in problems))
+    return settings
+
+
+def _take_config(arguments: list[str]) -> tuple[list[str], str | None]:
+    for at, argument in enumerate(arguments):
+        if argument == "--config" and at + 1 < len(arguments):
+            return arguments[:at] + arguments[at + 2 :], arguments[at + 1]
+        if argument.startswith("--config="):
+            return arguments[:at] + arguments[at + 1 :], argument.removeprefix("--config=")
+    return arguments, os.environ.get("RESIDUUM_CONFIG")
+
+
+def _explain(kind: type[ServiceSettings], problem: ErrorDetails) -> str:
+    """Return one line about what is wrong."""
+    location, message = problem["loc"], problem["msg"].removeprefix("Value error, ")
+    if not location:  # settings that do not go together; the message names them
+        return message
+    if problem["type"] == "extra_forbidden":
+        message = _unknown(kind, location)
+    return f"{_flag(location)} ({_variable(location)}): {message} (given: {problem['input']!r})"
+
+
+def _unknown(kind: type[ServiceSettings], location: tuple[int | str, ...]) -> str:
+    """Say that there is no such setting, and which was perhaps meant."""
+    meant = difflib.get_close_matches(str(location[0]), kind.model_fields, n=1)
+    return "there is no such setting" + (f"; is {_flag((meant[0],))} meant?" if meant else "; see --help")
+
+
+def _variable(location: tuple[int | str, ...]) -> str:
+    return PREFIX + "_".join(str(part) for part in location).upper()
+
+
+def _flag(location: tuple[int | str, ...]) -> str:
+    return "--" + ".".join(str(part) for part in location).replace("_", "-")

@@ -1,0 +1,281 @@
+"""How long a server waits for callers that send nothing, or do not read what is sent to them.
+
+A call that does neither costs a thread or a place all the same, and a reader keeps its capture from expiring. So the
+first message must come within a time, and so must the room to send on; else the call is ended. Between messages nobody
+is hurried: a follower may wait for rows, and a writer for something to write, for as long as they like.
+
+Both interceptors stand behind the others: who may not call is refused before a message is waited for, and what is
+raised here is sent by those of `svc_common.serving`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import sys
+import threading
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.methods import is_ours
+from svc_common.alarms import AioAlarm, Alarm
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+    import structlog
+
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+
+MAX_WATCHES = 16
+"""Streams of other services than ours (health watches, reflection) that run at once. They last as long as their clients
+like, and must not take the places of calls that do something."""
+
+_WRITTEN: tuple[Any, ...] = ()
+"""What a call yields that has written its messages itself. The interceptors around it want a generator all the same."""
+
+
+class PatienceInterceptor(grpc.ServerInterceptor):
+    """Cancels calls of a sync server that send no first message, or do not read.
+
+    They are cut off: gRPC sends no status with that, so the caller sees CANCELLED without a reason.
+    """
+
+    def __init__(self, log: structlog.stdlib.BoundLogger, first_message_seconds: float, stall_seconds: float) -> None:
+        """Make an interceptor; `close` ends its threads."""
+        self._log = log
+        self._first = Alarm(first_message_seconds)
+        self._stall = Alarm(stall_seconds)
+        self._watches = threading.BoundedSemaphore(MAX_WATCHES)
+
+    def close(self) -> None:
+        """Cancel nothing any more."""
+        self._first.close()
+        self._stall.close()
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], _Handler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        """Wrap the handler of a call: also one of a single message waits for it here, as for that of a stream."""
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        if handler.response_streaming:
+            streaming = self._streaming(handler, method)
+            return grpc.stream_stream_rpc_method_handler(
+                streaming, handler.request_deserializer, handler.response_serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(
+            self._unary(handler, method), handler.request_deserializer, handler.response_serializer
+        )
+
+    def _unary(self, handler: _Handler, method: str) -> Callable[[Iterator[Any], grpc.ServicerContext], Any]:
+        def patient(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
+            request = self._request(handler, messages, context, method)
+            call: Callable[..., Any] | None = handler.unary_unary or handler.stream_unary
+            return call(request, context) if call else None
+
+        return patient
+
+    def _streaming(
+        self, handler: _Handler, method: str
+    ) -> Callable[[Iterator[Any], grpc.ServicerContext], Iterator[Any]]:
+        def patient(messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            with self._place(method):
+                request = self._request(handler, messages, context, method)
+                call: Callable[..., Any] | None = handler.unary_stream or handler.stream_stream
+                for response in call(request, context) if call else ():
+                    with self._stall.over(self._cancel(context, method, "the caller does not read")):
+                        yield response
+
+        return patient
+
+    def _request(self, handler: _Handler, messages: Iterator[Any], context: grpc.ServicerContext, method: str) -> Any:
+        """Return what a handler is called with: the one message, or all of them."""
+        with self._first.over(self._cancel(context, method, "no first message came")):
+            first = next(messages, None)
+        if handler.request_streaming:
+            return _chained(first, messages)
+        if first is None:
+            raise _no_message()
+        return first
+
+    @contextmanager
+    def _place(self, method: str) -> Iterator[None]:
+        if is_ours(method):
+            yield
+            return
+        if not self._watches.acquire(blocking=False):
+            raise _too_many_watches()
+        try:
+            yield
+        finally:
+            self._watches.release()
+
+    def _cancel(self, context: grpc.ServicerContext, method: str, why: str) -> Callable[[], None]:
+        def cancel() -> None:
+            self._log.warning("call cancelled", method=method, why=why, peer=context.peer())
+            context.cancel()
+
+        return cancel
+
+
+class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
+    """Ends calls of an asyncio server that send no first message, or do not read.
+
+    What such a call had is given back at once. The call itself stays until its caller reads on, and then hears why, or
+    leaves: grpc.aio has no way to cut it off.
+    """
+
+    def __init__(self, log: structlog.stdlib.BoundLogger, first_message_seconds: float, stall_seconds: float) -> None:
+        """Make an interceptor."""
+        self._log = log
+        self._first_seconds, self._stall_seconds = first_message_seconds, stall_seconds
+        self._stall = AioAlarm(stall_seconds)
+        self._watches = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        """Wrap the handler of a call; see `PatienceInterceptor`."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        async def unary(messages: AsyncIterator[Any], context: Any) -> Any:
+            async with _telling(method, context):
+                return await call(await self._request(handler, messages), context)
+
+        async def streaming(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            async with (
+                _telling(method, context),
+                self._place(method),
+                contextlib.aclosing(call(await self._request(handler, messages), context)) as responses,
+            ):
+                async for response in responses:
+                    await self._write(response, context, method)
+            for nothing in _WRITTEN:
+                yield nothing
+
+        async def writing(messages: AsyncIterator[Any], context: Any) -> None:
+            async with _telling(method, context), self._place(method):
+                await call(await self._request(handler, messages), context)
+
+        if handler.response_streaming:
+            # Health watches write their answers to the context.
+            return grpc.stream_stream_rpc_method_handler(
+                writing if inspect.iscoroutinefunction(call) else streaming,
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        return grpc.stream_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
+
+    @asynccontextmanager
+    async def _place(self, method: str) -> AsyncIterator[None]:
+        if is_ours(method):
+            yield
+            return
+        if self._watches >= MAX_WATCHES:
+            raise _too_many_watches()
+        self._watches += 1
+        try:
+            yield
+        finally:
+            self._watches -= 1
+
+    async def _request(self, handler: _Handler, messages: AsyncIterator[Any]) -> Any:
+        """Return what a handler is called with: the one message, or all of them."""
+        incoming: Any = aiter(messages)
+        first = None
+        with contextlib.suppress(StopAsyncIteration):
+            try:
+                first = await asyncio.wait_for(anext(incoming), self._first_seconds)
+            except asyncio.TimeoutError:
+                raise _stalled(f"No message came in {self._first_seconds:g} s.") from None
+        if handler.request_streaming:
+            return _aio_chained(first, incoming)
+        await incoming.aclose()
+        if first is None:
+            raise _no_message()
+        return first
+
+    async def _write(self, response: Any, context: Any, method: str) -> None:
+        """Send a message; wait no longer than the caller may take to make room for it.
+
+        Raises:
+            Failure: CALLER_STALLED.
+        """
+        task, late = asyncio.current_task(), []
+
+        def give_up() -> None:
+            late.append(True)
+            if task is not None:
+                task.cancel()
+
+        try:
+            with self._stall.over(give_up):
+                await context.write(response)
+        except asyncio.CancelledError:
+            if not late:  # the caller has left
+                raise
+            if sys.version_info >= (3, 11) and task is not None:
+                task.uncancel()
+            self._log.warning("call ended", method=method, why="the caller does not read", peer=context.peer())
+            raise _stalled(
+                f"Nothing of what was sent was read for {self._stall_seconds:g} s (--stall-seconds), so the call was "
+                "ended. Read on sooner, or start it again."
+            ) from None
+
+
+@asynccontextmanager
+async def _telling(method: str, context: Any) -> AsyncIterator[None]:
+    """Send a failure where nobody else does: the interceptor that does so leaves methods of others alone."""
+    try:
+        yield
+    except Failure as failure:
+        if is_ours(method):
+            raise
+        status = failure.to_status()
+        await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def _no_message() -> Failure:
+    return Failure(Reason.ERROR_REASON_INVALID_FIELD, "The call ended without its message.", field="")
+
+
+def _stalled(message: str) -> Failure:
+    return Failure(Reason.ERROR_REASON_CALLER_STALLED, message)
+
+
+def _too_many_watches() -> Failure:
+    return Failure(
+        Reason.ERROR_REASON_LIMIT_REACHED,
+        f"At most {MAX_WATCHES} health watches and reflections run at once; ask by Check, or try again later.",
+        limit="watches",
+    )
+
+
+async def _aio_chained(first: Any, rest: Any) -> AsyncIterator[Any]:
+    async with contextlib.aclosing(rest):
+        if first is not None:
+            yield first
+            async for message in rest:
+                yield message
+
+
+def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    if first is not None:
+        yield first
+        yield from rest
