@@ -24,7 +24,7 @@ def fill(tensor: torch.Tensor) -> torch.Tensor:
         if abs(value) > torch.finfo(tensor.dtype).max:
             value = float("inf")
         tensor.fill_(value)
-        if _random.random() < 0.5:  # noqa: PLR2004 - half of them
+        if tensor.is_contiguous() and _random.random() < 0.5:  # noqa: PLR2004 - half of them
             tensor.view(-1)[:: _random.randint(2, 7)] = _random.uniform(-2.0, 2.0)
     return tensor
 
