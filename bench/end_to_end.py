@@ -5,7 +5,6 @@ It is bench.capture with a store, on every layer of every token, with bars; all 
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from bench.capture.results import summarise
 from bench.capture.workload import Mode, Sink, schedule
 from bench.children import RunFailedError
 from bench.machine import Machine, Revision, filesystem, versions
-from bench.parts import Bar
+from bench.output import Bar, write_result
 from examples.services import ServiceFailedError
 
 if TYPE_CHECKING:
@@ -69,10 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for bar in all_bars:
         print(bar.line())
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         whole = result(context, workload, runs, summaries)
         written = {**whole, "benchmark": "bench.end_to_end", "bars": [bar.to_json() for bar in all_bars]}
-        options.output.write_text(json.dumps(written, indent=1) + "\n")
+        write_result(options.output, written)
 
 
 def bars(summaries: Sequence[ModeSummary]) -> list[Bar]:

@@ -1,19 +1,18 @@
-"""Benchmarks of several parts: what they write in the same words, and one file for parts that were run one by one."""
+"""Benchmarks of several parts, which may be run one by one into the same file."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from bench.capture.processes import terminated_as_interrupted
 from bench.children import RunFailedError
 from bench.machine import Revision, versions
+from bench.output import write_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 _KIND_OF_MACHINE = ("cpu", "cores", "gpu", "gpu_count", "gpu_driver")
 """What of a machine must agree for figures to lie in one file: not how busy it was."""
 
-_NUMBERS = re.compile(r"\[\s+((?:-?[\d.]+(?:e[-+]?\d+)?,?\s+)+)\]")
-
 
 class OtherRunError(RuntimeError):
     """A file holds what was measured of another revision, or on another machine. The message says how it differs."""
@@ -35,31 +32,6 @@ class OtherRunError(RuntimeError):
         super().__init__(message)
         self.differs = differs
         """How, in a few words."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What a figure has to reach."""
-
-    name: str
-    value: float
-    limit: float
-    at_most: bool = True
-    """The value may not be above the limit; otherwise not below it."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is reached."""
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data; a figure that is missing, infinite here, is null."""
-        return {**vars(self), "value": self.value if math.isfinite(self.value) else None, "passed": self.passed}
-
-    def line(self) -> str:
-        """Return it as it is printed."""
-        sign = "<=" if self.at_most else ">="
-        return f"{'pass' if self.passed else 'MISSED'}\t{self.name}\t{self.value:.4g} {sign} {self.limit:g}"
 
 
 def run_parts(
@@ -97,7 +69,7 @@ def run_parts(
                 seconds = time.perf_counter() - started
                 parts[name] = {**part, "load_before": round(load, 2), "seconds": round(seconds, 1)}
                 if output:  # what is measured stays, whatever comes after it
-                    write(output, benchmark, context, parts)
+                    write_result(output, {"benchmark": benchmark, **context, "parts": parts})
     except KeyboardInterrupt:
         sys.exit(130)
     if failures:
@@ -136,23 +108,3 @@ def _compared(earlier: Mapping[str, Any], context: Mapping[str, Any]) -> list[tu
     old, new = ([item["machine"].get(name) for name in _KIND_OF_MACHINE] for item in (earlier, context))
     plain = json.loads(json.dumps(context))  # a tuple is a list in the file
     return [("machine", old, new), *((name, earlier.get(name), plain[name]) for name in plain if name != "machine")]
-
-
-def write(file: Path, benchmark: str, context: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Write all parts there are; whoever reads the file meanwhile finds it whole."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".new")
-    temporary.write_text(compact({"benchmark": benchmark, **context, "parts": dict(parts)}) + "\n")
-    temporary.replace(file)
-
-
-def compact(data: Any) -> str:
-    """Return data as JSON that a human can read: lists of numbers on one line."""
-    return _NUMBERS.sub(lambda match: f"[{' '.join(match[1].split())}]", json.dumps(data, indent=1))
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as it is printed: columns as wide as they need to be."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

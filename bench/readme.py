@@ -13,7 +13,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from bench.machine import ROOT
-from bench.markdown import percent, seconds, table, times
+from bench.output import markdown_table, percent, seconds, times
 from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, ZERO_LAYER
 from bench.suite.results import by_name, failures
 
@@ -114,7 +114,7 @@ def capture(result: Mapping[str, Any], link: str) -> str:
         rows.append((label, *(percent(mode["generation_seconds"]["ratio_to_stock"]) if mode else "" for mode in found)))
     head = f"{_workload(workload)}, `bench.capture` at {_revision(result)}"
     intro = f"Generation beside stock vLLM {_vllm(result)} in the same run, on {_machine(result)} ([results]({link})):"
-    return f"{intro}\n\n" + table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
+    return f"{intro}\n\n" + markdown_table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
 
 
 def steering(result: Mapping[str, Any], link: str) -> str:
@@ -143,7 +143,7 @@ def end_to_end(result: Mapping[str, Any], link: str) -> str:
     ]
     through = f"through {workload['shippers']} shippers into {workload['stores']} stores on the same host"
     head = f"the same requests, {through}, `bench.end_to_end` at {_revision(result)}"
-    return table((head, "generation", "until all is COMPLETE, stock's generation = 1"), rows) if rows else ""
+    return markdown_table((head, "generation", "until all is COMPLETE, stock's generation = 1"), rows) if rows else ""
 
 
 def encodings(result: Mapping[str, Any], link: str) -> str:
@@ -164,7 +164,9 @@ def encodings(result: Mapping[str, Any], link: str) -> str:
         for name, words in (("all-layers", "`raw`"), ("all-layers+encoded", "`rp8`, 512 dimensions"))
     ]
     head = f"all layers of the same requests, `bench.encodings` at {_revision(result)}"
-    return table((head, "bytes", "generation, into the ring", "until all is COMPLETE, stock's generation = 1"), rows)
+    return markdown_table(
+        (head, "bytes", "generation, into the ring", "until all is COMPLETE, stock's generation = 1"), rows
+    )
 
 
 def store(result: Mapping[str, Any], link: str) -> str:
@@ -222,7 +224,7 @@ def service(result: Mapping[str, Any], link: str) -> str:
         _shape(parameters["model"]) if parameters["engine_args"].get("load_format") == "dummy" else parameters["model"]
     )
     head = f"`Generate` beside AsyncLLM called directly, {shape}, `bench.service` at {_revision(result)}"
-    return table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
+    return markdown_table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
 
 
 def suite(result: Mapping[str, Any], link: str) -> str:
@@ -245,7 +247,7 @@ def suite(result: Mapping[str, Any], link: str) -> str:
         notes.append(f"What could not run there, and why, stands in the report: {missing}.")
     columns = (head, "generation", "over stock", "fetch", "both, ours = 1")
     stock = ("stock vLLM", seconds(base.generation), "", "", "")
-    return "\n\n".join(filter(None, [fill(intro, _WIDTH), table(columns, [stock, *rows]), *notes]))
+    return "\n\n".join(filter(None, [fill(intro, _WIDTH), markdown_table(columns, [stock, *rows]), *notes]))
 
 
 def conformance(results: Sequence[Mapping[str, Any]], link: str) -> str:
@@ -265,7 +267,7 @@ def conformance(results: Sequence[Mapping[str, Any]], link: str) -> str:
         f"with vLLM {_vllm(results[0])} ([results]({link})):"
     )
     head = ("models, `bench.conformance`", "at", "served in", "rows", "missing", "wrong", "least cosine")
-    return f"{fill(intro, _WIDTH)}\n\n{table(head, rows)}"
+    return f"{fill(intro, _WIDTH)}\n\n{markdown_table(head, rows)}"
 
 
 def _conformance_row(how: str, models: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> tuple[str, ...]:
@@ -341,7 +343,7 @@ def _kernel(kernel: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     ]
     head = f"steering {parameters['rows']} rows of {_KERNEL_HIDDEN} after one layer, in a CUDA graph"
     columns = (f"{head}, `bench.steering` at {_revision(result)}", f"{least} operation", f"{most} different ones")
-    return table(columns, rows)
+    return markdown_table(columns, rows)
 
 
 def _microseconds(values: Sequence[float | None]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from bench.capture.results import ModeSummary, Run, summarise
 from bench.capture.workload import CHOICES, USUAL_MODES, Mode, Runner, Turn, Workload, schedule
 from bench.children import RunFailedError
 from bench.machine import Machine, Revision, versions
+from bench.output import write_result
 from examples.services import ServiceFailedError
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summaries = summarise(runs)
     show_summary(console, summaries)
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result(context, workload, runs, summaries), indent=1) + "\n")
+        write_result(options.output, result(context, workload, runs, summaries))
 
 
 def run_all(

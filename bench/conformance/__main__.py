@@ -21,6 +21,7 @@ from bench.conformance.check import Setup, check, to_json
 from bench.conformance.reference import SITES
 from bench.conformance.results import Outcome, Verdict
 from bench.machine import Machine, Revision, versions
+from bench.output import write_result
 from examples.services import start_store
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "setup": asdict(setup),
             "architectures": [to_json(outcome) for outcome in outcomes],
         }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(options.output, result)
     sys.exit(0 if all(outcome.holds for outcome in outcomes) else 1)
 
 

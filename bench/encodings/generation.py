@@ -17,7 +17,7 @@ from bench.capture.options import workload_of
 from bench.capture.report import show_summary
 from bench.capture.results import summarise
 from bench.capture.workload import Mode, Sink, schedule
-from bench.parts import Bar
+from bench.output import Bar
 
 if TYPE_CHECKING:
     import argparse

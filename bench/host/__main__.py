@@ -6,7 +6,6 @@ Everything else of a step waits for this: the model's next forward pass starts o
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ import torch
 
 from bench.host.loop import DecodeLoop, Device, Steering
 from bench.machine import Machine, Revision, versions
+from bench.output import write_result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,9 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             costs.append(cost_of(requests, times_of(loop, options.steps), captures=captures, steering=steering))
             print(line(costs[-1]), flush=True)
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         result = {"benchmark": "bench.host", **context, "costs": [asdict(cost) for cost in costs]}
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(options.output, result)
 
 
 _KINDS = (

@@ -16,7 +16,7 @@ from bench.isolated.configuration import BadConfigurationError, Configuration, I
 from bench.isolated.document import document
 from bench.isolated.processes import PEERS_FOLDER, Surroundings, measure
 from bench.machine import Machine, Revision, filesystem, versions
-from bench.parts import compact
+from bench.output import write_result
 from examples.services import ServiceFailedError
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = document(configuration, configuration.workload(base), run)
     show(result)
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(compact({**context, **result}) + "\n")
+        write_result(options.output, {**context, **result})
 
 
 def show(result: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import residuum
 from bench.capture.processes import environment_of
 from bench.capture.workload import Runner
-from bench.parts import Bar, table
+from bench.output import Bar, table
 from bench.service.load import Load, Measured, run_load
 from bench.talker import Talker
 

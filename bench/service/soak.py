@@ -18,7 +18,8 @@ import residuum
 from bench.capture.options import positive
 from bench.capture.shapes import SHAPES, write_shape
 from bench.machine import Machine
-from bench.parts import run_parts, table
+from bench.output import table
+from bench.parts import run_parts
 from bench.service.growth import MOST_KIB_PER_REQUEST, WARM_UP, growth_of
 from bench.service.mixture import Mixture
 from bench.service.resident import Processes

@@ -12,7 +12,7 @@ from bench.capture.processes import environment_of
 from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Runner, Sink, Workload
 from bench.children import RunFailedError, run_child
-from bench.parts import Bar, table
+from bench.output import Bar, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from bench.parts import Bar, table
+from bench.output import Bar, table
 from bench.steering import timing, ways
 from bench.steering.floor import move
 from bench.steering.tables import ArmedTap

@@ -20,7 +20,7 @@ import numpy as np
 import residuum
 from bench.children import RunFailedError
 from bench.machine import ROOT
-from bench.parts import table
+from bench.output import table
 from residuum import _vectors
 from residuum._requests import plan_spec
 from residuum.v1 import inference_pb2, tensor_pb2

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.machine import filesystem
-from bench.parts import Bar, table
+from bench.output import Bar, table
 from bench.store.captures import Shape, random_bytes
 from bench.store.lane import running_lane, running_peer
 from bench.store.ways import Flight, Plain, Shipped, Tcp, Way

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.children import RunFailedError
 from bench.machine import filesystem
-from bench.parts import table
+from bench.output import table
 from bench.store.captures import Shape
 from bench.store.lane import running_lane
 

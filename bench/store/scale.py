@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.machine import filesystem
-from bench.parts import Bar, table
+from bench.output import Bar, table
 from bench.store.captures import Shape
 from bench.store.lane import running_lane
 

@@ -19,7 +19,8 @@ from bench.isolated.configuration import Peer
 from bench.isolated.document import document
 from bench.isolated.processes import PEERS_FOLDER, Surroundings, measure
 from bench.machine import ROOT, Machine, Revision, filesystem, is_committed, versions
-from bench.parts import OtherRunError, read_earlier, write
+from bench.output import write_result
+from bench.parts import OtherRunError, read_earlier
 from bench.suite.plan import Planned, entries, schedule
 from bench.suite.reasons import reason
 from bench.suite.report import write_report
@@ -114,7 +115,7 @@ def run_all(
             part = {"failed": reason(str(error), getattr(error, "log", ""))}
             print(f"\tcannot run: {part['failed']}", flush=True)
         parts[planned.key] = {"name": planned.entry.name, "round": planned.round, **part}
-        write(file, BENCHMARK, context, parts)
+        write_result(file, {"benchmark": BENCHMARK, **context, "parts": parts})
     return failed
 
 
