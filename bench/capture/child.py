@@ -15,16 +15,15 @@ import numpy as np
 import uvloop
 from vllm.platforms import current_platform
 
-from bench.capture.fetcher import Fetcher
-from bench.capture.memory import peak_mib
 from bench.capture.results import Iteration, Memory, Run
-from bench.capture.ring_sink import RingSink
-from bench.capture.sinks import Arrived, CaptureSink, RowsMissingError, StoreSink
+from bench.capture.sinks import Arrived, CaptureSink, Fetcher, RingSink, RowsMissingError, StoreSink
 from bench.capture.subjects import Batch, StockSubject, Subject, TappedSubject, digest, generate_batch
 from bench.capture.worker_extension import EXTENSION
 from bench.capture.workload import Job, Mode, Vectors, Workload, turns
-from bench.gpu import used_mib
-from bench.handover import hand_over
+from bench.machine import used_mib
+from bench.memory import peak_mib
+from bench.plain import restore
+from bench.processes import hand_over
 from inference_svc.settings import InferenceSettings
 from inference_svc.tap_settings import SITES
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
@@ -53,7 +52,7 @@ class NoSuchLayerError(ValueError):
 def main() -> None:
     """Run the job in the first file; write what it measured to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
-    job = Job.from_json(json.loads(job_file.read_text()))
+    job = restore(Job, json.loads(job_file.read_text()))
     uvloop.run(run(job, result_file))
 
 
@@ -67,15 +66,7 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
     """Start the engine, which ends with the stack, and measure it in each mode."""
     started = time.perf_counter()
     settings = settings_of(job)
-    subject: Subject
-    if Mode.STOCK in job.modes:
-        subject, tapped = await StockSubject.start(settings), None
-    else:
-        subject = tapped = await TappedSubject.start(settings, job.folder, noop=job.workload.noop_taps)
-    stack.callback(subject.shutdown)
-    check_layers(job.workload.layers, subject.num_layers)
-    if job.runner.variable is not None and subject.model_runner != job.runner.value:
-        raise WrongRunnerError(f"vLLM took its model runner {subject.model_runner}, not {job.runner.value}")
+    subject, tapped = await start_engine(settings, job, stack)
     sink = await _start_sink(job, tapped, stack) if tapped and job.captures else None
     fetcher = await _start_fetcher(job, stack) if sink and job.workload.fetch else None
     if tapped and any(mode.steers for mode in job.modes):
@@ -107,6 +98,27 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
         )
         for mode in job.modes
     ]
+
+
+async def start_engine(
+    settings: InferenceSettings, job: Job, stack: AsyncExitStack
+) -> tuple[Subject, TappedSubject | None]:
+    """Start the engine that a job needs, with taps or without; it ends with the stack.
+
+    Raises:
+        NoSuchLayerError: Its model lacks a layer.
+        WrongRunnerError: vLLM took another model runner than was asked for.
+    """
+    subject: Subject
+    if Mode.STOCK in job.modes:
+        subject, tapped = await StockSubject.start(settings), None
+    else:
+        subject = tapped = await TappedSubject.start(settings, job.folder, noop=job.workload.noop_taps)
+    stack.callback(subject.shutdown)
+    check_layers(job.workload.layers, subject.num_layers)
+    if job.runner.variable is not None and subject.model_runner != job.runner.value:
+        raise WrongRunnerError(f"vLLM took its model runner {subject.model_runner}, not {job.runner.value}")
+    return subject, tapped
 
 
 def check_layers(layers: Sequence[int], num_layers: int) -> None:
@@ -292,7 +304,7 @@ async def _start_sink(job: Job, tapped: TappedSubject, stack: AsyncExitStack) ->
 
 
 async def _start_fetcher(job: Job, stack: AsyncExitStack) -> Fetcher:
-    fetcher = await Fetcher.start(job.stores)
+    fetcher = await asyncio.to_thread(Fetcher, job.stores)
     stack.push_async_callback(fetcher.stop)
     return fetcher
 

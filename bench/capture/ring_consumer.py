@@ -7,7 +7,6 @@ one on its standard output, and ends when the input does.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.processes import answer_lines
 from inference_svc.shipping.framing import payload_bytes
 from inference_svc.shipping.protocol import Done, ExtentReady, LossReport, Message, MessageReader
 
@@ -129,9 +129,7 @@ def main() -> None:
     """Answer until the input ends: then whoever asked has gone."""
     sites, layers, num_positions, *paths = sys.argv[1:]
     consumer = Consumer(_numbers(sites), _numbers(layers), int(num_positions), paths)
-    print("{}", flush=True)  # connected
-    for line in sys.stdin:
-        print(json.dumps(consumer.answer(json.loads(line))), flush=True)
+    answer_lines({}, consumer.answer)
 
 
 def _numbers(text: str) -> list[int]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from bench.encodings.forms import CASES, SEED
 from bench.machine import ROOT
+from bench.output import markdown_table
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.wire.encodings import PROJECT, basis_of
 from residuum.wire.projection import projection_matrix
@@ -148,11 +149,7 @@ def cosine_error(exact: npt.NDArray[np.float64], decoded: npt.NDArray[np.float64
 
 def correlations(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return the correlation over the positions of [layers, positions, n], as [layers, n]. The first is left out."""
-    one, other = (values[:, 1:] - values[:, 1:].mean(axis=1, keepdims=True) for values in (one, other))
-    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    products: npt.NDArray[np.float64] = (one * other).sum(axis=1)
-    ratios: npt.NDArray[np.float64] = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
-    return ratios
+    return _cosines(*(values[:, 1:] - values[:, 1:].mean(axis=1, keepdims=True) for values in (one, other)))
 
 
 def compare_with_svd(rows: Rows) -> dict[str, Any]:
@@ -178,15 +175,8 @@ def compare_with_svd(rows: Rows) -> dict[str, Any]:
 def table(part: dict[str, Any]) -> str:
     """Return the cases as a table in Markdown."""
     head = (
-        "encoding",
-        "bytes a row",
-        "smaller",
-        "relative L2",
-        "worst",
-        "cosines off by",
-        "scores",
-        "encode",
-        "decode",
+        *("encoding", "bytes a row", "smaller", "relative L2", "worst", "cosines off by", "scores"),
+        *("encode", "decode"),
     )
     lines = [
         (
@@ -202,8 +192,7 @@ def table(part: dict[str, Any]) -> str:
         )
         for case in part["cases"]
     ]
-    rule = ("---", *("--:" for _ in head[1:]))
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
+    return markdown_table(head, lines, right="--:")
 
 
 def svd_line(part: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ import residuum
 from bench.capture.processes import environment_of
 from bench.capture.workload import Runner
 from bench.output import Bar, table
+from bench.processes import Helper
 from bench.service.load import Load, Measured, run_load
-from bench.talker import Talker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ async def measure(job: ServiceJob, folder: Path) -> dict[str, Any]:
         RunFailedError: The service did not come up.
         WrongTokenCountError: A reply has another length than was asked for.
     """
-    host = Talker("service", ["bench.service.host", *job.flags], folder, environment_of(folder, job.runner))
+    host = Helper("bench.service.host", job.flags, folder / "service.log", environment_of(folder, job.runner))
     try:
         async with residuum.AsyncClient(f"127.0.0.1:{host.first['port']}", timeout=None) as client:
             levels = [await _level(job, streams, host, client) for streams in job.streams]
@@ -71,7 +71,7 @@ async def measure(job: ServiceJob, folder: Path) -> dict[str, Any]:
 _UNSHOWN = {"flags", "shown", "runner"}
 
 
-async def _level(job: ServiceJob, streams: int, host: Talker, client: residuum.AsyncClient) -> dict[str, Any]:
+async def _level(job: ServiceJob, streams: int, host: Helper, client: residuum.AsyncClient) -> dict[str, Any]:
     summaries: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for number in range(-1, job.rounds):  # the first does not count: threads start, buffers are allotted
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
@@ -86,15 +86,14 @@ async def _level(job: ServiceJob, streams: int, host: Talker, client: residuum.A
     return {"streams": streams, **summaries, "difference": difference(summaries)}
 
 
-async def _run(load: Load, way: str, host: Talker, client: residuum.AsyncClient) -> tuple[Measured, float]:
+async def _run(load: Load, way: str, host: Helper, client: residuum.AsyncClient) -> tuple[Measured, float]:
     """Return what a load took, and the processor time of the service's process meanwhile."""
-    before = processor_seconds(host.pid)
+    before = processor_seconds(host.process.pid)
     if way == WAYS[0]:
-        host.ask(load.to_json())
-        measured = Measured(**host.read())
+        measured = Measured(**host.call(asdict(load)))
     else:
         measured = await run_load(load, _through(client))
-    return measured, processor_seconds(host.pid) - before
+    return measured, processor_seconds(host.process.pid) - before
 
 
 def processor_seconds(pid: int) -> float:

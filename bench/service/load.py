@@ -6,8 +6,8 @@ import asyncio
 import random
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from bench.capture.subjects import WrongTokenCountError
 
@@ -31,10 +31,6 @@ class Load:
     prefill: int
     decode: int
     vocab_size: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
     def shortened(self) -> Load:
         """Return the same load with replies of one token: what is left is what a request costs by itself."""

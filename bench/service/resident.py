@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from bench.memory import descendants, kind_of, status_kib
+from bench.processes import RunFailedError
 
-from bench.capture.memory import descendants
-from bench.children import RunFailedError
-
-_KINDS = {
-    "VLLM::": "engine",
-    "inference_svc.shipping": "shipper",
-    "multiprocessing.resource_tracker": "",
-}
-"""What a command line contains, and how the process is called; those with an empty name hold nothing of ours."""
-
-_OWN, _MAPPED = ("RssAnon",), ("RssShmem", "RssFile")
+_OWN, _MAPPED = ("RssAnon:",), ("RssShmem:", "RssFile:")
 
 
 class Processes:
@@ -29,7 +20,7 @@ class Processes:
         self._pids = dict(roots)
         for root in roots.values():
             for pid in sorted(descendants(root)):
-                if name := _kind_of(pid):
+                if name := kind_of(pid).removesuffix("s"):
                     self._pids[self._free(name)] = pid
 
     def own_mib(self) -> dict[str, float]:
@@ -49,20 +40,8 @@ class Processes:
         return f"{name} {taken + 1}" if taken else name
 
 
-def _kind_of(pid: int) -> str:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-    return next((name for mark, name in _KINDS.items() if mark in command), "")
-
-
-def _resident_mib(name: str, pid: int, parts: tuple[str, ...]) -> float:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        raise RunFailedError(f"the {name} has ended") from None
-    values = [int(line.split()[1]) for line in lines if line.startswith(parts)]
-    if not values:
-        raise RunFailedError(f"the {name} has ended")  # and its parent has not heard of it yet
-    return sum(values) / 1024
+def _resident_mib(name: str, pid: int, fields: tuple[str, ...]) -> float:
+    kib = status_kib(pid, *fields)
+    if not kib:
+        raise RunFailedError(f"the {name} has ended")
+    return kib / 1024

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from bench.capture.processes import environment_of
 from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Runner, Sink, Workload
-from bench.children import RunFailedError, run_child
 from bench.output import Bar, table
+from bench.processes import RunFailedError, run_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -112,20 +112,10 @@ def measure(job: EngineJob) -> dict[str, Any]:
 def _run(job: EngineJob, subject: str, number: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         folder = Path(scratch)
-        told = {
-            "job": {**asdict(job), "runner": job.runner.value},
-            "stock": subject == STOCK,
-            "folder": scratch,
-        }
+        told = {"job": asdict(job), "stock": subject == STOCK, "folder": scratch}
         what = f"engine, {subject}, round {number + 1}, model runner {job.runner.value}"
         run = run_child("bench.steering.engine_child", told, folder, environment_of(folder, job.runner), what)
         return {"round": number, "subject": subject, **run}
-
-
-def job_from_json(data: Mapping[str, Any]) -> EngineJob:
-    """Return the job that `_run` made plain."""
-    cases = tuple(Case(**case) for case in data["cases"])
-    return EngineJob(**{**data, "cases": cases, "runner": Runner(data["runner"])})
 
 
 def summarise(job: EngineJob, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from bench.output import Bar, table
+from bench.plain import restore
 from bench.steering import timing, ways
 from bench.steering.floor import move
 from bench.steering.tables import ArmedTap
@@ -23,7 +24,7 @@ from bench.steering.ways import Batch, Expected
 from inference_svc.taps.plan import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -58,11 +59,6 @@ class KernelJob:
     rows_each: int = 64
     compile_seconds: float = 60.0
     """No loop is compiled after this many seconds of compiling; 0: none is."""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> KernelJob:
-        """Return the job that `asdict` made plain."""
-        return cls(**{**data, "hidden": tuple(data["hidden"]), "unique": tuple(data["unique"])})
 
 
 class Rows(NamedTuple):
@@ -124,7 +120,7 @@ class WrongResultError(RuntimeError):
 def main() -> None:
     """Run the job in the first file; write what it measured to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
-    result_file.write_text(json.dumps(measure(KernelJob.from_json(json.loads(job_file.read_text())))))
+    result_file.write_text(json.dumps(measure(restore(KernelJob, json.loads(job_file.read_text())))))
 
 
 def measure(job: KernelJob) -> dict[str, Any]:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import residuum
-from bench.children import RunFailedError
-from bench.machine import ROOT
 from bench.output import table
+from bench.processes import Helper, RunFailedError
 from residuum import _vectors
 from residuum._requests import plan_spec
 from residuum.v1 import inference_pb2, tensor_pb2
@@ -32,9 +27,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 LAYERS = 28
-_START_SECONDS = 180.0
-_STOP_SECONDS = 20.0
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -45,10 +37,6 @@ class RpcJob:
     vectors: tuple[int, ...] = (0, 1, 8, 64)
     """Vectors of a request."""
     repeats: int = 50
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 class Sample(NamedTuple):
@@ -83,10 +71,15 @@ def measure(job: RpcJob) -> dict[str, Any]:
         RunFailedError: The service did not come up.
     """
     costs = [cost for hidden in job.hidden for cost in without_a_server(hidden, job)]
-    with running_server(job.hidden) as endpoints:
-        for hidden, endpoint in zip(job.hidden, endpoints, strict=True):
-            costs += with_a_server(hidden, job, endpoint)
-    return {"parameters": {**job.to_json(), "layers": LAYERS}, "costs": [asdict(cost) for cost in costs]}
+    with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
+        log = Path(scratch, "server.log")
+        server = Helper("bench.steering.rpc_server", [str(LAYERS), *map(str, job.hidden)], log)
+        try:
+            for hidden, port in zip(job.hidden, server.first, strict=True):
+                costs += with_a_server(hidden, job, f"127.0.0.1:{port}")
+        finally:
+            server.stop()
+    return {"parameters": {**asdict(job), "layers": LAYERS}, "costs": [asdict(cost) for cost in costs]}
 
 
 def without_a_server(hidden: int, job: RpcJob) -> Iterator[Cost]:
@@ -222,7 +215,7 @@ def put_bytes(vectors: Sequence[residuum.Vector]) -> int:
 
 def _expect(seen: int, wanted: int, what: str) -> None:
     if seen != wanted:
-        raise RunFailedError(f"rpc: {seen} {what} instead of {wanted}: what was measured is something else")
+        raise RunFailedError(f"{seen} {what} instead of {wanted}: what was measured is something else")
 
 
 def _cost(what: str, hidden: int, vectors: int, first: Sequence[Sample], later: Sequence[Sample]) -> Cost:
@@ -241,47 +234,6 @@ def _cost(what: str, hidden: int, vectors: int, first: Sequence[Sample], later: 
 
 def _median_us(samples: Sequence[Sample]) -> float:
     return round(statistics.median(sample.seconds for sample in samples) * 1e6, 2)
-
-
-@contextmanager
-def running_server(hidden: Sequence[int]) -> Iterator[list[str]]:
-    """Run the service, a process of its own; yield an endpoint for each hidden size.
-
-    Raises:
-        RunFailedError: It did not come up.
-    """
-    with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
-        job, ports, log_file = (Path(scratch) / name for name in ("job.json", "ports.json", "server.log"))
-        job.write_text(json.dumps({"hidden": list(hidden), "layers": LAYERS}))
-        with log_file.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "bench.steering.rpc_server", str(job), str(ports)],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,  # it ends when this does, so also when this process is killed
-                stdout=log,
-                stderr=log,
-            )
-        try:
-            _wait_for(ports, process, log_file)
-            yield [f"127.0.0.1:{port}" for port in json.loads(ports.read_text())]
-        finally:
-            assert process.stdin is not None  # noqa: S101 - it is a pipe
-            with suppress(OSError):
-                process.stdin.close()
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait_for(ports: Path, process: subprocess.Popen[bytes], log_file: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while not ports.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            end = "\n".join(log_file.read_text(errors="replace").splitlines()[-40:])
-            raise RunFailedError(f"rpc: the service did not come up\n{end}")
-        time.sleep(_POLL_SECONDS)
 
 
 def show(part: Mapping[str, Any]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,11 +34,6 @@ class Shape:
     def num_bytes(self) -> int:
         """Bytes of the rows of one capture."""
         return self.bytes_of(self.positions)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a full block: what a worker hands over at once while tokens are generated."""
-        return self.bytes_of(min(self.positions, BLOCK_TOKENS))
 
     @property
     def num_rows(self) -> int:
@@ -86,10 +81,6 @@ class Shape:
         return store_pb2.SealCaptureRequest(
             capture_id=capture_id, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_COMPLETE
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 def random_bytes(size: int) -> npt.NDArray[np.uint8]:

@@ -9,9 +9,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench.children import RunFailedError
 from bench.machine import filesystem
 from bench.output import table
+from bench.processes import RunFailedError
 from bench.store.captures import Shape
 from bench.store.lane import running_lane
 

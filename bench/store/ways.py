@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from bench.children import RunFailedError
+from bench.processes import RunFailedError
 from bench.store.captures import differs
 from bench.store.peers import ACK, LENGTH, receive, send
 from inference_svc.shipping.framing import cut, payload_bytes

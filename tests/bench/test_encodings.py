@@ -13,9 +13,8 @@ import pytest
 
 from bench.capture.workload import Mode, Runner, Sink
 from bench.encodings import blocks, rows
-from bench.encodings.__main__ import parse
+from bench.encodings.__main__ import MODES, bars, parse
 from bench.encodings.forms import CASES
-from bench.encodings.generation import MODES, bars
 from bench.machine import ROOT
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.wire.encodings import ENCODINGS, basis_of

@@ -6,6 +6,7 @@ from bench.capture.workload import Mode, Runner, Workload
 from bench.isolated.configuration import Peer
 from bench.peers.child import _MODULES, PeerJob, WrongRowsError, count_rows
 from bench.peers.hook_worker import Captures
+from bench.plain import restore
 from inference_svc.taps.layout import StepRows
 
 
@@ -74,7 +75,7 @@ def test_a_job_survives_its_way_to_another_process():
         "folder": "/tmp/x",
         "workload": asdict(workload),
     }
-    job = PeerJob.from_json(data)
+    job = restore(PeerJob, data)
     assert job == PeerJob(Peer.HOOKS_32, Mode.CUSTOM, 1, Runner.V2, workload, "/tmp/x")
     assert job.layers == (1, 2)
 

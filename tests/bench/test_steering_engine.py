@@ -1,10 +1,12 @@
 import json
+from dataclasses import asdict
 
 import pytest
 
-from bench.children import RunFailedError
+from bench.plain import restore
+from bench.processes import RunFailedError
 from bench.steering.__main__ import main
-from bench.steering.engine import Case, EngineJob, bank_row, bars, job_from_json, rotated, show, summarise
+from bench.steering.engine import Case, EngineJob, bank_row, bars, rotated, show, summarise
 from bench.steering.engine_child import plan_of, settings_for
 
 CASES = (Case(0), Case(1), Case(2), Case(4), Case(2, per_layer=True))
@@ -38,8 +40,8 @@ def test_the_bank_has_room_for_all_configurations():
 
 
 def test_a_job_survives_its_way_to_another_process():
-    told = json.loads(json.dumps({**JOB.__dict__, "cases": [vars(case) for case in CASES], "runner": "default"}))
-    assert job_from_json(told) == JOB
+    told = json.loads(json.dumps(asdict(JOB)))
+    assert restore(EngineJob, told) == JOB
 
 
 def iteration(case, number, seconds, replies):

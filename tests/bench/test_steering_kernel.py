@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from bench.plain import restore
 from bench.steering import kernel
 from bench.steering.kernel import KernelJob, Measurement, bars, show, tap_bytes
 from bench.steering.timing import Times
@@ -97,4 +98,4 @@ def test_the_floor_is_what_the_rows_take():
 
 def test_a_job_survives_its_way_to_another_process():
     job = KernelJob(hidden=(64,), unique=(1, 2), compile_seconds=0.0)
-    assert KernelJob.from_json(json.loads(json.dumps(vars(job)))) == job
+    assert restore(KernelJob, json.loads(json.dumps(vars(job)))) == job

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from bench.children import RunFailedError
-from bench.steering.__main__ import _MEASURES, engine_job, main, parse
+from bench.parts import Part
+from bench.processes import RunFailedError
+from bench.steering.__main__ import MEASURES, engine_job, main, parse
 from bench.steering.engine import Case
 
 
@@ -34,9 +35,9 @@ def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch):
     def fails(options):
         raise RunFailedError("no GPU")
 
-    monkeypatch.setitem(_MEASURES, "kernel", fails)
-    monkeypatch.setitem(_MEASURES, "rpc", lambda options: ({"a": 1}, ["one figure"]))
-    with pytest.raises(SystemExit, match="BENCH FAILED: no GPU\nBENCH FAILED: one figure"):
+    monkeypatch.setitem(MEASURES, "kernel", fails)
+    monkeypatch.setitem(MEASURES, "rpc", lambda options: Part({"a": 1}, failures=["one figure"]))
+    with pytest.raises(SystemExit, match="BENCH FAILED: kernel: no GPU\nBENCH FAILED: rpc: one figure"):
         main(["--parts", "kernel,rpc", "--output", str(tmp_path / "x.json")])
     parts = json.loads((tmp_path / "x.json").read_text())["parts"]
     assert list(parts) == ["rpc"]

@@ -23,7 +23,6 @@ def test_a_capture_is_cut_as_a_worker_cuts_it():
     assert [len(header.positions) for header in headers] == [32, 32, 6]
     assert [position for header in headers for position in header.positions] == list(range(70))
     assert sum(map(payload_bytes, headers)) == TINY.num_bytes == 3 * 70 * 16 * 2
-    assert TINY.block_bytes == 3 * 32 * 16 * 2
     assert TINY.num_rows == 3 * 70
 
 

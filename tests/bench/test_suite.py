@@ -6,7 +6,7 @@ import pytest
 
 from bench.capture.workload import Sink
 from bench.isolated.configuration import Configuration, IsolatedMode, Peer
-from bench.isolated.document import summary
+from bench.isolated.run import summary
 from bench.output import markdown_table, percent, seconds
 from bench.suite import __main__ as suite
 from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, entries, powers_below, schedule, spread
