@@ -93,9 +93,6 @@ def read_earlier(file: Path, benchmark: str, context: Mapping[str, Any]) -> dict
         file: Where the result goes.
         benchmark: Whose result.
         context: "machine", "versions" and "revision" of this run, and whatever else must be the same.
-
-    Raises:
-        OtherRunError: What it holds cannot stand beside what is measured now.
     """
     if not file.exists():
         return {}

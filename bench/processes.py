@@ -69,9 +69,6 @@ def run_child(
         environment: Its environment, all of it.
         what: What it measures, for the message if it fails.
         seconds: What it may take.
-
-    Raises:
-        RunFailedError: It failed, or took too long.
     """
     job_file, result_file, log_file = (folder / name for name in ("job.json", "result.json", "run.log"))
     result_file.unlink(missing_ok=True)
@@ -152,11 +149,7 @@ class Helper:
             raise
 
     def ask(self, request: Mapping[str, Any]) -> None:
-        """Send a line.
-
-        Raises:
-            RunFailedError: The process has ended.
-        """
+        """Send a line."""
         pipe = self._pipe(self.process.stdin)
         try:
             pipe.write(json.dumps(request) + "\n")
@@ -165,11 +158,7 @@ class Helper:
             raise self._failed("has ended") from error
 
     def read(self) -> Any:
-        """Return the next answer.
-
-        Raises:
-            RunFailedError: There is none, or it is an error.
-        """
+        """Return the next answer."""
         line = self._pipe(self.process.stdout).readline()
         if not line:
             raise self._failed("has ended")
@@ -208,11 +197,7 @@ def answer_lines(first: Any, answer: Any) -> None:
 
 @contextmanager
 def running_store(folder: Path, arguments: Sequence[str] = (), module: str = "store_svc") -> Iterator[Service]:
-    """Run a store in a folder, and wait until it serves.
-
-    Raises:
-        ServiceFailedError: It did not come up.
-    """
+    """Run a store in a folder, and wait until it serves."""
     store = start_store(folder, arguments, module=module)
     try:
         store.wait_until_serving(_STORE_SECONDS)

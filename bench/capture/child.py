@@ -7,9 +7,9 @@ import json
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import uvloop
@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 
 from bench.capture.results import Iteration, Memory, Run
 from bench.capture.sinks import Arrived, CaptureSink, Fetcher, RingSink, RowsMissingError, StoreSink
-from bench.capture.subjects import Batch, StockSubject, Subject, TappedSubject, digest, generate_batch
+from bench.capture.subjects import StockSubject, Subject, TappedSubject, digest, generate_batch
 from bench.capture.worker_extension import EXTENSION
 from bench.capture.workload import Job, Mode, Vectors, Workload, turns
 from bench.machine import used_mib
@@ -31,7 +31,7 @@ from residuum.v1 import selection_pb2
 from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping, Sequence
+    from collections.abc import Awaitable, Sequence
 
     from inference_svc.engine import ModelFacts
 
@@ -68,7 +68,10 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
     settings = settings_of(job)
     subject, tapped = await start_engine(settings, job, stack)
     sink = await _start_sink(job, tapped, stack) if tapped and job.captures else None
-    fetcher = await _start_fetcher(job, stack) if sink and job.workload.fetch else None
+    fetcher = None
+    if sink and job.workload.fetch:
+        fetcher = await asyncio.to_thread(Fetcher, job.stores)
+        stack.push_async_callback(fetcher.stop)
     if tapped and any(mode.steers for mode in job.modes):
         await tapped.engine.load_vectors(_vectors(job.workload, tapped.engine.facts))
     ready = time.perf_counter()
@@ -103,12 +106,7 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
 async def start_engine(
     settings: InferenceSettings, job: Job, stack: AsyncExitStack
 ) -> tuple[Subject, TappedSubject | None]:
-    """Start the engine that a job needs, with taps or without; it ends with the stack.
-
-    Raises:
-        NoSuchLayerError: Its model lacks a layer.
-        WrongRunnerError: vLLM took another model runner than was asked for.
-    """
+    """Start the engine that a job needs, with taps or without; it ends with the stack."""
     subject: Subject
     if Mode.STOCK in job.modes:
         subject, tapped = await StockSubject.start(settings), None
@@ -122,11 +120,7 @@ async def start_engine(
 
 
 def check_layers(layers: Sequence[int], num_layers: int) -> None:
-    """Make sure that the model has the layers that were asked for.
-
-    Raises:
-        NoSuchLayerError: It has not.
-    """
+    """Make sure that the model has the layers that were asked for."""
     if layers and layers[-1] >= num_layers:
         raise NoSuchLayerError(f"there is no layer {layers[-1]}: the model has {num_layers}, numbered from 0")
 
@@ -173,10 +167,6 @@ class _Driver:
         """Generate for one batch; its captures are opened before the clock starts, and checked after it stops.
 
         The device has nothing left to do when the clock starts, nor when the generation has ended.
-
-        Raises:
-            WrongTokenCountError: A reply has another length than was asked for.
-            RowsMissingError: A capture is not complete.
         """
         prompts = {
             request_id(mode, number, index): prompt
@@ -201,8 +191,22 @@ class _Driver:
             )
             if not sink.knows_complete:
                 completed = settled
-        times = _Times(settled, completed, fetched)
-        return await self._check(mode, sink, prompts, batch, times)
+        rows = num_bytes = 0
+        if sink:
+            arrived = await sink.finish(dict(zip(prompts, batch.replies, strict=True)))
+            rows, num_bytes = arrived.rows, arrived.num_bytes
+            self._expect(mode, arrived)
+        return Iteration(
+            generation_seconds=batch.ended - batch.started,
+            settled_seconds=settled - batch.started,
+            prompt_tokens=sum(map(len, prompts.values())),
+            generated_tokens=sum(map(len, batch.replies)),
+            rows=rows,
+            num_bytes=num_bytes,
+            replies=tuple(map(digest, batch.replies)),
+            completed_seconds=completed - batch.started,
+            fetched_seconds=None if fetched is None else fetched - batch.started,
+        )
 
     async def _fetch(self, mode: Mode, capture_ids: Sequence[str]) -> float | None:
         """Return when a client held every row; None if none is there."""
@@ -220,26 +224,6 @@ class _Driver:
         if arrived.rows != expected:
             raise RowsMissingError(f"{arrived.rows} rows arrived instead of {expected}")
 
-    async def _check(
-        self, mode: Mode, sink: CaptureSink | None, prompts: Mapping[str, Sequence[int]], batch: Batch, times: _Times
-    ) -> Iteration:
-        rows = num_bytes = 0
-        if sink:
-            arrived = await sink.finish(dict(zip(prompts, batch.replies, strict=True)))
-            rows, num_bytes = arrived.rows, arrived.num_bytes
-            self._expect(mode, arrived)
-        return Iteration(
-            generation_seconds=batch.ended - batch.started,
-            settled_seconds=times.settled - batch.started,
-            prompt_tokens=sum(map(len, prompts.values())),
-            generated_tokens=sum(map(len, batch.replies)),
-            rows=rows,
-            num_bytes=num_bytes,
-            replies=tuple(map(digest, batch.replies)),
-            completed_seconds=times.completed - batch.started,
-            fetched_seconds=None if times.fetched is None else times.fetched - batch.started,
-        )
-
     def _plan(self, mode: Mode, name: str, index: int) -> RequestPlan | None:
         if not (mode.captures or mode.steers):
             return None
@@ -255,14 +239,6 @@ class _Driver:
         if not mode.encodes:
             return RowEncoding()
         return RowEncoding(ENCODINGS[self._workload.encoding], self._workload.dimensions)
-
-
-class _Times(NamedTuple):
-    """When what came after the generation was done, on `time.perf_counter`."""
-
-    settled: float
-    completed: float
-    fetched: float | None
 
 
 async def _time_after(awaitable: Awaitable[None]) -> float:
@@ -303,12 +279,6 @@ async def _start_sink(job: Job, tapped: TappedSubject, stack: AsyncExitStack) ->
     return sink
 
 
-async def _start_fetcher(job: Job, stack: AsyncExitStack) -> Fetcher:
-    fetcher = await asyncio.to_thread(Fetcher, job.stores)
-    stack.push_async_callback(fetcher.stop)
-    return fetcher
-
-
 def _vectors(workload: Workload, facts: ModelFacts) -> list[tuple[int, bytes]]:
     count = facts.num_layers if workload.vectors is Vectors.LAYER else workload.batch_size
     source = np.random.default_rng(0)
@@ -319,13 +289,8 @@ def _vectors(workload: Workload, facts: ModelFacts) -> list[tuple[int, bytes]]:
 
 
 def _memory(facts: ModelFacts | None) -> Memory:
-    sizes = (
-        {
-            "blocks_mib": facts.pool_bytes / _MIB,
-            "tables_mib": getattr(facts, "table_bytes", 0) / _MIB,
-            "ring_mib": facts.ring_bytes / _MIB,
-        }
-        if facts
-        else {}
-    )
-    return Memory(peak_mib=peak_mib(), gpus_used_mib=used_mib(), **sizes)
+    taken = Memory(peak_mib=peak_mib(), gpus_used_mib=used_mib())
+    if facts is None:
+        return taken
+    blocks, tables, ring = (size / _MIB for size in (facts.pool_bytes, facts.table_bytes, facts.ring_bytes))
+    return replace(taken, blocks_mib=blocks, tables_mib=tables, ring_mib=ring)

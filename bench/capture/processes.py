@@ -42,10 +42,6 @@ def run_turn(turn: Turn, workload: Workload, store_folder: Path | None = None, p
         workload: What it does.
         store_folder: Where the store's data lie, in a folder of their own; None: where temporary files do.
         profile: The folder for a trace of torch's profiler; empty: none is made.
-
-    Raises:
-        RunFailedError: It failed, or took too long.
-        ServiceFailedError: Its store did not come up.
     """
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         folder = Path(scratch)

@@ -54,18 +54,10 @@ class CaptureSink(Protocol):
         """Expect captures, given by id with their prompts, of rows that are encoded so; None: raw."""
 
     async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
-        """End captures whose replies are these, and wait until each is COMPLETE. This is measured.
-
-        Raises:
-            RowsMissingError: Rows are missing.
-        """
+        """End captures whose replies are these, and wait until each is COMPLETE. This is measured."""
 
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
-        """Count what arrived of captures whose replies are these.
-
-        Raises:
-            RowsMissingError: Rows are missing.
-        """
+        """Count what arrived of captures whose replies are these."""
 
     async def stop(self) -> None:
         """Take no more."""
@@ -212,11 +204,7 @@ class Fetcher:
         self._client = Helper("bench.capture.fetch_client", [str(_FETCHES), *stores])
 
     async def fetch(self, capture_ids: Sequence[str]) -> Arrived:
-        """Wait until the client holds every row of some captures, which may not have ended yet.
-
-        Raises:
-            RunFailedError: It could not fetch them.
-        """
+        """Wait until the client holds every row of some captures, which may not have ended yet."""
         return Arrived(**await asyncio.to_thread(self._client.call, {"fetch": list(capture_ids)}))
 
     async def stop(self) -> None:

@@ -134,11 +134,7 @@ class TappedSubject:
         await self.engine._llm.collective_rpc(method, args=arguments)  # noqa: SLF001 - the service never calls these
 
     async def settle(self) -> None:
-        """Wait until every captured row is acknowledged.
-
-        Raises:
-            TimeoutError: It takes too long.
-        """
+        """Wait until every captured row is acknowledged."""
         if not await self.engine.drain(_SETTLE_SECONDS):
             raise TimeoutError(f"captured rows were not acknowledged in {_SETTLE_SECONDS:.0f} s")
 
@@ -165,11 +161,7 @@ class Batch(NamedTuple):
 async def generate_batch(
     subject: Subject, prompts: Mapping[str, Sequence[int]], plans: Mapping[str, RequestPlan | None], decode: int
 ) -> Batch:
-    """Generate `decode` tokens, greedily, for each of some prompts, all submitted at once.
-
-    Raises:
-        WrongTokenCountError: A reply has another length.
-    """
+    """Generate `decode` tokens, greedily, for each of some prompts, all submitted at once."""
     sampling = SamplingParams(max_tokens=decode, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     return await timed_batch(
         (subject.generate(name, prompt, sampling, plans[name]) for name, prompt in prompts.items()), decode
@@ -177,11 +169,7 @@ async def generate_batch(
 
 
 async def timed_batch(requests: Iterable[Awaitable[list[int]]], decode: int) -> Batch:
-    """Wait for requests that are submitted at once, each of which returns its reply of `decode` tokens.
-
-    Raises:
-        WrongTokenCountError: A reply has another length.
-    """
+    """Wait for requests that are submitted at once, each of which returns its reply of `decode` tokens."""
     started = time.perf_counter()
     replies = await asyncio.gather(*requests)
     ended = time.perf_counter()

@@ -117,11 +117,7 @@ def adding(push: Rows) -> Change:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a model of transformers.
-
-    Raises:
-        LookupError: They are at none of the known places.
-    """
+    """Return the decoder layers of a model of transformers."""
     for path in _LAYER_LISTS:
         try:
             found = model.get_submodule(path)

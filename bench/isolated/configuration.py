@@ -71,11 +71,7 @@ _MODES = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """One configuration.
-
-    Raises:
-        BadConfigurationError: It contradicts itself.
-    """
+    """One configuration."""
 
     mode: IsolatedMode
     layers: tuple[int, ...] = ()

@@ -52,12 +52,7 @@ class Surroundings:
 
 
 def measure(configuration: Configuration, workload: Workload, surroundings: Surroundings, round_number: int = 0) -> Run:
-    """Measure a configuration in a process of its own.
-
-    Raises:
-        RunFailedError: It failed, or cannot run here. The message says why.
-        ServiceFailedError: Its store did not come up.
-    """
+    """Measure a configuration in a process of its own."""
     chosen = configuration.workload(workload)
     if configuration.peer:
         return _measure_peer(configuration, chosen, surroundings, round_number)

@@ -122,11 +122,7 @@ async def _iterate(job: PeerJob, peer: Peer, number: int) -> Iteration:
 
 
 def count_rows(held: Sequence[Sequence[Array]], num_requests: int, num_layers: int, positions: int) -> tuple[int, int]:
-    """Return how many rows some requests have, and their bytes.
-
-    Raises:
-        WrongRowsError: They are not [layers, positions] for each request, or there is nothing in them.
-    """
+    """Return how many rows some requests have, and their bytes."""
     if len(held) != num_requests:
         raise WrongRowsError(f"{len(held)} requests were handed over instead of {num_requests}")
     for arrays in held:

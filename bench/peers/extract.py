@@ -74,11 +74,7 @@ def _take(path: str) -> Array:
 
 
 async def _unlocked(lock: Path) -> None:
-    """Wait until the writer of a file has let go of its lock.
-
-    Raises:
-        PeerUnavailableError: It never does.
-    """
+    """Wait until the writer of a file has let go of its lock."""
     deadline = time.monotonic() + _FILE_SECONDS
     with lock.open() as file:
         while True:

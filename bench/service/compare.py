@@ -49,12 +49,7 @@ class ServiceJob:
 
 
 async def measure(job: ServiceJob, folder: Path) -> dict[str, Any]:
-    """Measure; return the part of the result.
-
-    Raises:
-        RunFailedError: The service did not come up.
-        WrongTokenCountError: A reply has another length than was asked for.
-    """
+    """Measure; return the part of the result."""
     host = Helper("bench.service.host", job.flags, folder / "service.log", environment_of(folder, job.runner))
     try:
         async with residuum.AsyncClient(f"127.0.0.1:{host.first['port']}", timeout=None) as client:
@@ -143,18 +138,14 @@ def difference(summaries: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[s
 
 def bars(part: Mapping[str, Any]) -> list[Bar]:
     """Return the bars, of 32 streams; none if there were not so many."""
-    return [
-        bar
-        for level in part["levels"]
-        if level["streams"] == _BAR_STREAMS
-        for bar in (
-            Bar(
-                f"tokens/s of {_BAR_STREAMS} streams, over AsyncLLM's",
-                level["difference"]["tokens_per_second_ratio"], _LEAST_RATE, at_most=False,
-            ),
-            Bar(f"ms more a token, of {_BAR_STREAMS} streams", level["difference"]["added_token_ms"], _MOST_TOKEN_MS),
-        )
-    ]  # fmt: skip
+    found = []
+    for level in part["levels"]:
+        if level["streams"] == _BAR_STREAMS:
+            more, streams = level["difference"], f"{_BAR_STREAMS} streams"
+            rate = more["tokens_per_second_ratio"]
+            found.append(Bar(f"tokens/s of {streams}, over AsyncLLM's", rate, _LEAST_RATE, at_most=False))
+            found.append(Bar(f"ms more a token, of {streams}", more["added_token_ms"], _MOST_TOKEN_MS))
+    return found
 
 
 def show(part: Mapping[str, Any]) -> Iterator[str]:

@@ -77,11 +77,7 @@ class Measured:
 
 
 async def run_load(load: Load, start: Start) -> Measured:
-    """Run a load.
-
-    Raises:
-        WrongTokenCountError: A reply has another length.
-    """
+    """Run a load."""
     waiting = list(enumerate(load.prompts()))[::-1]
     times: list[tuple[float, float, float]] = []
 

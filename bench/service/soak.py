@@ -19,9 +19,8 @@ from bench.machine import Machine
 from bench.options import add_model, add_output, model_of, positive
 from bench.output import table
 from bench.parts import Part, run_parts
-from bench.service.growth import MOST_KIB_PER_REQUEST, WARM_UP, growth_of
+from bench.service.growth import MOST_KIB_PER_REQUEST, WARM_UP, Processes, growth_of
 from bench.service.mixture import Mixture
-from bench.service.resident import Processes
 from examples.model import default_model
 from examples.services import running_services
 
@@ -71,12 +70,7 @@ def _measure(options: argparse.Namespace) -> Part:
 
 
 async def soak(store: Service, inference: Service, requests: int, crowd: int, *, texts: bool) -> dict[str, Any]:
-    """Send requests to running services, and return the part of the result.
-
-    Raises:
-        RunFailedError: A process has ended.
-        ResiduumError: A request failed.
-    """
+    """Send requests to running services, and return the part of the result."""
     processes = Processes({"service": inference.process.pid, "store": store.process.pid})
     counts, own = [0], [processes.own_mib()]
     began = time.perf_counter()

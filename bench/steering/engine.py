@@ -96,11 +96,7 @@ def rotated(cases: Sequence[Case], number: int) -> list[Case]:
 
 
 def measure(job: EngineJob) -> dict[str, Any]:
-    """Measure stock vLLM and the taps, each on an engine of its own; return the part of the result.
-
-    Raises:
-        RunFailedError: A run failed, or did not steer.
-    """
+    """Measure stock vLLM and the taps, each on an engine of its own; return the part of the result."""
     runs = [
         _run(job, subject, number)
         for number in range(job.rounds)
@@ -119,11 +115,7 @@ def _run(job: EngineJob, subject: str, number: int) -> dict[str, Any]:
 
 
 def summarise(job: EngineJob, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the part of the result: each case over all its iterations, beside others.
-
-    Raises:
-        RunFailedError: Steering did not change what was generated, or configurations are not told apart.
-    """
+    """Return the part of the result: each case over all its iterations, beside others."""
     names = [STOCK, *(case.name for case in job.cases)]
     iterations = {
         name: sorted(

@@ -46,30 +46,8 @@ class Sample(NamedTuple):
     bytes_sent: int
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What something costs; medians of all repetitions."""
-
-    what: str
-    hidden: int
-    vectors: int
-    first_us: float
-    """With vectors that were not seen before."""
-    later_us: float
-    """With vectors that the server, and this client, have seen."""
-    first_bytes: int
-    """Bytes of the messages that are sent, without gRPC's own framing."""
-    later_bytes: int
-    first_samples_us: tuple[float, ...]
-    later_samples_us: tuple[float, ...]
-
-
 def measure(job: RpcJob) -> dict[str, Any]:
-    """Measure; return the part of the result.
-
-    Raises:
-        RunFailedError: The service did not come up.
-    """
+    """Measure; return the part of the result."""
     costs = [cost for hidden in job.hidden for cost in without_a_server(hidden, job)]
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         log = Path(scratch, "server.log")
@@ -79,10 +57,10 @@ def measure(job: RpcJob) -> dict[str, Any]:
                 costs += with_a_server(hidden, job, f"127.0.0.1:{port}")
         finally:
             server.stop()
-    return {"parameters": {**asdict(job), "layers": LAYERS}, "costs": [asdict(cost) for cost in costs]}
+    return {"parameters": {**asdict(job), "layers": LAYERS}, "costs": costs}
 
 
-def without_a_server(hidden: int, job: RpcJob) -> Iterator[Cost]:
+def without_a_server(hidden: int, job: RpcJob) -> Iterator[dict[str, Any]]:
     """Yield what a client does by itself: hashing a vector, and building a request."""
     made = _arrays(hidden, 0)
 
@@ -111,7 +89,7 @@ def without_a_server(hidden: int, job: RpcJob) -> Iterator[Cost]:
         yield _cost("building a request", hidden, count, first, later)
 
 
-def with_a_server(hidden: int, job: RpcJob, endpoint: str) -> Iterator[Cost]:
+def with_a_server(hidden: int, job: RpcJob, endpoint: str) -> Iterator[dict[str, Any]]:
     """Yield what the calls cost."""
     made = _arrays(hidden, 1)
     for count in job.vectors:
@@ -218,18 +196,20 @@ def _expect(seen: int, wanted: int, what: str) -> None:
         raise RunFailedError(f"{seen} {what} instead of {wanted}: what was measured is something else")
 
 
-def _cost(what: str, hidden: int, vectors: int, first: Sequence[Sample], later: Sequence[Sample]) -> Cost:
-    return Cost(
-        what=what,
-        hidden=hidden,
-        vectors=vectors,
-        first_us=_median_us(first),
-        later_us=_median_us(later),
-        first_bytes=round(statistics.median(sample.bytes_sent for sample in first)),
-        later_bytes=round(statistics.median(sample.bytes_sent for sample in later)),
-        first_samples_us=tuple(round(sample.seconds * 1e6, 2) for sample in first),
-        later_samples_us=tuple(round(sample.seconds * 1e6, 2) for sample in later),
-    )
+def _cost(what: str, hidden: int, vectors: int, first: Sequence[Sample], later: Sequence[Sample]) -> dict[str, Any]:
+    """Return medians of all repetitions: with vectors that are new, and with those that server and client know.
+
+    Bytes are those of the messages that are sent, without gRPC's own framing.
+    """
+    both = {"first": first, "later": later}
+    return {
+        "what": what,
+        "hidden": hidden,
+        "vectors": vectors,
+        **{f"{when}_us": _median_us(samples) for when, samples in both.items()},
+        **{f"{when}_bytes": round(statistics.median(item.bytes_sent for item in some)) for when, some in both.items()},
+        **{f"{when}_samples_us": [round(item.seconds * 1e6, 2) for item in some] for when, some in both.items()},
+    }
 
 
 def _median_us(samples: Sequence[Sample]) -> float:

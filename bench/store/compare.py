@@ -48,11 +48,7 @@ class CompareJob:
 
 
 def measure(job: CompareJob, folder: Path) -> dict[str, Any]:
-    """Measure, the store's data lying in a folder; return the part of the result.
-
-    Raises:
-        RunFailedError: Something did not come up, or rows were lost or changed.
-    """
+    """Measure, the store's data lying in a folder; return the part of the result."""
     size = job.captures * job.shape.num_bytes
     with ExitStack() as stack:
         lane = stack.enter_context(

@@ -67,11 +67,7 @@ class Lane:
         return self.fed()
 
     def seal(self, captures: Sequence[str], shape: Shape) -> None:
-        """Seal captures, whose rows are all there.
-
-        Raises:
-            RunFailedError: They are not.
-        """
+        """Seal captures, whose rows are all there."""
         for capture_id in captures:
             manifest = self.stub.SealCapture(shape.seal(capture_id)).manifest
             if manifest.state != capture_pb2.CAPTURE_STATE_COMPLETE or manifest.num_rows != shape.num_rows:
@@ -98,12 +94,7 @@ class Lane:
 def running_lane(
     folder: Path, *, shippers: int, ring_mib: int, max_gib: int, store_module: str = "store_svc"
 ) -> Iterator[Lane]:
-    """Run a store in an empty folder, a ring and its shippers.
-
-    Raises:
-        RunFailedError: The ring or a shipper did not come up.
-        ServiceFailedError: The store did not.
-    """
+    """Run a store in an empty folder, a ring and its shippers."""
     folder.mkdir(parents=True)
     control = folder / "worker"
     with ExitStack() as stack:

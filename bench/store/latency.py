@@ -47,11 +47,7 @@ class LatencyJob:
 
 
 def measure(job: LatencyJob, folder: Path) -> dict[str, Any]:
-    """Measure, the store's data lying in a folder; return the part of the result.
-
-    Raises:
-        RunFailedError: Something did not come up, or rows did not come.
-    """
+    """Measure, the store's data lying in a folder; return the part of the result."""
     max_gib = int(job.store_gib * 1.25) + 2
     with running_lane(folder / "lane", shippers=job.shippers, ring_mib=job.ring_mib, max_gib=max_gib) as lane:
         captures = [f"stored-{number}" for number in range(job.captures)]

@@ -44,11 +44,7 @@ class ScaleJob:
 
 
 def measure(job: ScaleJob, folder: Path) -> dict[str, Any]:
-    """Measure, the stores' data lying in a folder; return the part of the result.
-
-    Raises:
-        RunFailedError: Something did not come up, or rows were lost.
-    """
+    """Measure, the stores' data lying in a folder; return the part of the result."""
     cases = []
     for stores, shippers in job.cases():
         rates = _measure_case(job, stores, shippers, folder / f"{stores}-{shippers}")

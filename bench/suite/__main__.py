@@ -20,8 +20,8 @@ from bench.output import write_result
 from bench.parts import OtherRunError, read_earlier
 from bench.processes import RunFailedError, measuring
 from bench.suite.plan import Planned, entries, schedule
-from bench.suite.reasons import reason
 from bench.suite.report import write_report
+from bench.suite.results import reason
 from examples.services import ServiceFailedError
 
 if TYPE_CHECKING:
@@ -117,12 +117,7 @@ def run_all(
 
 
 def run_one(planned: Planned, workload: Workload, surroundings: Surroundings) -> dict[str, Any]:
-    """Run a process, and return what it measured.
-
-    Raises:
-        RunFailedError: It failed.
-        ServiceFailedError: Its store did not come up.
-    """
+    """Run a process, and return what it measured."""
     entry = planned.entry
     base = dataclasses.replace(workload, eager=workload.eager or entry.eager, sink=entry.sink or workload.sink)
     load, started = os.getloadavg()[0], time.monotonic()

@@ -10,9 +10,8 @@ from bench.isolated.run import summary
 from bench.output import markdown_table, percent, seconds
 from bench.suite import __main__ as suite
 from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, entries, powers_below, schedule, spread
-from bench.suite.reasons import reason
 from bench.suite.report import render, write_report
-from bench.suite.results import Formulas, Line, by_name, curve, failures
+from bench.suite.results import Formulas, Line, by_name, curve, failures, reason
 
 LAYERS = 36
 
