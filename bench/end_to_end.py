@@ -6,17 +6,13 @@ It is bench.capture with a store, on every layer of every token, with bars; all 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from bench.capture.__main__ import parse, run
+from bench.capture.results import ModeSummary
 from bench.capture.workload import Mode, Sink
 from bench.machine import filesystem
 from bench.output import Bar
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bench.capture.results import ModeSummary
 
 WORKLOAD = (
     *("--rounds", "2", "--iterations", "5", "--batch-size", "32", "--prefill", "512", "--decode", "128"),

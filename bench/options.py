@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from bench.capture.shapes import SHAPES, write_shape
 from examples.model import default_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
 
 _T = TypeVar("_T")
 

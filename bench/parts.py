@@ -6,18 +6,14 @@ import json
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from bench.machine import describe
+from bench.machine import Machine, describe
 from bench.output import Bar, write_result
 from bench.processes import RunFailedError, measuring
 from examples.services import ServiceFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from bench.machine import Machine
 
 _KIND_OF_MACHINE = ("cpu", "cores", "gpu", "gpu_count", "gpu_driver")
 """What of a machine must agree for figures to lie in one file: not how busy it was."""

@@ -8,16 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from bench.machine import ROOT
 from bench.memory import descendants
 from examples.services import OWN_GROUP, Service, ServiceFailedError, start_store
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 _RUN_SECONDS = 1800.0
 _STORE_SECONDS = 60.0

@@ -8,19 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.machine import ROOT
 from bench.output import markdown_table, percent, seconds, times
 from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, ZERO_LAYER
-from bench.suite.results import by_name, failures
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from bench.suite.results import Measured
+from bench.suite.results import Measured, by_name, failures
 
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"

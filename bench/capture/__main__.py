@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.capture.options import add_workload_arguments, workload_of
 from bench.capture.processes import run_all
@@ -14,9 +15,6 @@ from bench.machine import describe
 from bench.options import add_output, positive, words
 from bench.output import Bar, write_result
 from bench.processes import measuring
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,10 +6,10 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import uvloop
@@ -24,16 +24,12 @@ from bench.machine import used_mib
 from bench.memory import peak_mib
 from bench.plain import restore
 from bench.processes import hand_over
+from inference_svc.engine import ModelFacts
 from inference_svc.settings import InferenceSettings
 from inference_svc.tap_settings import SITES
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import selection_pb2
 from residuum.wire.encodings import ENCODINGS
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
-
-    from inference_svc.engine import ModelFacts
 
 EVERYWHERE = selection_pb2.PositionSelection()
 _MIB = 1 << 20

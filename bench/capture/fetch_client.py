@@ -7,14 +7,12 @@ standard input, {"fetch": capture ids}, with one on its standard output once it 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import residuum
 from bench.processes import answer_lines
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def fetch(client: residuum.Client, pool: ThreadPoolExecutor, capture_ids: Sequence[str]) -> dict[str, Any]:

@@ -5,20 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.capture.results import Run
-from bench.capture.workload import Job, Runner
+from bench.capture.workload import Job, Runner, Turn, Workload
 from bench.memory import peak_of
 from bench.plain import restore
 from bench.processes import run_child, running_store
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bench.capture.workload import Turn, Workload
 
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 

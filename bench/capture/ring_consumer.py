@@ -11,20 +11,16 @@ import os
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from bench.processes import answer_lines
 from inference_svc.shipping.framing import payload_bytes
 from inference_svc.shipping.protocol import Done, ExtentReady, LossReport, Message, MessageReader
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2
 
 _RECEIVE_BYTES = 1 << 16
 

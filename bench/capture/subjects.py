@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -15,12 +16,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from bench.capture import noop_taps
 from inference_svc.engine import Engine, engine_arguments, model_runner, stream
 from inference_svc.selftest import run_self_test
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable, Mapping, Sequence
-
-    from inference_svc.settings import InferenceSettings
-    from inference_svc.taps.plan import RequestPlan
+from inference_svc.settings import InferenceSettings
+from inference_svc.taps.plan import RequestPlan
 
 _SETTLE_SECONDS = 300.0
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from residuum.wire.limits import DEFAULT_PROJECTION
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 class Mode(str, Enum):

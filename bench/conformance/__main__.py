@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.conformance.architectures import ARCHITECTURES, Architecture
 from bench.conformance.check import Setup, check, to_json
@@ -22,9 +23,6 @@ from bench.machine import describe as describe_origin
 from bench.options import add_engine_args, add_output, named, words
 from bench.output import write_result
 from bench.processes import measuring, running_store
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _LINE = "{:<15} {:<8} {:>6} {:>7} {:>7} {:>12} {:>12} {:>10}  {:<14} {:>6}"
 _HEADS = ("architecture", "verdict", "layers", "rows", "missing", "min cos", "mean cos", "max error", "captures", "s")

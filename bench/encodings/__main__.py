@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.capture.__main__ import parse as parse_capture
 from bench.capture.options import workload_of
 from bench.capture.processes import run_all
-from bench.capture.results import show, summarise
+from bench.capture.results import ModeSummary, show, summarise
 from bench.capture.shapes import SHAPES
 from bench.capture.workload import Mode, Sink, schedule
 from bench.encodings import blocks, rows
@@ -20,11 +20,6 @@ from bench.options import add_output, words
 from bench.output import Bar
 from bench.parts import Part, run_parts
 from examples.model import default_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bench.capture.results import ModeSummary
 
 PARTS = ("rows", "blocks", "overhead", "end-to-end")
 MODES = (Mode.STOCK, Mode.ALL_LAYERS, Mode.ALL_LAYERS_ENCODED)

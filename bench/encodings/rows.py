@@ -7,28 +7,23 @@ bfloat16, as a server has them. Everything is compared with those rows, in float
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
-from bench.encodings.forms import CASES, SEED
+from bench.encodings.forms import CASES, SEED, Case
 from bench.machine import ROOT
 from bench.output import markdown_table
 from residuum.v1 import capture_pb2, tensor_pb2
-from residuum.wire.encodings import PROJECT, basis_of
+from residuum.wire.encodings import PROJECT, RowFormat, basis_of
 from residuum.wire.projection import projection_matrix
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+Rows = npt.NDArray[Any]
 
-    import numpy.typing as npt
-
-    from bench.encodings.forms import Case
-    from residuum.wire.encodings import RowFormat
-
-    Rows = npt.NDArray[Any]
 
 BLOCK = 32
 """Positions that are encoded together, as in a capture block of generated tokens."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +17,6 @@ from bench.host.loop import DecodeLoop, Device, Steering
 from bench.machine import describe
 from bench.options import add_output, numbers
 from bench.output import write_result
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _WARMUP_STEPS = 64
 """Two blocks of every request: by then all tables are written and all lists have grown."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.capture.options import add_runner, add_workload_arguments, workload_of
 from bench.isolated.configuration import BadConfigurationError, Configuration, IsolatedMode, Peer, Tap
@@ -14,9 +15,6 @@ from bench.machine import describe, filesystem
 from bench.options import add_output, numbers
 from bench.output import write_result
 from bench.processes import measuring
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

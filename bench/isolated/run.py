@@ -5,24 +5,18 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.capture.processes import environment_of, run_turn
-from bench.capture.results import Run
-from bench.capture.workload import Runner, Turn
-from bench.isolated.configuration import Peer
+from bench.capture.results import Iteration, Run
+from bench.capture.workload import Runner, Turn, Workload
+from bench.isolated.configuration import Configuration, Peer
 from bench.machine import ROOT
 from bench.plain import restore
 from bench.processes import RunFailedError, run_child
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bench.capture.results import Iteration
-    from bench.capture.workload import Workload
-    from bench.isolated.configuration import Configuration
 
 TIMES = ("generation_time", "fetch_time", "total_time", "throughput_tokens_per_sec")
 _STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {

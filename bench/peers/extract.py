@@ -11,22 +11,18 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from vllm.sampling_params import RequestOutputKind
 
 from bench.capture.subjects import StockSubject
-from bench.peers.peer import PeerUnavailableError, VllmPeer, settings_of_peer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bench.capture.workload import Workload
-    from bench.peers.child import PeerJob
-    from bench.peers.peer import Array
+from bench.capture.workload import Workload
+from bench.peers.child import PeerJob
+from bench.peers.peer import Array, PeerUnavailableError, VllmPeer, settings_of_peer
 
 _FILE_SECONDS = 20.0
 _POLL_SECONDS = 0.0005

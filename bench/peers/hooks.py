@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bench.capture.subjects import Batch, StockSubject, generate_batch
 from bench.isolated.configuration import Peer as PeerName
+from bench.peers.child import PeerJob
 from bench.peers.hook_worker import EXTENSION
-from bench.peers.peer import VllmPeer, settings_of_peer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bench.peers.child import PeerJob
-    from bench.peers.peer import Array
+from bench.peers.peer import Array, VllmPeer, settings_of_peer
 
 _FLUSH_EVERY = {PeerName.HOOKS: 1, PeerName.HOOKS_32: 32}
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.sampling_params import RequestOutputKind
 
 from bench.capture.subjects import StockSubject
-from bench.peers.peer import PeerUnavailableError, VllmPeer, settings_of_peer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bench.peers.child import PeerJob
-    from bench.peers.peer import Array
+from bench.peers.child import PeerJob
+from bench.peers.peer import Array, PeerUnavailableError, VllmPeer, settings_of_peer
 
 
 class Lens(VllmPeer):

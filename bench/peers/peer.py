@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy.typing as npt
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from bench.capture.child import check_layers, settings_of
-from bench.capture.subjects import timed_batch
+from bench.capture.subjects import Batch, StockSubject, timed_batch
 from bench.capture.workload import Job, Mode
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
-
-    from vllm.sampling_params import RequestOutputKind
-
-    from bench.capture.subjects import Batch, StockSubject
-    from bench.peers.child import PeerJob
-    from inference_svc.settings import InferenceSettings
+from bench.peers.child import PeerJob
+from inference_svc.settings import InferenceSettings
 
 Array = npt.NDArray[Any]
 

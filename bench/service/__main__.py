@@ -6,17 +6,14 @@ import argparse
 import asyncio
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.capture.workload import Runner
 from bench.machine import Machine
 from bench.options import add_engine_args, add_model, add_output, model_of, positives, words
 from bench.parts import Part, run_parts
 from bench.service.compare import ServiceJob, bars, measure, show
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

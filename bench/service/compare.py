@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import residuum
 from bench.capture.processes import environment_of
 from bench.capture.workload import Runner
 from bench.output import Bar, table
 from bench.processes import Helper
-from bench.service.load import Load, Measured, run_load
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from bench.service.load import Start
+from bench.service.load import Load, Measured, Start, run_load
 
 WAYS = ("AsyncLLM", "residuum")
 """vLLM's engine, called by its own process; and `residuum.AsyncClient`, in another one."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.memory import descendants, kind_of, status_kib
 from bench.processes import RunFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 WARM_UP = 1 / 3
 """The share of the requests after which buffers, caches and allocators are as large as they will be."""

@@ -6,16 +6,13 @@ import asyncio
 import random
 import statistics
 import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from bench.capture.subjects import WrongTokenCountError
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
-
-    Start = Callable[[str, Sequence[int], int], AsyncGenerator[int, None]]
-    """Starts a request: its name, its prompt, the tokens of its reply; yields how many tokens came together."""
+Start = Callable[[str, Sequence[int], int], AsyncGenerator[int, None]]
+"""Starts a request: its name, its prompt, the tokens of its reply; yields how many tokens came together."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import residuum
 from bench.machine import Machine
@@ -22,12 +23,7 @@ from bench.parts import Part, run_parts
 from bench.service.growth import MOST_KIB_PER_REQUEST, WARM_UP, Processes, growth_of
 from bench.service.mixture import Mixture
 from examples.model import default_model
-from examples.services import running_services
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from examples.services import Service
+from examples.services import Service, running_services
 
 _FLAGS = (
     *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32"),

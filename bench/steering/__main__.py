@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.capture.options import add_runner
 from bench.capture.shapes import SHAPES
@@ -18,9 +18,6 @@ from bench.processes import run_child
 from bench.steering import engine, rpc
 from bench.steering.engine import Case, EngineJob
 from bench.steering.rpc import RpcJob
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _CONFIGURATIONS = (0, 1, 8, 32, 64, 128, 256)
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.capture.processes import environment_of
 from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Runner, Sink, Workload
 from bench.output import Bar, table
 from bench.processes import RunFailedError, run_child
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 STOCK = "stock"
 _BAR_MOST, _BAR_ONE = 0.85, 0.93

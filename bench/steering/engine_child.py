@@ -7,7 +7,7 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -18,10 +18,8 @@ from bench.capture.subjects import Subject, TappedSubject, digest, generate_batc
 from bench.capture.workload import Job, Mode
 from bench.plain import restore
 from bench.steering.engine import STOCK, Case, EngineJob, bank_row, rotated
+from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
-
-if TYPE_CHECKING:
-    from inference_svc.settings import InferenceSettings
 
 _VECTORS_PER_CALL = 512
 _UNSTEERED = Case(0)

@@ -9,11 +9,13 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from bench.output import Bar, table
 from bench.plain import restore
@@ -27,11 +29,6 @@ from inference_svc.taps.plan import Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.runtime import TapRuntime
 from residuum.v1 import selection_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
 
 _DTYPE = torch.bfloat16
 _ITEM_BYTES = 2

@@ -6,12 +6,14 @@ import hashlib
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 import residuum
 from bench.output import table
@@ -20,11 +22,6 @@ from residuum import _vectors
 from residuum._requests import plan_spec
 from residuum.v1 import inference_pb2, tensor_pb2
 from residuum.wire.digests import digest_of_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    import numpy.typing as npt
 
 LAYERS = 28
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.machine import Machine
 from bench.options import add_output, positive, positives, words
@@ -15,9 +15,6 @@ from bench.store.captures import Shape
 from bench.store.compare import CompareJob
 from bench.store.latency import LatencyJob
 from bench.store.scale import ScaleJob
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PARTS = ("compare", "latency", "scale")
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 from residuum.wire.limits import BLOCK_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
 
 _SITE = capture_pb2.SITE_RESID_POST
 _DTYPE = tensor_pb2.DATA_TYPE_BFLOAT16

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from bench.machine import filesystem
 from bench.output import Bar, table
 from bench.store.captures import Shape, random_bytes
 from bench.store.lane import running_lane, running_peer
 from bench.store.ways import Flight, Plain, Shipped, Tcp, Way
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
 DIRECTIONS = ("ingest", "read")
 

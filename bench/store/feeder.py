@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from bench.processes import answer_lines
 from bench.store.captures import Shape, random_bytes
 from inference_svc.shipping.framing import payload_bytes
 from inference_svc.shipping.producer import RingProducer
 from residuum.rpc.logs import configure_logs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _DRAIN_SECONDS = 600.0
 _WAIT_SECONDS = 60.0

@@ -6,22 +6,18 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import residuum
 from bench.machine import ROOT
 from bench.processes import Helper, RunFailedError, reap, running_store
+from bench.store.captures import Shape
+from examples.services import Service
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from bench.store.captures import Shape
-    from examples.services import Service
 
 _PURGE_SECONDS = 120.0
 _POLL_SECONDS = 0.02

@@ -6,20 +6,16 @@ import math
 import random
 import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from bench.machine import filesystem
 from bench.output import table
 from bench.processes import RunFailedError
 from bench.store.captures import Shape
-from bench.store.lane import running_lane
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from bench.store.lane import Lane
+from bench.store.lane import Lane, running_lane
 
 _GIB = 1 << 30
 _CAPTURES_AT_ONCE = 32

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from bench.machine import filesystem
 from bench.output import Bar, table
 from bench.store.captures import Shape
-from bench.store.lane import running_lane
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from bench.store.lane import Lane
+from bench.store.lane import Lane, running_lane
 
 _LEAST_GB_PER_SECOND = 5.0
 

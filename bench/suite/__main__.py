@@ -7,8 +7,9 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.capture.options import add_runner, add_workload_arguments, workload_of
 from bench.capture.workload import Workload
@@ -23,9 +24,6 @@ from bench.suite.plan import Planned, entries, schedule
 from bench.suite.report import write_report
 from bench.suite.results import reason
 from examples.services import ServiceFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BENCHMARK = "bench.suite"
 RESULT = "suite.json"

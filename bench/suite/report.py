@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.output import markdown_table, percent, seconds, times
 from bench.suite.plan import ALL_LAYERS, BASELINE
 from bench.suite.plots import draw
 from bench.suite.results import Formulas, Line, Measured, by_name, curve, failures
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 REPORT = "report.md"
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bench.suite.plan import ALL_LAYERS, BASELINE, NOOP, ZERO_LAYER
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|NotFound)\b(?::.*)?)$")
 _FOLLOWS = ("Engine core initialization failed", "EngineDeadError", "WorkerProc initialization failed", "cancelled")
