@@ -84,11 +84,6 @@ def test_a_program_that_is_not_there_tells_nothing():
     assert described._run(["false"]) is None
 
 
-def test_a_revision_lists_what_differs_from_it():
-    revision = Revision.describe()
-    assert all(not path.startswith("/") for path in revision.changed)
-
-
 def test_peak_memory():
     assert peak_of(os.getpid()) > 1
     assert peak_mib()["front end"] > 1

@@ -5,7 +5,7 @@ import pytest
 
 from bench.capture.__main__ import parse, result
 from bench.capture.options import workload_of
-from bench.capture.results import Iteration, Memory, Run, show, summarise
+from bench.capture.results import Iteration, Memory, Run, summarise
 from bench.capture.shapes import SHAPES
 from bench.capture.workload import Mode, Runner, Sink, Vectors, Workload
 from bench.plain import restore
@@ -102,13 +102,6 @@ def test_a_result_names_the_model_and_not_where_it_lies():
     assert "replies" not in data["runs"][0]["iterations"][0]
 
 
-def test_every_mode_is_shown():
-    lines = show(summarise(RUNS)).splitlines()
-    assert len(lines) == 4
-    assert lines[2].split()[:2] == ["all-layers", "v1"]
-    assert "-11.4 %" in lines[2]
-
-
 def test_the_command_line_decides_the_workload():
     options = parse(["--model", "m", "--eager", "--sink", "ring", "--decode", "7", "--engine-args", '{"seed": 3}'])
     assert workload_of(options) == Workload("m", eager=True, sink=Sink.RING, decode=7, engine_args={"seed": 3})
@@ -130,15 +123,6 @@ def test_a_shape_brings_its_own_arguments(monkeypatch, tmp_path):
     assert workload.model == str(tmp_path / "shapes" / "tiny")
     assert workload.engine_args == {**SHAPES["tiny"].engine_args, "load_format": "auto"}
     assert workload.vectors is Vectors.LAYER
-
-
-def test_model_runners_are_chosen_by_name():
-    assert parse(["--runners", "v1,v2"]).runners == [Runner.V1, Runner.V2]
-    assert parse([]).runners == [Runner.DEFAULT]
-
-
-def test_modes_are_chosen_by_name():
-    assert parse(["--modes", "stock,all-layers+steer"]).modes == [Mode.STOCK, Mode.ALL_LAYERS_STEER]
 
 
 @pytest.mark.parametrize(

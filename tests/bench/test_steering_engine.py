@@ -6,7 +6,7 @@ import pytest
 from bench.plain import restore
 from bench.processes import RunFailedError
 from bench.steering.__main__ import main
-from bench.steering.engine import Case, EngineJob, bank_row, bars, rotated, show, summarise
+from bench.steering.engine import Case, EngineJob, bank_row, bars, rotated, summarise
 from bench.steering.engine_child import plan_of, settings_for
 
 CASES = (Case(0), Case(1), Case(2), Case(4), Case(2, per_layer=True))
@@ -101,11 +101,6 @@ def test_what_does_not_steer_is_not_measured(case, replies, message):
 def test_requests_of_the_first_configuration_may_be_as_with_one():
     replies = {**REPLIES, "K=2": "ejgk"}  # requests 0 and 2 have the configuration that all have with K=1
     assert summarise(JOB, runs(TIMES, replies))["cases"]
-
-
-def test_every_case_is_shown():
-    (printed,) = show(summarise(JOB, runs(TIMES, REPLIES)))
-    assert [line.split()[0] for line in printed.splitlines()[1:]] == ["stock", "K=0", "K=1", "K=2", "K=4", "K=2"]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from bench.plain import restore
 from bench.steering import kernel
-from bench.steering.kernel import KernelJob, Measurement, bars, show, tap_bytes
+from bench.steering.kernel import KernelJob, Measurement, bars, tap_bytes
 from bench.steering.timing import Times
 from examples.services import ROOT
 from inference_svc.taps.plan import Kind
@@ -51,13 +51,6 @@ def test_every_way_is_measured_at_every_size(interpreted):
 
 def test_an_idle_tap_changes_nothing(interpreted):
     assert {item.error for item in interpreted if item.operation == kernel.IDLE and item.way == kernel.TAP} == {0.0}
-
-
-def test_the_tables_are_printed(interpreted):
-    job = KernelJob(hidden=(48, 64), unique=(1, 2, 4), requests=4, rows_each=3)
-    printed = "\n".join(show(job, interpreted, 1e9))
-    assert "a tap's bytes take 3.5 us" in printed  # 3 * 12 rows * 48 * 2 bytes
-    assert printed.count("gather/scatter") == 6
 
 
 def measured(unique, us, hidden=2560, operation="add", way=kernel.TAP):
