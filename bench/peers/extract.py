@@ -70,7 +70,7 @@ def _take(path: str) -> Array:
 
 
 async def _unlocked(lock: Path) -> None:
-    """Wait until the writer of a file has let go of its lock."""
+    """Wait until the writer of a file has let go of its lock, but not for ever."""
     deadline = time.monotonic() + _FILE_SECONDS
     with lock.open() as file:
         while True:

@@ -63,7 +63,7 @@ class Lane:
         return self.fed()
 
     def seal(self, captures: Sequence[str], shape: Shape) -> None:
-        """Seal captures, whose rows are all there."""
+        """Seal captures; fail if a row of them is missing."""
         for capture_id in captures:
             manifest = self.stub.SealCapture(shape.seal(capture_id)).manifest
             if manifest.state != capture_pb2.CAPTURE_STATE_COMPLETE or manifest.num_rows != shape.num_rows:

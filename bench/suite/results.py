@@ -25,7 +25,7 @@ class Measured:
 
     name: str
     runs: tuple[dict[str, Any], ...]
-    """What each process wrote; see `bench.isolated.document`."""
+    """What each process wrote; see `bench.isolated.run.document`."""
 
     @property
     def peer(self) -> bool:
