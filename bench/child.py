@@ -1,4 +1,4 @@
-"""One process of a benchmark: `python -m bench.child MODULE JOB.json RESULT.json`, started by `bench.children`."""
+"""One process of a benchmark: `python -m bench.child MODULE JOB.json RESULT.json`, started by `bench.processes`."""
 
 from __future__ import annotations
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import re
 import runpy
 import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-
-from bench.gpu import gpus
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,6 +28,65 @@ _RESULTS = "bench/results/"
 
 REVISION_VARIABLE = "RESIDUUM_REVISION"
 """Names the revision where git cannot: in a copy of the files, without their history."""
+
+_GPU_SECONDS = 60.0
+_QUERY = "name,driver_version,memory.total,memory.used"
+_MIB = 1 << 20
+
+_ASK_TORCH = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+memory = [torch.cuda.mem_get_info(index) for index in range(count)]
+names = [torch.cuda.get_device_name(index) for index in range(count)]
+print(json.dumps([[name, total, total - free] for name, (free, total) in zip(names, memory)]))
+"""
+"""A program of its own: a CUDA context takes memory for as long as its process lives."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU."""
+
+    name: str
+    driver: str
+    """The driver's version; empty if it is not known."""
+    total_mib: int
+    used_mib: int
+    """In use now, by whichever process."""
+
+
+def gpus() -> list[Gpu]:
+    """Return the GPUs of this machine, as nvidia-smi tells, or, where that is missing, torch."""
+    told = _run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
+    if told is not None:
+        return parse(told)
+    told = _run([sys.executable, "-c", _ASK_TORCH])
+    found = json.loads(told) if told else []
+    return [Gpu(name, "", total // _MIB, used // _MIB) for name, total, used in found]
+
+
+def parse(table: str) -> list[Gpu]:
+    """Return the GPUs in nvidia-smi's answer."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
+    return [Gpu(name, driver, _number(total), _number(used)) for name, driver, total, used in rows]
+
+
+def used_mib() -> int:
+    """Return the memory that is in use on all GPUs together."""
+    return sum(gpu.used_mib for gpu in gpus())
+
+
+def _number(cell: str) -> int:
+    return int(cell) if cell.isdigit() else 0  # "[N/A]" where the driver does not tell
+
+
+def _run(command: list[str]) -> str | None:
+    """Return what a command prints; None if it is not there, fails or hangs."""
+    try:
+        result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_GPU_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout if result.returncode == 0 else None
 
 
 @dataclass(frozen=True)
@@ -90,6 +150,15 @@ class Revision:
         status = _git("status", "--porcelain", "--", *_MEASURED).splitlines()
         changed = tuple(line[3:] for line in status if not line[3:].startswith(_RESULTS))
         return cls(_git("rev-parse", "HEAD").strip(), changed)
+
+
+def describe(machine: Machine | None = None) -> dict[str, Any]:
+    """Return what every result says of its origin: machine, versions, revision."""
+    return {
+        "machine": asdict(machine or Machine.describe()),
+        "versions": versions(),
+        "revision": asdict(Revision.describe()),
+    }
 
 
 def is_committed(file: Path) -> bool:

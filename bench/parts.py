@@ -1,105 +1,83 @@
-"""Benchmarks of several parts: what they write in the same words, and one file for parts that were run one by one."""
+"""Benchmarks of several parts, which may be run one by one into the same file."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 import sys
 import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from bench.capture.processes import terminated_as_interrupted
-from bench.children import RunFailedError
-from bench.machine import Revision, versions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from bench.machine import Machine
+from bench.machine import Machine, describe
+from bench.output import Bar, write_result
+from bench.processes import RunFailedError, measuring
+from svc_common.launcher import ServiceFailedError
 
 _KIND_OF_MACHINE = ("cpu", "cores", "gpu", "gpu_count", "gpu_driver")
 """What of a machine must agree for figures to lie in one file: not how busy it was."""
 
-_NUMBERS = re.compile(r"\[\s+((?:-?[\d.]+(?:e[-+]?\d+)?,?\s+)+)\]")
+
+class Part(NamedTuple):
+    """What came of one part."""
+
+    data: dict[str, Any]
+    lines: Iterable[str] = ()
+    """What is printed."""
+    bars: Sequence[Bar] = ()
+    failures: Sequence[str] = ()
 
 
 class OtherRunError(RuntimeError):
     """A file holds what was measured of another revision, or on another machine. The message says how it differs."""
 
     def __init__(self, message: str, differs: str) -> None:
-        """Say what to do, and how it differs."""
         super().__init__(message)
         self.differs = differs
         """How, in a few words."""
 
 
-@dataclass(frozen=True)
-class Bar:
-    """What a figure has to reach."""
-
-    name: str
-    value: float
-    limit: float
-    at_most: bool = True
-    """The value may not be above the limit; otherwise not below it."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is reached."""
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data; a figure that is missing, infinite here, is null."""
-        return {**vars(self), "value": self.value if math.isfinite(self.value) else None, "passed": self.passed}
-
-    def line(self) -> str:
-        """Return it as it is printed."""
-        sign = "<=" if self.at_most else ">="
-        return f"{'pass' if self.passed else 'MISSED'}\t{self.name}\t{self.value:.4g} {sign} {self.limit:g}"
-
-
 def run_parts(
-    benchmark: str,
-    machine: Machine,
-    names: Sequence[str],
-    output: Path | None,
-    measure: Callable[[str], tuple[dict[str, Any], list[str]]],
+    benchmark: str, machine: Machine, names: Sequence[str], output: Path | None, measure: Callable[[str], Part]
 ) -> None:
-    """Measure parts one after the other, and write each as soon as it is there. Ends the process if anything failed.
+    """Measure parts one after the other; print each, and write it as soon as it is there.
+
+    Ends the process if anything failed; the other parts are measured all the same.
 
     Args:
         benchmark: The benchmark's name.
         machine: Where it runs.
         names: The parts.
         output: Where the result goes; what it holds of other parts stays, if it is of the same revision and machine.
-        measure: Returns a part as plain data, and what failed in it. Raises RunFailedError if nothing came of it.
+        measure: Measures one. Raises RunFailedError or ServiceFailedError if nothing came of it.
     """
-    context = {"machine": asdict(machine), "versions": versions(), "revision": asdict(Revision.describe())}
+    context = describe(machine)
     try:
         parts = read_earlier(output, benchmark, context) if output else {}
     except OtherRunError as error:
         sys.exit(str(error))
     failures = []
-    try:
-        with terminated_as_interrupted():
-            for name in names:
-                load, started = os.getloadavg()[0], time.perf_counter()
-                try:
-                    part, failed = measure(name)
-                except RunFailedError as error:
-                    failures.append(str(error))  # the other parts can do without this one
-                    continue
-                failures += failed
-                seconds = time.perf_counter() - started
-                parts[name] = {**part, "load_before": round(load, 2), "seconds": round(seconds, 1)}
-                if output:  # what is measured stays, whatever comes after it
-                    write(output, benchmark, context, parts)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with measuring():
+        for name in names:
+            load, started = os.getloadavg()[0], time.perf_counter()
+            print(f"=== {name}", flush=True)
+            try:
+                part = measure(name)
+            except (RunFailedError, ServiceFailedError) as error:
+                failures.append(f"{name}: {error}")
+                continue
+            for line in (*part.lines, *(bar.line() for bar in part.bars)):
+                print(line, flush=True)
+            failures += [f"{name}: {failure}" for failure in part.failures]
+            parts[name] = {
+                **part.data,
+                **({"bars": [bar.to_json() for bar in part.bars]} if part.bars else {}),
+                "load_before": round(load, 2),
+                "seconds": round(time.perf_counter() - started, 1),
+            }
+            if output:  # what is measured stays, whatever comes after it
+                write_result(output, {"benchmark": benchmark, **context, "parts": parts})
     if failures:
         sys.exit("\n".join(f"BENCH FAILED: {failure}" for failure in failures))
 
@@ -111,9 +89,6 @@ def read_earlier(file: Path, benchmark: str, context: Mapping[str, Any]) -> dict
         file: Where the result goes.
         benchmark: Whose result.
         context: "machine", "versions" and "revision" of this run, and whatever else must be the same.
-
-    Raises:
-        OtherRunError: What it holds cannot stand beside what is measured now.
     """
     if not file.exists():
         return {}
@@ -123,36 +98,14 @@ def read_earlier(file: Path, benchmark: str, context: Mapping[str, Any]) -> dict
         earlier = None
     if not isinstance(earlier, dict) or earlier.get("benchmark") != benchmark:
         raise OtherRunError(f"{file} is no result of {benchmark}; write to another file.", f"no result of {benchmark}")
-    differences = [name for name, old, new in _compared(earlier, context) if old != new]
+    new = json.loads(json.dumps(context))  # a tuple is a list in the file
+    differences = [name for name in new if _comparable(name, earlier.get(name)) != _comparable(name, new[name])]
     if differences:
         differs = f"another {', another '.join(differences)}"
-        raise OtherRunError(
-            f"{file} holds what was measured with {differs}; remove it, or write to another file.", differs
-        )
+        message = f"{file} holds what was measured with {differs}; remove it, or write to another file."
+        raise OtherRunError(message, differs)
     return dict(earlier["parts"])
 
 
-def _compared(earlier: Mapping[str, Any], context: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    old, new = ([item["machine"].get(name) for name in _KIND_OF_MACHINE] for item in (earlier, context))
-    plain = json.loads(json.dumps(context))  # a tuple is a list in the file
-    return [("machine", old, new), *((name, earlier.get(name), plain[name]) for name in plain if name != "machine")]
-
-
-def write(file: Path, benchmark: str, context: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Write all parts there are; whoever reads the file meanwhile finds it whole."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".new")
-    temporary.write_text(compact({"benchmark": benchmark, **context, "parts": dict(parts)}) + "\n")
-    temporary.replace(file)
-
-
-def compact(data: Any) -> str:
-    """Return data as JSON that a human can read: lists of numbers on one line."""
-    return _NUMBERS.sub(lambda match: f"[{' '.join(match[1].split())}]", json.dumps(data, indent=1))
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as it is printed: columns as wide as they need to be."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+def _comparable(name: str, value: Any) -> Any:
+    return [value.get(key) for key in _KIND_OF_MACHINE] if name == "machine" else value

@@ -8,19 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.machine import ROOT
-from bench.markdown import percent, seconds, table, times
+from bench.output import markdown_table, percent, seconds, times
 from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, ZERO_LAYER
-from bench.suite.results import by_name, failures
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from bench.suite.results import Measured
+from bench.suite.results import Measured, by_name, failures
 
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
@@ -62,11 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def spliced(page: str, text: str) -> str:
-    """Return a page with a text between its marks.
-
-    Raises:
-        NoMarksError: It does not have each mark once, in order.
-    """
+    """Return a page with a text between its marks."""
     if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
         raise NoMarksError(f"the page needs {BEGIN!r} and, after it, {END!r}, each once")
     before, _, rest = page.partition(BEGIN)
@@ -91,7 +83,8 @@ def figures(results: Path) -> str:
         if folder.name != "cpu" and (folder / "capture.json").exists():
             sections.append(capture(_read(folder / "capture.json"), link))
         sections += [make(_read(folder / name), link) for name, make in files.items() if (folder / name).exists()]
-        sections.append(conformance([_read(file) for file in _conformance_files(folder)], link))
+        compared = [*sorted(folder.glob("conformance*.json")), *folder.glob("parallel.json")]
+        sections.append(conformance([_read(file) for file in compared], link))
     return "\n\n".join(section for section in sections if section)
 
 
@@ -111,15 +104,14 @@ def capture(result: Mapping[str, Any], link: str) -> str:
             gb=found[0]["bytes_per_iteration"] / 1e9,
             generation=found[0]["generation_seconds"]["median"],
         )
-        rows.append((label, *(percent(mode["generation_seconds"]["ratio_to_stock"]) if mode else "" for mode in found)))
+        rows.append((label, *(_over_stock(mode) if mode else "" for mode in found)))
     head = f"{_workload(workload)}, `bench.capture` at {_revision(result)}"
     intro = f"Generation beside stock vLLM {_vllm(result)} in the same run, on {_machine(result)} ([results]({link})):"
-    return f"{intro}\n\n" + table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
+    return f"{intro}\n\n" + markdown_table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
 
 
-def steering(result: Mapping[str, Any], link: str) -> str:
+def steering(result: Mapping[str, Any], _: str) -> str:
     """Return what steering costs in a step, as `bench.steering` measured it."""
-    del link  # it stands above the first table of the machine
     parts = result["parts"]
     texts = [_kernel(parts["kernel"], result)] if "kernel" in parts else []
     if "engine" in parts:
@@ -127,15 +119,14 @@ def steering(result: Mapping[str, Any], link: str) -> str:
     return "\n\n".join(texts)
 
 
-def end_to_end(result: Mapping[str, Any], link: str) -> str:
+def end_to_end(result: Mapping[str, Any], _: str) -> str:
     """Return how long everything that a batch captured takes to be COMPLETE, as `bench.end_to_end` measured it."""
-    del link
     workload = result["workload"]
     stock = {mode["runner"]: mode for mode in result["modes"] if mode["mode"] == "stock"}
     rows = [
         (
             f"all layers of every token, runner {mode['model_runner'].upper()}",
-            percent(mode["generation_seconds"]["ratio_to_stock"]),
+            _over_stock(mode),
             times(mode["completed_seconds"]["median"] / stock[mode["runner"]]["generation_seconds"]["median"]),
         )
         for mode in result["modes"]
@@ -143,12 +134,11 @@ def end_to_end(result: Mapping[str, Any], link: str) -> str:
     ]
     through = f"through {workload['shippers']} shippers into {workload['stores']} stores on the same host"
     head = f"the same requests, {through}, `bench.end_to_end` at {_revision(result)}"
-    return table((head, "generation", "until all is COMPLETE, stock's generation = 1"), rows) if rows else ""
+    return markdown_table((head, "generation", "until all is COMPLETE, stock's generation = 1"), rows) if rows else ""
 
 
-def encodings(result: Mapping[str, Any], link: str) -> str:
+def encodings(result: Mapping[str, Any], _: str) -> str:
     """Return what fewer bytes save while a model generates, as `bench.encodings` measured it."""
-    del link
     parts = result["parts"]
     if not {"overhead", "end-to-end"} <= parts.keys():
         return ""
@@ -158,13 +148,15 @@ def encodings(result: Mapping[str, Any], link: str) -> str:
         (
             words,
             f"{overhead[name]['bytes_per_iteration'] / 1e9:.2f} GB",
-            percent(overhead[name]["generation_seconds"]["ratio_to_stock"]),
+            _over_stock(overhead[name]),
             times(whole[name]["completed_seconds"]["median"] / generation),
         )
         for name, words in (("all-layers", "`raw`"), ("all-layers+encoded", "`rp8`, 512 dimensions"))
     ]
     head = f"all layers of the same requests, `bench.encodings` at {_revision(result)}"
-    return table((head, "bytes", "generation, into the ring", "until all is COMPLETE, stock's generation = 1"), rows)
+    return markdown_table(
+        (head, "bytes", "generation, into the ring", "until all is COMPLETE, stock's generation = 1"), rows
+    )
 
 
 def store(result: Mapping[str, Any], link: str) -> str:
@@ -202,27 +194,21 @@ def store(result: Mapping[str, Any], link: str) -> str:
     )
 
 
-def service(result: Mapping[str, Any], link: str) -> str:
+def service(result: Mapping[str, Any], _: str) -> str:
     """Return what the service adds to vLLM's engine, as `bench.service` measured it."""
-    del link
-    rows = []
-    for part in result["parts"].values():
-        for level in part["levels"]:
-            more = level["difference"]
-            rows.append(
-                (
-                    f"{level['streams']} at a time, runner {part['model_runner'].upper()}",
-                    f"{more['tokens_per_second_ratio']:.3f}",
-                    f"{more['added_first_token_ms']:+.1f} ms",
-                    f"{more['added_token_ms']:+.3f} ms",
-                )
-            )
+    rows = [
+        (
+            f"{level['streams']} at a time, runner {part['model_runner'].upper()}",
+            f"{level['difference']['tokens_per_second_ratio']:.3f}",
+            f"{level['difference']['added_first_token_ms']:+.1f} ms",
+            f"{level['difference']['added_token_ms']:+.3f} ms",
+        )
+        for part in result["parts"].values()
+        for level in part["levels"]
+    ]
     parameters = next(iter(result["parts"].values()))["parameters"]
-    shape = (
-        _shape(parameters["model"]) if parameters["engine_args"].get("load_format") == "dummy" else parameters["model"]
-    )
-    head = f"`Generate` beside AsyncLLM called directly, {shape}, `bench.service` at {_revision(result)}"
-    return table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
+    head = f"`Generate` beside AsyncLLM called directly, {_model(parameters)}, `bench.service` at {_revision(result)}"
+    return markdown_table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
 
 
 def suite(result: Mapping[str, Any], link: str) -> str:
@@ -245,7 +231,7 @@ def suite(result: Mapping[str, Any], link: str) -> str:
         notes.append(f"What could not run there, and why, stands in the report: {missing}.")
     columns = (head, "generation", "over stock", "fetch", "both, ours = 1")
     stock = ("stock vLLM", seconds(base.generation), "", "", "")
-    return "\n\n".join(filter(None, [fill(intro, _WIDTH), table(columns, [stock, *rows]), *notes]))
+    return "\n\n".join(filter(None, [fill(intro, _WIDTH), markdown_table(columns, [stock, *rows]), *notes]))
 
 
 def conformance(results: Sequence[Mapping[str, Any]], link: str) -> str:
@@ -265,7 +251,7 @@ def conformance(results: Sequence[Mapping[str, Any]], link: str) -> str:
         f"with vLLM {_vllm(results[0])} ([results]({link})):"
     )
     head = ("models, `bench.conformance`", "at", "served in", "rows", "missing", "wrong", "least cosine")
-    return f"{fill(intro, _WIDTH)}\n\n{table(head, rows)}"
+    return f"{fill(intro, _WIDTH)}\n\n{markdown_table(head, rows)}"
 
 
 def _conformance_row(how: str, models: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> tuple[str, ...]:
@@ -290,10 +276,6 @@ def _served(model: Mapping[str, Any], setup: Mapping[str, Any]) -> str:
 
 def _words(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-def _conformance_files(folder: Path) -> list[Path]:
-    return [*sorted(folder.glob("conformance*.json")), *folder.glob("parallel.json")]
 
 
 def _rounds(measured: Mapping[str, Measured]) -> str:
@@ -341,7 +323,7 @@ def _kernel(kernel: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     ]
     head = f"steering {parameters['rows']} rows of {_KERNEL_HIDDEN} after one layer, in a CUDA graph"
     columns = (f"{head}, `bench.steering` at {_revision(result)}", f"{least} operation", f"{most} different ones")
-    return table(columns, rows)
+    return markdown_table(columns, rows)
 
 
 def _microseconds(values: Sequence[float | None]) -> str:
@@ -366,11 +348,18 @@ def _engine(engine: Mapping[str, Any]) -> str:
     return fill(text, _WIDTH)
 
 
+def _over_stock(mode: Mapping[str, Any]) -> str:
+    return percent(mode["generation_seconds"]["ratio_to_stock"])
+
+
 def _workload(workload: Mapping[str, Any]) -> str:
     requests = f"{workload['batch_size']} requests of {workload['prefill']} + {workload['decode']} tokens"
-    dummy = workload["engine_args"].get("load_format") == "dummy"
-    how = ", not compiled" if workload.get("eager") else ""
-    return f"{_shape(workload['model']) if dummy else workload['model']}, {requests}{how}"
+    return f"{_model(workload)}, {requests}{', not compiled' if workload.get('eager') else ''}"
+
+
+def _model(workload: Mapping[str, Any]) -> str:
+    name: str = workload["model"]
+    return _shape(name) if workload["engine_args"].get("load_format") == "dummy" else name
 
 
 def _shape(name: str) -> str:

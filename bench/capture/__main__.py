@@ -3,88 +3,62 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.console import Console
-
-from bench.capture.options import add_workload_arguments, names, positive, workload_of
-from bench.capture.processes import run_turn, terminated_as_interrupted
-from bench.capture.report import show_run, show_summary
-from bench.capture.results import ModeSummary, Run, summarise
-from bench.capture.workload import CHOICES, USUAL_MODES, Mode, Runner, Turn, Workload, schedule
-from bench.children import RunFailedError
-from bench.machine import Machine, Revision, versions
-from svc_common.launcher import ServiceFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from bench.capture.options import add_workload_arguments, workload_of
+from bench.capture.processes import run_all
+from bench.capture.results import ModeSummary, Run, show, summarise
+from bench.capture.workload import CHOICES, USUAL_MODES, Runner, Workload, schedule
+from bench.machine import describe
+from bench.options import add_output, positive, words
+from bench.output import Bar, write_result
+from bench.processes import measuring
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print, and write the result."""
-    options = parse(arguments)
+    run("bench.capture", parse(arguments))
+
+
+def run(
+    benchmark: str,
+    options: argparse.Namespace,
+    bars_of: Callable[[Sequence[ModeSummary]], list[Bar]] | None = None,
+    **more: str,
+) -> None:
+    """Run what the command line asks for, print it, and write the result.
+
+    Args:
+        benchmark: Whose result it is.
+        options: What `parse` returned.
+        bars_of: Returns the bars, of a benchmark that has some.
+        more: What the result says besides.
+    """
     workload = workload_of(options)
-    console = Console(highlight=False)
-    context = {
-        "machine": asdict(Machine.describe()),
-        "versions": versions(),
-        "revision": asdict(Revision.describe()),
-        "rounds": options.rounds,
-    }
-    try:
-        with terminated_as_interrupted():
-            runs = run_all(
-                console,
-                workload,
-                schedule(options.modes, options.rounds, options.runners, shared=options.share_engine),
-                options.rounds,
-                options.store_folder,
-            )
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (RunFailedError, ServiceFailedError) as error:
-        sys.exit(f"BENCH FAILED: {error}")
+    context = {"benchmark": benchmark, **describe(), "rounds": options.rounds, **more}
+    with measuring():
+        turns = schedule(options.modes, options.rounds, options.runners, shared=options.share_engine)
+        runs = run_all(workload, turns, options.store_folder)
     summaries = summarise(runs)
-    show_summary(console, summaries)
+    print(show(summaries))
+    written = {**context, **result(workload, runs, summaries)}
+    if bars_of:
+        bars = bars_of(summaries)
+        print(*(bar.line() for bar in bars), sep="\n")
+        written["bars"] = [bar.to_json() for bar in bars]
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result(context, workload, runs, summaries), indent=1) + "\n")
+        write_result(options.output, written)
 
 
-def run_all(
-    console: Console, workload: Workload, turns: Sequence[Turn], rounds: int, store_folder: Path | None = None
-) -> list[Run]:
-    """Run the processes one after another."""
-    runs = []
-    for turn in turns:
-        names = " ".join(mode.value for mode in turn.modes)
-        with console.status(f"round {turn.round + 1}/{rounds}  {names} ..."):  # silent in a pipe
-            measured = run_turn(turn, workload, store_folder)
-        for run in measured:
-            show_run(console, run, rounds)
-        runs += measured
-    return runs
-
-
-def result(
-    context: dict[str, Any], workload: Workload, runs: Sequence[Run], summaries: Sequence[ModeSummary]
-) -> dict[str, Any]:
+def result(workload: Workload, runs: Sequence[Run], summaries: Sequence[ModeSummary]) -> dict[str, Any]:
     """Return what is written to the output file."""
     plain = [asdict(run) for run in runs]
     for run in plain:
         for iteration in run["iterations"]:
             del iteration["replies"]  # compared by now
-    return {
-        "benchmark": "bench.capture",
-        **context,
-        "workload": {**asdict(workload), "model": Path(workload.model).name},  # the name, not where it lies here
-        "modes": [asdict(summary) for summary in summaries],
-        "runs": plain,
-    }
+    return {"workload": workload.shown(), "modes": [asdict(summary) for summary in summaries], "runs": plain}
 
 
 def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture") -> argparse.Namespace:
@@ -97,14 +71,14 @@ def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture"
         help="measure the modes with taps by turns on one engine, instead of each on its own",
     )  # fmt: skip
     parser.add_argument(
-        "--runners", type=names(Runner), default=[Runner.DEFAULT],
+        "--runners", type=words(Runner), default=[Runner.DEFAULT],
         help="vLLM's model runners, with each of which all is done: v1,v2 (default: the one that vLLM takes)",
     )  # fmt: skip
     parser.add_argument(
-        "--modes", type=names(Mode, CHOICES), default=list(USUAL_MODES),
+        "--modes", type=words(CHOICES), default=list(USUAL_MODES),
         help="names, separated by commas (default: all but all-layers+encoded)",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    add_output(parser)
     return parser.parse_args(arguments)
 
 

@@ -6,35 +6,30 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import uvloop
 from vllm.platforms import current_platform
 
-from bench.capture.fetcher import Fetcher
-from bench.capture.memory import peak_mib
 from bench.capture.results import Iteration, Memory, Run
-from bench.capture.ring_sink import RingSink
-from bench.capture.sinks import Arrived, CaptureSink, RowsMissingError, StoreSink
-from bench.capture.subjects import Batch, StockSubject, Subject, TappedSubject, digest, generate_batch
+from bench.capture.sinks import Arrived, CaptureSink, Fetcher, RingSink, RowsMissingError, StoreSink
+from bench.capture.subjects import StockSubject, Subject, TappedSubject, digest, generate_batch
 from bench.capture.worker_extension import EXTENSION
 from bench.capture.workload import Job, Mode, Vectors, Workload, turns
-from bench.gpu import used_mib
-from bench.handover import hand_over
+from bench.machine import used_mib
+from bench.memory import peak_mib
+from bench.plain import restore
+from bench.processes import hand_over
+from inference_svc.engine.facts import ModelFacts
 from inference_svc.engine.tap_settings import SITES
 from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import selection_pb2
 from residuum.wire.encodings import ENCODINGS
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping, Sequence
-
-    from inference_svc.engine.facts import ModelFacts
 
 EVERYWHERE = selection_pb2.PositionSelection()
 _MIB = 1 << 20
@@ -53,7 +48,7 @@ class NoSuchLayerError(ValueError):
 def main() -> None:
     """Run the job in the first file; write what it measured to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
-    job = Job.from_json(json.loads(job_file.read_text()))
+    job = restore(Job, json.loads(job_file.read_text()))
     uvloop.run(run(job, result_file))
 
 
@@ -67,17 +62,12 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
     """Start the engine, which ends with the stack, and measure it in each mode."""
     started = time.perf_counter()
     settings = settings_of(job)
-    subject: Subject
-    if Mode.STOCK in job.modes:
-        subject, tapped = await StockSubject.start(settings), None
-    else:
-        subject = tapped = await TappedSubject.start(settings, job.folder, noop=job.workload.noop_taps)
-    stack.callback(subject.shutdown)
-    check_layers(job.workload.layers, subject.num_layers)
-    if job.runner.variable is not None and subject.model_runner != job.runner.value:
-        raise WrongRunnerError(f"vLLM took its model runner {subject.model_runner}, not {job.runner.value}")
+    subject, tapped = await start_engine(settings, job, stack)
     sink = await _start_sink(job, tapped, stack) if tapped and job.captures else None
-    fetcher = await _start_fetcher(job, stack) if sink and job.workload.fetch else None
+    fetcher = None
+    if sink and job.workload.fetch:
+        fetcher = await asyncio.to_thread(Fetcher, job.stores)
+        stack.push_async_callback(fetcher.stop)
     if tapped and any(mode.steers for mode in job.modes):
         await tapped.engine.load_vectors(_vectors(job.workload, tapped.engine.facts))
     ready = time.perf_counter()
@@ -109,12 +99,24 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
     ]
 
 
-def check_layers(layers: Sequence[int], num_layers: int) -> None:
-    """Make sure that the model has the layers that were asked for.
+async def start_engine(
+    settings: InferenceSettings, job: Job, stack: AsyncExitStack
+) -> tuple[Subject, TappedSubject | None]:
+    """Start the engine that a job needs, with taps or without; it ends with the stack."""
+    subject: Subject
+    if Mode.STOCK in job.modes:
+        subject, tapped = await StockSubject.start(settings), None
+    else:
+        subject = tapped = await TappedSubject.start(settings, job.folder, noop=job.workload.noop_taps)
+    stack.callback(subject.shutdown)
+    check_layers(job.workload.layers, subject.num_layers)
+    if job.runner.variable is not None and subject.model_runner != job.runner.value:
+        raise WrongRunnerError(f"vLLM took its model runner {subject.model_runner}, not {job.runner.value}")
+    return subject, tapped
 
-    Raises:
-        NoSuchLayerError: It has not.
-    """
+
+def check_layers(layers: Sequence[int], num_layers: int) -> None:
+    """Make sure that the model has the layers that were asked for."""
     if layers and layers[-1] >= num_layers:
         raise NoSuchLayerError(f"there is no layer {layers[-1]}: the model has {num_layers}, numbered from 0")
 
@@ -161,10 +163,6 @@ class _Driver:
         """Generate for one batch; its captures are opened before the clock starts, and checked after it stops.
 
         The device has nothing left to do when the clock starts, nor when the generation has ended.
-
-        Raises:
-            WrongTokenCountError: A reply has another length than was asked for.
-            RowsMissingError: A capture is not complete.
         """
         prompts = {
             request_id(mode, number, index): prompt
@@ -189,8 +187,22 @@ class _Driver:
             )
             if not sink.knows_complete:
                 completed = settled
-        times = _Times(settled, completed, fetched)
-        return await self._check(mode, sink, prompts, batch, times)
+        rows = num_bytes = 0
+        if sink:
+            arrived = await sink.finish(dict(zip(prompts, batch.replies, strict=True)))
+            rows, num_bytes = arrived.rows, arrived.num_bytes
+            self._expect(mode, arrived)
+        return Iteration(
+            generation_seconds=batch.ended - batch.started,
+            settled_seconds=settled - batch.started,
+            prompt_tokens=sum(map(len, prompts.values())),
+            generated_tokens=sum(map(len, batch.replies)),
+            rows=rows,
+            num_bytes=num_bytes,
+            replies=tuple(map(digest, batch.replies)),
+            completed_seconds=completed - batch.started,
+            fetched_seconds=None if fetched is None else fetched - batch.started,
+        )
 
     async def _fetch(self, mode: Mode, capture_ids: Sequence[str]) -> float | None:
         """Return when a client held every row; None if none is there."""
@@ -208,26 +220,6 @@ class _Driver:
         if arrived.rows != expected:
             raise RowsMissingError(f"{arrived.rows} rows arrived instead of {expected}")
 
-    async def _check(
-        self, mode: Mode, sink: CaptureSink | None, prompts: Mapping[str, Sequence[int]], batch: Batch, times: _Times
-    ) -> Iteration:
-        rows = num_bytes = 0
-        if sink:
-            arrived = await sink.finish(dict(zip(prompts, batch.replies, strict=True)))
-            rows, num_bytes = arrived.rows, arrived.num_bytes
-            self._expect(mode, arrived)
-        return Iteration(
-            generation_seconds=batch.ended - batch.started,
-            settled_seconds=times.settled - batch.started,
-            prompt_tokens=sum(map(len, prompts.values())),
-            generated_tokens=sum(map(len, batch.replies)),
-            rows=rows,
-            num_bytes=num_bytes,
-            replies=tuple(map(digest, batch.replies)),
-            completed_seconds=times.completed - batch.started,
-            fetched_seconds=None if times.fetched is None else times.fetched - batch.started,
-        )
-
     def _plan(self, mode: Mode, name: str, index: int) -> RequestPlan | None:
         if not (mode.captures or mode.steers):
             return None
@@ -243,14 +235,6 @@ class _Driver:
         if not mode.encodes:
             return RowEncoding()
         return RowEncoding(ENCODINGS[self._workload.encoding], self._workload.dimensions)
-
-
-class _Times(NamedTuple):
-    """When what came after the generation was done, on `time.perf_counter`."""
-
-    settled: float
-    completed: float
-    fetched: float | None
 
 
 async def _time_after(awaitable: Awaitable[None]) -> float:
@@ -291,12 +275,6 @@ async def _start_sink(job: Job, tapped: TappedSubject, stack: AsyncExitStack) ->
     return sink
 
 
-async def _start_fetcher(job: Job, stack: AsyncExitStack) -> Fetcher:
-    fetcher = await Fetcher.start(job.stores)
-    stack.push_async_callback(fetcher.stop)
-    return fetcher
-
-
 def _vectors(workload: Workload, facts: ModelFacts) -> list[tuple[int, bytes]]:
     count = facts.num_layers if workload.vectors is Vectors.LAYER else workload.batch_size
     source = np.random.default_rng(0)
@@ -307,13 +285,8 @@ def _vectors(workload: Workload, facts: ModelFacts) -> list[tuple[int, bytes]]:
 
 
 def _memory(facts: ModelFacts | None) -> Memory:
-    sizes = (
-        {
-            "blocks_mib": facts.pool_bytes / _MIB,
-            "tables_mib": getattr(facts, "table_bytes", 0) / _MIB,
-            "ring_mib": facts.ring_bytes / _MIB,
-        }
-        if facts
-        else {}
-    )
-    return Memory(peak_mib=peak_mib(), gpus_used_mib=used_mib(), **sizes)
+    taken = Memory(peak_mib=peak_mib(), gpus_used_mib=used_mib())
+    if facts is None:
+        return taken
+    blocks, tables, ring = (size / _MIB for size in (facts.pool_bytes, facts.table_bytes, facts.ring_bytes))
+    return replace(taken, blocks_mib=blocks, tables_mib=tables, ring_mib=ring)

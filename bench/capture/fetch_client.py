@@ -1,20 +1,18 @@
 """A user's client: fetches captures through the thin client into arrays, in a process of its own.
 
-`python -m bench.capture.fetch_client THREADS STORE...`, started by `fetcher`: it answers each line of JSON on its
+`python -m bench.capture.fetch_client THREADS STORE...`, started by `sinks.Fetcher`: it answers each line of JSON on its
 standard input, {"fetch": capture ids}, with one on its standard output once it holds every row, and lets go of them.
 """
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import residuum
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from bench.processes import answer_lines
 
 
 def fetch(client: residuum.Client, pool: ThreadPoolExecutor, capture_ids: Sequence[str]) -> dict[str, Any]:
@@ -35,9 +33,7 @@ def main() -> None:
     threads, *stores = sys.argv[1:]
     nowhere = stores[0].rpartition("=")[2]  # the inference service is asked nothing
     with residuum.Client(nowhere, store=stores) as client, ThreadPoolExecutor(int(threads)) as pool:
-        print("{}", flush=True)  # ready
-        for line in sys.stdin:
-            print(json.dumps(fetch(client, pool, json.loads(line)["fetch"])), flush=True)
+        answer_lines({}, lambda request: fetch(client, pool, request["fetch"]))
 
 
 if __name__ == "__main__":

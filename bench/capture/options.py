@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
-from enum import Enum
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
-from bench.capture.shapes import SHAPES, write_shape
-from bench.capture.workload import Sink, Vectors, Workload
-from examples.model import default_model
+from bench.capture.workload import Runner, Sink, Vectors, Workload
+from bench.options import add_engine_args, add_model, model_of, positive
 from residuum import ResiduumError
 from residuum.values.capture import site_list, site_numbers
 from residuum.wire.encodings import ENCODINGS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-_Choice = TypeVar("_Choice", bound=Enum)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `workload_of` reads, and `--store-folder`."""
     defaults = Workload(model="")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", help="the model's folder, or its name on the Hugging Face hub (default: SmolLM2)")
-    which.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape with random weights, no tokenizer")
+    add_model(parser)
     parser.add_argument("--batch-size", type=positive, default=defaults.batch_size, help="requests submitted at once")
     parser.add_argument("--prefill", type=positive, default=defaults.prefill, help="tokens of each prompt, exactly")
     parser.add_argument("--decode", type=positive, default=defaults.decode, help="tokens of each reply, exactly")
@@ -70,40 +60,23 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--fold-norms", action=argparse.BooleanOptionalAction,
         help="fold taps into the norms that follow them, or do not (default: as the service does)",
     )  # fmt: skip
-    parser.add_argument("--engine-args", type=json.loads, default={}, help="more of vLLM's arguments, as a JSON object")
+    add_engine_args(parser)
+
+
+def add_runner(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for one of vLLM's model runners."""
+    parser.add_argument(
+        "--runner", type=Runner, choices=list(Runner), default=Runner.DEFAULT, metavar="{default,v1,v2}",
+        help="vLLM's model runner (default: the one that vLLM takes)",
+    )  # fmt: skip
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
     """Return the workload that the command line asks for."""
-    shaped = SHAPES[options.shape].engine_args if options.shape else {}
-    return Workload(
-        model=write_shape(options.shape) if options.shape else options.model or default_model(),
-        batch_size=options.batch_size,
-        prefill=options.prefill,
-        decode=options.decode,
-        iterations=options.iterations,
-        eager=options.eager,
-        sink=options.sink,
-        vectors=options.vectors,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        kv_cache_gib=options.kv_cache_gib,
-        ring_mib=options.ring_mib,
-        shippers=options.shippers,
-        stores=options.stores,
-        capture_sites=options.capture_sites,
-        encoding=options.encoding,
-        dimensions=options.dimensions,
-        fold_norms=options.fold_norms,
-        engine_args={**shaped, **options.engine_args},
-    )
-
-
-def positive(text: str) -> int:
-    """Read a number above zero."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
+    model, engine_args = model_of(options)
+    names = {field.name for field in fields(Workload)} & vars(options).keys()
+    chosen = {name: getattr(options, name) for name in names}
+    return Workload(**{**chosen, "model": model, "engine_args": {**engine_args, **options.engine_args}})
 
 
 def sites(text: str) -> tuple[str, ...]:
@@ -113,16 +86,3 @@ def sites(text: str) -> tuple[str, ...]:
     except ResiduumError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return site_list(text)
-
-
-def names(kind: type[_Choice], allowed: Sequence[_Choice] = ()) -> Callable[[str], list[_Choice]]:
-    """Return a reader of names that are separated by commas; all of a kind are allowed if none are named."""
-    choices = {member.value: member for member in allowed or kind}
-
-    def read(text: str) -> list[_Choice]:
-        try:
-            return [choices[name] for name in text.split(",")]
-        except KeyError:
-            raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(choices)}") from None
-
-    return read

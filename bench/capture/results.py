@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
 
 from bench.capture.workload import Mode, Runner
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from bench.output import percent, table
 
 
 @dataclass(frozen=True)
@@ -71,17 +69,10 @@ class Run:
     folded_norms: int = 0
     """Layers whose tap was folded into the norm that follows, as the engine says."""
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Run:
-        """Return the run that its process wrote as plain data."""
-        iterations = tuple(Iteration(**{**item, "replies": tuple(item["replies"])}) for item in data["iterations"])
-        restored = {
-            "mode": Mode(data["mode"]),
-            "runner": Runner(data["runner"]),
-            "memory": Memory(**data["memory"]),
-            "iterations": iterations,
-        }
-        return cls(**{**data, **restored})
+    def line(self) -> str:
+        """Return its times as they are printed."""
+        times = " ".join(f"{iteration.generation_seconds:.3f}" for iteration in self.iterations)
+        return f"{times} s  (ready in {self.start_seconds:.0f} s)"
 
 
 @dataclass(frozen=True)
@@ -200,3 +191,25 @@ def _agreement(runs: Sequence[Run], stock: Sequence[Run]) -> float | None:
         )
     ]
     return statistics.mean(same)
+
+
+def show(summaries: Sequence[ModeSummary]) -> str:
+    """Return the table that is printed."""
+    head = (
+        *("mode", "runner", "generation", "over stock", "best", "by round", "last/first"),
+        *("settled", "over stock", "tokens/s", "rows", "MB", "as stock"),
+    )
+    rows = []
+    for summary in summaries:
+        generation, settled, same = summary.generation_seconds, summary.settled_seconds, summary.replies_as_stock
+        rows.append(
+            (
+                *(summary.mode.value, summary.model_runner, f"{generation.median:.3f} s"),
+                *map(percent, (generation.ratio_to_stock, generation.ratio_of_best)),
+                *(", ".join(map(percent, generation.ratio_by_round)), f"{generation.last_over_first:.2f}"),
+                *(f"{settled.median:.3f} s", percent(settled.ratio_to_stock), f"{summary.tokens_per_second:.0f}"),
+                *(f"{summary.rows_per_iteration}", f"{summary.bytes_per_iteration / 1e6:.1f}"),
+                "" if same is None else f"{same:.0%}",
+            )
+        )
+    return table(head, rows)

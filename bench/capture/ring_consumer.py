@@ -7,24 +7,20 @@ one on its standard output, and ends when the input does.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from bench.processes import answer_lines
 from inference_svc.shipping.framing import payload_bytes
 from inference_svc.shipping.protocol import Done, ExtentReady, LossReport, Message, MessageReader
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2
 
 _RECEIVE_BYTES = 1 << 16
 
@@ -129,9 +125,7 @@ def main() -> None:
     """Answer until the input ends: then whoever asked has gone."""
     sites, layers, num_positions, *paths = sys.argv[1:]
     consumer = Consumer(_numbers(sites), _numbers(layers), int(num_positions), paths)
-    print("{}", flush=True)  # connected
-    for line in sys.stdin:
-        print(json.dumps(consumer.answer(json.loads(line))), flush=True)
+    answer_lines({}, consumer.answer)
 
 
 def _numbers(text: str) -> list[int]:

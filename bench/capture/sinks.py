@@ -1,13 +1,17 @@
-"""Where captured rows go, and the proof that all of them arrived. All but `complete` runs outside the measured time."""
+"""Where captured rows go, and the proof that all of them arrived.
+
+Of a sink, only `complete` runs within the measured time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from google.protobuf.duration_pb2 import Duration
 
+from bench.processes import Helper
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from inference_svc.taps.plan import RowEncoding
 from residuum.rpc.channels import open_aio_channel
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 
 _STOP_SECONDS = 10.0
 _END_SECONDS = 60
+_FETCHES = 4
+"""Captures that a client fetches at once."""
 
 
 class RowsMissingError(RuntimeError):
@@ -48,18 +54,10 @@ class CaptureSink(Protocol):
         """Expect captures, given by id with their prompts, of rows that are encoded so; None: raw."""
 
     async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
-        """End captures whose replies are these, and wait until each is COMPLETE. This is measured.
-
-        Raises:
-            RowsMissingError: Rows are missing.
-        """
+        """End captures whose replies are these, and wait until each is COMPLETE. This is measured."""
 
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
-        """Count what arrived of captures whose replies are these.
-
-        Raises:
-            RowsMissingError: Rows are missing.
-        """
+        """Count what arrived of captures whose replies are these."""
 
     async def stop(self) -> None:
         """Take no more."""
@@ -152,3 +150,63 @@ class StoreSink:
         )
         description.request_time.GetCurrentTime()
         return description
+
+
+class RingSink:
+    """The rings' end: a process beside the engine's takes each extent, counts its rows, and frees it.
+
+    See `ring_consumer`.
+    """
+
+    knows_complete = False
+
+    def __init__(self, facts: ModelFacts, rows_per_request: int, layers: Sequence[int]) -> None:
+        """Expect rows of some layers."""
+        sites = ",".join(str(int(site)) for site in facts.sites)
+        self._arguments = [sites, ",".join(map(str, layers)), str(rows_per_request), *facts.control_paths]
+        self._consumer: Helper | None = None
+
+    async def start(self) -> None:
+        """See `CaptureSink`."""
+        self._consumer = await asyncio.to_thread(Helper, "bench.capture.ring_consumer", self._arguments)
+
+    async def begin(self, prompts: Mapping[str, Sequence[int]], encoding: RowEncoding | None = None) -> None:
+        """See `CaptureSink`."""
+        del encoding  # the headers say it
+        await self._ask({"begin": list(prompts)})
+
+    async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
+        """See `CaptureSink`: there is nothing to wait for."""
+
+    async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
+        """See `CaptureSink`. The engine has been drained: every extent was counted before its Done."""
+        del replies  # they are as long as they were asked to be
+        counted = await self._ask({"finish": True})
+        if counted["missing"] or counted["lost"]:
+            raise RowsMissingError(f"rows are missing of {counted['missing']}; lost: {counted['lost'] or 'none'}")
+        return Arrived(counted["rows"], counted["num_bytes"])
+
+    async def stop(self) -> None:
+        """See `CaptureSink`."""
+        if self._consumer:
+            await asyncio.to_thread(self._consumer.stop)
+
+    async def _ask(self, request: dict[str, Any]) -> Any:
+        assert self._consumer is not None  # noqa: S101 - it was started
+        return await asyncio.to_thread(self._consumer.call, request)
+
+
+class Fetcher:
+    """A client in a process of its own, which fetches what was captured as a user's would; see `fetch_client`."""
+
+    def __init__(self, stores: Sequence[str]) -> None:
+        """Start it, for stores that are given as host:port or name=host:port."""
+        self._client = Helper("bench.capture.fetch_client", [str(_FETCHES), *stores])
+
+    async def fetch(self, capture_ids: Sequence[str]) -> Arrived:
+        """Wait until the client holds every row of some captures, which may not have ended yet."""
+        return Arrived(**await asyncio.to_thread(self._client.call, {"fetch": list(capture_ids)}))
+
+    async def stop(self) -> None:
+        """End it."""
+        await asyncio.to_thread(self._client.stop)

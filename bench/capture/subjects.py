@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -16,12 +17,8 @@ from bench.capture import noop_taps
 from inference_svc.engine.arguments import engine_arguments
 from inference_svc.engine.engine import Engine, model_runner, stream
 from inference_svc.selftest import run_self_test
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable, Mapping, Sequence
-
-    from inference_svc.settings import InferenceSettings
-    from inference_svc.taps.plan import RequestPlan
+from inference_svc.settings import InferenceSettings
+from inference_svc.taps.plan import RequestPlan
 
 _SETTLE_SECONDS = 300.0
 
@@ -135,11 +132,7 @@ class TappedSubject:
         await self.engine._llm.collective_rpc(method, args=arguments)  # noqa: SLF001 - the service never calls these
 
     async def settle(self) -> None:
-        """Wait until every captured row is acknowledged.
-
-        Raises:
-            TimeoutError: It takes too long.
-        """
+        """Wait until every captured row is acknowledged."""
         if not await self.engine.drain(_SETTLE_SECONDS):
             raise TimeoutError(f"captured rows were not acknowledged in {_SETTLE_SECONDS:.0f} s")
 
@@ -166,11 +159,7 @@ class Batch(NamedTuple):
 async def generate_batch(
     subject: Subject, prompts: Mapping[str, Sequence[int]], plans: Mapping[str, RequestPlan | None], decode: int
 ) -> Batch:
-    """Generate `decode` tokens, greedily, for each of some prompts, all submitted at once.
-
-    Raises:
-        WrongTokenCountError: A reply has another length.
-    """
+    """Generate `decode` tokens, greedily, for each of some prompts, all submitted at once."""
     sampling = SamplingParams(max_tokens=decode, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     return await timed_batch(
         (subject.generate(name, prompt, sampling, plans[name]) for name, prompt in prompts.items()), decode
@@ -178,11 +167,7 @@ async def generate_batch(
 
 
 async def timed_batch(requests: Iterable[Awaitable[list[int]]], decode: int) -> Batch:
-    """Wait for requests that are submitted at once, each of which returns its reply of `decode` tokens.
-
-    Raises:
-        WrongTokenCountError: A reply has another length.
-    """
+    """Wait for requests that are submitted at once, each of which returns its reply of `decode` tokens."""
     started = time.perf_counter()
     replies = await asyncio.gather(*requests)
     ended = time.perf_counter()

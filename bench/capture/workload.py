@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from residuum.wire.limits import DEFAULT_PROJECTION
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 class Mode(str, Enum):
@@ -127,6 +126,10 @@ class Workload:
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine, the same in every mode."""
 
+    def shown(self) -> dict[str, Any]:
+        """Return it as a result says it: with the model's name, not where that lies here."""
+        return {**asdict(self), "model": Path(self.model).name}
+
     @property
     def max_model_len(self) -> int:
         """Tokens that a sequence may have: what the workload needs, and the self-test."""
@@ -174,32 +177,6 @@ class Job:
     def needs_store(self) -> bool:
         """Whether captured rows go to a store."""
         return self.captures and self.workload.sink is Sink.STORE
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the job as plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Job:
-        """Return the job that `to_json` made plain."""
-        plain = data["workload"]
-        restored = {
-            "sink": Sink(plain["sink"]),
-            "vectors": Vectors(plain["vectors"]),
-            "capture_sites": tuple(plain["capture_sites"]),
-            "layers": tuple(plain["layers"]),
-        }
-        workload = Workload(**{**plain, **restored})
-        modes = tuple(map(Mode, data["modes"]))
-        return cls(
-            **{
-                **data,
-                "modes": modes,
-                "stores": tuple(data["stores"]),
-                "runner": Runner(data["runner"]),
-                "workload": workload,
-            }
-        )
 
 
 class Turn(NamedTuple):

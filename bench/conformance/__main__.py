@@ -7,26 +7,23 @@ goes through the ring, a shipper and the store, and is compared.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench.capture.processes import terminated_as_interrupted
 from bench.conformance.architectures import ARCHITECTURES, Architecture
 from bench.conformance.check import Setup, check, to_json
 from bench.conformance.reference import SITES
 from bench.conformance.results import Outcome, Verdict
-from bench.machine import Machine, Revision, versions
-from svc_common.launcher import start_store
+from bench.machine import describe as describe_origin
+from bench.options import add_engine_args, add_output, named, words
+from bench.output import write_result
+from bench.processes import measuring, running_store
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-_STORE_SECONDS = 60.0
 _LINE = "{:<15} {:<8} {:>6} {:>7} {:>7} {:>12} {:>12} {:>10}  {:<14} {:>6}"
 _HEADS = ("architecture", "verdict", "layers", "rows", "missing", "min cos", "mean cos", "max error", "captures", "s")
 
@@ -51,21 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print, and write the result. The exit code is 1 if any architecture is neither exact nor refused."""
     options = parse(arguments)
     setup = setup_of(options)
-    context = {"machine": asdict(Machine.describe()), "versions": versions(), "revision": asdict(Revision.describe())}
-    try:
-        with terminated_as_interrupted():
-            outcomes = run_all(cases_of(options, setup), jobs=options.jobs, keep=options.keep)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    context = {"benchmark": "bench.conformance", **describe_origin(), "setup": asdict(setup)}
+    with measuring():
+        outcomes = run_all(cases_of(options, setup), jobs=options.jobs, keep=options.keep)
     if options.output:
-        result = {
-            "benchmark": "bench.conformance",
-            **context,
-            "setup": asdict(setup),
-            "architectures": [to_json(outcome) for outcome in outcomes],
-        }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(options.output, {**context, "architectures": [to_json(outcome) for outcome in outcomes]})
     sys.exit(0 if all(outcome.holds for outcome in outcomes) else 1)
 
 
@@ -75,9 +62,7 @@ def run_all(cases: Sequence[Case], *, jobs: int, keep: Path | None) -> list[Outc
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch, ThreadPoolExecutor(jobs) as pool:
         folder = keep or Path(scratch)
-        store = start_store(folder)
-        try:
-            store.wait_until_serving(_STORE_SECONDS)
+        with running_store(folder) as store:
 
             def run(case: Case) -> Outcome:
                 try:
@@ -85,14 +70,13 @@ def run_all(cases: Sequence[Case], *, jobs: int, keep: Path | None) -> list[Outc
                 except Exception as error:  # noqa: BLE001 - this transformers does not know it, say; the others go on
                     return Outcome(case.architecture.name, Verdict.FAILED, f"{type(error).__name__}: {error}")
 
-            for case, outcome in zip(cases, pool.map(run, cases), strict=True):
-                outcomes.append(outcome)
-                print(describe(case.name, outcome), flush=True)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        finally:
-            store.stop()
+            try:
+                for case, outcome in zip(cases, pool.map(run, cases), strict=True):
+                    outcomes.append(outcome)
+                    print(describe(case.name, outcome), flush=True)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     return outcomes
 
 
@@ -118,7 +102,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     defaults = Setup()
     parser = argparse.ArgumentParser(prog="python -m bench.conformance", description=__doc__)
     parser.add_argument(
-        "--architectures", type=_architectures, default=list(ARCHITECTURES.values()),
+        "--architectures", type=named(ARCHITECTURES), default=list(ARCHITECTURES.values()),
         help=f"names, separated by commas (default: all): {', '.join(ARCHITECTURES)}",
     )  # fmt: skip
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default=defaults.dtype)
@@ -130,9 +114,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="ranks that share each layer x stages that the layers are divided into, such as 2x1,1x2,2x2; "
         "for more than 1x1 on a CPU set VLLM_CPU_OMP_THREADS_BIND, such as '0|1' (default: 1x1)",
     )  # fmt: skip
-    parser.add_argument("--sites", type=_sites, default=defaults.sites, help=f"separated by commas: {', '.join(SITES)}")
+    parser.add_argument(
+        "--sites", type=words(SITES), default=defaults.sites, help=f"separated by commas: {', '.join(SITES)}"
+    )
     parser.add_argument("--kv-cache-gib", type=float, default=defaults.kv_cache_gib, help="memory of the KV cache")
-    parser.add_argument("--engine-args", type=json.loads, default={}, help="more of vLLM's arguments, as a JSON object")
+    add_engine_args(parser)
     parser.add_argument(
         "--garbage", action="store_true", help="fill uninitialised memory of the workers with garbage; needs --eager"
     )
@@ -145,7 +131,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
     parser.add_argument("--keep", type=Path, help="an empty folder, for the models and logs; they are not deleted")
-    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    add_output(parser)
     return parser.parse_args(arguments)
 
 
@@ -154,7 +140,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
     return Setup(
         dtype=options.dtype,
         eager=options.eager,
-        sites=options.sites,
+        sites=tuple(options.sites),
         kv_cache_gib=options.kv_cache_gib,
         engine_args=options.engine_args,
         garbage=options.garbage,
@@ -181,22 +167,6 @@ def _layouts(text: str) -> list[tuple[int, int]]:
             raise argparse.ArgumentTypeError(f"{layout!r} is not such as 2x1")
         layouts.append((sizes[0], sizes[1]))
     return layouts
-
-
-def _architectures(text: str) -> list[Architecture]:
-    return [ARCHITECTURES[name] for name in _names(text, ARCHITECTURES)]
-
-
-def _sites(text: str) -> tuple[str, ...]:
-    return tuple(_names(text, SITES))
-
-
-def _names(text: str, known: Sequence[str] | dict[str, Any]) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(known)}")
-    return names
 
 
 if __name__ == "__main__":

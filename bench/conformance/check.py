@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,13 +19,7 @@ from bench.conformance.models import make_model
 from bench.conformance.reference import Reference, adding
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
 from bench.conformance.workload import CHUNK, NEW_TOKENS, Request, make_requests
-from svc_common.launcher import ServiceFailedError, start_inference
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from svc_common.launcher import Service
+from svc_common.launcher import Service, ServiceFailedError, start_inference
 
 _GARBAGE = "bench.conformance.garbage.Garbage"
 """The worker extension that fills uninitialised memory. Importing its module is what does it, so it is only named."""

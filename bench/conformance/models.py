@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from bench.conformance.architectures import MAX_LENGTH, VOCABULARY
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bench.conformance.architectures import Architecture
+from bench.conformance.architectures import MAX_LENGTH, VOCABULARY, Architecture
 
 _GAIN = 1.2
 """Standard deviation of a linear layer's output for inputs of length one a component: layers add to the residual stream

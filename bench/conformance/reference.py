@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+from bench.conformance.architectures import Architecture
 
-    import numpy as np
-    import numpy.typing as npt
+Rows = npt.NDArray[np.float32]
+Change = Callable[[Tensor], Tensor]
+"""What is done to a layer's output, [positions, hidden]; position p is row p."""
 
-    from bench.conformance.architectures import Architecture
-
-    Rows = npt.NDArray[np.float32]
-    Change = Callable[[Tensor], Tensor]
-    """What is done to a layer's output, [positions, hidden]; position p is row p."""
 
 SITES = ("resid_pre", "attn_out", "mlp_out", "resid_post")
 """What can be kept of a layer: the residual stream that enters it, what the attention block and the MLP add to it, and
@@ -117,11 +115,7 @@ def adding(push: Rows) -> Change:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a model of transformers.
-
-    Raises:
-        LookupError: They are at none of the known places.
-    """
+    """Return the decoder layers of a model of transformers."""
     for path in _LAYER_LISTS:
         try:
             found = model.get_submodule(path)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+Rows = npt.NDArray[np.float32]
 
-    import numpy.typing as npt
-
-    Rows = npt.NDArray[np.float32]
 
 _REFUSALS = (
     "CannotTapError",

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from bench.conformance.architectures import HIDDEN, LAYERS, VOCABULARY
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Rows = npt.NDArray[np.float32]
 
-    Rows = npt.NDArray[np.float32]
 
 NEW_TOKENS = 16
 CHUNK = 64

@@ -3,55 +3,83 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from bench.capture.__main__ import parse as parse_capture
+from bench.capture.options import workload_of
+from bench.capture.processes import run_all
+from bench.capture.results import ModeSummary, show, summarise
 from bench.capture.shapes import SHAPES
-from bench.capture.workload import Sink
-from bench.children import RunFailedError
-from bench.encodings import blocks, generation, rows
+from bench.capture.workload import Mode, Sink, schedule
+from bench.encodings import blocks, rows
+from bench.end_to_end import WORKLOAD
 from bench.machine import Machine
-from bench.parts import run_parts
+from bench.options import add_output, words
+from bench.output import Bar
+from bench.parts import Part, run_parts
 from examples.model import default_model
-from svc_common.launcher import ServiceFailedError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-BENCHMARK = "bench.encodings"
 PARTS = ("rows", "blocks", "overhead", "end-to-end")
+MODES = (Mode.STOCK, Mode.ALL_LAYERS, Mode.ALL_LAYERS_ENCODED)
+
+_LEAST_BYTES, _MOST_POINTS, _FASTER = 7.0, 0.01, 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the result."""
     machine = Machine.describe()
     own, capture = parse(arguments, has_gpu=machine.gpu_count > 0)
-    run_parts(BENCHMARK, machine, own.parts, own.output, lambda name: _measured(name, capture))
+    run_parts("bench.encodings", machine, own.parts, own.output, lambda name: _measure(name, capture))
 
 
-def _measured(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    print(f"=== {name}", flush=True)
-    try:
-        return _measure(name, options), []
-    except (RunFailedError, ServiceFailedError) as error:
-        raise RunFailedError(f"{name}: {error}") from error
-
-
-def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def _measure(name: str, options: argparse.Namespace) -> Part:
     if name == "rows":
         part = rows.measure(Path(options.model or default_model()))
-        print(rows.table(part), rows.svd_line(part), sep="\n\n", flush=True)
-        return part
+        return Part(part, [rows.table(part), "", rows.svd_line(part)])
     if name == "blocks":
         config = SHAPES[options.shape or "qwen2.5-3b"].config
         part = blocks.measure(config["num_hidden_layers"], config["hidden_size"], blocks.Gpu())
-        print(*blocks.lines(part), sep="\n", flush=True)
-        return part
-    part, bars = generation.measure(options, Sink.RING if name == "overhead" else Sink.STORE)
-    for bar in bars:
-        print(bar.line(), flush=True)
-    return {**part, "bars": [bar.to_json() for bar in bars]}
+        return Part(part, blocks.lines(part))
+    return _measure_generation(options, Sink.RING if name == "overhead" else Sink.STORE)
+
+
+def _measure_generation(options: argparse.Namespace, sink: Sink) -> Part:
+    """Generate a batch with stock vLLM, with all rows captured raw, and encoded: these two by turns on one engine."""
+    workload = dataclasses.replace(workload_of(options), sink=sink)
+    turns = schedule(MODES, options.rounds, options.runners, shared=True)
+    summaries = summarise(run_all(workload, turns, options.store_folder))
+    part = {
+        "workload": workload.shown(),
+        "rounds": options.rounds,
+        "modes": [dataclasses.asdict(summary) for summary in summaries],
+    }
+    return Part(part, [show(summaries)], bars(summaries, sink))
+
+
+def bars(summaries: list[ModeSummary], sink: Sink) -> list[Bar]:
+    """Return the bars, for each of vLLM's model runners that ran."""
+    found = []
+    for runner in dict.fromkeys(summary.runner for summary in summaries):
+        by_mode = {summary.mode: summary for summary in summaries if summary.runner is runner}
+        raw, encoded = by_mode[Mode.ALL_LAYERS], by_mode[Mode.ALL_LAYERS_ENCODED]
+        name = raw.model_runner
+        if sink is Sink.STORE:
+            ratio = encoded.completed_seconds.median / raw.completed_seconds.median
+            found.append(Bar(f"{name}: all COMPLETE, encoded over raw", ratio, _FASTER))
+            continue
+        ratio = raw.bytes_per_iteration / encoded.bytes_per_iteration
+        found.append(Bar(f"{name}: raw bytes over encoded", ratio, _LEAST_BYTES, at_most=False))
+        points = _overhead(encoded) - _overhead(raw)
+        found.append(Bar(f"{name}: generation over stock, encoded beyond raw", points, _MOST_POINTS))
+    return found
+
+
+def _overhead(summary: ModeSummary) -> float:
+    ratio = summary.generation_seconds.ratio_to_stock
+    assert ratio is not None  # noqa: S101 - stock is always among the modes
+    return ratio
 
 
 def parse(arguments: Sequence[str] | None, *, has_gpu: bool) -> tuple[argparse.Namespace, argparse.Namespace]:
@@ -63,24 +91,13 @@ def parse(arguments: Sequence[str] | None, *, has_gpu: bool) -> tuple[argparse.N
         "workload for the others.",
     )
     parser.add_argument(
-        "--parts", type=_parts, default=["blocks", "overhead", "end-to-end"] if has_gpu else ["rows"],
+        "--parts", type=words(PARTS), default=["blocks", "overhead", "end-to-end"] if has_gpu else ["rows"],
         help="rows, blocks (on a GPU), overhead, end-to-end, separated by commas (default: rows without a GPU, the "
         "others with one)",
     )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path,
-        help="a JSON file for the result; parts that it holds already stay, if machine and revision are the same",
-    )  # fmt: skip
+    add_output(parser, parts=True)
     own, rest = parser.parse_known_args(arguments)
-    return own, parse_capture([*generation.DEFAULTS, *rest], prog="python -m bench.encodings")
-
-
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in PARTS:
-            raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(PARTS)}")
-    return names
+    return own, parse_capture([*WORKLOAD, *rest], prog="python -m bench.encodings")
 
 
 if __name__ == "__main__":

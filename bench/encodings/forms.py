@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.wire.encodings import (
     BF16,
     BY_DIMENSION,
@@ -21,9 +21,6 @@ from residuum.wire.encodings import (
     TOPK8,
     RowFormat,
 )
-
-if TYPE_CHECKING:
-    from residuum.v1 import capture_pb2, tensor_pb2
 
 SEED = 0
 """Of all random projections here."""

@@ -7,27 +7,23 @@ bfloat16, as a server has them. Everything is compared with those rows, in float
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
-from bench.encodings.forms import CASES, SEED
+from bench.encodings.forms import CASES, SEED, Case
 from bench.machine import ROOT
+from bench.output import markdown_table
 from residuum.v1 import capture_pb2, tensor_pb2
-from residuum.wire.encodings import PROJECT, basis_of
+from residuum.wire.encodings import PROJECT, RowFormat, basis_of
 from residuum.wire.projection import projection_matrix
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+Rows = npt.NDArray[Any]
 
-    import numpy.typing as npt
-
-    from bench.encodings.forms import Case
-    from residuum.wire.encodings import RowFormat
-
-    Rows = npt.NDArray[Any]
 
 BLOCK = 32
 """Positions that are encoded together, as in a capture block of generated tokens."""
@@ -148,11 +144,7 @@ def cosine_error(exact: npt.NDArray[np.float64], decoded: npt.NDArray[np.float64
 
 def correlations(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return the correlation over the positions of [layers, positions, n], as [layers, n]. The first is left out."""
-    one, other = (values[:, 1:] - values[:, 1:].mean(axis=1, keepdims=True) for values in (one, other))
-    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    products: npt.NDArray[np.float64] = (one * other).sum(axis=1)
-    ratios: npt.NDArray[np.float64] = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
-    return ratios
+    return _cosines(*(values[:, 1:] - values[:, 1:].mean(axis=1, keepdims=True) for values in (one, other)))
 
 
 def compare_with_svd(rows: Rows) -> dict[str, Any]:
@@ -178,15 +170,8 @@ def compare_with_svd(rows: Rows) -> dict[str, Any]:
 def table(part: dict[str, Any]) -> str:
     """Return the cases as a table in Markdown."""
     head = (
-        "encoding",
-        "bytes a row",
-        "smaller",
-        "relative L2",
-        "worst",
-        "cosines off by",
-        "scores",
-        "encode",
-        "decode",
+        *("encoding", "bytes a row", "smaller", "relative L2", "worst", "cosines off by", "scores"),
+        *("encode", "decode"),
     )
     lines = [
         (
@@ -202,8 +187,7 @@ def table(part: dict[str, Any]) -> str:
         )
         for case in part["cases"]
     ]
-    rule = ("---", *("--:" for _ in head[1:]))
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
+    return markdown_table(head, lines, right="--:")
 
 
 def svd_line(part: dict[str, Any]) -> str:

@@ -6,20 +6,17 @@ Everything else of a step waits for this: the model's next forward pass starts o
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from bench.host.loop import DecodeLoop, Device, Steering
-from bench.machine import Machine, Revision, versions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from bench.machine import describe
+from bench.options import add_output, numbers
+from bench.output import write_result
 
 _WARMUP_STEPS = 64
 """Two blocks of every request: by then all tables are written and all lists have grown."""
@@ -46,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the result."""
     options = parse(arguments)
     context = {
-        "machine": asdict(Machine.describe()),
-        "versions": versions(),
-        "revision": asdict(Revision.describe()),
+        "benchmark": "bench.host",
+        **describe(),
         "device": options.device.value,
         "layers": options.layers,
         "steps": options.steps,
@@ -61,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             costs.append(cost_of(requests, times_of(loop, options.steps), captures=captures, steering=steering))
             print(line(costs[-1]), flush=True)
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        result = {"benchmark": "bench.host", **context, "costs": [asdict(cost) for cost in costs]}
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(options.output, {**context, "costs": [asdict(cost) for cost in costs]})
 
 
 _KINDS = (
@@ -112,7 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__)
     parser.add_argument(
-        "--requests", type=_numbers, default=[0, 1, 8, 32, 128, 256], help="requests in the batch, separated by commas"
+        "--requests", type=numbers, default=[0, 1, 8, 32, 128, 256], help="requests in the batch, separated by commas"
     )
     parser.add_argument("--layers", type=int, default=36, help="layers of the model; all are captured and steered")
     parser.add_argument("--steps", type=int, default=1000, help="steps that are measured")
@@ -122,12 +116,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="what a step is handed to: the GPU's tap (cuda; the default where there is one), that tap in host memory "
         "(host), or nothing (none)",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    add_output(parser)
     return parser.parse_args(arguments)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

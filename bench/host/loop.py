@@ -6,28 +6,23 @@ stand-in for the sink is here. Where the taps' constructors change, this file is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
 from inference_svc.taps.bank import VectorBank
-from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.blocks import Block, BlockPool
 from inference_svc.taps.gpu import tap as gpu_tap
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.steps.layout import StepRows
+from inference_svc.taps.steps.layout import StepLayout, StepRows
 from inference_svc.taps.steps.runtime import TapRuntime
 from residuum.v1 import selection_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from inference_svc.taps.blocks import Block
-    from inference_svc.taps.steps.layout import StepLayout
 
 PROMPT_TOKENS = 3
 _HIDDEN = 8

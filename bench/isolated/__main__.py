@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench.capture.options import add_workload_arguments, workload_of
-from bench.capture.processes import terminated_as_interrupted
-from bench.capture.workload import Runner
-from bench.children import RunFailedError
+from bench.capture.options import add_runner, add_workload_arguments, workload_of
 from bench.isolated.configuration import BadConfigurationError, Configuration, IsolatedMode, Peer, Tap
-from bench.isolated.document import document
-from bench.isolated.processes import PEERS_FOLDER, Surroundings, measure
-from bench.machine import Machine, Revision, filesystem, versions
-from bench.parts import compact
-from svc_common.launcher import ServiceFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from bench.isolated.run import PEERS_FOLDER, Surroundings, document, measure
+from bench.machine import describe, filesystem
+from bench.options import add_output, numbers
+from bench.output import write_result
+from bench.processes import measuring
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,26 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     configuration = configuration_of(options)
     base = workload_of(options)
-    context = {
-        "benchmark": "bench.isolated",
-        "machine": asdict(Machine.describe()),
-        "versions": versions(),
-        "revision": asdict(Revision.describe()),
-        "filesystem": filesystem(options.store_folder),
-    }
+    context = {"benchmark": "bench.isolated", **describe(), "filesystem": filesystem(options.store_folder)}
     surroundings = Surroundings(options.runner, options.store_folder, options.peers_folder, options.profile)
-    try:
-        with terminated_as_interrupted():
-            run = measure(configuration, base, surroundings)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (RunFailedError, ServiceFailedError) as error:
-        sys.exit(f"BENCH FAILED: {error}")
+    with measuring():
+        run = measure(configuration, base, surroundings)
     result = document(configuration, configuration.workload(base), run)
     show(result)
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(compact({**context, **result}) + "\n")
+        write_result(options.output, {**context, **result})
 
 
 def show(result: dict[str, Any]) -> None:
@@ -74,7 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="{" + ",".join(mode.value for mode in IsolatedMode) + "}",
         help="stock vLLM; ours, which captures nothing; every layer of every token; the layers of --layers",
     )  # fmt: skip
-    parser.add_argument("--layers", type=layer_list, default=(), help="what mode custom captures, such as 0,5,10")
+    parser.add_argument("--layers", type=numbers, default=(), help="what mode custom captures, such as 0,5,10")
     parser.add_argument(
         "--capture-machinery", choices=["on", "off"], default="on",
         help="off: vLLM's own worker, nothing of ours installed",
@@ -88,13 +70,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="let another system capture",
     )  # fmt: skip
     parser.add_argument("--profile", type=Path, help="a folder for a trace of torch's profiler, of one more iteration")
-    parser.add_argument(
-        "--runner", type=Runner, choices=list(Runner), default=Runner.DEFAULT, metavar="{default,v1,v2}",
-        help="vLLM's model runner (default: the one that vLLM takes)",
-    )  # fmt: skip
+    add_runner(parser)
     parser.add_argument("--peers-folder", type=Path, default=PEERS_FOLDER, help="packages that peers alone need")
     add_workload_arguments(parser)
-    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    add_output(parser)
     return parser.parse_args(arguments)
 
 
@@ -110,14 +89,6 @@ def configuration_of(options: argparse.Namespace) -> Configuration:
         )
     except BadConfigurationError as error:
         sys.exit(str(error))
-
-
-def layer_list(text: str) -> tuple[int, ...]:
-    """Read numbers of layers, separated by commas."""
-    try:
-        return tuple(sorted({int(number) for number in text.split(",")}))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers, such as 0,5,10") from None
 
 
 if __name__ == "__main__":

@@ -5,12 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
-from bench.capture.workload import Mode, Sink
-
-if TYPE_CHECKING:
-    from bench.capture.workload import Workload
+from bench.capture.workload import Mode, Sink, Workload
 
 
 class BadConfigurationError(ValueError):
@@ -71,11 +67,7 @@ _MODES = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """One configuration.
-
-    Raises:
-        BadConfigurationError: It contradicts itself.
-    """
+    """One configuration."""
 
     mode: IsolatedMode
     layers: tuple[int, ...] = ()

@@ -10,16 +10,17 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.capture.memory import peak_mib
 from bench.capture.results import Iteration, Memory, Run
-from bench.capture.workload import Job, Mode, Runner, Workload
-from bench.gpu import used_mib
-from bench.handover import hand_over
+from bench.capture.workload import Mode, Runner, Workload
 from bench.isolated.configuration import Peer as PeerName
+from bench.machine import used_mib
+from bench.memory import peak_mib
+from bench.plain import restore
+from bench.processes import hand_over
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,19 +57,11 @@ class PeerJob:
         """What is captured; empty: every layer."""
         return self.workload.layers
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> PeerJob:
-        """Return the job of its plain data."""
-        # A job of ours knows how a workload is restored.
-        shared = {key: data[key] for key in ("round", "runner", "workload", "folder")}
-        own = Job.from_json({**shared, "modes": [], "stores": []})
-        return cls(PeerName(data["peer"]), Mode(data["mode"]), own.round, own.runner, own.workload, own.folder)
-
 
 def main() -> None:
     """Run the job in the first file; write what it measured to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
-    job = PeerJob.from_json(json.loads(job_file.read_text()))
+    job = restore(PeerJob, json.loads(job_file.read_text()))
     asyncio.run(run(job, result_file))
 
 
@@ -129,11 +122,7 @@ async def _iterate(job: PeerJob, peer: Peer, number: int) -> Iteration:
 
 
 def count_rows(held: Sequence[Sequence[Array]], num_requests: int, num_layers: int, positions: int) -> tuple[int, int]:
-    """Return how many rows some requests have, and their bytes.
-
-    Raises:
-        WrongRowsError: They are not [layers, positions] for each request, or there is nothing in them.
-    """
+    """Return how many rows some requests have, and their bytes."""
     if len(held) != num_requests:
         raise WrongRowsError(f"{len(held)} requests were handed over instead of {num_requests}")
     for arrays in held:

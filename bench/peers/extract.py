@@ -11,24 +11,18 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from bench.capture.subjects import Batch, StockSubject, timed_batch
-from bench.peers.peer import PeerUnavailableError
-from bench.peers.vllm_settings import settings_of_peer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bench.capture.workload import Workload
-    from bench.peers.child import PeerJob
-    from bench.peers.peer import Array
+from bench.capture.subjects import StockSubject
+from bench.capture.workload import Workload
+from bench.peers.child import PeerJob
+from bench.peers.peer import Array, PeerUnavailableError, VllmPeer, settings_of_peer
 
 _FILE_SECONDS = 20.0
 _POLL_SECONDS = 0.0005
@@ -38,23 +32,13 @@ _ROOM = 2.0
 """vLLM deals its cache out in pages of one size, and loses some."""
 
 
-class Extract:
+class Extract(VllmPeer):
     """See `Peer`."""
 
-    def __init__(self, stock: StockSubject, job: PeerJob, device: str) -> None:
+    def __init__(self, stock: StockSubject, job: PeerJob) -> None:
         """Wrap a running engine; see `start`."""
-        self._stock = stock
-        self._workload = job.workload
+        super().__init__(stock, job)
         self._files: dict[str, str] = {}
-        self.num_layers = stock.num_layers
-        self.vocab_size = stock.vocab_size
-        self.model_runner = stock.model_runner
-        self.device = device
-
-    async def generate(self, prompts: Mapping[str, Sequence[int]]) -> Batch:
-        """See `Peer`."""
-        requests = (self._generate(name, prompt) for name, prompt in prompts.items())
-        return await timed_batch(requests, self._workload.decode)
 
     async def fetch(self, names: Sequence[str]) -> list[list[Array]]:
         """See `Peer`."""
@@ -63,26 +47,11 @@ class Extract:
             await _unlocked(Path(f"{path}.lock"))
         return [[_take(path)] for path in paths]
 
-    async def synchronise(self) -> None:
-        """See `Peer`."""
-        await self._stock.call("bench_synchronise")
-
-    def shutdown(self) -> None:
-        """See `Peer`."""
-        self._stock.shutdown()
-
     async def _generate(self, name: str, prompt: Sequence[int]) -> list[int]:
-        sampling = SamplingParams(
-            max_tokens=self._workload.decode,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": {"include_output_tokens": True}},
-        )
         reply: list[int] = []
         parameters: dict[str, Any] = {}
-        async for output in self._stock.llm.generate({"prompt_token_ids": list(prompt)}, sampling, name):
+        with_reply = {"include_output_tokens": True}
+        async for output in self._outputs(name, prompt, RequestOutputKind.DELTA, kv_transfer_params=with_reply):
             reply.extend(output.outputs[0].token_ids)
             parameters = output.kv_transfer_params or parameters
         if "hidden_states_path" not in parameters:
@@ -101,11 +70,7 @@ def _take(path: str) -> Array:
 
 
 async def _unlocked(lock: Path) -> None:
-    """Wait until the writer of a file has let go of its lock.
-
-    Raises:
-        PeerUnavailableError: It never does.
-    """
+    """Wait until the writer of a file has let go of its lock, but not for ever."""
     deadline = time.monotonic() + _FILE_SECONDS
     with lock.open() as file:
         while True:
@@ -145,7 +110,7 @@ async def start(job: PeerJob) -> Extract:
     )
     more = _cache_gib(job.workload, len(layers) * config.hidden_size)
     settings = own.model_copy(update={"kv_cache_gib": own.kv_cache_gib + more})
-    return Extract(await StockSubject.start(settings), job, str(current_platform.device_name))
+    return Extract(await StockSubject.start(settings), job)
 
 
 def _cache_gib(workload: Workload, values: int) -> float:

@@ -7,22 +7,18 @@ by one, or 32 at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import vllm
+from torch import Tensor
 
 from bench.capture.worker_extension import WorkerExtension
 from inference_svc.taps.model.insertion import find_decoder_layers
+from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.vllm import runner_v1, runner_v2
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from inference_svc.taps.steps.layout import StepRows
 
 EXTENSION = f"{__name__}.HookWorker"
 """What vLLM is told."""

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.capture.child import check_layers
 from bench.capture.subjects import Batch, StockSubject, generate_batch
 from bench.isolated.configuration import Peer as PeerName
+from bench.peers.child import PeerJob
 from bench.peers.hook_worker import EXTENSION
-from bench.peers.vllm_settings import settings_of_peer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bench.peers.child import PeerJob
-    from bench.peers.peer import Array
+from bench.peers.peer import Array, VllmPeer, settings_of_peer
 
 _FLUSH_EVERY = {PeerName.HOOKS: 1, PeerName.HOOKS_32: 32}
 
 
-class Hooks:
+class Hooks(VllmPeer):
     """See `Peer`."""
 
-    def __init__(self, stock: StockSubject, job: PeerJob, device: str) -> None:
+    def __init__(self, stock: StockSubject, job: PeerJob) -> None:
         """Wrap a running engine; see `start`."""
-        self._stock = stock
-        self._workload = job.workload
+        super().__init__(stock, job)
         self._folder = Path(job.folder)
-        self.num_layers = stock.num_layers
-        self.vocab_size = stock.vocab_size
-        self.model_runner = stock.model_runner
-        self.device = device
 
     async def generate(self, prompts: Mapping[str, Sequence[int]]) -> Batch:
         """See `Peer`."""
@@ -45,14 +34,6 @@ class Hooks:
         await self._stock.call("hooks_write", str(self._folder), list(names), positions)
         return [[self._load(name, positions)] for name in names]
 
-    async def synchronise(self) -> None:
-        """See `Peer`."""
-        await self._stock.call("bench_synchronise")
-
-    def shutdown(self) -> None:
-        """See `Peer`."""
-        self._stock.shutdown()
-
     def _load(self, name: str, positions: int) -> Array:
         file = self._folder / f"{name}.bin"
         values = np.fromfile(file, dtype=np.uint8)
@@ -63,10 +44,8 @@ class Hooks:
 
 async def start(job: PeerJob) -> Hooks:
     """Start it."""
-    from vllm.platforms import current_platform
-
     settings = settings_of_peer(job, worker_extension_cls=EXTENSION).model_copy(update={"enforce_eager": True})
     stock = await StockSubject.start(settings)
-    check_layers(job.layers, stock.num_layers)
+    hooks = Hooks(stock, job)
     await stock.call("hooks_install", list(job.layers), _FLUSH_EVERY[job.peer])
-    return Hooks(stock, job, str(current_platform.device_name))
+    return hooks

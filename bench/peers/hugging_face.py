@@ -7,19 +7,16 @@ than ours. It is counted all the same.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.capture.child import check_layers
 from bench.capture.subjects import Batch, WrongTokenCountError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bench.peers.child import PeerJob
-    from bench.peers.peer import Array
+from bench.peers.child import PeerJob
+from bench.peers.peer import Array
 
 
 class HuggingFace:

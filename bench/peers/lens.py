@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from bench.capture.child import check_layers
-from bench.capture.subjects import Batch, StockSubject, timed_batch
-from bench.peers.peer import PeerUnavailableError
-from bench.peers.vllm_settings import settings_of_peer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bench.peers.child import PeerJob
-    from bench.peers.peer import Array
+from bench.capture.subjects import StockSubject
+from bench.peers.child import PeerJob
+from bench.peers.peer import Array, PeerUnavailableError, VllmPeer, settings_of_peer
 
 
-class Lens:
-    """See `Peer`."""
+class Lens(VllmPeer):
+    """See `Peer`. A request has ended only when its rows are there: they are fetched with the last token."""
 
-    def __init__(self, stock: StockSubject, job: PeerJob, device: str) -> None:
+    def __init__(self, stock: StockSubject, job: PeerJob) -> None:
         """Wrap a running engine; see `start`."""
-        self._stock = stock
-        self._workload = job.workload
+        super().__init__(stock, job)
         self._captured: dict[str, torch.Tensor] = {}
-        self.num_layers = stock.num_layers
-        self.vocab_size = stock.vocab_size
-        self.model_runner = stock.model_runner
-        self.device = device
-
-    async def generate(self, prompts: Mapping[str, Sequence[int]]) -> Batch:
-        """See `Peer`. A request has ended only when its rows are there: they are fetched with the last token."""
-        requests = (self._generate(name, prompt) for name, prompt in prompts.items())
-        return await timed_batch(requests, self._workload.decode)
 
     async def fetch(self, names: Sequence[str]) -> list[list[Array]]:
         """See `Peer`. Rows are bytes: numpy has no bfloat16."""
@@ -47,22 +30,11 @@ class Lens:
     async def synchronise(self) -> None:
         """See `Peer`. Its worker extension leaves no room for ours; its rows are on the host when a request ends."""
 
-    def shutdown(self) -> None:
-        """See `Peer`."""
-        self._stock.shutdown()
-
     async def _generate(self, name: str, prompt: Sequence[int]) -> list[int]:
         layers = list(self._workload.layers or range(self.num_layers))
-        sampling = SamplingParams(
-            max_tokens=self._workload.decode,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"output_residual_stream": layers},
-        )
         last: Any = None
-        async for output in self._stock.llm.generate({"prompt_token_ids": list(prompt)}, sampling, name):
+        kind = RequestOutputKind.FINAL_ONLY
+        async for output in self._outputs(name, prompt, kind, output_residual_stream=layers):
             last = output
         activations = getattr(last, "activations", None)
         if activations is None:
@@ -73,8 +45,6 @@ class Lens:
 
 async def start(job: PeerJob) -> Lens:
     """Start it. vLLM finds it as a plugin, and registers it; a second time would make its patches call themselves."""
-    from vllm.platforms import current_platform
-
     plugins = [plugin for plugin in entry_points(group="vllm.general_plugins") if plugin.module.startswith("vllm_lens")]
     if not plugins:
         raise PeerUnavailableError("vllm-lens is not installed; see bench/README.md")
@@ -83,6 +53,4 @@ async def start(job: PeerJob) -> Lens:
     except ImportError as error:
         raise PeerUnavailableError(f"vllm-lens is not all there ({error}); see bench/README.md") from error
     settings = settings_of_peer(job, worker_extension_cls="")  # else it would leave its own out
-    stock = await StockSubject.start(settings)
-    check_layers(job.layers, stock.num_layers)
-    return Lens(stock, job, str(current_platform.device_name))
+    return Lens(await StockSubject.start(settings), job)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from bench.capture.child import check_layers
 from bench.capture.subjects import Batch
+from bench.peers.child import PeerJob
 from bench.peers.hugging_face import HuggingFace, load
 from bench.peers.peer import PeerUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bench.peers.child import PeerJob
 
 
 class Nnsight(HuggingFace):

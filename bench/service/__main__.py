@@ -6,47 +6,33 @@ import argparse
 import asyncio
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Runner
 from bench.machine import Machine
-from bench.parts import run_parts
+from bench.options import add_engine_args, add_model, add_output, model_of, positives, words
+from bench.parts import Part, run_parts
 from bench.service.compare import ServiceJob, bars, measure, show
-from examples.model import default_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-BENCHMARK = "bench.service"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the result."""
+    """Measure, print, and write the result; model runners are its parts."""
     options = parse(arguments)
     names = [runner.value for runner in options.runners]
-    run_parts(BENCHMARK, Machine.describe(), names, options.output, lambda name: (_measured(name, options), []))
+    run_parts("bench.service", Machine.describe(), names, options.output, lambda name: _measure(name, options))
 
 
-def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    print(f"=== model runner {name}", flush=True)
+def _measure(name: str, options: argparse.Namespace) -> Part:
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         part = asyncio.run(measure(job_of(options, Runner(name)), Path(scratch)))
-    found = bars(part)
-    for line in (*show(part), *(bar.line() for bar in found)):
-        print(line, flush=True)
-    return {**part, "bars": [bar.to_json() for bar in found]}
+    return Part(part, show(part), bars(part))
 
 
 def job_of(options: argparse.Namespace, runner: Runner) -> ServiceJob:
     """Return what is measured."""
-    engine_args = {
-        **(SHAPES[options.shape].engine_args if options.shape else {}),
-        "enable_prefix_caching": False,
-        **options.engine_args,
-    }
-    model = write_shape(options.shape) if options.shape else options.model or default_model()
+    model, engine_args = model_of(options)
+    engine_args = {**engine_args, "enable_prefix_caching": False, **options.engine_args}
     length = options.prefill + options.decode
     flags = [
         *("--model", model, "--max-model-len", str(max(length, 64)), "--max-num-seqs", str(max(options.streams))),
@@ -69,10 +55,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.service", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="1, 8 and 32 streams, shorter replies, fewer rounds")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", help="the model's folder, or its name on the Hugging Face hub (default: SmolLM2)")
-    which.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape with random weights, no tokenizer")
-    parser.add_argument("--streams", type=_numbers, help="how many at a time (default: 1,2,4,8,16,32,64)")
+    add_model(parser)
+    parser.add_argument("--streams", type=positives, help="how many at a time (default: 1,2,4,8,16,32,64)")
     parser.add_argument("--prefill", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--decode", type=int, help="tokens of each reply (default: 128, with --quick 32)")
     parser.add_argument("--rounds", type=int, help="how often each way has its turn (default: 5, with --quick 3)")
@@ -81,22 +65,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--max-num-batched-tokens", type=int, default=8192, help="tokens that one step computes at most"
     )
     parser.add_argument(
-        "--runners", type=lambda text: [Runner(name) for name in text.split(",")], default=[Runner.DEFAULT],
+        "--runners", type=words(Runner), default=[Runner.DEFAULT],
         help="vLLM's model runners: v1,v2 (default: the one that vLLM takes)",
     )  # fmt: skip
-    parser.add_argument("--engine-args", type=json.loads, default={}, help="more of vLLM's arguments, as a JSON object")
-    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    add_engine_args(parser)
+    add_output(parser)
     options = parser.parse_args(arguments)
     options.streams = options.streams or ((1, 8, 32) if options.quick else ServiceJob.streams)
     options.decode = options.decode or (32 if options.quick else ServiceJob.decode)
     return options
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    values = tuple(int(part) for part in text.split(","))
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: numbers from 1 on")
-    return values
 
 
 if __name__ == "__main__":

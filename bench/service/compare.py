@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import residuum
 from bench.capture.processes import environment_of
 from bench.capture.workload import Runner
-from bench.parts import Bar, table
-from bench.service.load import Load, Measured, run_load
-from bench.talker import Talker
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from bench.service.load import Start
+from bench.output import Bar, table
+from bench.processes import Helper
+from bench.service.load import Load, Measured, Start, run_load
 
 WAYS = ("AsyncLLM", "residuum")
 """vLLM's engine, called by its own process; and `residuum.AsyncClient`, in another one."""
@@ -49,13 +45,8 @@ class ServiceJob:
 
 
 async def measure(job: ServiceJob, folder: Path) -> dict[str, Any]:
-    """Measure; return the part of the result.
-
-    Raises:
-        RunFailedError: The service did not come up.
-        WrongTokenCountError: A reply has another length than was asked for.
-    """
-    host = Talker("service", ["bench.service.host", *job.flags], folder, environment_of(folder, job.runner))
+    """Measure; return the part of the result."""
+    host = Helper("bench.service.host", job.flags, folder / "service.log", environment_of(folder, job.runner))
     try:
         async with residuum.AsyncClient(f"127.0.0.1:{host.first['port']}", timeout=None) as client:
             levels = [await _level(job, streams, host, client) for streams in job.streams]
@@ -71,7 +62,7 @@ async def measure(job: ServiceJob, folder: Path) -> dict[str, Any]:
 _UNSHOWN = {"flags", "shown", "runner"}
 
 
-async def _level(job: ServiceJob, streams: int, host: Talker, client: residuum.AsyncClient) -> dict[str, Any]:
+async def _level(job: ServiceJob, streams: int, host: Helper, client: residuum.AsyncClient) -> dict[str, Any]:
     summaries: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for number in range(-1, job.rounds):  # the first does not count: threads start, buffers are allotted
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
@@ -86,15 +77,14 @@ async def _level(job: ServiceJob, streams: int, host: Talker, client: residuum.A
     return {"streams": streams, **summaries, "difference": difference(summaries)}
 
 
-async def _run(load: Load, way: str, host: Talker, client: residuum.AsyncClient) -> tuple[Measured, float]:
+async def _run(load: Load, way: str, host: Helper, client: residuum.AsyncClient) -> tuple[Measured, float]:
     """Return what a load took, and the processor time of the service's process meanwhile."""
-    before = processor_seconds(host.pid)
+    before = processor_seconds(host.process.pid)
     if way == WAYS[0]:
-        host.ask(load.to_json())
-        measured = Measured(**host.read())
+        measured = Measured(**host.call(asdict(load)))
     else:
         measured = await run_load(load, _through(client))
-    return measured, processor_seconds(host.pid) - before
+    return measured, processor_seconds(host.process.pid) - before
 
 
 def processor_seconds(pid: int) -> float:
@@ -144,18 +134,14 @@ def difference(summaries: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[s
 
 def bars(part: Mapping[str, Any]) -> list[Bar]:
     """Return the bars, of 32 streams; none if there were not so many."""
-    return [
-        bar
-        for level in part["levels"]
-        if level["streams"] == _BAR_STREAMS
-        for bar in (
-            Bar(
-                f"tokens/s of {_BAR_STREAMS} streams, over AsyncLLM's",
-                level["difference"]["tokens_per_second_ratio"], _LEAST_RATE, at_most=False,
-            ),
-            Bar(f"ms more a token, of {_BAR_STREAMS} streams", level["difference"]["added_token_ms"], _MOST_TOKEN_MS),
-        )
-    ]  # fmt: skip
+    found = []
+    for level in part["levels"]:
+        if level["streams"] == _BAR_STREAMS:
+            more, streams = level["difference"], f"{_BAR_STREAMS} streams"
+            rate = more["tokens_per_second_ratio"]
+            found.append(Bar(f"tokens/s of {streams}, over AsyncLLM's", rate, _LEAST_RATE, at_most=False))
+            found.append(Bar(f"ms more a token, of {streams}", more["added_token_ms"], _MOST_TOKEN_MS))
+    return found
 
 
 def show(part: Mapping[str, Any]) -> Iterator[str]:

@@ -1,14 +1,15 @@
-"""Whether the memory of a process grows: a rule that a few odd samples do not sway."""
+"""The memory of the processes of a service and its store, and whether it grows: odd samples do not matter."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from bench.memory import descendants, kind_of, status_kib
+from bench.processes import RunFailedError
 
 WARM_UP = 1 / 3
 """The share of the requests after which buffers, caches and allocators are as large as they will be."""
@@ -18,6 +19,8 @@ MOST_KIB_PER_REQUEST = 1.0
 
 MARGIN_MIB, MARGIN_SHARE = 8.0, 0.01
 """How far the last samples may lie above those after the warm-up: this much, or this share of them if that is more."""
+
+_OWN, _MAPPED = ("RssAnon:",), ("RssShmem:", "RssFile:")
 
 _ENDS = 10
 """The tenth of the samples at either end of what is looked at."""
@@ -66,3 +69,38 @@ def growth_of(requests: Sequence[int], mib: Sequence[float]) -> Growth:
         after_mib=statistics.median(value for _, value in steady[-tenth:]),
         kib_per_request=statistics.median(slopes) * 1024 if slopes else 0.0,
     )
+
+
+class Processes:
+    """The processes, each by its name."""
+
+    def __init__(self, roots: dict[str, int]) -> None:
+        """Find the processes that these started, which go on running from now on.
+
+        Args:
+            roots: The processes that were started by hand, by name.
+        """
+        self._pids = dict(roots)
+        for root in roots.values():
+            for pid in sorted(descendants(root)):
+                if name := kind_of(pid).removesuffix("s"):
+                    self._pids[self._free(name)] = pid
+
+    def own_mib(self) -> dict[str, float]:
+        """Return what each keeps in memory of its own."""
+        return {name: _resident_mib(name, pid, _OWN) for name, pid in self._pids.items()}
+
+    def mapped_mib(self) -> dict[str, float]:
+        """Return what each has touched of what it maps: libraries, the ring, the store's database."""
+        return {name: _resident_mib(name, pid, _MAPPED) for name, pid in self._pids.items()}
+
+    def _free(self, name: str) -> str:
+        taken = sum(known.startswith(name) for known in self._pids)
+        return f"{name} {taken + 1}" if taken else name
+
+
+def _resident_mib(name: str, pid: int, fields: tuple[str, ...]) -> float:
+    kib = status_kib(pid, *fields)
+    if not kib:
+        raise RunFailedError(f"the {name} has ended")
+    return kib / 1024

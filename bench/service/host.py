@@ -13,28 +13,22 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TextIO
 
 import uvloop
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
 
-from bench.service.load import Load, run_load
+from bench.service.load import Load, Start, run_load
 from inference_svc.logs import configure_service_logs
 from inference_svc.server import InferenceServer
 from inference_svc.settings import InferenceSettings
 from svc_common.settings import load_settings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
-    from typing import TextIO
-
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from bench.service.load import Start
 
 _POLL_SECONDS = 0.1
 

@@ -6,16 +6,13 @@ import asyncio
 import random
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
 
 from bench.capture.subjects import WrongTokenCountError
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
-
-    Start = Callable[[str, Sequence[int], int], AsyncGenerator[int, None]]
-    """Starts a request: its name, its prompt, the tokens of its reply; yields how many tokens came together."""
+Start = Callable[[str, Sequence[int], int], AsyncGenerator[int, None]]
+"""Starts a request: its name, its prompt, the tokens of its reply; yields how many tokens came together."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +28,6 @@ class Load:
     prefill: int
     decode: int
     vocab_size: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
     def shortened(self) -> Load:
         """Return the same load with replies of one token: what is left is what a request costs by itself."""
@@ -81,11 +74,7 @@ class Measured:
 
 
 async def run_load(load: Load, start: Start) -> Measured:
-    """Run a load.
-
-    Raises:
-        WrongTokenCountError: A reply has another length.
-    """
+    """Run a load."""
     waiting = list(enumerate(load.prompts()))[::-1]
     times: list[tuple[float, float, float]] = []
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 import residuum
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 _WORDS = ("the", "sun", "river", "stone", "a", "quiet", "light", "falls", "over", "seven", "hills", "and", "sleeps")
 _KNOWN_VECTORS = 8

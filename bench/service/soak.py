@@ -11,26 +11,19 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import residuum
-from bench.capture.options import positive
-from bench.capture.shapes import SHAPES, write_shape
 from bench.machine import Machine
-from bench.parts import run_parts, table
-from bench.service.growth import MOST_KIB_PER_REQUEST, WARM_UP, growth_of
+from bench.options import add_model, add_output, model_of, positive
+from bench.output import table
+from bench.parts import Part, run_parts
+from bench.service.growth import MOST_KIB_PER_REQUEST, WARM_UP, Processes, growth_of
 from bench.service.mixture import Mixture
-from bench.service.resident import Processes
 from examples.model import default_model
-from svc_common.launcher import ServiceFailedError, running_services
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from svc_common.launcher import Service
-
-BENCHMARK = "bench.service.soak"
+from svc_common.launcher import Service, running_services
 
 _FLAGS = (
     *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32"),
@@ -46,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print, and write the result. Fails if the memory of a process is not flat."""
     options = parse(arguments)
     name = options.shape or Path(options.model or default_model()).name
-    run_parts(BENCHMARK, Machine.describe(), [name], options.output, lambda _: _measured(options))
+    run_parts("bench.service.soak", Machine.describe(), [name], options.output, lambda _: _measure(options))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -56,36 +49,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__.partition(": ")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", help="the model's folder, or its name on the Hugging Face hub (default: SmolLM2)")
-    which.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape with random weights, no tokenizer")
+    add_model(parser)
     parser.add_argument("--requests", type=positive, default=2000, help="requests in all")
     parser.add_argument("--crowd", type=positive, default=20, help="requests that begin at once")
-    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    add_output(parser)
     return parser.parse_args(arguments)
 
 
-def _measured(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    model = write_shape(options.shape) if options.shape else options.model or default_model()
-    more = ["--engine-args", json.dumps(SHAPES[options.shape].engine_args)] if options.shape else []
-    try:
-        with running_services(model, inference_arguments=[*_FLAGS, *more]) as both:
-            part = asyncio.run(soak(*both, options.requests, options.crowd, texts=not options.shape))
-    except ServiceFailedError as error:
-        return {}, [str(error)]
-    for line in show(part):
-        print(line, flush=True)
+def _measure(options: argparse.Namespace) -> Part:
+    model, engine_args = model_of(options)
+    more = ["--engine-args", json.dumps(engine_args)] if engine_args else []
+    with running_services(model, inference_arguments=[*_FLAGS, *more]) as both:
+        part = asyncio.run(soak(*both, options.requests, options.crowd, texts=not options.shape))
     growing = [f"the memory of the {name} is not flat" for name, item in part["processes"].items() if not item["flat"]]
-    return part, growing
+    return Part(part, show(part), failures=growing)
 
 
 async def soak(store: Service, inference: Service, requests: int, crowd: int, *, texts: bool) -> dict[str, Any]:
-    """Send requests to running services, and return the part of the result.
-
-    Raises:
-        RunFailedError: A process has ended.
-        ResiduumError: A request failed.
-    """
+    """Send requests to running services, and return the part of the result."""
     processes = Processes({"service": inference.process.pid, "store": store.process.pid})
     counts, own = [0], [processes.own_mib()]
     began = time.perf_counter()

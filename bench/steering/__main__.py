@@ -5,24 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from bench.capture.options import add_runner
 from bench.capture.shapes import SHAPES
-from bench.capture.workload import Runner
-from bench.children import run_child
 from bench.machine import Machine
-from bench.parts import run_parts
+from bench.options import add_output, numbers, positive, words
+from bench.parts import Part, run_parts
+from bench.processes import run_child
 from bench.steering import engine, rpc
 from bench.steering.engine import Case, EngineJob
 from bench.steering.rpc import RpcJob
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-BENCHMARK = "bench.steering"
-PARTS = ("kernel", "rpc", "engine")
 _CONFIGURATIONS = (0, 1, 8, 32, 64, 128, 256)
 
 
@@ -30,73 +26,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the result."""
     machine = Machine.describe()
     options = parse(arguments, has_gpu=bool(machine.gpu))
-    run_parts(BENCHMARK, machine, options.parts, options.output, lambda name: _MEASURES[name](options))
+    run_parts("bench.steering", machine, options.parts, options.output, lambda name: MEASURES[name](options))
 
 
-def _measure_kernel(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _measure_kernel(options: argparse.Namespace) -> Part:
     from bench.steering import kernel  # needs Triton
 
-    job = kernel.KernelJob(
-        hidden=tuple(options.hidden), unique=tuple(options.unique), compile_seconds=options.compile_seconds
-    )
+    job = kernel.KernelJob(options.hidden, options.unique, compile_seconds=options.compile_seconds)
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         # In a process of its own: what CUDA takes there must not be missing when the engine starts.
         part = run_child("bench.steering.kernel", asdict(job), Path(scratch), dict(os.environ), "kernel")
     measurements = [kernel.Measurement(**item) for item in part["measurements"]]
-    bars = kernel.bars(measurements)
     failed = [item for item in measurements if item.failed]
-    _show("kernel", kernel.show(job, measurements, part["copy_bytes_per_second"]), bars)
-    for item in failed:
-        print(f"failed\t{' '.join(map(str, item.key))}\t{item.failed}")
-    ours = [item for item in failed if item.way in kernel.OURS]
-    return {**part, "bars": [bar.to_json() for bar in bars]}, [f"kernel: {item.key}: {item.failed}" for item in ours]
+    lines = [
+        *kernel.show(job, measurements, part["copy_bytes_per_second"]),
+        *(f"failed\t{' '.join(map(str, item.key))}\t{item.failed}" for item in failed),
+    ]
+    ours = [f"{item.key}: {item.failed}" for item in failed if item.way in kernel.OURS]
+    return Part(part, lines, kernel.bars(measurements), ours)
 
 
-def _measure_rpc(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    part = rpc.measure(RpcJob(hidden=tuple(options.hidden), repeats=options.repeats))
-    _show("rpc", rpc.show(part), [])
-    return part, []
+def _measure_rpc(options: argparse.Namespace) -> Part:
+    part = rpc.measure(RpcJob(options.hidden, repeats=options.repeats))
+    return Part(part, rpc.show(part))
 
 
-def _measure_engine(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _measure_engine(options: argparse.Namespace) -> Part:
     job = engine_job(options)
     part = engine.measure(job)
-    bars = engine.bars(job, part)
-    _show("engine", engine.show(part), bars)
-    return {**part, "bars": [bar.to_json() for bar in bars]}, []
+    return Part(part, engine.show(part), engine.bars(job, part))
 
 
-_MEASURES: dict[str, Callable[[argparse.Namespace], tuple[dict[str, Any], list[str]]]] = {
+MEASURES: dict[str, Callable[[argparse.Namespace], Part]] = {
     "kernel": _measure_kernel,
     "rpc": _measure_rpc,
     "engine": _measure_engine,
 }
-"""Each prints what it measured, and returns its part of the result, and what failed."""
-
-
-def _show(part: str, lines: Any, bars: Any) -> None:
-    print(f"=== {part}")
-    for line in (*lines, *(bar.line() for bar in bars)):
-        print(line, flush=True)
+"""The parts."""
 
 
 def engine_job(options: argparse.Namespace) -> EngineJob:
     """Return what the command line asks of the engine."""
     kinds = (False, True) if options.per_layer_vectors else (False,)
     cases = [Case(number, per_layer) for per_layer in kinds for number in options.configurations]
-    return EngineJob(
-        shape=options.shape,
-        cases=tuple(case for case in cases if case.configurations or not case.per_layer),
-        runner=options.runner,
-        rounds=options.rounds,
-        batch_size=options.batch_size,
-        prefill=options.prefill,
-        decode=options.decode,
-        iterations=options.iterations,
-        eager=options.eager,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        kv_cache_gib=options.kv_cache_gib,
-    )
+    names = {field.name for field in fields(EngineJob)} & vars(options).keys()
+    chosen = {name: getattr(options, name) for name in names}
+    return EngineJob(**chosen, cases=tuple(case for case in cases if case.configurations or not case.per_layer))
 
 
 def parse(arguments: Sequence[str] | None, *, has_gpu: bool) -> argparse.Namespace:
@@ -104,41 +79,38 @@ def parse(arguments: Sequence[str] | None, *, has_gpu: bool) -> argparse.Namespa
     job = EngineJob(shape="", cases=())
     parser = argparse.ArgumentParser(prog="python -m bench.steering", description=__doc__)
     parser.add_argument(
-        "--parts", type=_parts, default=[name for name in PARTS if has_gpu or name != "kernel"],
+        "--parts", type=words(MEASURES), default=[name for name in MEASURES if has_gpu or name != "kernel"],
         help="kernel, rpc, engine, separated by commas (default: all that this machine can run; kernel needs a GPU)",
     )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path,
-        help="a JSON file for the result; parts that it holds already stay, if machine and revision are the same",
-    )  # fmt: skip
-    parser.add_argument("--hidden", type=_numbers, default=[2560, 4096], help="kernel, rpc: hidden sizes")
+    add_output(parser, parts=True)
+    parser.add_argument("--hidden", type=numbers, default=(2560, 4096), help="kernel, rpc: hidden sizes")
     kernels = parser.add_argument_group("kernel")
-    kernels.add_argument("--unique", type=_numbers, default=[1, 2, 4, 8, 16, 32], help="unique operations of a batch")
+    kernels.add_argument("--unique", type=numbers, default=(1, 2, 4, 8, 16, 32), help="unique operations of a batch")
     kernels.add_argument(
         "--compile-seconds", type=float, default=60.0,
         help="compile no more loops after this many seconds of compiling; 0: none",
     )  # fmt: skip
     calls = parser.add_argument_group("rpc")
-    calls.add_argument("--repeats", type=_positive, default=RpcJob().repeats, help="how often each call is made")
+    calls.add_argument("--repeats", type=positive, default=RpcJob().repeats, help="how often each call is made")
     engines = parser.add_argument_group("engine")
     engines.add_argument(
         "--shape", choices=sorted(SHAPES), default="qwen2.5-1.5b" if has_gpu else "tiny",
         help="a model's shape with random weights (default: qwen2.5-1.5b, without a GPU tiny)",
     )  # fmt: skip
-    engines.add_argument("--runner", type=Runner, choices=list(Runner), default=Runner.DEFAULT, metavar="{v1,v2}")
-    engines.add_argument("--batch-size", type=_positive, default=job.batch_size, help="requests submitted at once")
-    engines.add_argument("--prefill", type=_positive, default=job.prefill, help="tokens of each prompt, exactly")
-    engines.add_argument("--decode", type=_positive, default=job.decode, help="tokens of each reply, exactly")
-    engines.add_argument("--configurations", type=_numbers, help="distinct configurations of a batch; 0: unsteered")
+    add_runner(parser)
+    engines.add_argument("--batch-size", type=positive, default=job.batch_size, help="requests submitted at once")
+    engines.add_argument("--prefill", type=positive, default=job.prefill, help="tokens of each prompt, exactly")
+    engines.add_argument("--decode", type=positive, default=job.decode, help="tokens of each reply, exactly")
+    engines.add_argument("--configurations", type=numbers, help="distinct configurations of a batch; 0: unsteered")
     engines.add_argument(
         "--per-layer-vectors", action="store_true",
         help="measure, beside configurations of one vector for all layers, those of a vector for each layer",
     )  # fmt: skip
-    engines.add_argument("--iterations", type=_positive, default=job.iterations, help="after one as a warm-up")
-    engines.add_argument("--rounds", type=_positive, default=job.rounds, help="engines of each kind, one after another")
+    engines.add_argument("--iterations", type=positive, default=job.iterations, help="after one as a warm-up")
+    engines.add_argument("--rounds", type=positive, default=job.rounds, help="engines of each kind, one after another")
     engines.add_argument("--eager", action="store_true", help="do not compile the model")
     engines.add_argument(
-        "--max-num-batched-tokens", type=_positive, default=job.max_num_batched_tokens,
+        "--max-num-batched-tokens", type=positive, default=job.max_num_batched_tokens,
         help="tokens that one step computes at most",
     )  # fmt: skip
     engines.add_argument("--kv-cache-gib", type=float, default=job.kv_cache_gib, help="memory of the KV cache")
@@ -148,25 +120,6 @@ def parse(arguments: Sequence[str] | None, *, has_gpu: bool) -> argparse.Namespa
     elif max(options.configurations) > options.batch_size:
         parser.error("--configurations: a batch has no more configurations than requests (--batch-size)")
     return options
-
-
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in PARTS:
-            raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(PARTS)}")
-    return names
-
-
-def _numbers(text: str) -> list[int]:
-    return sorted({int(number) for number in text.split(",")})
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
 
 
 if __name__ == "__main__":

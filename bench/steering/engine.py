@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.capture.processes import environment_of
 from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Runner, Sink, Workload
-from bench.children import RunFailedError, run_child
-from bench.parts import Bar, table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+from bench.output import Bar, table
+from bench.processes import RunFailedError, run_child
 
 STOCK = "stock"
 _BAR_MOST, _BAR_ONE = 0.85, 0.93
@@ -96,11 +94,7 @@ def rotated(cases: Sequence[Case], number: int) -> list[Case]:
 
 
 def measure(job: EngineJob) -> dict[str, Any]:
-    """Measure stock vLLM and the taps, each on an engine of its own; return the part of the result.
-
-    Raises:
-        RunFailedError: A run failed, or did not steer.
-    """
+    """Measure stock vLLM and the taps, each on an engine of its own; return the part of the result."""
     runs = [
         _run(job, subject, number)
         for number in range(job.rounds)
@@ -112,28 +106,14 @@ def measure(job: EngineJob) -> dict[str, Any]:
 def _run(job: EngineJob, subject: str, number: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         folder = Path(scratch)
-        told = {
-            "job": {**asdict(job), "runner": job.runner.value},
-            "stock": subject == STOCK,
-            "folder": scratch,
-        }
+        told = {"job": asdict(job), "stock": subject == STOCK, "folder": scratch}
         what = f"engine, {subject}, round {number + 1}, model runner {job.runner.value}"
         run = run_child("bench.steering.engine_child", told, folder, environment_of(folder, job.runner), what)
         return {"round": number, "subject": subject, **run}
 
 
-def job_from_json(data: Mapping[str, Any]) -> EngineJob:
-    """Return the job that `_run` made plain."""
-    cases = tuple(Case(**case) for case in data["cases"])
-    return EngineJob(**{**data, "cases": cases, "runner": Runner(data["runner"])})
-
-
 def summarise(job: EngineJob, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the part of the result: each case over all its iterations, beside others.
-
-    Raises:
-        RunFailedError: Steering did not change what was generated, or configurations are not told apart.
-    """
+    """Return the part of the result: each case over all its iterations, beside others."""
     names = [STOCK, *(case.name for case in job.cases)]
     iterations = {
         name: sorted(

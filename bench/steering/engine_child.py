@@ -7,20 +7,19 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import uvloop
 from vllm.platforms import current_platform
 
-from bench.capture.child import EVERYWHERE, VECTOR_SCALE, WrongRunnerError, settings_of
-from bench.capture.subjects import StockSubject, Subject, TappedSubject, digest, generate_batch
+from bench.capture.child import EVERYWHERE, VECTOR_SCALE, settings_of, start_engine
+from bench.capture.subjects import Subject, TappedSubject, digest, generate_batch
 from bench.capture.workload import Job, Mode
-from bench.steering.engine import STOCK, Case, EngineJob, bank_row, job_from_json, rotated
+from bench.plain import restore
+from bench.steering.engine import STOCK, Case, EngineJob, bank_row, rotated
+from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
-
-if TYPE_CHECKING:
-    from inference_svc.settings import InferenceSettings
 
 _VECTORS_PER_CALL = 512
 _UNSTEERED = Case(0)
@@ -31,7 +30,7 @@ def main() -> None:
     """Run the job in the first file; write what it measured to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
     told = json.loads(job_file.read_text())
-    job = job_from_json(told["job"])
+    job = restore(EngineJob, told["job"])
     result_file.write_text(json.dumps(uvloop.run(measure(job, told["folder"], stock=told["stock"]))))
 
 
@@ -40,19 +39,12 @@ async def measure(job: EngineJob, folder: str, *, stock: bool) -> dict[str, Any]
     started = time.perf_counter()
     settings = settings_for(job, folder, stock=stock)
     async with AsyncExitStack() as stack:
-        subject: Subject
+        subject, tapped = await start_engine(settings, child_job(job, folder, stock=stock), stack)
         facts: dict[str, Any] = {}
-        if stock:
-            subject = await StockSubject.start(settings)
-            stack.callback(subject.shutdown)
-        else:
-            subject = tapped = await TappedSubject.start(settings, folder)
-            stack.callback(subject.shutdown)
+        if tapped:
             await load_vectors(job, tapped)
             told = tapped.engine.facts
             facts = {"folded_norms": told.folded_norms, "tables_mib": round(told.table_bytes / _MIB, 1)}
-        if job.runner.variable is not None and subject.model_runner != job.runner.value:
-            raise WrongRunnerError(f"vLLM took its model runner {subject.model_runner}, not {job.runner.value}")
         ready = time.perf_counter()
         workload = job.workload()
         cases = (_UNSTEERED,) if stock else job.cases
@@ -73,9 +65,14 @@ async def measure(job: EngineJob, folder: str, *, stock: bool) -> dict[str, Any]
         }
 
 
+def child_job(job: EngineJob, folder: str, *, stock: bool) -> Job:
+    """Return the job in the words of bench.capture."""
+    return Job((Mode.STOCK if stock else Mode.STEER,), 0, job.workload(), folder, job.runner)
+
+
 def settings_for(job: EngineJob, folder: str, *, stock: bool) -> InferenceSettings:
     """Return the service's settings for a job; for stock, the same."""
-    settings = settings_of(Job((Mode.STOCK if stock else Mode.STEER,), 0, job.workload(), folder, job.runner))
+    settings = settings_of(child_job(job, folder, stock=stock))
     rows = max(settings.max_active_vectors, job.bank_rows)
     return settings.model_copy(update={"max_active_vectors": rows})
 

@@ -9,23 +9,26 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from bench.parts import Bar, table
+from bench.output import Bar, table
+from bench.plain import restore
 from bench.steering import timing, ways
 from bench.steering.floor import move
-from bench.steering.tables import ArmedTap
 from bench.steering.ways import Batch, Expected
-from inference_svc.taps.plan import Kind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
+from inference_svc.taps.bank import VectorBank
+from inference_svc.taps.gpu.tap import CudaTap
+from inference_svc.taps.plan import Kind, Operation, RequestPlan
+from inference_svc.taps.points import TapPoints
+from inference_svc.taps.steps.layout import StepRows
+from inference_svc.taps.steps.runtime import TapRuntime
+from residuum.v1 import selection_pb2
 
 _DTYPE = torch.bfloat16
 _ITEM_BYTES = 2
@@ -44,6 +47,9 @@ MOVE, MOVE_NORM = "move the bytes", "move the bytes of add + norm"
 OURS = (TAP, TAP_SUM, TAP_NORM)
 IDLE = "idle"
 
+LAYERS = 28
+_EVERYWHERE = selection_pb2.PositionSelection()
+
 _BAR_HIDDEN, _BAR_US, _BAR_SPREAD = 2560, 13.0, 1.25
 
 
@@ -58,11 +64,6 @@ class KernelJob:
     rows_each: int = 64
     compile_seconds: float = 60.0
     """No loop is compiled after this many seconds of compiling; 0: none is."""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> KernelJob:
-        """Return the job that `asdict` made plain."""
-        return cls(**{**data, "hidden": tuple(data["hidden"]), "unique": tuple(data["unique"])})
 
 
 class Rows(NamedTuple):
@@ -117,6 +118,40 @@ class Measurement:
         return float(self.times[how]["us"]) if how in self.times else None
 
 
+class ArmedTap:
+    """A worker's tap in the step in which a batch's prompts are computed, all of them steered after every layer."""
+
+    def __init__(self, batch: Batch) -> None:
+        """Load the bank, admit the requests, place their rows."""
+        rows = batch.requests * batch.rows_each
+        points = TapPoints(0, LAYERS)
+        bank = VectorBank(batch.unique, batch.vectors.shape[1], batch.vectors.device)
+        bank.load([(row, vector.cpu().numpy().astype("<f4").tobytes()) for row, vector in enumerate(batch.vectors)])
+        self.tap = CudaTap(bank, None, points, rows, batch.requests)
+        runtime = TapRuntime(points, self.tap, None, None)
+        names = [f"request-{index}" for index in range(batch.requests)]
+        runtime.begin_step((), [(name, plan_of(batch, index).to_extra_args()) for index, name in enumerate(names)])
+        runtime.place(lambda: StepRows(names, [0] * batch.requests, [batch.rows_each] * batch.requests))
+        self._points = [points.after(layer) for layer in range(LAYERS)]
+
+    def point(self, number: int) -> int:
+        """Return the tap point of one layer after the other."""
+        return self._points[number % LAYERS]
+
+
+def plan_of(batch: Batch, index: int) -> RequestPlan:
+    """Return the plan of a request of a batch."""
+    low, high = (ways.CAP_LOW, ways.CAP_HIGH) if batch.kind is Kind.CAP else (float("-inf"), float("inf"))
+    return RequestPlan(
+        prompt_tokens=batch.rows_each,
+        operations=(
+            Operation(
+                batch.kind, index % batch.unique, tuple(range(LAYERS)), _EVERYWHERE, ways.SCALES[batch.kind], low, high
+            ),
+        ),
+    )
+
+
 class WrongResultError(RuntimeError):
     """A way does not compute what it should."""
 
@@ -124,7 +159,7 @@ class WrongResultError(RuntimeError):
 def main() -> None:
     """Run the job in the first file; write what it measured to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
-    result_file.write_text(json.dumps(measure(KernelJob.from_json(json.loads(job_file.read_text())))))
+    result_file.write_text(json.dumps(measure(restore(KernelJob, json.loads(job_file.read_text())))))
 
 
 def measure(job: KernelJob) -> dict[str, Any]:
@@ -219,11 +254,7 @@ class Bench:
 
 
 def check(way: Way, rows: Rows) -> float:
-    """Return how far a way is off, in bounds: on a GPU as replayed in a CUDA graph.
-
-    Raises:
-        WrongResultError: Too far.
-    """
+    """Return how far a way is off, in bounds: on a GPU as replayed in a CUDA graph."""
     fresh = rows.copy()
     expected = way.expected(rows.copy())
     if rows.hidden.is_cuda:
@@ -259,29 +290,35 @@ def times_of(way: Way, sets: Sequence[Rows]) -> Iterator[tuple[str, timing.Times
 def steering_ways(batch: Batch) -> Iterator[Way]:
     """Yield the ways to steer a batch, but for the compiled loop, which is made once for all batches."""
     armed = ArmedTap(batch)
-
-    def tap(rows: Rows, number: int) -> tuple[Tensor, ...]:
-        armed.tap.tap(rows.hidden, rows.residual, armed.point(number))
-        return (rows.hidden,)
-
-    def tap_sum(rows: Rows, number: int) -> tuple[Tensor, ...]:
-        armed.tap.tap(rows.hidden, None, armed.point(number))
-        return (rows.hidden,)
-
-    yield Way(TAP, tap, lambda rows: (ways.expect(batch, rows.hidden, rows.residual),))
-    yield Way(TAP_SUM, tap_sum, lambda rows: (ways.expect(batch, rows.hidden),))
+    yield tap_way(armed, lambda rows: ways.expect(batch, rows.hidden, rows.residual))
+    yield tap_way(armed, lambda rows: ways.expect(batch, rows.hidden), TAP_SUM)
     yield tap_norm_way(armed, batch, batch.vectors.shape[1], batch.vectors.device)
     yield loop_way(LOOP, batch, ways.loop(batch.kind, batch.rows_each))
-    yield gather_way(batch)
+    run, groups = ways.gather_scatter(batch.kind), ways.groups_of(batch, _DTYPE)  # grouped beforehand
+    yield plain_way(GATHER, batch, lambda hidden: run(hidden, groups))
     if batch.unique == 1:
         apply, vector = ways.operation(batch.kind), ways.vector_for(batch.kind, batch.vectors[0], _DTYPE)
+        yield plain_way(UNIFORM, batch, lambda hidden: hidden.copy_(apply(hidden, vector)), _LIGHT_LAUNCHES)
 
-        def uniform(rows: Rows, number: int) -> tuple[Tensor, ...]:
-            del number
-            rows.hidden.copy_(apply(rows.hidden, vector))
-            return (rows.hidden,)
 
-        yield Way(UNIFORM, uniform, lambda rows: (ways.expect(batch, rows.hidden),), exact=False)
+def tap_way(armed: ArmedTap, expected: Callable[[Rows], Expected], name: str = TAP) -> Way:
+    """Return the taps' kernel, on one tensor or on both."""
+
+    def launch(rows: Rows, number: int) -> tuple[Tensor, ...]:
+        armed.tap.tap(rows.hidden, None if name == TAP_SUM else rows.residual, armed.point(number))
+        return (rows.hidden,)
+
+    return Way(name, launch, lambda rows: (expected(rows),))
+
+
+def plain_way(name: str, batch: Batch, change: Callable[[Tensor], object], launches: int = _HEAVY_LAUNCHES) -> Way:
+    """Return a way that changes rows in place, and computes in bfloat16."""
+
+    def launch(rows: Rows, _: int) -> tuple[Tensor, ...]:
+        change(rows.hidden)
+        return (rows.hidden,)
+
+    return Way(name, launch, lambda rows: (ways.expect(batch, rows.hidden),), exact=False, launches=launches)
 
 
 def loop_way(name: str, batch: Batch, run: Callable[[Tensor, Sequence[Tensor]], None]) -> Way:
@@ -289,29 +326,7 @@ def loop_way(name: str, batch: Batch, run: Callable[[Tensor, Sequence[Tensor]], 
     vectors = [
         ways.vector_for(batch.kind, batch.vectors[index % batch.unique], _DTYPE) for index in range(batch.requests)
     ]
-
-    def launch(rows: Rows, number: int) -> tuple[Tensor, ...]:
-        del number
-        run(rows.hidden, vectors)
-        return (rows.hidden,)
-
-    return Way(
-        name, launch, lambda rows: (ways.expect(batch, rows.hidden),), exact=False, launches=_HEAVY_LAUNCHES
-    )  # fmt: skip
-
-
-def gather_way(batch: Batch) -> Way:
-    """Return gather/scatter by unique operation; which rows have which is known beforehand."""
-    run, groups = ways.gather_scatter(batch.kind), ways.groups_of(batch, _DTYPE)
-
-    def launch(rows: Rows, number: int) -> tuple[Tensor, ...]:
-        del number
-        run(rows.hidden, groups)
-        return (rows.hidden,)
-
-    return Way(
-        GATHER, launch, lambda rows: (ways.expect(batch, rows.hidden),), exact=False, launches=_HEAVY_LAUNCHES
-    )  # fmt: skip
+    return plain_way(name, batch, lambda hidden: run(hidden, vectors))
 
 
 def reference_ways(batch: Batch) -> Iterator[Way]:
@@ -319,35 +334,25 @@ def reference_ways(batch: Batch) -> Iterator[Way]:
     hidden, device = batch.vectors.shape[1], batch.vectors.device
     idle = ArmedTap(batch)
     idle.tap.disarm()
-
-    def tap(rows: Rows, number: int) -> tuple[Tensor, ...]:
-        idle.tap.tap(rows.hidden, rows.residual, idle.point(number))
-        return (rows.hidden,)
-
-    yield Way(TAP, tap, lambda rows: (_unchanged(rows.hidden),))
+    yield tap_way(idle, lambda rows: _unchanged(rows.hidden))
     yield tap_norm_way(idle, None, hidden, device)
     yield from norm_ways(hidden, device)
 
-    def move_tap(rows: Rows, number: int) -> tuple[Tensor, ...]:
-        del number
+    def move_tap(rows: Rows, _: int) -> tuple[Tensor, ...]:
         move(rows.hidden, rows.residual, rows.hidden)
         return (rows.hidden,)
 
-    def move_norm(rows: Rows, number: int) -> tuple[Tensor, ...]:
-        del number
+    def move_norm(rows: Rows, _: int) -> tuple[Tensor, ...]:
         first, second = torch.empty_like(rows.hidden), torch.empty_like(rows.hidden)
         move(rows.hidden, rows.residual, first, second)
         return first, second
 
-    yield Way(MOVE, move_tap, lambda rows: (_sum_of(rows.hidden.double() + rows.residual.double()),))
-    yield Way(
-        MOVE_NORM,
-        move_norm,
-        lambda rows: (
-            _sum_of(rows.hidden.double() + rows.residual.double()),
-            _sum_of(rows.hidden.double() - rows.residual.double()),
-        ),
-    )
+    def expected(rows: Rows) -> tuple[Expected, ...]:
+        first, second = rows.hidden.double(), rows.residual.double()
+        return _sum_of(first + second), _sum_of(first - second)
+
+    yield Way(MOVE, move_tap, lambda rows: expected(rows)[:1])
+    yield Way(MOVE_NORM, move_norm, expected)
 
 
 def _unchanged(tensor: Tensor) -> Expected:
@@ -391,8 +396,7 @@ def norm_ways(hidden: int, device: torch.device) -> Iterator[Way]:
     compiled = torch.compile(compilable, dynamic=False)
     yield Way(COMPILED_NORM, lambda rows, _: compiled(*rows), expected, exact=False)
 
-    def fused(rows: Rows, number: int) -> tuple[Tensor, ...]:
-        del number
+    def fused(rows: Rows, _: int) -> tuple[Tensor, ...]:
         from vllm import _custom_ops
 
         _custom_ops.fused_add_rms_norm(rows.hidden, rows.residual, weight, _EPSILON)

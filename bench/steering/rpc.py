@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 import residuum
-from bench.children import RunFailedError
-from bench.machine import ROOT
-from bench.parts import table
+from bench.output import table
+from bench.processes import Helper, RunFailedError
 from residuum.protocol import vector_upload
 from residuum.protocol.requests import plan_spec
 from residuum.v1 import inference_pb2, tensor_pb2
 from residuum.wire.digests import digest_of_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    import numpy.typing as npt
-
 LAYERS = 28
-_START_SECONDS = 180.0
-_STOP_SECONDS = 20.0
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -46,10 +35,6 @@ class RpcJob:
     """Vectors of a request."""
     repeats: int = 50
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
-
 
 class Sample(NamedTuple):
     """One call, or one thing that a client does without a call."""
@@ -58,38 +43,21 @@ class Sample(NamedTuple):
     bytes_sent: int
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What something costs; medians of all repetitions."""
-
-    what: str
-    hidden: int
-    vectors: int
-    first_us: float
-    """With vectors that were not seen before."""
-    later_us: float
-    """With vectors that the server, and this client, have seen."""
-    first_bytes: int
-    """Bytes of the messages that are sent, without gRPC's own framing."""
-    later_bytes: int
-    first_samples_us: tuple[float, ...]
-    later_samples_us: tuple[float, ...]
-
-
 def measure(job: RpcJob) -> dict[str, Any]:
-    """Measure; return the part of the result.
-
-    Raises:
-        RunFailedError: The service did not come up.
-    """
+    """Measure; return the part of the result."""
     costs = [cost for hidden in job.hidden for cost in without_a_server(hidden, job)]
-    with running_server(job.hidden) as endpoints:
-        for hidden, endpoint in zip(job.hidden, endpoints, strict=True):
-            costs += with_a_server(hidden, job, endpoint)
-    return {"parameters": {**job.to_json(), "layers": LAYERS}, "costs": [asdict(cost) for cost in costs]}
+    with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
+        log = Path(scratch, "server.log")
+        server = Helper("bench.steering.rpc_server", [str(LAYERS), *map(str, job.hidden)], log)
+        try:
+            for hidden, port in zip(job.hidden, server.first, strict=True):
+                costs += with_a_server(hidden, job, f"127.0.0.1:{port}")
+        finally:
+            server.stop()
+    return {"parameters": {**asdict(job), "layers": LAYERS}, "costs": costs}
 
 
-def without_a_server(hidden: int, job: RpcJob) -> Iterator[Cost]:
+def without_a_server(hidden: int, job: RpcJob) -> Iterator[dict[str, Any]]:
     """Yield what a client does by itself: hashing a vector, and building a request."""
     made = _arrays(hidden, 0)
 
@@ -118,7 +86,7 @@ def without_a_server(hidden: int, job: RpcJob) -> Iterator[Cost]:
         yield _cost("building a request", hidden, count, first, later)
 
 
-def with_a_server(hidden: int, job: RpcJob, endpoint: str) -> Iterator[Cost]:
+def with_a_server(hidden: int, job: RpcJob, endpoint: str) -> Iterator[dict[str, Any]]:
     """Yield what the calls cost."""
     made = _arrays(hidden, 1)
     for count in job.vectors:
@@ -222,66 +190,27 @@ def put_bytes(vectors: Sequence[residuum.Vector]) -> int:
 
 def _expect(seen: int, wanted: int, what: str) -> None:
     if seen != wanted:
-        raise RunFailedError(f"rpc: {seen} {what} instead of {wanted}: what was measured is something else")
+        raise RunFailedError(f"{seen} {what} instead of {wanted}: what was measured is something else")
 
 
-def _cost(what: str, hidden: int, vectors: int, first: Sequence[Sample], later: Sequence[Sample]) -> Cost:
-    return Cost(
-        what=what,
-        hidden=hidden,
-        vectors=vectors,
-        first_us=_median_us(first),
-        later_us=_median_us(later),
-        first_bytes=round(statistics.median(sample.bytes_sent for sample in first)),
-        later_bytes=round(statistics.median(sample.bytes_sent for sample in later)),
-        first_samples_us=tuple(round(sample.seconds * 1e6, 2) for sample in first),
-        later_samples_us=tuple(round(sample.seconds * 1e6, 2) for sample in later),
-    )
+def _cost(what: str, hidden: int, vectors: int, first: Sequence[Sample], later: Sequence[Sample]) -> dict[str, Any]:
+    """Return medians of all repetitions: with vectors that are new, and with those that server and client know.
+
+    Bytes are those of the messages that are sent, without gRPC's own framing.
+    """
+    both = {"first": first, "later": later}
+    return {
+        "what": what,
+        "hidden": hidden,
+        "vectors": vectors,
+        **{f"{when}_us": _median_us(samples) for when, samples in both.items()},
+        **{f"{when}_bytes": round(statistics.median(item.bytes_sent for item in some)) for when, some in both.items()},
+        **{f"{when}_samples_us": [round(item.seconds * 1e6, 2) for item in some] for when, some in both.items()},
+    }
 
 
 def _median_us(samples: Sequence[Sample]) -> float:
     return round(statistics.median(sample.seconds for sample in samples) * 1e6, 2)
-
-
-@contextmanager
-def running_server(hidden: Sequence[int]) -> Iterator[list[str]]:
-    """Run the service, a process of its own; yield an endpoint for each hidden size.
-
-    Raises:
-        RunFailedError: It did not come up.
-    """
-    with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
-        job, ports, log_file = (Path(scratch) / name for name in ("job.json", "ports.json", "server.log"))
-        job.write_text(json.dumps({"hidden": list(hidden), "layers": LAYERS}))
-        with log_file.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "bench.steering.rpc_server", str(job), str(ports)],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,  # it ends when this does, so also when this process is killed
-                stdout=log,
-                stderr=log,
-            )
-        try:
-            _wait_for(ports, process, log_file)
-            yield [f"127.0.0.1:{port}" for port in json.loads(ports.read_text())]
-        finally:
-            assert process.stdin is not None  # noqa: S101 - it is a pipe
-            with suppress(OSError):
-                process.stdin.close()
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait_for(ports: Path, process: subprocess.Popen[bytes], log_file: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while not ports.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            end = "\n".join(log_file.read_text(errors="replace").splitlines()[-40:])
-            raise RunFailedError(f"rpc: the service did not come up\n{end}")
-        time.sleep(_POLL_SECONDS)
 
 
 def show(part: Mapping[str, Any]) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""The inference service without an engine, for calls that need none: `python -m bench.steering.rpc_server JOB PORTS`.
+"""`python -m bench.steering.rpc_server LAYERS HIDDEN...`: the inference service without an engine.
 
 The servicer, the registry, the vector cache and the gRPC server are the service's own. Of the engine only the model's
 facts are here: registering a request and taking vectors reads nothing else of it. It serves one port for each hidden
-size, until its standard input ends.
+size, which its first line lists, until its standard input ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +17,17 @@ import grpc.aio
 import uvloop
 
 from inference_svc.engine.facts import ModelFacts
-from inference_svc.requests.registry import RequestRegistry
-from inference_svc.resources.projections import Projections
-from inference_svc.resources.vectors import VectorActivator, VectorCache
+from inference_svc.generation import Generator
+from inference_svc.projections import Projections
+from inference_svc.requests import RequestRegistry
 from inference_svc.servicer import InferenceServicer, Parts
-from inference_svc.session.generation import Generator
 from inference_svc.settings import InferenceSettings
+from inference_svc.vectors import VectorActivator, VectorCache
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.v1 import capture_pb2, inference_pb2_grpc, tensor_pb2
 from svc_common.access import Access
 from svc_common.authentication import AioAccessInterceptor
-from svc_common.logs import get_logger
+from svc_common.logs import configure_logs, get_logger
 from svc_common.serving import AioErrorInterceptor
 
 _MAX_VECTORS = 1_000_000
@@ -36,13 +35,13 @@ _MAX_VECTORS = 1_000_000
 
 
 def main() -> None:
-    """Serve the hidden sizes and layers in the first file; write the ports to the second."""
-    job_file, ports_file = map(Path, sys.argv[1:])
-    job = json.loads(job_file.read_text())
-    uvloop.run(serve(job["hidden"], job["layers"], ports_file))
+    """Serve models of so many layers, one of each hidden size."""
+    layers, *hidden_sizes = map(int, sys.argv[1:])
+    configure_logs("info")  # away from standard output, which has the ports
+    uvloop.run(serve(hidden_sizes, layers))
 
 
-async def serve(hidden_sizes: list[int], layers: int, ports_file: Path) -> None:
+async def serve(hidden_sizes: list[int], layers: int) -> None:
     """Serve until standard input ends."""
     servers = []
     ports = []
@@ -53,9 +52,7 @@ async def serve(hidden_sizes: list[int], layers: int, ports_file: Path) -> None:
         ports.append(server.add_insecure_port("127.0.0.1:0"))
         await server.start()
         servers.append(server)
-    written = ports_file.with_suffix(".new")
-    written.write_text(json.dumps(ports))
-    written.replace(ports_file)
+    print(json.dumps(ports), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     for server in servers:
         await server.stop(None)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _T = TypeVar("_T")
 

@@ -6,19 +6,17 @@ would first have to make and afterwards take apart again. That is left out: it c
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from inference_svc.taps.plan import Kind
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+Steer = Callable[[Tensor, Tensor], Tensor]
 
-    from torch import Tensor
-
-    Steer = Callable[[Tensor, Tensor], Tensor]
 
 SCALES = {Kind.ADD: 0.5, Kind.ABLATE: 1.0, Kind.CAP: 1.0}
 CAP_LOW, CAP_HIGH = -0.5, 0.5

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 from residuum.wire.limits import BLOCK_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
 
 _SITE = capture_pb2.SITE_RESID_POST
 _DTYPE = tensor_pb2.DATA_TYPE_BFLOAT16
@@ -34,11 +31,6 @@ class Shape:
     def num_bytes(self) -> int:
         """Bytes of the rows of one capture."""
         return self.bytes_of(self.positions)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a full block: what a worker hands over at once while tokens are generated."""
-        return self.bytes_of(min(self.positions, BLOCK_TOKENS))
 
     @property
     def num_rows(self) -> int:
@@ -86,10 +78,6 @@ class Shape:
         return store_pb2.SealCaptureRequest(
             capture_id=capture_id, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_COMPLETE
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 def random_bytes(size: int) -> npt.NDArray[np.uint8]:

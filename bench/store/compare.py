@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from bench.machine import filesystem
-from bench.parts import Bar, table
+from bench.output import Bar, table
 from bench.store.captures import Shape, random_bytes
 from bench.store.lane import running_lane, running_peer
 from bench.store.ways import Flight, Plain, Shipped, Tcp, Way
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
 DIRECTIONS = ("ingest", "read")
 
@@ -48,11 +46,7 @@ class CompareJob:
 
 
 def measure(job: CompareJob, folder: Path) -> dict[str, Any]:
-    """Measure, the store's data lying in a folder; return the part of the result.
-
-    Raises:
-        RunFailedError: Something did not come up, or rows were lost or changed.
-    """
+    """Measure, the store's data lying in a folder; return the part of the result."""
     size = job.captures * job.shape.num_bytes
     with ExitStack() as stack:
         lane = stack.enter_context(

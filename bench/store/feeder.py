@@ -7,18 +7,16 @@ input.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from bench.processes import answer_lines
 from bench.store.captures import Shape, random_bytes
 from inference_svc.shipping.framing import payload_bytes
 from inference_svc.shipping.worker.producer import RingProducer
 from svc_common.logs import configure_logs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _DRAIN_SECONDS = 600.0
 _WAIT_SECONDS = 60.0
@@ -70,14 +68,13 @@ def main() -> None:
     control, ring_mib = sys.argv[1:]
     configure_logs("info")  # away from standard output, which has the answers
     feeder = Feeder(control, int(ring_mib))
-    print("{}", flush=True)  # shippers may connect
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
         if "shippers" in request:
-            answer = feeder.wait(request["shippers"])
-        else:
-            answer = feeder.feed(request["captures"], Shape(**request["shape"]))
-        print(json.dumps(answer), flush=True)
+            return feeder.wait(request["shippers"])
+        return feeder.feed(request["captures"], Shape(**request["shape"]))
+
+    answer_lines({}, answer)  # at once: shippers may connect
 
 
 if __name__ == "__main__":

@@ -6,25 +6,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import residuum
-from bench.children import RunFailedError
 from bench.machine import ROOT
-from bench.talker import Talker, reap
+from bench.processes import Helper, RunFailedError, reap, running_store
+from bench.store.captures import Shape
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
-from svc_common.launcher import Service, ServiceFailedError, start_store
+from svc_common.launcher import Service
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from bench.store.captures import Shape
-
-_START_SECONDS = 60.0
 _PURGE_SECONDS = 120.0
 _POLL_SECONDS = 0.02
 
@@ -42,9 +36,8 @@ class Fed:
 class Lane:
     """A store, a ring that is fed, and the shippers between them."""
 
-    def __init__(self, store: Service, feeder: Talker) -> None:
+    def __init__(self, store: Service, feeder: Helper) -> None:
         self.endpoint = store.endpoint
-        self.pid = store.process.pid
         self._feeder = feeder
         self._channel = open_channel(self.endpoint)
         self.stub = store_pb2_grpc.StoreServiceStub(self._channel)
@@ -57,7 +50,7 @@ class Lane:
 
     def start_feeding(self, captures: Sequence[str], shape: Shape) -> None:
         """Let the rows of captures come."""
-        self._feeder.ask({"captures": list(captures), "shape": shape.to_json()})
+        self._feeder.ask({"captures": list(captures), "shape": asdict(shape)})
 
     def fed(self) -> Fed:
         """Wait until all of them are acknowledged."""
@@ -70,11 +63,7 @@ class Lane:
         return self.fed()
 
     def seal(self, captures: Sequence[str], shape: Shape) -> None:
-        """Seal captures, whose rows are all there.
-
-        Raises:
-            RunFailedError: They are not.
-        """
+        """Seal captures; fail if a row of them is missing."""
         for capture_id in captures:
             manifest = self.stub.SealCapture(shape.seal(capture_id)).manifest
             if manifest.state != capture_pb2.CAPTURE_STATE_COMPLETE or manifest.num_rows != shape.num_rows:
@@ -101,33 +90,19 @@ class Lane:
 def running_lane(
     folder: Path, *, shippers: int, ring_mib: int, max_gib: int, store_module: str = "store_svc"
 ) -> Iterator[Lane]:
-    """Run a store in an empty folder, a ring and its shippers.
-
-    Raises:
-        RunFailedError: One of them did not come up.
-    """
+    """Run a store in an empty folder, a ring and its shippers."""
     folder.mkdir(parents=True)
     control = folder / "worker"
     with ExitStack() as stack:
-        store = start_store(folder, ["--max-bytes", f"{max_gib}GiB"], module=store_module)
-        stack.callback(store.stop)
-        feeder = Talker("feeder", ["bench.store.feeder", str(control), str(ring_mib)], folder)
+        store = stack.enter_context(running_store(folder, ["--max-bytes", f"{max_gib}GiB"], store_module))
+        feeder = Helper("bench.store.feeder", [str(control), str(ring_mib)], folder / "feeder.log")
         stack.callback(feeder.stop)
-        _wait_until_serving(store)
         for number in range(shippers):
             stack.enter_context(_running_shipper(folder, number, str(control), store))
-        feeder.ask({"shippers": shippers})
-        feeder.read()
+        feeder.call({"shippers": shippers})
         lane = Lane(store, feeder)
         stack.callback(lane.close)
         yield lane
-
-
-def _wait_until_serving(store: Service) -> None:
-    try:
-        store.wait_until_serving(_START_SECONDS)
-    except ServiceFailedError as error:
-        raise RunFailedError(str(error)) from error
 
 
 @contextmanager
@@ -153,8 +128,8 @@ def _running_shipper(folder: Path, number: int, control: str, store: Service) ->
 @contextmanager
 def running_peer(kind: str, folder: Path) -> Iterator[int]:
     """Run a peer of `bench.store.peers`; yield its port."""
-    talker = Talker(kind, ["bench.store.peers", kind], folder)
+    peer = Helper("bench.store.peers", [kind], folder / f"{kind}.log")
     try:
-        yield int(talker.first)
+        yield int(peer.first)
     finally:
-        talker.stop()
+        peer.stop()

@@ -6,20 +6,16 @@ import math
 import random
 import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from bench.children import RunFailedError
 from bench.machine import filesystem
-from bench.parts import table
+from bench.output import table
+from bench.processes import RunFailedError
 from bench.store.captures import Shape
-from bench.store.lane import running_lane
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from bench.store.lane import Lane
+from bench.store.lane import Lane, running_lane
 
 _GIB = 1 << 30
 _CAPTURES_AT_ONCE = 32
@@ -47,11 +43,7 @@ class LatencyJob:
 
 
 def measure(job: LatencyJob, folder: Path) -> dict[str, Any]:
-    """Measure, the store's data lying in a folder; return the part of the result.
-
-    Raises:
-        RunFailedError: Something did not come up, or rows did not come.
-    """
+    """Measure, the store's data lying in a folder; return the part of the result."""
     max_gib = int(job.store_gib * 1.25) + 2
     with running_lane(folder / "lane", shippers=job.shippers, ring_mib=job.ring_mib, max_gib=max_gib) as lane:
         captures = [f"stored-{number}" for number in range(job.captures)]

@@ -76,11 +76,7 @@ def send(connection: socket.socket, data: memoryview) -> None:
 
 
 def receive(connection: socket.socket, into: memoryview) -> memoryview:
-    """Fill it.
-
-    Raises:
-        ConnectionError: The other end closed before.
-    """
+    """Fill it."""
     at = 0
     while at < len(into):
         count = connection.recv_into(into[at : at + _PIECE_BYTES])

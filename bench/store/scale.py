@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from bench.machine import filesystem
-from bench.parts import Bar, table
+from bench.output import Bar, table
 from bench.store.captures import Shape
-from bench.store.lane import running_lane
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from bench.store.lane import Lane
+from bench.store.lane import Lane, running_lane
 
 _LEAST_GB_PER_SECOND = 5.0
 
@@ -44,11 +40,7 @@ class ScaleJob:
 
 
 def measure(job: ScaleJob, folder: Path) -> dict[str, Any]:
-    """Measure, the stores' data lying in a folder; return the part of the result.
-
-    Raises:
-        RunFailedError: Something did not come up, or rows were lost.
-    """
+    """Measure, the stores' data lying in a folder; return the part of the result."""
     cases = []
     for stores, shippers in job.cases():
         rates = _measure_case(job, stores, shippers, folder / f"{stores}-{shippers}")

@@ -8,7 +8,8 @@ for the database; what lies there is parsed, and serialised again for the caller
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import grpc
@@ -16,9 +17,6 @@ import grpc
 from residuum.v1 import store_pb2
 from store_svc import server
 from store_svc.servicer import SERVICE, StoreServicer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class StubServicer(StoreServicer):

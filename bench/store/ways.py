@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from bench.children import RunFailedError
-from bench.store.captures import differs
+from bench.processes import RunFailedError
+from bench.store.captures import Shape, differs
+from bench.store.lane import Lane
 from bench.store.peers import ACK, LENGTH, receive, send
 from inference_svc.shipping.framing import cut, payload_bytes
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.frames import checksum
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from bench.store.captures import Shape
-    from bench.store.lane import Lane
 
 _FLIGHT_BATCH_BYTES = 1 << 20
 

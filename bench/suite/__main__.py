@@ -7,26 +7,23 @@ import dataclasses
 import os
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench.capture.options import add_workload_arguments, names, positive, workload_of
-from bench.capture.processes import terminated_as_interrupted
-from bench.capture.workload import Runner, Workload
-from bench.children import RunFailedError
+from bench.capture.options import add_runner, add_workload_arguments, workload_of
+from bench.capture.workload import Workload
 from bench.isolated.configuration import Peer
-from bench.isolated.document import document
-from bench.isolated.processes import PEERS_FOLDER, Surroundings, measure
-from bench.machine import ROOT, Machine, Revision, filesystem, is_committed, versions
-from bench.parts import OtherRunError, read_earlier, write
+from bench.isolated.run import PEERS_FOLDER, Surroundings, document, measure
+from bench.machine import ROOT, Machine, describe, filesystem, is_committed
+from bench.options import positive, words
+from bench.output import write_result
+from bench.parts import OtherRunError, read_earlier
+from bench.processes import RunFailedError, measuring
 from bench.suite.plan import Planned, entries, schedule
-from bench.suite.reasons import reason
 from bench.suite.report import write_report
+from bench.suite.results import reason
 from svc_common.launcher import ServiceFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BENCHMARK = "bench.suite"
 RESULT = "suite.json"
@@ -40,12 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.gpu and machine.kind == "cpu":
         sys.exit("There is no GPU here that torch can use; see bench/README.md for the environment that this needs.")
     folder = options.folder or ROOT / "bench" / "results" / machine.kind
-    plain = {**asdict(workload), "model": Path(workload.model).name}  # the name, not where it lies here
     context = {
-        "machine": asdict(machine),
-        "versions": versions(),
-        "revision": asdict(Revision.describe()),
-        "workload": {**plain, "runner": options.runner.value},
+        **describe(machine),
+        "workload": {**workload.shown(), "runner": options.runner.value},
         "filesystem": filesystem(options.store_folder),
     }
     file = folder / RESULT
@@ -54,12 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     surroundings = Surroundings(
         options.runner, options.store_folder, options.peers_folder, peer_seconds=options.peer_seconds
     )
-    try:
-        with terminated_as_interrupted():
+    with measuring():
+        try:
             failed = run_all(plan, workload, surroundings, file, context, parts, options.stop_after)
-    except KeyboardInterrupt:
-        print(f"Broken off with {len(parts)} of {len(plan)} processes in {file}; the same command goes on from there.")
-        sys.exit(130)
+        except KeyboardInterrupt:
+            print(
+                f"Broken off with {len(parts)} of {len(plan)} processes in {file}; the same command goes on from there."
+            )
+            raise
     if parts:
         print(write_report(file))
     left = sum(planned.key not in parts for planned in plan) - len(failed)
@@ -114,23 +110,17 @@ def run_all(
             part = {"failed": reason(str(error), getattr(error, "log", ""))}
             print(f"\tcannot run: {part['failed']}", flush=True)
         parts[planned.key] = {"name": planned.entry.name, "round": planned.round, **part}
-        write(file, BENCHMARK, context, parts)
+        write_result(file, {"benchmark": BENCHMARK, **context, "parts": parts})
     return failed
 
 
 def run_one(planned: Planned, workload: Workload, surroundings: Surroundings) -> dict[str, Any]:
-    """Run a process, and return what it measured.
-
-    Raises:
-        RunFailedError: It failed.
-        ServiceFailedError: Its store did not come up.
-    """
+    """Run a process, and return what it measured."""
     entry = planned.entry
     base = dataclasses.replace(workload, eager=workload.eager or entry.eager, sink=entry.sink or workload.sink)
     load, started = os.getloadavg()[0], time.monotonic()
     run = measure(entry.configuration, base, surroundings, planned.round)
-    times = " ".join(f"{iteration.generation_seconds:.3f}" for iteration in run.iterations)
-    print(f"\t{times} s  (ready in {run.start_seconds:.0f} s)", flush=True)
+    print(f"\t{run.line()}", flush=True)
     return {
         **document(entry.configuration, entry.configuration.workload(base), run),
         "load_before": round(load, 2),
@@ -150,7 +140,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.suite", description=__doc__)
     parser.add_argument("--rounds", type=positive, default=2, help="of what all others are compared with")
     parser.add_argument(
-        "--peers", type=names(Peer), default=list(Peer), help="names, separated by commas (default: all)"
+        "--peers", type=words(Peer), default=list(Peer), help="names, separated by commas (default: all)"
     )
     parser.add_argument(
         "--no-peers", dest="peers", action="store_const", const=[], help="measure our own configurations alone"
@@ -166,10 +156,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--stop-after", type=positive, metavar="SECONDS",
         help="start no further process after so long; the same command again goes on from there",
     )  # fmt: skip
-    parser.add_argument(
-        "--runner", type=Runner, choices=list(Runner), default=Runner.DEFAULT, metavar="{default,v1,v2}",
-        help="vLLM's model runner (default: the one that vLLM takes)",
-    )  # fmt: skip
+    add_runner(parser)
     parser.add_argument("--folder", type=Path, help="for the result (default: bench/results/ and the kind of machine)")
     parser.add_argument("--gpu", action="store_true", help="end at once where there is no GPU to measure on")
     add_workload_arguments(parser)

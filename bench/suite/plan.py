@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from bench.capture.workload import Sink
 from bench.isolated.configuration import Configuration, IsolatedMode, Peer, Tap
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BASELINE, EAGER, ZERO_LAYER, NOOP = "baseline", "baseline, eager", "zero-layer", "zero-layer, noop taps"
 ALL_LAYERS, TO_THE_RING = "all-layers", "all-layers, to the ring"

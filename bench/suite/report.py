@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench.markdown import percent, seconds, table, times
+from bench.output import markdown_table, percent, seconds, times
 from bench.suite.plan import ALL_LAYERS, BASELINE
 from bench.suite.plots import draw
 from bench.suite.results import Formulas, Line, Measured, by_name, curve, failures
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 REPORT = "report.md"
 
@@ -103,7 +101,9 @@ def _ours(measured: Mapping[str, Measured]) -> str:
         *("configuration", "layers", "generation", "over baseline", "by round", "fetch", "total", "tokens/s"),
         *("MB", "captured GB/s", "fetched GB/s", "last/first"),
     )
-    return "## Our configurations\n\nEach in processes of its own; medians over all iterations.\n\n" + table(head, rows)
+    return "## Our configurations\n\nEach in processes of its own; medians over all iterations.\n\n" + markdown_table(
+        head, rows
+    )
 
 
 def _formulas(measured: Mapping[str, Measured]) -> str:
@@ -119,7 +119,7 @@ def _formulas(measured: Mapping[str, Measured]) -> str:
     ]
     if found.noop_overhead is not None:
         rows.insert(1, ("ops that do nothing", "(noop − baseline) / baseline", percent(1 + found.noop_overhead)))
-    return "## The formulas of the isolated benchmark\n\n" + table(("", "formula", "here"), rows)
+    return "## The formulas of the isolated benchmark\n\n" + markdown_table(("", "formula", "here"), rows)
 
 
 def _linear(measured: Mapping[str, Measured], plots: Sequence[str]) -> str:
@@ -142,7 +142,7 @@ def _linear(measured: Mapping[str, Measured], plots: Sequence[str]) -> str:
         f"from it than {100 * line.worst:.1f} % of the time without capture."
     )
     head = ("layers", "generation", "over baseline", "off the line")
-    return _section("Is it linear?", text, table(head, rows), _image("overhead", plots))
+    return _section("Is it linear?", text, markdown_table(head, rows), _image("overhead", plots))
 
 
 def _drift(measured: Mapping[str, Measured], plots: Sequence[str]) -> str:
@@ -153,7 +153,7 @@ def _drift(measured: Mapping[str, Measured], plots: Sequence[str]) -> str:
         for drift in [generation[-1] / generation[0]]
     ]
     head = ("configuration", "round", "generation of each iteration, s", "last/first")
-    return _section("Does it drift?", table(head, rows), _image("iterations", plots))
+    return _section("Does it drift?", markdown_table(head, rows), _image("iterations", plots))
 
 
 def _peers(measured: Mapping[str, Measured], failed: Mapping[str, str], plots: Sequence[str]) -> str:
@@ -188,7 +188,7 @@ def _peers(measured: Mapping[str, Measured], failed: Mapping[str, str], plots: S
         "Peers hand arrays over within the machine's memory, to the process that generated. Ours have gone through a "
         "store, which has committed them, and over gRPC to another process."
     )
-    return _section("Peers", text, table(head, rows), reasons, _image("peers", plots))
+    return _section("Peers", text, markdown_table(head, rows), reasons, _image("peers", plots))
 
 
 def _section(title: str, *paragraphs: str) -> str:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bench.suite.plan import ALL_LAYERS, BASELINE, NOOP, ZERO_LAYER
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+_ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|NotFound)\b(?::.*)?)$")
+_FOLLOWS = ("Engine core initialization failed", "EngineDeadError", "WorkerProc initialization failed", "cancelled")
+"""What vLLM says of an error that was told already."""
+_PATH = re.compile(r"(?:/[\w.+@-]+){2,}/")
+_LONGEST = 300
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Measured:
 
     name: str
     runs: tuple[dict[str, Any], ...]
-    """What each process wrote; see `bench.isolated.document`."""
+    """What each process wrote; see `bench.isolated.run.document`."""
 
     @property
     def peer(self) -> bool:
@@ -138,18 +143,12 @@ class Line:
 
 def by_name(parts: Mapping[str, dict[str, Any]]) -> dict[str, Measured]:
     """Return what was measured, in the order in which it first ran."""
-    names = dict.fromkeys(part["name"] for part in parts.values() if "failed" not in part)
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for part in parts.values():
+        if "failed" not in part:
+            runs.setdefault(part["name"], []).append(part)
     return {
-        name: Measured(
-            name,
-            tuple(
-                sorted(
-                    (part for part in parts.values() if part["name"] == name and "failed" not in part),
-                    key=lambda part: int(part["round"]),
-                )
-            ),
-        )
-        for name in names
+        name: Measured(name, tuple(sorted(found, key=lambda run: int(run["round"])))) for name, found in runs.items()
     }
 
 
@@ -167,3 +166,18 @@ def curve(measured: Mapping[str, Measured]) -> list[Measured]:
 
 def _median_time(run: Mapping[str, Any]) -> float:
     return float(statistics.median(item["generation_time"] for item in run["iterations"]))
+
+
+def reason(message: str, log: str) -> str:
+    """Return the error that ended a process, out of its log; else what is known besides.
+
+    Args:
+        message: What is known besides.
+        log: All that it printed.
+    """
+    found = [match[1].strip() for line in log.splitlines() if (match := _ERROR.search(line.rstrip()))]
+    consequences = [index for index, line in enumerate(found) if any(word in line for word in _FOLLOWS)]
+    # What comes after the first consequence is how other processes went down.
+    roots = found[: consequences[0]] if consequences else found
+    text = (roots or found or [message.splitlines()[0]])[-1]
+    return _PATH.sub("…/", text)[:_LONGEST]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.children import RunFailedError, run_child
+from bench.processes import RunFailedError, run_child
 
 
 def module(folder, text):
@@ -32,7 +32,7 @@ def test_what_a_child_hands_over_comes_back_at_once_and_nothing_of_it_is_left(tm
 def main():
     import subprocess
     from multiprocessing import shared_memory
-    from bench.handover import hand_over
+    from bench.processes import hand_over
     left = shared_memory.SharedMemory(create=True, size=1)
     # It would rather stay, as vLLM's processes do for some seconds.
     stays = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"

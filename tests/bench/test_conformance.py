@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bench
-from bench.conformance.__main__ import cases_of, describe, parse, setup_of
+from bench.conformance.__main__ import cases_of, parse, setup_of
 from bench.conformance.architectures import ARCHITECTURES
 from bench.conformance.check import _told_when_ready, to_json
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
@@ -139,12 +139,6 @@ def test_the_command_line_says_how_the_engine_is_run() -> None:
     for bad in (["--architectures", "gpt5"], ["--layouts", "2"], ["--layouts", "2x0"]):
         with pytest.raises(SystemExit):
             parse(bad)
-
-
-def test_a_line_says_why_an_architecture_is_not_exact() -> None:
-    line = describe("bert", Outcome("bert", Verdict.REFUSED, "CannotTapError: it is no decoder"))
-    assert "refused" in line
-    assert "it is no decoder" in line
 
 
 def test_the_readme_says_of_each_architecture_which_sites_it_has() -> None:

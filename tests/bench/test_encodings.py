@@ -11,11 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bench.capture.workload import Mode, Runner, Sink
+from bench.capture.workload import Mode, Sink
 from bench.encodings import blocks, rows
-from bench.encodings.__main__ import parse
+from bench.encodings.__main__ import bars
 from bench.encodings.forms import CASES
-from bench.encodings.generation import MODES, bars
 from bench.machine import ROOT
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.wire.encodings import ENCODINGS, basis_of
@@ -135,16 +134,3 @@ def test_blocks_are_encoded_in_every_way():
         assert sizes["full8, dimension"] == 48 * count + 2 * 8 * 48
         assert all(item["floor_seconds"] == pytest.approx(item["bytes"] / sizes["raw"]) for item in block["cases"])
     assert len(blocks.lines(part)) == 2 * (1 + len(CASES))
-
-
-def test_the_command_line():
-    own, capture = parse(["--shape", "qwen2.5-3b", "--output", "x.json"], has_gpu=True)
-    assert own.parts == ["blocks", "overhead", "end-to-end"]
-    assert (capture.shape, capture.batch_size, capture.encoding, capture.dimensions) == ("qwen2.5-3b", 32, "rp8", 512)
-    assert capture.runners == [Runner.DEFAULT]
-    assert parse([], has_gpu=False)[0].parts == ["rows"]
-    assert MODES[0] is Mode.STOCK
-    with pytest.raises(SystemExit):
-        parse(["--parts", "columns"], has_gpu=False)
-    with pytest.raises(SystemExit):
-        parse(["--encoding", "zip"], has_gpu=False)

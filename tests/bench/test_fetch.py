@@ -2,9 +2,8 @@
 
 import pytest
 
-from bench.capture.fetcher import Fetcher
-from bench.capture.lines import HelperDiedError
-from bench.capture.sinks import Arrived, RowsMissingError
+from bench.capture.sinks import Arrived, Fetcher
+from bench.processes import RunFailedError
 from bench.store.captures import Shape
 from bench.store.lane import running_lane
 
@@ -19,7 +18,7 @@ def lane(tmp_path_factory):
 
 @pytest.fixture
 async def fetcher(lane):
-    made = await Fetcher.start([f"a={lane.endpoint}"])
+    made = Fetcher([f"a={lane.endpoint}"])
     yield made
     await made.stop()
 
@@ -33,12 +32,13 @@ async def test_every_row_of_all_captures_is_held(lane, fetcher):
 
 
 async def test_what_cannot_be_fetched_is_an_error(fetcher):
-    with pytest.raises(RowsMissingError, match="could not fetch"):
+    with pytest.raises(RunFailedError, match=r"fetch_client failed: .*nobody"):
         await fetcher.fetch(["nobody"])
 
 
 async def test_a_client_that_has_died_is_an_error(lane):
-    fetcher = await Fetcher.start([lane.endpoint])
-    await fetcher._process.kill()
-    with pytest.raises(HelperDiedError, match="fetch_client has ended"):
+    fetcher = Fetcher([lane.endpoint])
+    fetcher._client.process.kill()
+    fetcher._client.process.wait()
+    with pytest.raises(RunFailedError, match="fetch_client has ended"):
         await fetcher.fetch(["a"])

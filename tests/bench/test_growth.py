@@ -53,13 +53,3 @@ def test_large_processes_may_move_by_a_share():
     assert Growth(before_mib=3000, after_mib=3025, kib_per_request=0).is_flat
     assert not Growth(before_mib=300, after_mib=325, kib_per_request=0).is_flat
     assert Growth(before_mib=300, after_mib=250, kib_per_request=-5).is_flat
-
-
-def test_it_says_so_in_plain_data():
-    assert Growth(before_mib=100, after_mib=104.00049, kib_per_request=0.5).to_json() == {
-        "before_mib": 100,
-        "after_mib": 104.0,
-        "kib_per_request": 0.5,
-        "margin_mib": 8.0,
-        "flat": True,
-    }

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from bench.host.__main__ import cost_of, line, main, parse
+from bench.host.__main__ import cost_of, line, main
 from bench.host.loop import DecodeLoop, Device, Steering
 from residuum.wire.limits import BLOCK_TOKENS
 
@@ -47,9 +47,3 @@ def test_the_result_is_written(tmp_path, capsys):
     assert result["benchmark"] == "bench.host"
     assert [cost["requests"] for cost in result["costs"]] == [0, 3] * 5
     assert len(capsys.readouterr().out.splitlines()) == 11
-
-
-def test_bad_flags_end_the_program(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--device", "tpu"])
-    assert "--device" in capsys.readouterr().err

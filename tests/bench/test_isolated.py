@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -6,7 +7,8 @@ from bench.capture.results import Iteration, Memory, Run
 from bench.capture.workload import Job, Mode, Runner, Sink, Workload
 from bench.isolated.__main__ import configuration_of, parse
 from bench.isolated.configuration import BadConfigurationError, Configuration, IsolatedMode, Peer, Tap
-from bench.isolated.document import TIMES, document, summary
+from bench.isolated.run import TIMES, document, summary
+from bench.plain import restore
 
 ALL = IsolatedMode.ALL_LAYERS
 
@@ -56,7 +58,7 @@ def test_a_workload_is_fetched_where_there_is_something_to_fetch():
 def test_a_workload_survives_its_way_to_another_process():
     workload = Configuration(IsolatedMode.CUSTOM, layers=(1, 3)).workload(Workload("m"))
     job = Job((Mode.CUSTOM,), 0, workload, "/tmp/x", profile="/tmp/y")
-    assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+    assert restore(Job, json.loads(json.dumps(asdict(job)))) == job
 
 
 def test_a_document_has_the_fields_of_the_isolated_benchmark():

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from bench.parts import Bar, OtherRunError, compact, read_earlier, table, write
+from bench.output import Bar, compact, table, write_result
+from bench.parts import OtherRunError, read_earlier
 
 CONTEXT = {
     "machine": {"cpu": "x", "cores": 2, "gpu": "", "gpu_count": 0, "gpu_driver": "", "load_before": 0.1},
@@ -30,10 +31,10 @@ def test_a_bar_is_a_limit_from_one_side():
 def test_parts_are_added_to_a_file(tmp_path):
     file = tmp_path / "results" / "x.json"
     assert read_earlier(file, "bench.x", CONTEXT) == {}
-    write(file, "bench.x", CONTEXT, {"rpc": {"a": 1}})
+    write_result(file, {"benchmark": "bench.x", **CONTEXT, "parts": {"rpc": {"a": 1}}})
     parts = read_earlier(file, "bench.x", other(machine={"load_before": 5.0}))
     assert parts == {"rpc": {"a": 1}}
-    write(file, "bench.x", CONTEXT, {**parts, "kernel": {"b": [1.5, 2]}})
+    write_result(file, {"benchmark": "bench.x", **CONTEXT, "parts": {**parts, "kernel": {"b": [1.5, 2]}}})
     assert json.loads(file.read_text())["parts"] == {"rpc": {"a": 1}, "kernel": {"b": [1.5, 2]}}
     assert [path.name for path in file.parent.iterdir()] == ["x.json"]
 
@@ -48,7 +49,7 @@ def test_parts_are_added_to_a_file(tmp_path):
     ],
 )
 def test_what_was_measured_elsewhere_is_not_mixed(tmp_path, changes, named):
-    write(tmp_path / "x.json", "bench.x", CONTEXT, {"rpc": {}})
+    write_result(tmp_path / "x.json", {"benchmark": "bench.x", **CONTEXT, "parts": {"rpc": {}}})
     with pytest.raises(OtherRunError, match=named):
         read_earlier(tmp_path / "x.json", "bench.x", other(**changes))
 
@@ -60,12 +61,14 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, text):
         read_earlier(tmp_path / "x.json", "bench.x", CONTEXT)
 
 
-def test_numbers_stand_on_one_line():
-    data = {"a": [1, 2.5, -3e-07], "b": ["x", 1], "c": [[1, 2], [3]], "d": []}
+def test_results_have_full_lines_and_each_list_of_numbers_is_one_line():
+    data = {"a": [1, 2.5, -3e-07], "long": list(range(100)), "b": [{"x": "y" * 70, "z": (1, 2)}] * 2, "c": [], "d": {}}
     written = compact(data)
-    assert json.loads(written) == data
+    assert json.loads(written) == json.loads(json.dumps(data))
     assert '"a": [1, 2.5, -3e-07]' in written
-    assert "[1, 2]" in written
+    assert [line for line in written.splitlines() if len(line) > 120] == [f' "long": {list(range(100))},']
+    assert written.endswith('\n ],\n "c": [], "d": {}\n}')
+    assert len(written.splitlines()) == 9
 
 
 def test_columns_are_as_wide_as_they_need_to_be():

@@ -4,8 +4,9 @@ import torch
 
 from bench.capture.workload import Mode, Runner, Workload
 from bench.isolated.configuration import Peer
-from bench.peers.child import _MODULES, PeerJob, WrongRowsError, count_rows
+from bench.peers.child import PeerJob, WrongRowsError, count_rows
 from bench.peers.hook_worker import Captures
+from bench.plain import restore
 from inference_svc.taps.steps.layout import StepRows
 
 
@@ -74,10 +75,6 @@ def test_a_job_survives_its_way_to_another_process():
         "folder": "/tmp/x",
         "workload": asdict(workload),
     }
-    job = PeerJob.from_json(data)
+    job = restore(PeerJob, data)
     assert job == PeerJob(Peer.HOOKS_32, Mode.CUSTOM, 1, Runner.V2, workload, "/tmp/x")
     assert job.layers == (1, 2)
-
-
-def test_every_peer_has_a_module():
-    assert set(_MODULES) == set(Peer)

@@ -1,9 +1,8 @@
 import json
-from pathlib import Path
 
 import pytest
 
-from bench.machine import ROOT, Machine
+from bench.machine import Machine
 from bench.readme import (
     BEGIN,
     END,
@@ -189,7 +188,3 @@ def test_no_results_are_no_figures(tmp_path):
 )
 def test_results_lie_in_a_folder_for_the_kind_of_machine(gpu, count, kind):
     assert Machine("a", 2, 8.0, 0.0, gpu, count).kind == kind
-
-
-def test_ci_checks_the_figures():
-    assert "bench.readme --check" in Path(ROOT, ".ci", "run").read_text()

@@ -1,16 +1,14 @@
-import io
 import json
 from dataclasses import asdict
 
 import pytest
-from rich.console import Console
 
 from bench.capture.__main__ import parse, result
 from bench.capture.options import workload_of
-from bench.capture.report import show_summary
 from bench.capture.results import Iteration, Memory, Run, summarise
 from bench.capture.shapes import SHAPES
 from bench.capture.workload import Mode, Runner, Sink, Vectors, Workload
+from bench.plain import restore
 
 
 def make_run(mode, number, times, replies=("a", "b"), settled=0.0, runner=Runner.V1):
@@ -91,34 +89,17 @@ def test_without_stock_there_is_no_ratio():
 
 
 def test_a_run_survives_its_way_from_another_process():
-    assert Run.from_json(json.loads(json.dumps(asdict(RUNS[1])))) == RUNS[1]
+    assert restore(Run, json.loads(json.dumps(asdict(RUNS[1])))) == RUNS[1]
 
 
 def test_a_result_names_the_model_and_not_where_it_lies():
     workload = Workload("/some/private/folder/SmolLM2")
-    written = json.dumps(result({"rounds": 2}, workload, RUNS, summarise(RUNS)))
+    written = json.dumps(result(workload, RUNS, summarise(RUNS)))
     assert "private" not in written
     data = json.loads(written)
     assert data["workload"]["model"] == "SmolLM2"
     assert data["runs"][1]["iterations"][0]["rows"] == 40
     assert "replies" not in data["runs"][0]["iterations"][0]
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_every_mode_is_shown(terminal):
-    out = io.StringIO()
-    show_summary(Console(file=out, force_terminal=terminal, width=160, color_system=None), summarise(RUNS))
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 4
-    assert ("\t" in lines[0]) is not terminal
-    assert lines[2].split()[:2] == ["all-layers", "v1"]
-    assert "-11.4%" in lines[2]
-
-
-def test_a_pipe_gets_whole_lines_however_narrow():
-    out = io.StringIO()
-    show_summary(Console(file=out, width=20), summarise(RUNS))
-    assert len(out.getvalue().splitlines()) == 4
 
 
 def test_the_command_line_decides_the_workload():
@@ -128,10 +109,10 @@ def test_the_command_line_decides_the_workload():
 
 
 def test_sites_and_folding_are_recorded():
-    plain = result({}, workload_of(parse(["--model", "m"])), RUNS, summarise(RUNS))["workload"]
+    plain = result(workload_of(parse(["--model", "m"])), RUNS, summarise(RUNS))["workload"]
     assert (plain["capture_sites"], plain["fold_norms"]) == (("resid_post",), None)
     arguments = ["--model", "m", "--capture-sites", "resid_pre,attn_out", "--no-fold-norms"]
-    plain = result({}, workload_of(parse(arguments)), RUNS, summarise(RUNS))["workload"]
+    plain = result(workload_of(parse(arguments)), RUNS, summarise(RUNS))["workload"]
     assert (plain["capture_sites"], plain["fold_norms"]) == (("resid_pre", "attn_out"), False)
     assert parse(["--fold-norms"]).fold_norms is True
 
@@ -142,15 +123,6 @@ def test_a_shape_brings_its_own_arguments(monkeypatch, tmp_path):
     assert workload.model == str(tmp_path / "shapes" / "tiny")
     assert workload.engine_args == {**SHAPES["tiny"].engine_args, "load_format": "auto"}
     assert workload.vectors is Vectors.LAYER
-
-
-def test_model_runners_are_chosen_by_name():
-    assert parse(["--runners", "v1,v2"]).runners == [Runner.V1, Runner.V2]
-    assert parse([]).runners == [Runner.DEFAULT]
-
-
-def test_modes_are_chosen_by_name():
-    assert parse(["--modes", "stock,all-layers+steer"]).modes == [Mode.STOCK, Mode.ALL_LAYERS_STEER]
 
 
 @pytest.mark.parametrize(

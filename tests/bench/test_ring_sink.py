@@ -2,10 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.capture.lines import HelperDiedError
 from bench.capture.ring_consumer import Tally
-from bench.capture.ring_sink import RingSink
-from bench.capture.sinks import Arrived, RowsMissingError
+from bench.capture.sinks import Arrived, RingSink, RowsMissingError
+from bench.processes import RunFailedError
 from inference_svc.shipping.worker.producer import RingProducer
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 
@@ -125,8 +124,9 @@ async def test_rows_at_another_site_are_an_error(producer, sink):
 
 
 async def test_a_consumer_that_has_died_is_an_error(sink):
-    await sink._consumer.kill()
-    with pytest.raises(HelperDiedError, match="ring_consumer has ended"):
+    sink._consumer.process.kill()
+    sink._consumer.process.wait()
+    with pytest.raises(RunFailedError, match="ring_consumer has ended"):
         await sink.begin({"a": [1, 2]})
 
 

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from bench.plain import restore
 from bench.steering import kernel
-from bench.steering.kernel import KernelJob, Measurement, bars, show, tap_bytes
+from bench.steering.kernel import KernelJob, Measurement, bars, tap_bytes
 from bench.steering.timing import Times
 from inference_svc.taps.plan import Kind
 from svc_common.launcher import ROOT
@@ -52,13 +53,6 @@ def test_an_idle_tap_changes_nothing(interpreted):
     assert {item.error for item in interpreted if item.operation == kernel.IDLE and item.way == kernel.TAP} == {0.0}
 
 
-def test_the_tables_are_printed(interpreted):
-    job = KernelJob(hidden=(48, 64), unique=(1, 2, 4), requests=4, rows_each=3)
-    printed = "\n".join(show(job, interpreted, 1e9))
-    assert "a tap's bytes take 3.5 us" in printed  # 3 * 12 rows * 48 * 2 bytes
-    assert printed.count("gather/scatter") == 6
-
-
 def measured(unique, us, hidden=2560, operation="add", way=kernel.TAP):
     times = {how: Times((us,)).to_json() for how in ("memory", "cache", "launched")}
     return Measurement(hidden, operation, unique, way, times=times)
@@ -97,4 +91,4 @@ def test_the_floor_is_what_the_rows_take():
 
 def test_a_job_survives_its_way_to_another_process():
     job = KernelJob(hidden=(64,), unique=(1, 2), compile_seconds=0.0)
-    assert KernelJob.from_json(json.loads(json.dumps(vars(job)))) == job
+    assert restore(KernelJob, json.loads(json.dumps(vars(job)))) == job

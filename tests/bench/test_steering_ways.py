@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from bench.steering import ways
-from bench.steering.tables import LAYERS, plan_of
+from bench.steering.kernel import LAYERS, plan_of
 from bench.steering.ways import Batch, expect, expect_norm, expect_sum, worst
 from inference_svc.taps.plan import Kind
 

@@ -3,10 +3,9 @@
 import json
 
 import numpy as np
-import pytest
 
 from bench.store import compare, latency, scale
-from bench.store.__main__ import compare_job, latency_job, main, parse, scale_job
+from bench.store.__main__ import main
 from bench.store.captures import Shape, differs, random_bytes
 from bench.store.compare import CompareJob
 from bench.store.latency import LatencyJob, quantile, summary
@@ -23,7 +22,6 @@ def test_a_capture_is_cut_as_a_worker_cuts_it():
     assert [len(header.positions) for header in headers] == [32, 32, 6]
     assert [position for header in headers for position in header.positions] == list(range(70))
     assert sum(map(payload_bytes, headers)) == TINY.num_bytes == 3 * 70 * 16 * 2
-    assert TINY.block_bytes == 3 * 32 * 16 * 2
     assert TINY.num_rows == 3 * 70
 
 
@@ -100,28 +98,6 @@ def test_the_best_case_counts():
     assert bar.passed
     (printed,) = scale.show({"cases": cases})
     assert [line.split() for line in printed.splitlines()[1:]] == [["1", "2.00"], ["2", "5.50"]]
-
-
-def test_the_parts_follow_the_machine():
-    assert parse([], cores=2).parts == ["compare", "latency"]
-    assert parse([], cores=16).parts == ["compare", "latency", "scale"]
-    assert parse(["--parts", "scale"], cores=2).parts == ["scale"]
-
-
-def test_quick_is_less_of_the_same():
-    quick, full = (parse(arguments, cores=2) for arguments in (["--quick"], []))
-    assert compare_job(quick).shape == compare_job(full).shape == Shape(36, 2048, 639)
-    assert (latency_job(quick).store_gib, latency_job(full).store_gib) == (1.0, 20.0)
-    assert compare_job(quick).captures < compare_job(full).captures
-    assert scale_job(parse(["--shippers", "4,2"], cores=2)).shippers == (2, 4)
-    assert latency_job(parse(["--store-gib", "3"], cores=2)).captures == 35
-
-
-@pytest.mark.parametrize("arguments", [["--parts", "x"], ["--rounds", "0"], ["--stores", "0"], ["--shippers", "a"]])
-def test_bad_flags_end_the_program(arguments, capsys):
-    with pytest.raises(SystemExit):
-        parse(arguments, cores=2)
-    assert arguments[0] in capsys.readouterr().err
 
 
 def test_all_ways_move_the_same(tmp_path, capsys):

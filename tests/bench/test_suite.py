@@ -6,13 +6,11 @@ import pytest
 
 from bench.capture.workload import Sink
 from bench.isolated.configuration import Configuration, IsolatedMode, Peer
-from bench.isolated.document import summary
-from bench.markdown import percent, seconds, table
+from bench.isolated.run import summary
 from bench.suite import __main__ as suite
 from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, entries, powers_below, schedule, spread
-from bench.suite.reasons import reason
 from bench.suite.report import render, write_report
-from bench.suite.results import Formulas, Line, by_name, curve, failures
+from bench.suite.results import Formulas, Line, by_name, curve, failures, reason
 
 LAYERS = 36
 
@@ -229,9 +227,3 @@ def test_a_reason_is_the_error_at_the_root_without_paths():
     assert reason("x", "bench.peers.peer.PeerUnavailableError: y is not installed") == (
         "bench.peers.peer.PeerUnavailableError: y is not installed"
     )
-
-
-def test_figures_in_tables():
-    assert (percent(1.0312), percent(0.98), percent(None)) == ("+3.1 %", "-2.0 %", "")
-    assert (seconds(0.12345), seconds(12.345), seconds(None)) == ("0.123 s", "12.3 s", "")
-    assert table(["a", "b"], [["1", "2"]]).splitlines() == ["| a | b |", "| --- | ---: |", "| 1 | 2 |"]

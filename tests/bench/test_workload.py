@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -6,6 +7,7 @@ from bench.capture.child import capture_of, operations, request_id
 from bench.capture.processes import environment_of
 from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Job, Mode, Runner, Sink, Vectors, Workload, schedule, turns
+from bench.plain import restore
 from residuum.v1 import capture_pb2
 from residuum.wire.ids import is_valid_id
 
@@ -110,7 +112,7 @@ def test_a_job_survives_its_way_to_another_process(mode):
         engine_args={"load_format": "dummy"},
     )
     job = Job((mode, Mode.IDLE), 1, workload, "/tmp/x", Runner.V2, ("a=localhost:1",))
-    assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+    assert restore(Job, json.loads(json.dumps(asdict(job)))) == job
 
 
 def test_only_a_capture_that_leaves_the_ring_needs_a_store():

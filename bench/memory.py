@@ -1,4 +1,4 @@
-"""How much memory processes took at their peak."""
+"""How much memory processes take, by what the kernel says of them in /proc."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ def peak_mib() -> dict[str, int]:
     """Return the peak resident memory of this process ("front end") and of its descendants, by kind, in MiB."""
     peaks = {"front end": peak_of(os.getpid())}
     for pid in descendants(os.getpid()):
-        kind = _kind(pid)
-        if kind:
+        if kind := kind_of(pid):
             peaks[kind] = peaks.get(kind, 0) + peak_of(pid)
     return peaks
 
 
 def peak_of(pid: int) -> int:
     """Return the peak resident memory of a process in MiB; 0 if it is gone."""
+    return status_kib(pid, "VmHWM:") >> 10
+
+
+def status_kib(pid: int, *fields: str) -> int:
+    """Return the sum of some fields of a process's status; 0 if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM:")), 0)
+    return sum(int(line.split()[1]) for line in lines if line.startswith(fields))
 
 
-def _kind(pid: int) -> str | None:
+def kind_of(pid: int) -> str:
+    """Return what kind of process this is; empty if it is another kind, or gone."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
-        return None
-    return next((kind for mark, kind in _KINDS.items() if mark in command), None)
+        return ""
+    return next((kind for mark, kind in _KINDS.items() if mark in command), "")
 
 
 def descendants(pid: int) -> list[int]:

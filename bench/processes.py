@@ -1,0 +1,234 @@
+"""Processes that benchmarks start: one that measures and hands over a result, helpers that answer lines, stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from bench.machine import ROOT
+from bench.memory import descendants
+from svc_common.launcher import OWN_GROUP, Service, ServiceFailedError, start_store
+
+_RUN_SECONDS = 1800.0
+_STORE_SECONDS = 60.0
+_STOP_SECONDS = 20.0
+_GROUP_SECONDS = 3.0
+_POLL_SECONDS = 0.05
+_LOG_LINES = 40
+_TRACKER = b"multiprocessing.resource_tracker"
+"""Python's process that removes what shared memory others leave behind."""
+
+
+class RunFailedError(RuntimeError):
+    """A run failed. The message ends with the end of its log."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+        """All that it printed."""
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Let SIGTERM stop the program as Ctrl-C does, and end it with the reason if a run fails."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (RunFailedError, ServiceFailedError) as error:
+        sys.exit(f"BENCH FAILED: {error}")
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def run_child(
+    module: str,
+    job: Mapping[str, Any],
+    folder: Path,
+    environment: Mapping[str, str],
+    what: str,
+    seconds: float = _RUN_SECONDS,
+) -> Any:
+    """Run a module's `main` with JOB.json RESULT.json as arguments, and return what it wrote.
+
+    Args:
+        module: The program.
+        job: What it is told.
+        folder: Where its files and its log go.
+        environment: Its environment, all of it.
+        what: What it measures, for the message if it fails.
+        seconds: What it may take.
+    """
+    job_file, result_file, log_file = (folder / name for name in ("job.json", "result.json", "run.log"))
+    result_file.unlink(missing_ok=True)
+    job_file.write_text(json.dumps(job))
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.child", module, str(job_file), str(result_file)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            **OWN_GROUP,  # so that it and vLLM's processes can be ended together
+        )
+    try:
+        status: int | None = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        # Whatever is left, at whatever point this was interrupted: a run has nothing worth a graceful end. Shippers
+        # have groups of their own, and go when their parent has gone.
+        try:
+            if process.returncode == 0:
+                _wait_for_group(process.pid)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if status != 0 or not result_file.exists():
+        how = "took too long" if status is None else f"ended with code {status}"
+        raise RunFailedError(f"{what}: {how}\n{_end_of(log_file)}", log_file.read_text(errors="replace"))
+    return json.loads(result_file.read_text())
+
+
+def hand_over(file: Path, result: Any) -> NoReturn:
+    """Write a result as JSON, then end this process and all that it has started; `run_child` waits for it.
+
+    A graceful end has nothing more to save, and takes long: three processes with vLLM's modules, one after the other,
+    free every object. Only the tracker of shared memory stays until it has removed theirs.
+    """
+    file.write_text(json.dumps(result))
+    for pid in descendants(os.getpid()):
+        with suppress(OSError):  # it has gone
+            if _TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class Helper:
+    """`python -m MODULE ARGUMENTS`, which answers lines of JSON on its standard input, and ends with that."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it, and wait for its first line. Its log goes to a file, or where that of this process goes."""
+        self._name = module.rpartition(".")[2]
+        self._log = log
+        with (log or Path(os.devnull)).open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file if log else None,
+                env=environment,
+                text=True,
+            )
+        try:
+            self.first = self.read()
+        except BaseException:
+            self.stop()
+            raise
+
+    def ask(self, request: Mapping[str, Any]) -> None:
+        """Send a line."""
+        pipe = self._pipe(self.process.stdin)
+        try:
+            pipe.write(json.dumps(request) + "\n")
+            pipe.flush()
+        except OSError as error:
+            raise self._failed("has ended") from error
+
+    def read(self) -> Any:
+        """Return the next answer."""
+        line = self._pipe(self.process.stdout).readline()
+        if not line:
+            raise self._failed("has ended")
+        answer = json.loads(line)
+        if isinstance(answer, dict) and "error" in answer:
+            raise self._failed(f"failed: {answer['error']}")
+        return answer
+
+    def call(self, request: Mapping[str, Any]) -> Any:
+        """Send a line, and return the answer."""
+        self.ask(request)
+        return self.read()
+
+    def stop(self) -> None:
+        """End it."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):
+                self._pipe(pipe).close()
+        reap(self.process)
+
+    def _failed(self, how: str) -> RunFailedError:
+        return RunFailedError(f"{self._name} {how}\n{_end_of(self._log) if self._log else 'The log above says why.'}")
+
+    @staticmethod
+    def _pipe(pipe: IO[str] | None) -> IO[str]:
+        assert pipe is not None  # noqa: S101 - both are pipes
+        return pipe
+
+
+def answer_lines(first: Any, answer: Any) -> None:
+    """Be a `Helper`: print a first line, then answer each line of standard input until it ends."""
+    print(json.dumps(first), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
+
+
+@contextmanager
+def running_store(folder: Path, arguments: Sequence[str] = (), module: str = "store_svc") -> Iterator[Service]:
+    """Run a store in a folder, and wait until it serves."""
+    store = start_store(folder, arguments, module=module)
+    try:
+        store.wait_until_serving(_STORE_SECONDS)
+        yield store
+    finally:
+        store.stop()
+
+
+def reap(process: subprocess.Popen[Any]) -> None:
+    """Wait for a process that was told to end; end it by force if it does not."""
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+
+
+def _wait_for_group(group: int) -> None:
+    """Wait until the last process of a group has gone, if that is soon: it removes the others' shared memory."""
+    deadline = time.monotonic() + _GROUP_SECONDS
+    while _has_members(group) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _has_members(group: int) -> bool:
+    """Tell whether any process of a group has not ended. Ended ones may stay, if nobody waits for them."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has gone meanwhile
+            state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
