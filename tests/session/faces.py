@@ -58,7 +58,7 @@ class ScriptedStore:
 
 
 class Face:
-    """One way in. Sequence i generates what `scripts[i]` is given: (token ids, finish reason), an exception, or DEAD."""
+    """One way in. Sequence i generates what `scripts[i]` holds: (token ids, finish reason), an exception, or DEAD."""
 
     def __init__(self, store, num_sequences):
         self.store = store
