@@ -13,18 +13,13 @@ from grpc_health.v1 import health
 from inference_svc.captures.stores import Stores
 from inference_svc.engine.engine import Engine
 from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
-from inference_svc.requests.concurrency import Places
-from inference_svc.requests.registry import RequestRegistry
-from inference_svc.resources.projections import Projections
-from inference_svc.resources.vectors import VectorActivator, VectorCache, cache_capacity
+from inference_svc.parts import Parts
 from inference_svc.selftest import run_self_test
-from inference_svc.servicer import InferenceServicer, Parts
-from inference_svc.session.generation import Generator
+from inference_svc.servicer import InferenceServicer
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.tracing import TracingError, is_on, start_tracing
 from residuum.v1 import capture_pb2, inference_pb2_grpc
-from residuum.wire.ids import make_id
 from svc_common.access import Access
 from svc_common.authentication import AioAccessInterceptor
 from svc_common.logs import get_logger
@@ -189,23 +184,9 @@ class InferenceServer:
             stores = Stores(
                 settings.stores, settings.advertised_stores, settings.store_credentials, fixed=settings.fixed_stores
             )
-        registry = RequestRegistry(
-            settings.registration_seconds,
-            settings.max_registrations,
-            max_bytes=settings.max_registration_mib << 20,
-            make_id=stores.make_id if stores else make_id,
-        )
-        hidden = engine.facts.hidden_size
-        kept = cache_capacity(settings.max_vectors, settings.max_vector_mib, hidden)
-        cache = VectorCache(kept, hidden, registry.is_leased)
-        activator = VectorActivator(
-            cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
-        )
-        places = Places(settings.max_requests, self._access.limits_of)
-        projections = Projections(engine.keep_signs, hidden, settings.vector_wait_seconds)
-        generator = Generator(engine, registry, cache, activator, projections, stores, self._metrics, places)
-        self._metrics.registry.register(ServiceCollector(registry, cache, activator, stores))
-        return Parts(engine, registry, cache, generator, stores, settings, self._access.limits_of)
+        parts = Parts.assemble(engine, settings, stores, self._metrics, self._access.limits_of)
+        self._metrics.registry.register(ServiceCollector(parts.registry, parts.vectors, parts.activator, stores))
+        return parts
 
     async def _watch_engine(self) -> None:
         assert self._parts is not None  # noqa: S101 - _start came before

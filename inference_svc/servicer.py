@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from inference_svc.requests.specs import OPERATIONS, resolve_spec
+from inference_svc.admission.specs import resolve_spec
+from inference_svc.admission.steering import OPERATIONS
+from inference_svc.captures.stores import require_stores
 from inference_svc.resources.vectors import cache_capacity, digest_in, vector_name
-from inference_svc.session.generation import Generator, require_stores
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc
 from residuum.wire.limits import (
@@ -22,35 +22,16 @@ from residuum.wire.limits import (
 )
 from svc_common.access import current_caller
 from svc_common.logs import bind_request
-from svc_common.tokens_file import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable
     from typing import Any
 
     import grpc.aio
 
-    from inference_svc.captures.stores import Stores
-    from inference_svc.engine.engine import Engine
-    from inference_svc.requests.registry import RequestRegistry
-    from inference_svc.resources.vectors import VectorCache
-    from inference_svc.settings import InferenceSettings
+    from inference_svc.parts import Parts
 
     Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the calls need; there once the engine is."""
-
-    engine: Engine
-    registry: RequestRegistry
-    vectors: VectorCache
-    generator: Generator
-    stores: Stores | None
-    settings: InferenceSettings
-    limits_of: Callable[[str], Limits] = lambda _: Limits()
-    """What a tenant may have."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):

@@ -17,12 +17,9 @@ import grpc.aio
 import uvloop
 
 from inference_svc.engine.facts import ModelFacts
-from inference_svc.generation import Generator
-from inference_svc.projections import Projections
-from inference_svc.requests import RequestRegistry
-from inference_svc.servicer import InferenceServicer, Parts
+from inference_svc.parts import Parts
+from inference_svc.servicer import InferenceServicer
 from inference_svc.settings import InferenceSettings
-from inference_svc.vectors import VectorActivator, VectorCache
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.v1 import capture_pb2, inference_pb2_grpc, tensor_pb2
 from svc_common.access import Access
@@ -61,14 +58,9 @@ async def serve(hidden_sizes: list[int], layers: int) -> None:
 def servicer(hidden: int, layers: int) -> InferenceServicer:
     """Return a servicer that serves a model of this shape, as far as one can without an engine."""
     settings = InferenceSettings(model="none", max_vectors=_MAX_VECTORS)
-    engine: Any = SimpleNamespace(facts=_facts(hidden, layers), load_vectors=None, keep_signs=None)
-    registry = RequestRegistry(settings.registration_seconds, settings.max_registrations)
-    vectors = VectorCache(settings.max_vectors, hidden, registry.is_leased)
-    activator = VectorActivator(vectors, settings.max_active_vectors, _load_nothing, settings.vector_wait_seconds)
-    projections = Projections(engine.keep_signs, hidden, settings.vector_wait_seconds)
-    generator = Generator(engine, registry, vectors, activator, projections, None)
+    engine: Any = SimpleNamespace(facts=_facts(hidden, layers), load_vectors=_load_nothing, keep_signs=None)
     made = InferenceServicer()
-    made.load(Parts(engine, registry, vectors, generator, None, settings))
+    made.load(Parts.assemble(engine, settings))
     made.set_serving(serving=True)
     return made
 

@@ -139,3 +139,18 @@ async def _check_free(keeper: CaptureKeeper, description: capture_pb2.CaptureDes
             f"changed, start the service with --fixed-stores. ({failure.message})",
             **{**failure.metadata, "capture_id": name},
         ) from None
+
+
+def require_stores(stores: Stores | None) -> Stores:
+    """Return the stores.
+
+    Raises:
+        Failure: The service was started without a store.
+    """
+    if stores is None:
+        raise Failure(
+            Reason.ERROR_REASON_STORE_UNREACHABLE,
+            "This server was started without a store and captures nothing; start it with --store HOST:PORT.",
+            endpoint="",
+        )
+    return stores

@@ -17,12 +17,15 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from inference_svc.admission.captures import CaptureDefaults
+from inference_svc.admission.sampling import max_new_tokens
 from inference_svc.engine.arguments import prepare_environment, tapped_engine_args
 from inference_svc.engine.facts import ModelFacts
+from inference_svc.engine.finish_reasons import ABORTED, FAILED
 from inference_svc.engine.ranks import check_ranks
-from inference_svc.requests.capture_specs import CaptureDefaults
+from inference_svc.engine.worker_settings import site_numbers
 from inference_svc.requests.prompts import PromptReader
-from inference_svc.requests.specs import max_new_tokens
+from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.reductions import REDUCTIONS
 from inference_svc.taps.vllm.worker import REFUSAL_FILE
 from residuum.rpc.errors import Failure, Reason
@@ -34,13 +37,11 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.inputs import TokensInput, TokensPrompt
 
+    from inference_svc.engine.tap_settings import TapSettings
     from inference_svc.resources.projections import Projection
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.plan import Operation, RequestPlan
     from residuum.v1 import inference_pb2
-
-_GIVEN_UP = ("abort", "error")
-"""What vLLM calls the end of a request that it gave up by itself, without an exception."""
 
 _DRAIN_POLL_SECONDS = 0.02
 _DEATH_POLL_SECONDS = 1.0
@@ -96,7 +97,9 @@ class Engine:
         try:
             tokenizer = await _tokenizer(llm)
             ranks = await llm.collective_rpc("residuum_describe")
-            return cls(llm, tokenizer, _facts(settings, llm, ranks))
+            check_ranks(ranks, llm.vllm_config.model_config.get_total_num_hidden_layers())
+            name = settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1]
+            return cls(llm, tokenizer, facts_of(llm.vllm_config, settings, name, ranks))
         except BaseException:
             llm.shutdown()
             raise
@@ -248,7 +251,7 @@ async def stream(
         async with aclosing(llm.generate(prompt, sampling, engine_id)) as outputs:
             async for output in outputs:
                 completion = output.outputs[0]
-                if completion.finish_reason in _GIVEN_UP:
+                if completion.finish_reason in {ABORTED, FAILED}:
                     raise Failure(
                         Reason.ERROR_REASON_INTERNAL,
                         f"The engine gave the request up ({completion.finish_reason}); its log may say why.",
@@ -319,23 +322,29 @@ def _engine_dead() -> Failure:
     return Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died; the service is stopping.")
 
 
-def _facts(settings: InferenceSettings, llm: AsyncLLM, ranks: Sequence[dict[str, Any]]) -> ModelFacts:
-    config = llm.vllm_config
-    model = config.model_config
-    check_ranks(ranks, model.get_total_num_hidden_layers())
+def facts_of(config: Any, settings: TapSettings, name: str, ranks: Sequence[dict[str, Any]] = ()) -> ModelFacts:
+    """Return what is served.
+
+    Args:
+        config: vLLM's `VllmConfig`.
+        settings: The settings of the taps.
+        name: What the model is called.
+        ranks: What each rank says of itself; see `TappedWorker.residuum_describe`. Empty: not known yet.
+    """
+    model, parallel = config.model_config, config.parallel_config
     return ModelFacts(
-        name=settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1],
+        name=name,
         num_layers=model.get_total_num_hidden_layers(),
-        hidden_size=ranks[0]["hidden"],
-        dtype=ranks[0]["dtype"],
+        hidden_size=model.get_hidden_size(),
+        dtype=WIRE_TYPES[model.dtype],
         max_model_len=model.max_model_len,
         vocab_size=model.get_vocab_size(),
-        tensor_parallel_size=config.parallel_config.tensor_parallel_size,
-        pipeline_parallel_size=config.parallel_config.pipeline_parallel_size,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
         eager=bool(model.enforce_eager),
         vllm_version=vllm.__version__,
         max_num_seqs=config.scheduler_config.max_num_seqs,
-        sites=tuple(ranks[0]["sites"]),
+        sites=tuple(site_numbers(settings)),  # type: ignore[arg-type]
         pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
         table_bytes=sum(rank["table_bytes"] for rank in ranks),
         ring_bytes=sum(rank["ring_bytes"] for rank in ranks),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from inference_svc.requests.capture_specs import CaptureDefaults
+from inference_svc.admission.captures import CaptureDefaults
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:

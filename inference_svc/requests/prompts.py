@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from inference_svc.requests.checks import invalid
+from inference_svc.admission.fields import invalid
 from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:

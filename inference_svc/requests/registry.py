@@ -16,7 +16,7 @@ from residuum.wire.tokens import tenant_path
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inference_svc.requests.specs import ResolvedSpec
+    from inference_svc.admission.specs import ResolvedSpec
 
 _REMEMBERED_IDS = 100_000
 """Ids of ended requests that are remembered, so that none is used twice. The store remembers captures for longer."""
@@ -53,6 +53,21 @@ class Running:
     def path(self) -> str:
         """What it is called in the engine and on the way to the store: no other tenant's request is called so."""
         return tenant_path(self.tenant, self.request_id)
+
+    def aborted_failure(self) -> Failure:
+        """Return the failure that tells its caller that it was aborted."""
+        return Failure(
+            Reason.ERROR_REASON_ABORTED, f"The request {self.request_id!r} was aborted.", request_id=self.request_id
+        )
+
+    def ended_failure(self) -> Failure:
+        """Return the failure of a call that needs it to be generating."""
+        return Failure(
+            Reason.ERROR_REASON_UNKNOWN_REQUEST,
+            f"The request {self.request_id!r} has not begun to generate, or has just ended; wait for its started "
+            "event.",
+            request_id=self.request_id,
+        )
 
     def abort(self) -> None:
         """Stop it; it ends ABORTED."""

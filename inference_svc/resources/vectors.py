@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     LoadRows: TypeAlias = Callable[[Sequence[tuple[int, bytes]]], Awaitable[None]]
 
 
+_NAMED_DIGESTS = 64
+"""Digests that an error names at most."""
+
+
 def cache_capacity(max_vectors: int, max_mib: int, hidden_size: int) -> int:
     """Return how many vectors are kept, within a number and within an amount of memory in MiB; at least one."""
     return max(1, min(max_vectors, (max_mib << 20) // (4 * hidden_size)))
@@ -44,14 +48,22 @@ def digest_in(name: bytes) -> bytes:
 class VectorCache:
     """Vectors on the host, under their names. Equal vectors from any number of a tenant's clients are one entry."""
 
-    def __init__(self, capacity: int, hidden_size: int, is_leased: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        hidden_size: int,
+        is_leased: Callable[[bytes], bool],
+        how_to_send: str = "send them with PutVectors and call again",
+    ) -> None:
         """Make an empty cache.
 
         Args:
             capacity: Vectors that are kept.
             hidden_size: Elements of each.
             is_leased: Tells of a name whether its vector must not be dropped.
+            how_to_send: What a client should do about missing vectors.
         """
+        self._how_to_send = how_to_send
         self._capacity = capacity
         self._hidden_size = hidden_size
         self._is_leased = is_leased
@@ -80,6 +92,20 @@ class VectorCache:
             KeyError: It is not here.
         """
         return self._values[name]
+
+    def check_present(self, names: Iterable[bytes]) -> None:
+        """Check that vectors are here; those that are count as used now.
+
+        Raises:
+            Failure: MISSING_VECTORS, with the digests of those that are not.
+        """
+        missing = self.missing(names)
+        if missing:
+            raise Failure(
+                Reason.ERROR_REASON_MISSING_VECTORS,
+                f"{len(missing)} of the request's vectors are not on the server; {self._how_to_send}.",
+                digests=",".join(digest_in(name).hex() for name in missing[:_NAMED_DIGESTS]),
+            )
 
     def check_number(self, count: int) -> None:
         """Make sure that so many vectors can be here at once: else sending them again and again would never do.
@@ -312,9 +338,7 @@ class VectorActivator:
             raise self._full(f"No room among {self._total} active vectors for {self._wait_seconds:g} s.")
 
     async def _activate(self, names: Sequence[bytes]) -> dict[bytes, int]:
-        missing = self._cache.missing(name for name in names if name not in self._rows)
-        if missing:
-            raise missing_vectors(missing)
+        self._cache.check_present(name for name in names if name not in self._rows)
         for name in names:
             self._users[name] = self._users.get(name, 0) + 1
         fresh = {name: self._take_row() for name in names if name not in self._rows}
@@ -397,14 +421,4 @@ def _quota(max_bytes: int) -> Failure:
         "when some have ended, or use fewer.",
         limit="max_vector_bytes",
         allowed=max_bytes,
-    )
-
-
-def missing_vectors(names: Sequence[bytes]) -> Failure:
-    """Return the failure that asks a client to send vectors."""
-    named = ",".join(digest_in(name).hex() for name in names[:64])
-    return Failure(
-        Reason.ERROR_REASON_MISSING_VECTORS,
-        f"{len(names)} of the request's vectors are not on the server; send them with PutVectors and call again.",
-        digests=named,
     )

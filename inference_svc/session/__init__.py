@@ -1,1 +1,1 @@
-"""One request while it runs, from its first check to its seal."""
+"""A request while it runs: its reservation, its capture session, its generation, and changes of its steering."""

@@ -49,9 +49,9 @@ class Delivery:
         """
         await asyncio.wrap_future(self._call(self._start_shippers(control_paths)))
 
-    async def open(self, description: capture_pb2.CaptureDescription) -> None:
+    async def open(self, description: capture_pb2.CaptureDescription, *, is_new_id: bool) -> None:
         """Create a capture; see `Stores.open`."""
-        await asyncio.wrap_future(self._call(self._stores.open(description, is_new_id=False)))
+        await asyncio.wrap_future(self._call(self._stores.open(description, is_new_id=is_new_id)))
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
         """Say how a request ended; see `Stores.seal`. Once the stores are closed, nobody can be told any more."""

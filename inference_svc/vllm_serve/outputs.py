@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind
 
-from residuum.v1 import capture_pb2
-
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from vllm.outputs import RequestOutput
 
-_GIVEN_UP = ("abort", "error")
+    from inference_svc.session.sequences import GeneratedSequence
 
 
 async def in_turn(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerator[tuple[int, Any]]:
@@ -55,56 +53,32 @@ async def in_turn(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerator[tupl
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Sequences:
-    """What has come of each sequence of a request."""
+class CallerOutputs:
+    """The outputs of a request's sequences in the form that its caller asked for."""
 
-    def __init__(self, count: int, kind: RequestOutputKind) -> None:
+    def __init__(self, sequences: Sequence[GeneratedSequence], kind: RequestOutputKind) -> None:
         """Begin.
 
         Args:
-            count: How many sequences.
-            kind: What the caller asked for.
+            sequences: Where the tokens of each sequence are noted.
+            kind: The form.
         """
+        self._sequences = sequences
         self._kind = kind
-        self._token_ids: list[list[int]] = [[] for _ in range(count)]
-        self._finish_reasons: list[str] = [""] * count
-        self._wholes: list[RequestOutput | None] = [None] * count
-
-    @property
-    def have_ended(self) -> bool:
-        """Whether each sequence has ended, by itself or not."""
-        return all(self._finish_reasons)
-
-    @property
-    def have_generated(self) -> bool:
-        """Whether each sequence has ended by itself."""
-        return self.have_ended and not set(_GIVEN_UP) & set(self._finish_reasons)
-
-    @property
-    def have_failed(self) -> bool:
-        """Whether vLLM gave a sequence up for an error."""
-        return "error" in self._finish_reasons
-
-    def outcomes(self) -> list[capture_pb2.SequenceOutcome]:
-        """Return how the sequences ended, as a seal tells it; those that have not ended were aborted."""
-        return [
-            capture_pb2.SequenceOutcome(generated_token_ids=token_ids, finish_reason=reason or "abort")
-            for token_ids, reason in zip(self._token_ids, self._finish_reasons, strict=True)
-        ]
+        self._wholes: list[RequestOutput | None] = [None] * len(sequences)
 
     def add(self, index: int, step: RequestOutput) -> RequestOutput | None:
         """Take what a step adds to a sequence; return what the caller gets now, or None."""
         for completion in step.outputs:  # one
             completion.index = index
-            self._token_ids[index].extend(completion.token_ids)
-            self._finish_reasons[index] = completion.finish_reason or ""
-        step.finished = self.have_ended
+            self._sequences[index].add(completion.token_ids, completion.finish_reason)
+        step.finished = have_ended = all(sequence.finish_reason for sequence in self._sequences)
         if self._kind == RequestOutputKind.DELTA:
             return step
         whole = self._merge(index, step)
         if self._kind == RequestOutputKind.CUMULATIVE:
             return _snapshot(whole)
-        return self._final() if self.have_ended else None
+        return self._final() if have_ended else None
 
     def _merge(self, index: int, step: RequestOutput) -> RequestOutput:
         whole = self._wholes[index]

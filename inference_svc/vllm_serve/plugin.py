@@ -99,7 +99,7 @@ def _check_untapped(extra_args: Mapping[str, Any] | None) -> None:
     """
     if not extra_args or (SPEC_KEY not in extra_args and VECTORS_KEY not in extra_args):
         return
-    from inference_svc.requests.checks import invalid
+    from inference_svc.admission.fields import invalid
     from inference_svc.vllm_serve.refusals import http_error
 
     raise http_error(

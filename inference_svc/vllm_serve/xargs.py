@@ -14,7 +14,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from inference_svc.requests.checks import invalid
+from inference_svc.admission.fields import invalid
 from inference_svc.taps.plan import KEY as PLAN_KEY
 from inference_svc.vllm_serve import SPEC_KEY, VECTORS_KEY
 from residuum.rpc.errors import Failure, Reason

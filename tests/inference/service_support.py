@@ -16,12 +16,8 @@ from inference_svc.captures.stores import Stores
 from inference_svc.engine.engine import Delta
 from inference_svc.engine.facts import ModelFacts
 from inference_svc.metrics import InferenceMetrics, ServiceCollector
-from inference_svc.requests.concurrency import Places
-from inference_svc.requests.registry import RequestRegistry
-from inference_svc.resources.projections import Projections
-from inference_svc.resources.vectors import VectorActivator, VectorCache
-from inference_svc.servicer import InferenceServicer, Parts
-from inference_svc.session.generation import Generator
+from inference_svc.parts import Parts
+from inference_svc.servicer import InferenceServicer
 from inference_svc.settings import InferenceSettings
 from residuum.rpc.channels import SERVER_OPTIONS, open_aio_channel
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
@@ -36,7 +32,6 @@ from residuum.v1 import (
     tensor_pb2,
 )
 from residuum.wire.digests import vector_message
-from residuum.wire.ids import make_id
 from residuum.wire.placement import StoreAddress, parse_stores
 from svc_common.access import Access
 from svc_common.authentication import AioAccessInterceptor
@@ -262,24 +257,10 @@ class Service:
 
     def __init__(self, engine, stores, settings, access):
         self.engine = engine
-        self.registry = RequestRegistry(
-            settings.registration_seconds,
-            settings.max_registrations,
-            max_bytes=settings.max_registration_mib << 20,
-            make_id=stores.make_id if stores else make_id,
-        )
-        self.cache = VectorCache(settings.max_vectors, HIDDEN, self.registry.is_leased)
-        activator = VectorActivator(
-            self.cache, settings.max_active_vectors, engine.load_vectors, settings.vector_wait_seconds
-        )
         self.metrics = InferenceMetrics()
-        self.metrics.registry.register(ServiceCollector(self.registry, self.cache, activator, stores))
-        self.places = Places(settings.max_requests, access.limits_of)
-        projections = Projections(engine.keep_signs, engine.facts.hidden_size, settings.vector_wait_seconds)
-        generator = Generator(
-            engine, self.registry, self.cache, activator, projections, stores, self.metrics, self.places
-        )
-        self.parts = Parts(engine, self.registry, self.cache, generator, stores, settings, access.limits_of)
+        self.parts = Parts.assemble(engine, settings, stores, self.metrics, access.limits_of)
+        self.registry, self.cache, self.places = self.parts.registry, self.parts.vectors, self.parts.places
+        self.metrics.registry.register(ServiceCollector(self.registry, self.cache, self.parts.activator, stores))
         self.servicer = InferenceServicer()
         self.endpoint = self.channel = self.stub = None
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference_svc.requests.capture_specs import CaptureDefaults, resolve_capture
-from inference_svc.requests.specs import resolve_spec
+from inference_svc.admission.captures import CaptureDefaults, resolve_capture
+from inference_svc.admission.specs import resolve_spec
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2
 from residuum.wire.encodings import (

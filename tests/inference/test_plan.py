@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
-from inference_svc.requests.specs import ResolvedSpec
 from inference_svc.taps.plan import KEY, Capture, Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
 from residuum.v1 import capture_pb2, selection_pb2, steering_pb2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests import registry as requests_module
 from inference_svc.requests.registry import RequestRegistry
-from inference_svc.requests.specs import ResolvedSpec
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, steering_pb2
 from residuum.wire.ids import is_valid_id

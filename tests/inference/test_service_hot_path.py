@@ -15,6 +15,7 @@ import structlog
 
 import inference_svc
 import residuum.rpc
+from inference_svc.admission.admission import Admission
 from inference_svc.engine.engine import Engine, sampling_params
 from residuum.protocol.events import ReplyBuilder
 from residuum.v1 import inference_pb2
@@ -28,6 +29,7 @@ LONG = 4000
 @pytest.fixture(autouse=True)
 def _room_for_long_replies(service):
     service.engine.facts = dataclasses.replace(FACTS, max_model_len=2 * LONG)
+    service.parts.generator._admission = Admission(service.engine.facts, service.cache)
 
 
 async def test_a_client_that_keeps_up_has_a_message_for_each_step(service):

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from inference_svc.engine.engine import Delta
-from inference_svc.session import generation
+from inference_svc.session import steering_changes
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.vllm.worker import TappedWorker
 from residuum.rpc.errors import Failure, Reason
@@ -322,7 +322,7 @@ async def test_changes_of_steering_fit_the_manifest(service, store):
 
 async def test_all_the_steering_that_a_request_had_fits_the_taps_tables(service, monkeypatch):
     """It may be computed again in one step, with each of them; what it had before counts once."""
-    monkeypatch.setattr(generation, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(steering_changes, "MAX_ENTRIES", 5)
     await service.put(JOY)
     async with generating(service, spec("r", CAPTURE, [add(scale=1.0)], updatable=True)):
         for scale in (1.0, 2.0, 1.0, 2.0, 2.0):
@@ -474,7 +474,7 @@ async def test_a_request_that_is_stopped_records_the_change_that_is_under_way(se
 
 async def test_a_request_does_not_wait_for_ever_for_an_engine_that_does_not_answer(service, store, monkeypatch):
     """Its step waits for a store that is away: the change comes after all that is computed for the request."""
-    monkeypatch.setattr(generation, "_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(steering_changes, "_ANSWER_SECONDS", 0.05)
     async with generating(service) as (stream, _):
         service.engine.answers.clear()
         changing = asyncio.create_task(service.update("r"))
@@ -529,10 +529,10 @@ async def test_a_change_of_steering_after_the_end_holds_nothing(service):
     """The last moment: the run is over, and the service has not yet forgotten it."""
     await service.put(JOY)
     async with generating(service, spec("r", updatable=True)):
-        run = service.parts.generator._runs["r"]
+        changes = service.parts.generator._changes["r"]
     await service.engine.until(lambda: service.engine.closed == ["r#0"])
     with pytest.raises(Failure, match="just ended"):
-        await run.change_steering(steering_pb2.SteeringSpec(operations=[add()]))
+        await changes.change(steering_pb2.SteeringSpec(operations=[add()]))
     assert not service.engine.changes
     assert not service.engine.bank
 

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from inference_svc.requests.plans import make_operations, make_plan
-from inference_svc.requests.registry import Running
-from inference_svc.requests.specs import (
+from inference_svc.admission.specs import resolve_spec
+from inference_svc.admission.steering import (
     check_demand,
     demand_of_steering,
     digests_of,
     directions_of,
-    resolve_spec,
     resolve_steering,
 )
+from inference_svc.requests.plans import make_operations, make_plan
+from inference_svc.requests.registry import Running
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
 from inference_svc.taps.steps.demand import MAX_ENTRIES, Demand
 from residuum.rpc.errors import Failure

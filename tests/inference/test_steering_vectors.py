@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests.registry import RequestRegistry
-from inference_svc.requests.specs import ResolvedSpec
 from inference_svc.resources.vectors import VectorActivator, VectorCache, VectorHold
 from residuum.rpc.errors import Failure
 from residuum.v1 import steering_pb2

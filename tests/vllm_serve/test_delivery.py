@@ -39,9 +39,9 @@ async def test_ends_are_told_before_the_stores_are_closed(tmp_path):
     try:
         store.wait_until_serving(60)
         delivery = Delivery(TapSettings(store=store.endpoint))
-        await delivery.open(description("one"))
+        await delivery.open(description("one"), is_new_id=False)
         with pytest.raises(Failure, match="one"):
-            await delivery.open(description("one", model="another"))
+            await delivery.open(description("one", model="another"), is_new_id=False)
         delivery.seal(
             store_pb2.SealCaptureRequest(
                 capture_id="one",
@@ -70,7 +70,7 @@ async def test_an_end_that_comes_too_late_is_logged(capfd):
 async def test_a_store_that_is_away_is_told_as_busy():
     delivery = Delivery(TapSettings(store="127.0.0.1:9"))
     with pytest.raises(GracefulHTTPError, match="STORE_UNREACHABLE") as caught, told_to_http():
-        await delivery.open(description("one"))
+        await delivery.open(description("one"), is_new_id=False)
     assert caught.value.http_status == 503
     delivery.close_stores()
     delivery.close()

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from types import SimpleNamespace
 
 import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.engine.tap_settings import TapSettings
 from inference_svc.requests.registry import RequestRegistry
-from inference_svc.requests.specs import ResolvedSpec
+from inference_svc.session.capture_session import CaptureSession
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
-from inference_svc.vllm_serve.front import FrontEnd
-from inference_svc.vllm_serve.outputs import Sequences
+from inference_svc.vllm_serve.outputs import CallerOutputs
 from inference_svc.vllm_serve.worker import ServedWorker
 from residuum.v1 import capture_pb2
+from tests.inference.service_support import FACTS
 
 CAPTURE = capture_pb2.CaptureSpec()
 
@@ -26,20 +26,33 @@ def a_step(token, finish_reason=None):
     return RequestOutput("cmpl-1", None, [9, 9], None, [completion], finish_reason is not None)
 
 
+class Store:
+    def __init__(self):
+        self.seals = []
+
+    async def open(self, description, *, is_new_id):
+        pass
+
+    def seal(self, request):
+        self.seals.append(request)
+
+
 async def seal_of(steps, error):
     """Let a request end by an error after some steps; return what the store is told."""
-    seals = []
-    front = object.__new__(FrontEnd)
-    front._delivery = SimpleNamespace(seal=seals.append)
-    front._engine = SimpleNamespace(is_dead=False)
+    store = Store()
     running = RequestRegistry(0.0, 0).start_inline(ResolvedSpec("r", CAPTURE, None))
-    sequences = Sequences(1, RequestOutputKind.DELTA)
-    for step in steps:
-        sequences.add(0, step)
-    with pytest.raises(RuntimeError, match="scripted"):
-        async with front._sealed(running, sequences):
+    session = CaptureSession(FACTS, running, [9, 9], 1, lambda: store)
+    outputs = CallerOutputs(session.sequences, RequestOutputKind.DELTA)
+
+    async def run():
+        async with session:
+            for step in steps:
+                outputs.add(0, step)
             raise error
-    (seal,) = seals
+
+    with pytest.raises(RuntimeError, match="scripted"):
+        await run()
+    (seal,) = store.seals
     return seal
 
 

@@ -52,7 +52,7 @@ class Silent:
 
 async def started(llm):
     front = FrontEnd(TapSettings(), llm, llm.generate, index=0, count=1)
-    await asyncio.wait({front._starting})
+    await asyncio.wait({front._startup._task})
     return front
 
 

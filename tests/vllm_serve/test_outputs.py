@@ -9,7 +9,8 @@ import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from inference_svc.vllm_serve.outputs import Sequences, in_turn
+from inference_svc.session.sequences import GeneratedSequence
+from inference_svc.vllm_serve.outputs import CallerOutputs, in_turn
 
 
 def step(text, token_ids, finish_reason=None, *, logprob=None):
@@ -22,11 +23,12 @@ STEPS = (("a", [1], None), ("bc", [2, 3], None), ("d", [4], "length"))
 
 
 def outputs_of(kind, count=1):
-    sequences = Sequences(count, kind)
+    sequences = [GeneratedSequence() for _ in range(count)]
+    outputs = CallerOutputs(sequences, kind)
     given = []
     for at, _ in enumerate(STEPS):
         for index in range(count):
-            output = sequences.add(index, step(*STEPS[at], logprob=-1.0))
+            output = outputs.add(index, step(*STEPS[at], logprob=-1.0))
             if output is not None:
                 given.append(output)
     return sequences, given
@@ -36,7 +38,7 @@ def test_steps():
     sequences, given = outputs_of(RequestOutputKind.DELTA)
     assert [output.outputs[0].text for output in given] == ["a", "bc", "d"]
     assert [output.finished for output in given] == [False, False, True]
-    assert sequences.have_generated
+    assert sequences[0].is_complete
 
 
 def test_all_so_far_is_not_changed_by_what_comes():
@@ -62,22 +64,23 @@ def test_steps_of_several_end_with_the_last():
 
 
 def test_tokens_are_known_before_the_end():
-    sequences = Sequences(2, RequestOutputKind.FINAL_ONLY)
-    assert sequences.add(0, step("a", [1])) is None
-    assert sequences.add(1, step("x", [7, 8], "stop")) is None
-    outcomes = sequences.outcomes()
+    sequences = [GeneratedSequence(), GeneratedSequence()]
+    outputs = CallerOutputs(sequences, RequestOutputKind.FINAL_ONLY)
+    assert outputs.add(0, step("a", [1])) is None
+    assert outputs.add(1, step("x", [7, 8], "stop")) is None
+    outcomes = [sequence.outcome() for sequence in sequences]
     assert [list(outcome.generated_token_ids) for outcome in outcomes] == [[1], [7, 8]]
     assert [outcome.finish_reason for outcome in outcomes] == ["abort", "stop"]
-    assert not sequences.have_ended
+    assert [sequence.is_complete for sequence in sequences] == [False, True]
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_what_vllm_gave_up_is_not_complete(reason):
-    sequences = Sequences(1, RequestOutputKind.DELTA)
-    sequences.add(0, step("a", [1], reason))
-    assert sequences.have_ended
-    assert not sequences.have_generated
-    assert sequences.have_failed == (reason == "error")
+    sequence = GeneratedSequence()
+    output = CallerOutputs([sequence], RequestOutputKind.DELTA).add(0, step("a", [1], reason))
+    assert output.finished
+    assert not sequence.is_complete
+    assert sequence.outcome().finish_reason == reason
 
 
 async def counting(until, closed, error=None):

@@ -1,4 +1,4 @@
-"""What checks of several parts of a request have in common."""
+"""Checks that several parts of a request share: selections of layers and positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def invalid(field: str, message: str) -> Failure:
-    """Return the Failure that says which field is wrong, and how."""
+    """Return the failure for an invalid field; the message says what to change."""
     return Failure(Reason.ERROR_REASON_INVALID_FIELD, message, field=field)
 
 

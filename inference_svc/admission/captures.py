@@ -1,11 +1,11 @@
-"""Checking what a request captures, and how it is encoded; and filling in every default."""
+"""What a request captures and how rows are encoded, checked against the model, with every default filled in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inference_svc.requests.checks import check_selection, invalid, layer_list
+from inference_svc.admission.fields import check_selection, invalid, layer_list
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import (

@@ -1,0 +1,1 @@
+"""All checks of a request before anything is promised. Pure: nothing here waits, or keeps anything."""

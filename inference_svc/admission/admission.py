@@ -1,0 +1,78 @@
+"""All checks of a request in one place, for every way in: gRPC and `vllm serve`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
+from inference_svc.admission.specs import ResolvedSpec, resolve_spec
+from inference_svc.admission.steering import digests_of, directions_of, resolve_steering
+from inference_svc.resources.vectors import vector_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from inference_svc.engine.facts import ModelFacts
+    from inference_svc.resources.vectors import VectorCache
+    from residuum.v1 import inference_pb2, steering_pb2
+
+
+class Admission:
+    """Checks requests against the model and the vectors that are on the server. Keeps nothing of them."""
+
+    def __init__(self, facts: ModelFacts, vectors: VectorCache) -> None:
+        """Check against a model's facts, and the vectors of a cache."""
+        self._facts = facts
+        self._vectors = vectors
+
+    def resolve(self, spec: inference_pb2.RequestSpec) -> ResolvedSpec:
+        """Check a spec against the model; return it with every default filled in.
+
+        Raises:
+            Failure: The spec is invalid.
+        """
+        return resolve_spec(spec, self._facts)
+
+    def resolve_steering(self, steering: steering_pb2.SteeringSpec, tenant: str) -> steering_pb2.SteeringSpec:
+        """Check a new steering for a running request; return it with every default filled in.
+
+        Raises:
+            Failure: The steering is invalid, or a vector is not on the server.
+        """
+        resolved = resolve_steering(steering, self._facts)
+        resolved.ClearField("updatable")  # the running request is updatable, whatever the new steering says
+        self._check_vectors(tenant, digests_of(resolved), directions_of(resolved))
+        return resolved
+
+    def check_sampling(self, parameters: inference_pb2.SamplingParameters) -> None:
+        """Check the range of each sampling parameter.
+
+        Raises:
+            Failure: A parameter is out of range.
+        """
+        check_sampling(parameters)
+
+    def check_prompt(self, token_ids: list[int], parameters: inference_pb2.SamplingParameters) -> None:
+        """Check that prompt and reply together fit the model's context.
+
+        Raises:
+            Failure: The prompt is empty or too long.
+        """
+        check_prompt(token_ids, parameters, self._facts)
+
+    def check_request(
+        self, spec: ResolvedSpec, tenant: str, prompt_tokens: int, parameters: inference_pb2.SamplingParameters
+    ) -> None:
+        """Check a resolved spec together with its prompt and the vectors on the server.
+
+        Raises:
+            Failure: The capture could be too large, or a vector is not on the server or has no direction.
+        """
+        check_capture_size(spec.capture, prompt_tokens, parameters)
+        self._check_vectors(tenant, spec.digests, directions_of(spec.steering) if spec.steering else ())
+
+    def _check_vectors(self, tenant: str, digests: Sequence[bytes], directions: Iterable[bytes]) -> None:
+        self._vectors.check_number(len(digests))
+        self._vectors.check_present(vector_name(tenant, digest) for digest in digests)
+        for digest in directions:
+            self._vectors.check_direction(vector_name(tenant, digest))

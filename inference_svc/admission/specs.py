@@ -1,0 +1,92 @@
+"""A request's spec, checked in full against the model, with every default filled in."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from inference_svc.admission.captures import resolve_capture
+from inference_svc.admission.fields import invalid
+from inference_svc.admission.steering import check_demand, demand_of_steering, digests_of, resolve_steering
+from residuum.rpc.errors import Failure, Reason
+from residuum.wire.ids import is_valid_id
+
+if TYPE_CHECKING:
+    from inference_svc.engine.facts import ModelFacts
+    from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
+
+
+@dataclass(frozen=True)
+class ResolvedSpec:
+    """A valid spec with every default filled in."""
+
+    request_id: str
+    """Empty if the service makes the ID."""
+    capture: capture_pb2.CaptureSpec | None
+    """Layers as a list, sites, encoding with its options, and reduction named."""
+    steering: steering_pb2.SteeringSpec | None
+    """Layers of every operation as a list. None if there are no operations, and none can be added later."""
+
+    @property
+    def digests(self) -> list[bytes]:
+        """The digests of all vectors that the request needs, each once, in order: to steer, then to project onto."""
+        steering = digests_of(self.steering) if self.steering else []
+        projection = self.capture.encoding_options.vectors if self.capture else []
+        return list(dict.fromkeys((*steering, *projection)))
+
+    @property
+    def num_bytes(self) -> int:
+        """The serialised size of the capture and the steering, in bytes."""
+        return sum(part.ByteSize() for part in (self.capture, self.steering) if part is not None)
+
+    def cache_salt(self, prompt_tokens: int) -> str | None:
+        """Return the salt for vLLM's prefix cache, so that only equally steered requests share KV.
+
+        The salt is a fingerprint of the operations: their vectors, factors and positions. If positions depend on where
+        the prompt ends, the prompt's length is part of it. Otherwise a longer prompt could reuse rows that were steered
+        as the last rows of a shorter one. A request whose steering may change later gets a random salt at each call,
+        so that not even its own sequences share KV, because its future steering is unknown.
+
+        Args:
+            prompt_tokens: Tokens of the request's prompt.
+
+        Returns:
+            The salt; None if the request is not steered.
+        """
+        if self.steering is None:
+            return None
+        if self.steering.updatable:
+            return secrets.token_hex(16)
+        fingerprint = hashlib.sha256(self.steering.SerializeToString(deterministic=True))
+        if any(_depends_on_prompt(operation.positions) for operation in self.steering.operations):
+            fingerprint.update(prompt_tokens.to_bytes(8, "little"))
+        return fingerprint.hexdigest()
+
+
+def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> ResolvedSpec:
+    """Check a spec against the model.
+
+    Raises:
+        Failure: The spec is invalid. The reason and the metadata name the field.
+    """
+    if spec.request_id and not is_valid_id(spec.request_id):
+        raise invalid("request_id", "A request id is 1 to 128 of a-z A-Z 0-9 . _ - and starts with none of . and -.")
+    if spec.model and spec.model != facts.name:
+        raise Failure(
+            Reason.ERROR_REASON_UNKNOWN_MODEL,
+            f"This server serves {facts.name}, not {spec.model}.",
+            model=spec.model,
+            serving=facts.name,
+        )
+    capture = resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
+    asked = spec.steering.operations or spec.steering.updatable
+    steering = resolve_steering(spec.steering, facts) if asked else None
+    if capture is not None or steering is not None:
+        check_demand(demand_of_steering(steering, capture))
+    return ResolvedSpec(spec.request_id, capture, steering)
+
+
+def _depends_on_prompt(positions: selection_pb2.PositionSelection) -> bool:
+    return bool(positions.phases) or any(item.first < 0 or item.last < 0 for item in positions.ranges)

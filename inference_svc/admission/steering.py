@@ -1,0 +1,128 @@
+"""The steering of a request, checked against the model, with every default filled in."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from inference_svc.admission.fields import check_selection, invalid, layer_list
+from inference_svc.taps.steps.demand import MAX_ENTRIES, MAX_PROGRAMS, demand_of
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import steering_pb2
+from residuum.wire.limits import DIGEST_BYTES, MAX_OPERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inference_svc.engine.facts import ModelFacts
+    from inference_svc.taps.steps.demand import Demand
+    from residuum.v1 import capture_pb2, selection_pb2
+
+OPERATIONS = tuple(field.name for field in steering_pb2.SteeringOperation.DESCRIPTOR.oneofs_by_name["operation"].fields)
+"""The names of the steering operations."""
+
+
+def digests_of(steering: steering_pb2.SteeringSpec) -> list[bytes]:
+    """Return the digests of all vectors that a steering needs, each once, in order."""
+    return list(dict.fromkeys(digest for item in steering.operations for digest in layer_digests(item)))
+
+
+def directions_of(steering: steering_pb2.SteeringSpec) -> set[bytes]:
+    """Return the digests of the vectors whose direction a steering uses, so that their norm must not be zero."""
+    return {
+        digest
+        for item in steering.operations
+        if item.WhichOneof("operation") != "add"
+        for digest in layer_digests(item)
+    }
+
+
+def layer_digests(operation: steering_pb2.SteeringOperation) -> list[bytes]:
+    """Return the digests of a checked operation's vectors: one for all of its layers, or one for each."""
+    kind = operation.WhichOneof("operation")
+    return list(operation.layer_digests) or [bytes(getattr(operation, kind).digest) if kind else b""]
+
+
+def resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> steering_pb2.SteeringSpec:
+    """Check a steering against the model, and fill in every default.
+
+    Raises:
+        Failure: The steering is invalid. The reason and the metadata name the field.
+    """
+    if len(spec.operations) > MAX_OPERATIONS:
+        raise invalid("steering.operations", f"At most {MAX_OPERATIONS} operations, not {len(spec.operations)}.")
+    resolved = steering_pb2.SteeringSpec(updatable=spec.updatable)
+    for index, operation in enumerate(spec.operations):
+        field = f"steering.operations[{index}]"
+        _check_operation(field, operation)
+        check_selection(f"{field}.positions", operation.positions)
+        checked = resolved.operations.add()
+        checked.CopyFrom(operation)
+        checked.layers.CopyFrom(layer_list(f"{field}.layers", operation.layers, facts))
+    return resolved
+
+
+def demand_of_steering(steering: steering_pb2.SteeringSpec | None, capture: capture_pb2.CaptureSpec | None) -> Demand:
+    """Return how much of the taps' tables a valid request takes."""
+    operations: list[tuple[Sequence[int], selection_pb2.PositionSelection]] = []
+    for item in steering.operations if steering else ():
+        layers = item.layers.list.layers
+        groups = [[layer] for layer in layers] if item.layer_digests else [layers]
+        operations += [(group, item.positions) for group in groups]
+    return demand_of(operations, capture.positions if capture else None)
+
+
+def check_demand(demand: Demand) -> None:
+    """Check that a request fits the taps' tables, whatever other requests run at the same time.
+
+    Raises:
+        Failure: It takes too many programs or entries.
+    """
+    if demand.programs > MAX_PROGRAMS or demand.entries > MAX_ENTRIES:
+        raise invalid(
+            "steering.operations",
+            f"Its positions fall into as many as {demand.programs} classes (at most {MAX_PROGRAMS}) with "
+            f"{demand.entries} operations to apply (at most {MAX_ENTRIES}). Use fewer operations, fewer position "
+            "ranges, or the same layers and positions for more of them.",
+        )
+
+
+def _check_operation(field: str, operation: steering_pb2.SteeringOperation) -> None:
+    kind = operation.WhichOneof("operation")
+    if kind is None:
+        raise Failure(
+            Reason.ERROR_REASON_UNKNOWN_OPERATION,
+            f"{field} names no operation that this server knows; it knows {', '.join(OPERATIONS)}.",
+            field=field,
+        )
+    _check_digests(field, kind, operation)
+    if kind in ("add", "ablate") and not math.isfinite(getattr(operation, kind).scale):
+        raise invalid(f"{field}.{kind}.scale", "The scale must be finite.")
+    if kind == "replace" and not math.isfinite(operation.replace.value):
+        raise invalid(f"{field}.replace.value", "The value must be finite.")
+    if kind == "cap":
+        _check_bounds(field, operation.cap)
+
+
+def _check_digests(field: str, kind: str, operation: steering_pb2.SteeringOperation) -> None:
+    own = len(operation.layer_digests)
+    if any(len(digest) != DIGEST_BYTES for digest in layer_digests(operation)):
+        name = "layer_digests" if own else f"{kind}.digest"
+        raise invalid(f"{field}.{name}", f"A digest is {DIGEST_BYTES} bytes long.")
+    if own and getattr(operation, kind).digest:
+        raise invalid(f"{field}.layer_digests", f"Set either layer_digests or {kind}.digest, not both.")
+    if own and own != len(operation.layers.list.layers):
+        raise invalid(
+            f"{field}.layer_digests",
+            f"There are {own} layer_digests for {len(operation.layers.list.layers)} listed layers; give one for each.",
+        )
+
+
+def _check_bounds(field: str, cap: steering_pb2.Cap) -> None:
+    given = [name for name in ("min", "max") if cap.HasField(name)]
+    if not given:
+        raise invalid(f"{field}.cap", "Set min, max or both; a cap without a bound does nothing.")
+    if not all(math.isfinite(getattr(cap, name)) for name in given):
+        raise invalid(f"{field}.cap", "A bound must be finite; leave it unset for none.")
+    if len(given) == 2 and cap.max < cap.min:  # noqa: PLR2004 - both
+        raise invalid(f"{field}.cap", f"max ({cap.max}) is below min ({cap.min}).")

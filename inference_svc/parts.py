@@ -1,0 +1,73 @@
+"""The parts of the inference service that its calls need, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from inference_svc.admission.admission import Admission
+from inference_svc.requests.concurrency import Places
+from inference_svc.requests.registry import RequestRegistry
+from inference_svc.resources.projections import Projections
+from inference_svc.resources.vectors import VectorActivator, VectorCache, cache_capacity
+from inference_svc.session.generator import Generator
+from inference_svc.session.reservation import Reservations
+from residuum.wire.ids import make_id
+from svc_common.tokens_file import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inference_svc.captures.stores import Stores
+    from inference_svc.engine.engine import Engine
+    from inference_svc.metrics import InferenceMetrics
+    from inference_svc.settings import InferenceSettings
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the calls need, from the moment when the engine runs."""
+
+    engine: Engine
+    registry: RequestRegistry
+    vectors: VectorCache
+    activator: VectorActivator
+    places: Places
+    generator: Generator
+    stores: Stores | None
+    settings: InferenceSettings
+    limits_of: Callable[[str], Limits]
+    """Returns the limits of a tenant."""
+
+    @classmethod
+    def assemble(
+        cls,
+        engine: Engine,
+        settings: InferenceSettings,
+        stores: Stores | None = None,
+        metrics: InferenceMetrics | None = None,
+        limits_of: Callable[[str], Limits] = lambda _: Limits(),
+    ) -> Parts:
+        """Put the parts around an engine.
+
+        Args:
+            engine: The engine.
+            settings: The service's settings.
+            stores: Where captures go; None: nothing is captured.
+            metrics: Where requests are counted.
+            limits_of: Returns the limits of a tenant.
+        """
+        registry = RequestRegistry(
+            settings.registration_seconds,
+            settings.max_registrations,
+            max_bytes=settings.max_registration_mib << 20,
+            make_id=stores.make_id if stores else make_id,
+        )
+        hidden, wait_seconds = engine.facts.hidden_size, settings.vector_wait_seconds
+        capacity = cache_capacity(settings.max_vectors, settings.max_vector_mib, hidden)
+        vectors = VectorCache(capacity, hidden, registry.is_leased)
+        activator = VectorActivator(vectors, settings.max_active_vectors, engine.load_vectors, wait_seconds)
+        reservations = Reservations(activator, Projections(engine.keep_signs, hidden, wait_seconds))
+        places = Places(settings.max_requests, limits_of)
+        generator = Generator(engine, registry, Admission(engine.facts, vectors), reservations, stores, metrics, places)
+        return cls(engine, registry, vectors, activator, places, generator, stores, settings, limits_of)

@@ -1,0 +1,170 @@
+"""The capture of one request, from its opening to its seal.
+
+Every way in, gRPC as well as `vllm serve`, captures through a `CaptureSession`. So the promise "never silently partial"
+is kept in one place: a capture is COMPLETE if and only if every sequence ended normally; anything else is sealed as
+ABORTED or INCOMPLETE, with the reason; and whatever may exist in the store is sealed, however the request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from inference_svc.captures.keeper import NoAnswerError
+from inference_svc.engine.finish_reasons import FAILED
+from inference_svc.session.sequences import GeneratedSequence
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, steering_pb2, store_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from inference_svc.engine.facts import ModelFacts
+    from inference_svc.requests.registry import Running
+
+
+class CaptureStore(Protocol):
+    """Where captures are opened and sealed."""
+
+    async def open(self, description: capture_pb2.CaptureDescription, *, is_new_id: bool) -> None:
+        """Create a capture; see `Stores.open`."""
+
+    def seal(self, request: store_pb2.SealCaptureRequest) -> None:
+        """Seal a capture; returns at once. See `Stores.seal`."""
+
+
+class SteeringHistory(Protocol):
+    """How the steering of a request was changed while it ran."""
+
+    def changes(self) -> list[steering_pb2.SteeringChange]:
+        """Return the changes in order."""
+
+
+class CaptureSession:
+    """One request's capture; an asynchronous context that opens it and seals it. Without a capture it only keeps count.
+
+    Attributes:
+        sequences: What has been generated of each sequence.
+        has_begun: Whether the request counts as used: its capture exists, or may exist.
+        history: The changes of the steering, recorded in the seal.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        running: Running,
+        token_ids: Sequence[int],
+        num_sequences: int,
+        store: Callable[[], CaptureStore],
+        cause_of: Callable[[Exception], Exception] = lambda error: error,
+    ) -> None:
+        """Prepare the session of a request.
+
+        Args:
+            facts: The model that serves it.
+            running: The request.
+            token_ids: Its prompt.
+            num_sequences: How many sequences it generates.
+            store: Returns where it is captured; called only if it captures. Raises `Failure` if there is no store.
+            cause_of: Returns the failure that an exception means, for the seal.
+        """
+        self._facts = facts
+        self._running = running
+        self._token_ids = token_ids
+        self._store = store
+        self._cause_of = cause_of
+        self.sequences = [GeneratedSequence() for _ in range(num_sequences)]
+        self.has_begun = False
+        self.history: SteeringHistory | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every sequence has ended normally."""
+        return all(sequence.is_complete for sequence in self.sequences)
+
+    async def __aenter__(self) -> Self:
+        """Open the capture.
+
+        Raises:
+            Failure: There is no store, or the store refuses or does not answer.
+        """
+        if self._running.spec.capture is not None:
+            store = self._store()
+            try:
+                await store.open(self._description(), is_new_id=not self._running.spec.request_id)
+            except (asyncio.CancelledError, NoAnswerError):
+                # The store may have opened the capture, and nobody else would seal it.
+                self.has_begun = True
+                store.seal(self._seal_request(None))
+                raise
+        self.has_begun = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Seal the capture according to what was generated, and to the exception that ended the request."""
+        del kind, traceback
+        if self._running.spec.capture is not None:
+            self._store().seal(self._seal_request(error))
+
+    def _description(self) -> capture_pb2.CaptureDescription:
+        """Return what the store keeps of the request before its first token."""
+        facts, running = self._facts, self._running
+        description = capture_pb2.CaptureDescription(
+            capture_id=running.request_id,
+            tenant=running.tenant,
+            model=facts.name,
+            hidden_size=facts.hidden_size,
+            num_layers=facts.num_layers,
+            dtype=facts.dtype,
+            spec=running.spec.capture,
+            steering=running.spec.steering,
+            prompt_token_ids=self._token_ids,
+            num_sequences=len(self.sequences),
+            layout=capture_pb2.ParallelLayout(
+                tensor_parallel_size=facts.tensor_parallel_size, pipeline_parallel_size=facts.pipeline_parallel_size
+            ),
+            vllm_version=facts.vllm_version,
+        )
+        description.request_time.GetCurrentTime()
+        return description
+
+    def _seal_request(self, error: BaseException | None) -> store_pb2.SealCaptureRequest:
+        """Return the seal: COMPLETE, INCOMPLETE after a failure, or ABORTED."""
+        seal = store_pb2.SealCaptureRequest(
+            capture_id=self._running.request_id,
+            tenant=self._running.tenant,
+            sequences=[sequence.outcome() for sequence in self.sequences],
+            outcome=capture_pb2.CAPTURE_STATE_ABORTED,
+            steering_changes=self.history.changes() if self.history else (),
+        )
+        failure = self._failure(error)
+        if self.is_complete:  # what fails afterwards does not concern the capture
+            seal.outcome = capture_pb2.CAPTURE_STATE_COMPLETE
+        elif failure is not None:
+            seal.outcome = capture_pb2.CAPTURE_STATE_INCOMPLETE
+            seal.incomplete_reason = _incomplete_reason(failure)
+            # Only our own failures are told to clients. Other exceptions may contain anything, so the log has them.
+            seal.incomplete_detail = (
+                failure.message if isinstance(failure, Failure) else "The engine failed; see its log."
+            )
+        return seal
+
+    def _failure(self, error: BaseException | None) -> Exception | None:
+        """Return the failure that ended the request; None if it was aborted, by a call or because its client left."""
+        if isinstance(error, Failure) and error.reason == Reason.ERROR_REASON_ABORTED:
+            return None
+        if isinstance(error, Exception):
+            return self._cause_of(error)
+        if any(sequence.finish_reason == FAILED for sequence in self.sequences):
+            return Failure(Reason.ERROR_REASON_INTERNAL, "The engine gave the request up (error); its log may say why.")
+        return None  # cancellation and closed generators are no `Exception`
+
+
+def _incomplete_reason(failure: Exception) -> capture_pb2.IncompleteReason.ValueType:
+    died = isinstance(failure, Failure) and failure.reason == Reason.ERROR_REASON_ENGINE_DEAD
+    return capture_pb2.INCOMPLETE_REASON_ENGINE_DIED if died else capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED

@@ -1,0 +1,143 @@
+"""Runs the requests of the gRPC service, each from its first check to its seal."""
+
+from __future__ import annotations
+
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
+
+from inference_svc.admission.sampling import num_sequences
+from inference_svc.captures.stores import require_stores
+from inference_svc.metrics import InferenceMetrics
+from inference_svc.requests.concurrency import Places
+from inference_svc.session.capture_session import CaptureSession
+from inference_svc.session.generation import Generation
+from inference_svc.session.steering_changes import SteeringChanges
+from residuum.rpc import tracing
+from residuum.rpc.errors import Failure, Reason
+from svc_common.logs import bind_request
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+
+    from inference_svc.admission.admission import Admission
+    from inference_svc.captures.stores import Stores
+    from inference_svc.engine.engine import Engine
+    from inference_svc.requests.registry import RequestRegistry, Running
+    from inference_svc.session.reservation import Reservations
+    from residuum.v1 import inference_pb2, steering_pb2
+
+
+class Generator:
+    """Runs requests: admission, reservation, capture session, generation."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        registry: RequestRegistry,
+        admission: Admission,
+        reservations: Reservations,
+        stores: Stores | None,
+        metrics: InferenceMetrics | None = None,
+        places: Places | None = None,
+    ) -> None:
+        """Put the parts together. Without a store, `stores` is None. Each request takes one of the `places`."""
+        self._engine = engine
+        self._registry = registry
+        self._admission = admission
+        self._reservations = reservations
+        self._stores = stores
+        self._metrics = metrics or InferenceMetrics()
+        self._places = places or Places()
+        self._changes: dict[str, SteeringChanges] = {}
+        """Of each request that generates, by its path."""
+
+    async def run(
+        self, request: inference_pb2.GenerateRequest, tenant: str = ""
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Run a request of a tenant, and yield the events of InferenceService.Generate.
+
+        Raises:
+            Failure: The request is invalid, cannot be run now, failed, or was aborted.
+        """
+        with self._metrics.request() as watch, self._places.taken(tenant):
+            self._admission.check_sampling(request.sampling)
+            # Before the registration is used up, so that a bad prompt leaves it as it is.
+            token_ids = await self._engine.tokenize(request)
+            self._admission.check_prompt(token_ids, request.sampling)
+            async with (
+                self._generation(request, token_ids, tenant) as generation,
+                aclosing(generation.events()) as events,
+            ):
+                watch.begin(len(token_ids))
+                tracing.add_event("queued")  # its vectors are active, and its capture is open
+                has_tokens = False
+                async for event in events:
+                    watch.add_tokens(len(event.delta.token_ids))
+                    if event.HasField("delta") and not has_tokens:
+                        has_tokens = True
+                        tracing.add_event("first token")
+                    yield event
+                tracing.add_event("generated")
+
+    async def update_steering(self, request_id: str, spec: steering_pb2.SteeringSpec, tenant: str = "") -> list[int]:
+        """Change the steering of a tenant's running request; see InferenceService.UpdateSteering.
+
+        Returns:
+            For each sequence the first position that is steered by it.
+
+        Raises:
+            Failure: The request cannot be changed, or the new steering is invalid.
+        """
+        running = self._registry.get_running(request_id, tenant)
+        if running.spec.steering is None or not running.spec.steering.updatable:
+            raise Failure(
+                Reason.ERROR_REASON_NOT_UPDATABLE,
+                f"The steering of the request {request_id!r} cannot be changed; start it as updatable for that.",
+                request_id=request_id,
+            )
+        steering = self._admission.resolve_steering(spec, tenant)
+        changes = self._changes.get(running.path)
+        if changes is None:
+            raise running.ended_failure()
+        return await changes.change(steering)
+
+    @asynccontextmanager
+    async def _generation(
+        self, request: inference_pb2.GenerateRequest, token_ids: list[int], tenant: str
+    ) -> AsyncIterator[Generation]:
+        """Start a request: everything that it needs is there for as long as the context lasts, and ends with it."""
+        running, sampling = self._start(request, tenant), request.sampling
+        bind_request(running.request_id)
+        tracing.set_attributes(request_id=running.request_id, prompt_tokens=len(token_ids))
+        tracing.add_event("checked")
+        session = CaptureSession(
+            self._engine.facts, running, token_ids, num_sequences(sampling), lambda: require_stores(self._stores)
+        )
+        with self._registered(running, session):
+            self._admission.check_request(running.spec, tenant, len(token_ids), sampling)
+            async with self._reservations.reserve(running) as vectors, session:
+                changes = SteeringChanges(self._engine, running, len(token_ids), vectors, session.sequences)
+                session.history = self._changes[running.path] = changes
+                handle = self._handle(running)
+                async with changes:
+                    yield Generation(self._engine, running, token_ids, sampling, vectors, session.sequences, handle)
+
+    def _handle(self, running: Running) -> inference_pb2.CaptureHandle | None:
+        """Return where clients find the request's capture; None if it captures nothing."""
+        if running.spec.capture is None:
+            return None
+        return require_stores(self._stores).handle(running.request_id)
+
+    def _start(self, request: inference_pb2.GenerateRequest, tenant: str) -> Running:
+        if request.WhichOneof("target") == "request_id":
+            return self._registry.start_registered(request.request_id, tenant)
+        return self._registry.start_inline(self._admission.resolve(request.spec), tenant)
+
+    @contextmanager
+    def _registered(self, running: Running, session: CaptureSession) -> Iterator[None]:
+        """End a request when the context ends; one that did not begin may be called again."""
+        try:
+            yield
+        finally:
+            self._changes.pop(running.path, None)
+            (self._registry.end if session.has_begun else self._registry.release)(running)

@@ -1,0 +1,46 @@
+"""What has been generated of each sequence of a request."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from inference_svc.engine.finish_reasons import ABORTED, FAILED
+from residuum.v1 import capture_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass
+class GeneratedSequence:
+    """One sequence as far as it has been generated."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """The tokens that were handed on to the caller."""
+    finish_reason: str = ""
+    """Empty while the sequence generates."""
+    stop_reason: str = ""
+    """The stop text that ended the sequence."""
+    engine_tokens: int = 0
+    """The number of tokens that the engine has made. Some may not have been handed on yet."""
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the engine makes no more tokens."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the sequence ended normally, and all its tokens were handed on."""
+        return self.finish_reason not in {"", ABORTED, FAILED}
+
+    def add(self, token_ids: Sequence[int], finish_reason: str | None, stop_reason: str = "") -> None:
+        """Add the tokens of one step; a finish reason comes with the last ones."""
+        self.token_ids.extend(token_ids)
+        self.finish_reason = finish_reason or ""
+        self.stop_reason = stop_reason
+
+    def outcome(self) -> capture_pb2.SequenceOutcome:
+        """Return how the sequence ended, as the store keeps it. One that has not ended was aborted."""
+        return capture_pb2.SequenceOutcome(
+            generated_token_ids=self.token_ids, finish_reason=self.finish_reason or ABORTED
+        )

@@ -1,0 +1,212 @@
+"""Changing the steering of a request while it generates."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from inference_svc.admission.steering import check_demand, demand_of_steering, digests_of
+from inference_svc.requests.plans import engine_id, make_operations
+from inference_svc.session.interruption import unless_interrupted
+from inference_svc.taps.steps.demand import MAX_ENTRIES
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import steering_pb2
+from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Self
+
+    from inference_svc.engine.engine import Engine
+    from inference_svc.requests.registry import Running
+    from inference_svc.resources.vectors import VectorHold
+    from inference_svc.session.sequences import GeneratedSequence
+
+_ANSWER_SECONDS = 5.0
+"""How long the end of a request waits for the engine's answer to a change. The engine answers between two steps, and a
+step may wait for as long as the store is away."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One change, as the engine has applied it."""
+
+    steering: steering_pb2.SteeringSpec
+    firsts: Sequence[int | None]
+    """For each sequence the first position that is steered by it; None if the sequence had ended."""
+
+
+class SteeringChanges:
+    """The changes of one request's steering. It can be changed for as long as the asynchronous context lasts."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        running: Running,
+        prompt_tokens: int,
+        vectors: VectorHold,
+        sequences: Sequence[GeneratedSequence],
+    ) -> None:
+        """Prepare to change a request.
+
+        Args:
+            engine: The engine that runs it.
+            running: The request.
+            prompt_tokens: Tokens of its prompt.
+            vectors: The vectors that it holds.
+            sequences: What has been generated of it.
+        """
+        self._engine = engine
+        self._running = running
+        self._prompt_tokens = prompt_tokens
+        self._vectors = vectors
+        self._sequences = sequences
+        self._entries: dict[bytes, int] = {}
+        """Entries of the taps' tables that each steering takes, by its bytes. Empty until the first change."""
+        self._changes: list[_Change] = []
+        self._lock = asyncio.Lock()
+        """Held from before a change is checked until it is recorded."""
+        self._closed = asyncio.Event()
+        """Set when the steering cannot be changed any more."""
+        self._answer_timed_out = asyncio.Event()
+        """Set when the end of the request no longer waits for the engine's answer."""
+        self._workers_remember = False
+        """Whether workers may keep a change for a sequence that has not reached them."""
+
+    def changes(self) -> list[steering_pb2.SteeringChange]:
+        """Return the changes in order."""
+        return [
+            steering_pb2.SteeringChange(steering=change.steering, first_positions=self._first_positions(change.firsts))
+            for change in self._changes
+        ]
+
+    async def change(self, steering: steering_pb2.SteeringSpec) -> list[int]:
+        """Replace the steering from the next step on.
+
+        Returns:
+            For each sequence the first position that is steered by it.
+
+        Raises:
+            Failure: There is no room for the change, or the request ends.
+        """
+        await self._lock.acquire()
+        try:
+            self._check(steering)
+            added = self._vectors.add(digests_of(steering))
+            await unless_interrupted(self._closed, self._running.ended_failure, added)
+        except BaseException:
+            self._lock.release()
+            raise
+        # In a task of its own: the caller may go away, but a change that reached the engine must be recorded.
+        applying = asyncio.create_task(self._apply(steering))
+        applying.add_done_callback(lambda _: self._lock.release())
+        firsts = await asyncio.shield(applying)
+        for sequence, first in zip(self._sequences, firsts, strict=True):
+            if first is None:
+                await sequence.has_ended.wait()  # its last tokens are on their way
+        return self._first_positions(firsts)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        """Refuse further changes, and wait until the last one is recorded."""
+        self._closed.set()
+        for sequence in self._sequences:
+            sequence.has_ended.set()
+        if self._lock.locked():
+            timer = asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._answer_timed_out.set)
+            async with self._lock:
+                timer.cancel()
+        if self._workers_remember:
+            await self._forget()
+
+    async def _apply(self, steering: steering_pb2.SteeringSpec) -> list[int | None]:
+        """Have the engine change the steering, and record the change.
+
+        Returns:
+            For each sequence the first position that is steered by it; None if the sequence had ended.
+
+        Raises:
+            Failure: The engine is dead. Or the request has ended and the engine did not answer in time: then the change
+                reaches the engine after all that it computes for the request, and has no effect.
+        """
+        operations = make_operations(steering, self._vectors.rows)
+        names = [self._name(index) for index, item in enumerate(self._sequences) if not item.has_ended.is_set()]
+        answers: dict[str, int | None] = {}
+        if names:
+            self._workers_remember, remembered = True, self._workers_remember
+            call = self._engine.change_steering(dict.fromkeys(names, operations))
+            answers = await unless_interrupted(self._answer_timed_out, self._running.ended_failure, call)
+            self._workers_remember = remembered or 0 in answers.values()
+        firsts = [answers.get(self._name(index)) for index in range(len(self._sequences))]
+        self._changes.append(_Change(steering, firsts))
+        self._entries[_key_of(steering)] = self._entries_of(steering)
+        return firsts
+
+    async def _forget(self) -> None:
+        names = [self._name(index) for index in range(len(self._sequences))]
+        with suppress(Failure, asyncio.TimeoutError):  # the engine has died, or is told later
+            await asyncio.wait_for(self._engine.forget(names), _ANSWER_SECONDS)
+
+    def _check(self, steering: steering_pb2.SteeringSpec) -> None:
+        """Check that there is room for a change.
+
+        Raises:
+            Failure: The request ends, or was changed too often.
+        """
+        if self._closed.is_set():
+            raise self._running.ended_failure()
+        # The positions are known only afterwards, so they are assumed to be as long as possible.
+        firsts = [self._engine.facts.max_model_len] * len(self._sequences)
+        changes = [
+            steering_pb2.SteeringChange(steering=item, first_positions=firsts)
+            for item in [*(change.steering for change in self._changes), steering]
+        ]
+        size = sum(change.ByteSize() for change in changes)
+        if len(changes) > MAX_STEERING_CHANGES or size > MAX_STEERING_CHANGES_BYTES:
+            raise self._changed_too_often(
+                f"at most {MAX_STEERING_CHANGES} changes of {MAX_STEERING_CHANGES_BYTES >> 10} KiB together fit its "
+                "manifest"
+            )
+        demand = demand_of_steering(steering, self._running.spec.capture)
+        check_demand(demand)
+        # A step that computes the request again after a preemption may apply each of its steerings to some rows. These
+        # are at most as many programs as the step has rows, for which there is room.
+        start = self._running.spec.steering
+        self._entries = self._entries or {_key_of(start): self._entries_of(start)}
+        entries = sum({**self._entries, _key_of(steering): demand.entries}.values())
+        if entries > MAX_ENTRIES:
+            raise self._changed_too_often(
+                f"all that it was steered by would take {entries} entries of the taps' tables, and it has {MAX_ENTRIES}"
+            )
+
+    def _changed_too_often(self, why: str) -> Failure:
+        return Failure(
+            Reason.ERROR_REASON_LIMIT_REACHED,
+            f"The steering of {self._running.request_id!r} was changed {len(self._changes)} times; {why}.",
+            limit="steering_changes",
+        )
+
+    def _entries_of(self, steering: steering_pb2.SteeringSpec | None) -> int:
+        return demand_of_steering(steering, self._running.spec.capture).entries
+
+    def _name(self, index: int) -> str:
+        return engine_id(self._running.path, index)
+
+    def _first_positions(self, firsts: Sequence[int | None]) -> list[int]:
+        """Return a position for each sequence; for one that had ended, the position after its last one."""
+        return [
+            first if first is not None else self._prompt_tokens + sequence.engine_tokens
+            for sequence, first in zip(self._sequences, firsts, strict=True)
+        ]
+
+
+def _key_of(steering: steering_pb2.SteeringSpec | None) -> bytes:
+    """Return bytes that differ for different operations."""
+    return steering_pb2.SteeringSpec(operations=steering.operations if steering else ()).SerializeToString(
+        deterministic=True
+    )

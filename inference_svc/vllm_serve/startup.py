@@ -1,0 +1,120 @@
+"""The start of one API server: it asks the workers what they tap, starts the shippers and runs the self-test."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inference_svc.engine.ranks import check_ranks
+from inference_svc.selftest import run_self_test
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2
+from svc_common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+
+    from inference_svc.engine.engine import Engine
+    from inference_svc.engine.tap_settings import TapSettings
+    from inference_svc.vllm_serve.delivery import Delivery
+
+    Generate = Callable[..., AsyncGenerator[Any]]
+
+_log = get_logger(__name__)
+
+
+class UntappedLLM:
+    """An AsyncLLM with vLLM's own `generate`, for the self-test, which brings its own plans."""
+
+    def __init__(self, llm: Any, generate: Generate) -> None:
+        """Replace `generate`, and nothing else."""
+        self._llm = llm
+        self.generate = generate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+
+class Startup:
+    """The start of one API server's front end: at once if an event loop runs, otherwise with the first request."""
+
+    def __init__(self, engine: Engine, settings: TapSettings, delivery: Delivery | None, *, is_first: bool) -> None:
+        """Begin.
+
+        Args:
+            engine: The engine.
+            settings: The settings.
+            delivery: The stores and shippers, if there are any.
+            is_first: Whether this is the API server that does for all what is done once.
+        """
+        self._engine = engine
+        self._settings = settings
+        self._delivery = delivery
+        self._is_first = is_first
+        self._folders: set[Path] = set()
+        self._task: asyncio.Task[None] | None = None
+        with suppress(RuntimeError):  # no loop runs yet
+            self._task = asyncio.get_running_loop().create_task(self._start())
+
+    async def wait(self) -> None:
+        """Wait until captures can be made.
+
+        Raises:
+            Failure: The start failed.
+        """
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._start())
+        await asyncio.shield(self._task)
+
+    def check(self) -> None:
+        """Refuse a request before its answer begins, if the start is known to have failed.
+
+        Raises:
+            Failure: The start failed.
+        """
+        if self._task is not None and self._task.done() and not self._task.cancelled():
+            self._task.result()
+
+    def clean_up(self) -> None:
+        """Remove the folders of the control sockets."""
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _start(self) -> None:
+        with _explained("not every layer is known to be tapped"):
+            ranks = await self._engine.llm.collective_rpc("residuum_describe")
+            check_ranks(ranks, self._engine.facts.num_layers)
+        if self._is_first:
+            await self._start_once([rank["control_path"] for rank in ranks if rank["control_path"]])
+        _log.info(
+            "residuum is ready",
+            model=self._engine.facts.name,
+            sites=[capture_pb2.Site.Name(site) for site in self._engine.facts.sites],
+            stores=[str(store) for store in self._settings.stores],
+            ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
+        )
+
+    async def _start_once(self, controls: Sequence[str]) -> None:
+        self._folders = {Path(control).parent for control in controls}
+        if self._delivery is not None:
+            with _explained("its shippers cannot be started"):
+                await self._delivery.ship(controls)
+        with _explained("its self-test failed"):
+            await run_self_test(self._engine)
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Log what fails at the start, and raise the failure that later requests get."""
+    try:
+        yield
+    except Exception as error:
+        _log.exception("nothing can be captured or steered", what=what, cause=str(error))
+        raise Failure(
+            Reason.ERROR_REASON_INTERNAL,
+            f"This server can neither capture nor steer, because {what}: {str(error).rstrip('.')}. Its log "
+            "says more. Requests that ask for neither are served.",
+        ) from error

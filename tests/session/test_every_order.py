@@ -1,0 +1,192 @@
+"""Never silently partial: in every order of events, on both ways in, a capture is sealed once, and with the truth."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from residuum.v1 import capture_pb2
+from tests.session.faces import DEAD, FACES, ScriptedStore
+
+COMPLETE, INCOMPLETE, ABORTED = (
+    capture_pb2.CAPTURE_STATE_COMPLETE,
+    capture_pb2.CAPTURE_STATE_INCOMPLETE,
+    capture_pb2.CAPTURE_STATE_ABORTED,
+)
+_TURNS = 60
+"""Turns of the event loop after which nothing more happens by itself."""
+
+
+class EveryOrder(RuleBasedStateMachine):
+    """One request; what the store should be told follows from the first event that ends it."""
+
+    face_name: str
+    given_up = False
+    """Whether vLLM gave up a sequence, which it says without an exception."""
+
+    @initialize(num_sequences=st.integers(1, 3), opening=st.sampled_from(["ok", "ok", "later", "refused", "no answer"]))
+    def start(self, num_sequences, opening):
+        self.loop = asyncio.new_event_loop()
+        self.made = [[] for _ in range(num_sequences)]
+        self.finished = [False] * num_sequences
+        self.expected = {"refused": None, "no answer": ABORTED}.get(opening)
+        self.reason = capture_pb2.INCOMPLETE_REASON_UNSPECIFIED
+        self.has_ended = opening in ("refused", "no answer")
+        self.is_open = opening == "ok"
+        self.next_token = 1
+
+        async def begin():
+            self.store = ScriptedStore(opening)
+            self.face = FACES[self.face_name](self.store, num_sequences)
+            self.face.start()
+
+        self.loop.run_until_complete(begin())
+        self.settle()
+
+    def settle(self):
+        async def turn():
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(turn())
+
+    def end(self, expected, reason=capture_pb2.INCOMPLETE_REASON_UNSPECIFIED):
+        if not self.has_ended:
+            self.has_ended, self.expected, self.reason = True, expected, reason
+        self.settle()
+
+    def tell(self, index, item):
+        self.loop.call_soon(self.face.scripts[index].put_nowait, item)
+
+    @precondition(lambda self: self.is_open and not self.has_ended)
+    @rule(index=st.integers(0, 2), count=st.integers(1, 3), finish=st.sampled_from([None, None, "stop", "length"]))
+    def generate(self, index, count, finish):
+        index %= len(self.made)
+        if self.finished[index]:
+            return
+        token_ids = list(range(self.next_token, self.next_token + count))
+        self.next_token += count
+        self.made[index] += token_ids
+        self.finished[index] = finish is not None
+        self.tell(index, (token_ids, finish))
+        if all(self.finished):
+            self.end(*((INCOMPLETE, capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED) if self.given_up else (COMPLETE,)))
+        self.settle()
+
+    @precondition(lambda self: self.is_open and not self.has_ended)
+    @rule(index=st.integers(0, 2), how=st.sampled_from(["error", "dead", "given up"]))
+    def engine_fails(self, index, how):
+        index %= len(self.made)
+        if self.finished[index]:
+            return
+        self.tell(index, {"error": RuntimeError("scripted"), "dead": DEAD, "given up": ([], "error")}[how])
+        died, failed = capture_pb2.INCOMPLETE_REASON_ENGINE_DIED, capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED
+        if how == "given up" and self.face_name == "openai":
+            self.given_up = self.finished[index] = True  # the other sequences go on
+            if all(self.finished):
+                self.end(INCOMPLETE, failed)
+            self.settle()
+            return
+        self.end(INCOMPLETE, died if how == "dead" else failed)
+
+    @precondition(lambda self: not self.has_ended)
+    @rule()
+    def abort(self):
+        self.loop.call_soon(self.face.abort)
+        self.leave_early()
+
+    @precondition(lambda self: not self.has_ended)
+    @rule()
+    def client_leaves(self):
+        self.loop.call_soon(self.face.consumer.cancel)
+        self.leave_early()
+
+    def leave_early(self):
+        if self.given_up:
+            self.end(INCOMPLETE, capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED)
+        else:
+            self.end(ABORTED)
+
+    @rule()
+    def time_passes(self):
+        self.settle()
+
+    @precondition(lambda self: self.store.opening == "later" and not self.is_open)
+    @rule()
+    def store_answers(self):
+        self.loop.call_soon(self.store.answers.set)
+        self.is_open = True
+        self.settle()
+
+    @precondition(lambda self: self.face_name == "grpc")
+    @rule()
+    def update_steering(self):
+        async def update():
+            self.face.update()
+
+        self.loop.run_until_complete(update())
+        self.settle()
+
+    @invariant()
+    def nothing_is_promised_too_early(self):
+        if not hasattr(self, "store"):
+            return
+        assert len(self.store.opened) == 1
+        assert len(self.store.seals) <= 1
+        for seal in self.store.seals:
+            if seal.outcome == COMPLETE:
+                assert all(self.finished)
+
+    def teardown(self):
+        if not hasattr(self, "loop"):
+            return
+        try:
+            self.finish()
+        finally:
+            self.loop.close()
+
+    def finish(self):
+        self.loop.call_soon(self.store.answers.set)
+        if not self.has_ended:
+            self.client_leaves()
+        self.settle()
+        assert self.face.consumer.done()
+        self.check_seal()
+        assert self.face.is_clean()
+        updates = self.face.updates
+        assert all(update.done() for update in updates)
+        done = [update for update in updates if update.exception() is None]
+        if self.store.seals:
+            assert len(self.store.seals[0].steering_changes) == len(done)
+
+    def check_seal(self):
+        if self.expected is None:
+            assert not self.store.seals
+            return
+        (seal,) = self.store.seals
+        assert seal.outcome == self.expected
+        assert seal.incomplete_reason == self.reason
+        assert bool(seal.incomplete_detail) == (seal.outcome == INCOMPLETE)
+        for sealed, made, handed_on in zip(seal.sequences, self.made, self.face.handed_on, strict=True):
+            token_ids = list(sealed.generated_token_ids)
+            assert token_ids == made[: len(token_ids)]
+            assert token_ids[: len(handed_on)] == handed_on
+            if seal.outcome == COMPLETE:
+                assert token_ids == made
+
+
+def machine_of(name):
+    return type(f"EveryOrder_{name}", (EveryOrder,), {"face_name": name})
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_every_capture_is_sealed_once_and_with_the_truth(name):
+    machine = machine_of(name).TestCase
+    machine.settings = settings(
+        max_examples=150, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    machine("runTest").runTest()
