@@ -17,7 +17,7 @@ from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
 from residuum.v1 import capture_pb2
 from store_svc.settings import StoreSettings
-from tests.docs.blocks import DOCS, ELSEWHERE, PAGES, ROOT
+from tests.docs.blocks import DOCS, ELSEWHERE, NOT_ON_THE_SITE, PAGES, ROOT
 
 sys.path.insert(0, str(DOCS / "_extensions"))
 
@@ -40,7 +40,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in plain}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *ELSEWHERE], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *ELSEWHERE, *NOT_ON_THE_SITE], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path):
     for target in LINK.findall(prose(page)):
         if re.match(r"[a-z]+:", target):
@@ -159,6 +159,14 @@ def test_bars_are_those_of_the_results():
     every, missed = list(generated.bars("all")), list(generated.bars("missed"))
     assert len(every) > 10
     assert [row for row in every if "**missed**" in row] == missed[2:]
+
+
+def test_the_limits_name_what_was_faster_in_the_results():
+    lines = list(generated.faster("h200"))
+    report = (ROOT / "bench/results/h200/report.md").read_text()
+    assert lines == ["None of the measured alternatives is faster."] or "| residuum |" in lines[0]
+    for name in re.findall(r"^\| `([\w-]+)` \|", lines[0], re.MULTILINE):
+        assert f"| {name} |" in report
 
 
 def test_formulas_in_docstrings_stand_as_they_are():
