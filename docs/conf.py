@@ -1,8 +1,8 @@
 """How Sphinx builds the site: `make docs`.
 
-Pages are plain Markdown, readable on a code host as well. What stands elsewhere in the repository is not written twice:
-`_extensions/repository.py` takes whole documents from there, `_extensions/generated.py` makes tables of flags and
-settings from the code.
+Pages are plain Markdown, readable on a code host as well. Nothing is written twice: `_extensions/repository.py` takes
+whole documents from elsewhere in the repository, and `_extensions/generated.py` makes tables of flags, settings and
+measured figures from the code and from results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ sys.path[:0] = [
     str(DOCS / "_extensions"),
     str(ROOT),
     str(ROOT / "client"),
-]  # document this checkout, whatever is installed
+]  # document this checkout, not an installed package
 
 import residuum  # noqa: E402
 
@@ -41,7 +41,6 @@ exclude_patterns = ["_extensions"]
 
 myst_heading_anchors = 4  # the same anchors as code hosts make
 repository_documents = {
-    "howto/languages-examples": "examples/languages/README.md",
     "operations/failures": "tests/faults/README.md",
     "operations/containers": "deploy/README.md",
     "project/architecture": "ARCHITECTURE.md",
@@ -50,7 +49,7 @@ repository_documents = {
     "project/conformance": "tests/conformance/README.md",
     "project/contributing": "CONTRIBUTING.md",
 }
-"""Pages that are documents from elsewhere in the repository, as they stand."""
+"""Pages that are documents from elsewhere in the repository."""
 repository_url = os.environ.get("DOCS_SOURCE_URL", "")
 """Where the sources can be looked at, such as https://host/owner/name/blob/main/; links to files lead there."""
 
@@ -67,7 +66,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 
-# ---------------------------------------------------------------------------------------------------------- the looks
+# ---------------------------------------------------------------------------------------------------------- appearance
 
 html_theme = "furo"
 html_title = f"residuum {release}"

@@ -1,4 +1,4 @@
-"""Where the examples' model lies."""
+"""The folder of the examples' model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from scripts.fetch_model import NAME, cache
 
 
 def default_model() -> str:
-    """Return the folder that `make model` fills, or end the program with that advice."""
+    """Return the folder that `make model` fills. If it is missing, exit with that advice."""
     folder = cache() / "models" / NAME
     if not folder.is_dir():
-        sys.exit(f"There is no model in {folder}; run `make model`, or name another with --model.")
+        sys.exit(f"No model in {folder}. Run `make model`, or name a model with --model.")
     return str(folder)

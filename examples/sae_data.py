@@ -1,10 +1,10 @@
-"""Train a small sparse autoencoder on rows that are captured and streamed from the store.
+"""Train a small sparse autoencoder on captured rows that are streamed from the store.
 
     make serve                                              # in another terminal
     .venv/bin/python -m examples.sae_data --layer 15
 
-The rows never are on this side as a whole: `residuum.torch.ActivationDataset` reads them from the store as they are
-needed, an epoch after the other.
+This program never holds all rows: `residuum.torch.ActivationDataset` reads them from the store as they are needed, in
+every epoch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ACTIVE_FEATURES = 32
 
 
 class SparseAutoencoder(torch.nn.Module):
-    """A TopK autoencoder: of many features, the few that fit a row best are kept to build it again."""
+    """A TopK autoencoder: it rebuilds each row from the few features that fit it best."""
 
     def __init__(self, width: int, mean: torch.Tensor, scale: torch.Tensor) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class SparseAutoencoder(torch.nn.Module):
         self.register_buffer("scale", scale)
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows, of mean 0 and length about 1, and what is built of their features."""
+        """Return the normalised rows (mean 0, length about 1) and their reconstruction."""
         wanted = (rows.float() - self.mean) / self.scale
         strengths = wanted @ self.encoder + self.bias
         best = strengths.topk(ACTIVE_FEATURES, dim=1)
@@ -53,8 +53,8 @@ class SparseAutoencoder(torch.nn.Module):
 
 
 def capture(client: residuum.Client, layer: int, tokens: int) -> list[str]:
-    """Generate replies to the prompts, one layer captured; return the captures' ids."""
-    # The first token's residual stream is an attention sink: large, and nearly the same whatever the prompt.
+    """Generate replies to the prompts and capture one layer; return the request IDs."""
+    # The first token's residual stream is an attention sink: large, and nearly equal for all prompts.
     what = residuum.Capture(layers=[layer], positions=slice(1, None))
     replies = client.generate_many(PROMPTS, max_tokens=tokens, capture=what, temperature=0.8, seed=1, ignore_eos=True)
     for reply in replies:
@@ -63,7 +63,7 @@ def capture(client: residuum.Client, layer: int, tokens: int) -> list[str]:
 
 
 def train(data: ActivationDataset, epochs: int, workers: int) -> Iterator[tuple[SparseAutoencoder, float]]:
-    """Yield the autoencoder, and the part of the rows' variance that it misses, after each epoch."""
+    """After each epoch, yield the autoencoder and the share of the rows' variance that it misses."""
     torch.manual_seed(0)
     loader = DataLoader(
         data,
@@ -94,17 +94,17 @@ def main() -> None:
     """Capture, train, and print how much of the rows the autoencoder misses."""
     parser = argparse.ArgumentParser(prog="examples.sae_data", description=__doc__.splitlines()[0])
     parser.add_argument("--endpoint", default="localhost:50051", help="the inference service")
-    parser.add_argument("--layer", type=int, default=15, help="the layer whose rows are learnt")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each reply")
+    parser.add_argument("--layer", type=int, default=15, help="the layer whose rows are learned")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per reply")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=2, help="processes that read; 0 reads in this one")
+    parser.add_argument("--workers", type=int, default=2, help="processes that read; 0: read in this process")
     options = parser.parse_args()
     missed = run(options.endpoint, options.layer, options.tokens, options.epochs, options.workers)
-    print(f"missed at first {missed[0]:.3f} of the variance, in the end {missed[-1]:.3f}")
+    print(f"share of the variance missed: {missed[0]:.3f} after the first epoch, {missed[-1]:.3f} after the last")
 
 
 def run(endpoint: str, layer: int, tokens: int, epochs: int, workers: int) -> list[float]:
-    """Do it; return the part of the variance that was missed in each epoch."""
+    """Capture and train; return the share of the variance missed in each epoch."""
     with residuum.Client(endpoint) as client:
         captures = capture(client, layer, tokens)
         data = ActivationDataset(endpoint, captures, layers=[layer], batch_size=256, shuffle_buffer=4096)

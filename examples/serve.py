@@ -1,4 +1,4 @@
-"""`make serve`: leaves both services running, and says how to use them."""
+"""`make serve`: start both services, leave them running, and print how to use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from examples.model import default_model
 from svc_common.launcher import ServiceFailedError, is_free, running_services
 
 USUAL_PORTS = (50052, 50051)
-"""The ports that the documents name, of the store and the inference service; others if one of them is taken."""
+"""Ports of the store and the inference service, as in the documentation. If one is taken, free ports are used."""
 
 _TO_TRY = """\
 import residuum
@@ -39,10 +39,10 @@ def main() -> None:
             console.print(f"store      {store.endpoint}\ninference  {inference.endpoint}\n")
             console.print("Three lines to try in .venv/bin/python:\n")
             console.print(_TO_TRY.format(endpoint=inference.endpoint), markup=False)
-            console.print("\nCtrl-C stops both, and deletes what was captured.")
+            console.print("\nPress Ctrl-C to stop both services and delete the captures.")
             while inference.process.poll() is None and store.process.poll() is None:
                 time.sleep(0.5)
-            sys.exit("a service has ended by itself")
+            sys.exit("a service stopped unexpectedly")
     except KeyboardInterrupt:
         console.print("stopped")
     except ServiceFailedError as error:

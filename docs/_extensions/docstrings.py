@@ -1,9 +1,9 @@
-"""Sphinx extension: docstrings are plain text with `code`, read as reStructuredText.
+"""Sphinx extension: prepares docstrings, which are plain text with `code`, for reStructuredText.
 
-* An indented paragraph of a module's would be a quotation. Here it stands as it is.
-* |x| would be a substitution there. Here it is a length.
-* Napoleon takes what stands before a colon in an attribute's docstring for its type. Here it is a sentence.
-* A dataclass whose `__new__` only checks is made with the arguments of its `__init__`.
+* reStructuredText makes an indented paragraph a quotation. In a module's docstring, this extension keeps it as text.
+* reStructuredText makes |x| a substitution. Here it is a length.
+* Napoleon takes the words before a colon in an attribute's docstring for its type. Here they are part of a sentence.
+* The signature of a dataclass whose `__new__` only checks is that of its `__init__`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def read(app: Sphinx, kind: str, name: str, thing: object, options: object, line
             lines[at] = "".join(parts)
     if kind in ("attribute", "data", "property"):
         read_as_prose = GoogleDocstring(list(lines), app.config, app, "method", name, thing, options).lines()
-        lines[:] = ["..", "", *read_as_prose]  # napoleon looks at the first line alone: a comment without words
+        lines[:] = ["..", "", *read_as_prose]  # napoleon reads only the first line: an empty comment
 
 
 def show_as_they_stand(lines: list[str]) -> None:
-    """Make of indented paragraphs, which would be quotations, blocks of their own: formulas, trees."""
+    """Turn indented paragraphs (formulas, trees) into literal blocks. Otherwise they become quotations."""
     paragraphs = [at for at, line in enumerate(lines) if at and line.startswith("    ") and not lines[at - 1].strip()]
     for at in reversed(paragraphs):
         before = next(line for line in reversed(lines[:at]) if line.strip())

@@ -1,9 +1,10 @@
-"""Sphinx extension: what the code says of itself, as Markdown in the place of a comment `<!-- generated: NAME -->`.
+"""Sphinx extension: replaces a comment `<!-- generated: NAME -->` with Markdown made from the code or from results.
 
 The names:
 
 * `commands`: the commands of `residuum`, with their arguments.
-* `bars all`, `bars missed`: what benchmarks have to reach, and what they reached, from `bench/results`.
+* `bars all`, `bars missed`: the benchmarks' targets and what they reached, from `bench/results`.
+* `faster h200`: other ways to capture everything that were faster than residuum on that machine, from its `suite.json`.
 * `settings store`, `settings inference`: the settings of a service, each with flag, default and description.
 """
 
@@ -37,7 +38,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 
 def read(app: Sphinx, _page: str, source: list[str]) -> None:
-    """Put what is made into a page's text."""
+    """Replace a page's marks by the generated text."""
 
     def made(mark: re.Match[str]) -> str:
         app.env.metadata[app.env.docname]["generated"] = mark[1]
@@ -47,7 +48,7 @@ def read(app: Sphinx, _page: str, source: list[str]) -> None:
 
 
 def outdated(app: Sphinx, *_pages: object) -> list[str]:
-    """Name the pages with generated parts: whether these are new is not known before they are made."""
+    """Return the pages with generated parts. Sphinx always reads them again: their sources may have changed."""
     return [page for page, facts in app.env.metadata.items() if "generated" in facts]
 
 
@@ -57,9 +58,12 @@ def commands() -> Iterator[str]:
 
     found = list(_commands(_parser(), "residuum"))
     common = {action.dest: action for action in _actions(dict(found)["residuum info"])}
-    yield from ("## Flags of all commands", "", "`residuum token`, which calls nobody, has `--json` alone of them, and")
-    yield "`residuum health`, which asks one service, neither `--store` nor `--tenant`. For `generate`, `pull` and"
-    yield from ("`manifest` the `--timeout` is of the whole command, and by default there is none.", "")
+    yield from ("## Flags of all commands", "")
+    yield from ("All commands take these flags, with three exceptions:", "")
+    yield "* `residuum token` calls no service. It takes only `--json`."
+    yield "* `residuum health` asks one service. It takes neither `--store` nor `--tenant`."
+    yield "* For `generate`, `pull` and `manifest`, `--timeout` limits the whole command. The default is no limit."
+    yield ""
     yield from _arguments(common.values())
     for name, command in found:
         own = [action for action in _actions(command) if action.dest not in common]
@@ -128,26 +132,26 @@ def _default(field: FieldInfo) -> str:
 
 
 def _text(text: str) -> str:
-    """Return a text as one cell of a table; the environment of this machine does not show in it."""
+    """Return a text as one cell of a table, without values from this machine's environment."""
     text = re.sub(r", now [^)]+\)", ", or localhost:50051)", text).replace("%%", "%")
     return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").strip()
 
 
 def bars(which: str) -> Iterator[str]:
-    """Yield a table of all bars, or of those that were missed."""
+    """Yield a table of all targets, or of the missed ones."""
     rows = []
     for path in sorted(RESULTS.glob("*/*.json")):
         result = json.loads(path.read_text())
         made_by = f"`{result.get('benchmark')}` at {result['revision']['commit'][:7]}, {path.parent.name}"
         for bar in _bars(result):
-            sign, measured = "≤" if bar["at_most"] else "≥", "none" if bar["value"] is None else f"{bar['value']:.3g}"
+            sign, measured = "≤" if bar["at_most"] else "≥", "none" if bar["value"] is None else f"{bar['value']:.4g}"
             outcome = "reached" if bar["passed"] else "**missed**"
             if which == "all" or not bar["passed"]:
                 rows.append(f"| {bar['name']} | {measured} | {sign} {bar['limit']:g} | {outcome} | {made_by} |")
     if rows:
-        yield from ("| | measured | bar | | by |", "| --- | ---: | ---: | --- | --- |", *rows)
+        yield from ("| | measured | target | | by |", "| --- | ---: | ---: | --- | --- |", *rows)
     else:
-        yield "None is missed."
+        yield "All targets are reached."
 
 
 def _bars(result: Any) -> Iterator[dict[str, Any]]:
@@ -155,4 +159,31 @@ def _bars(result: Any) -> Iterator[dict[str, Any]]:
         yield from value if name == "bars" else _bars(value)
 
 
-MAKERS: dict[str, Callable[..., Iterator[str]]] = {"bars": bars, "commands": commands, "settings": settings}
+def faster(machine: str) -> Iterator[str]:
+    """Yield a table of the other ways that had all rows of all layers at a client sooner than residuum."""
+    from bench.markdown import seconds, table, times
+    from bench.suite.plan import ALL_LAYERS
+    from bench.suite.results import by_name
+
+    result = json.loads((RESULTS / machine / "suite.json").read_text())
+    measured = by_name(result["parts"])
+    ours = measured[ALL_LAYERS]
+    alike = [item for item in measured.values() if item.peer and item.layers == ours.layers]
+    sooner = [item for item in alike if item.total and ours.total and item.total < ours.total]
+    if not sooner:
+        yield "None of the measured alternatives is faster."
+        return
+    rows = [
+        (name, seconds(item.generation), seconds(item.fetch), times((item.total or 0) / (ours.total or 1)))
+        for name, item in [("residuum", ours), *((f"`{item.name}`", item) for item in sooner)]
+    ]
+    made_by = f"all {ours.layers} layers, `bench.suite` at {result['revision']['commit'][:7]}, {machine}"
+    yield table((made_by, "generation", "fetch", "both, residuum = 1"), rows)
+
+
+MAKERS: dict[str, Callable[..., Iterator[str]]] = {
+    "bars": bars,
+    "commands": commands,
+    "faster": faster,
+    "settings": settings,
+}

@@ -1,12 +1,16 @@
-"""Sphinx extension: pages that are documents from elsewhere in the repository, and links that lead out of docs/.
+"""Sphinx extension: includes documents from elsewhere in the repository, and rewrites links that leave docs/.
 
-Links are written as they work in the repository: `[the contract](../protos/residuum/v1/store.proto)`. On the site a
-link to a document that is a page becomes a link to that page; one to any other file leads to `repository_url`, or is
-plain text if there is none. A link to what does not exist stays as it is, and Sphinx warns of it.
+Links are written as they work in the repository: `[the contract](../protos/residuum/v1/store.proto)`. On the site:
+
+* A link to a document that is a page becomes a link to that page.
+* A link to any other file leads to `repository_url`, or becomes plain text if that is not set.
+* A link to a missing file stays unchanged, and Sphinx warns about it.
+
+The comment
 
     <!-- from README.md: figures -->
 
-is replaced by what stands there between the mark that begins with "figures" and the next.
+is replaced by the text in README.md between the comment that begins with "figures" and the next comment.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 
 def read(app: Sphinx, page: str, source: list[str]) -> None:
-    """Give Sphinx a page's text: the document that it is, with excerpts, and with links as they are on the site."""
+    """Give Sphinx a page's text: its document, with excerpts inserted and links rewritten."""
     documents: dict[str, str] = app.config.repository_documents
     origin = ROOT / documents[page] if page in documents else Path(app.env.doc2path(page))
     if origin.suffix != ".md":
@@ -54,10 +58,10 @@ def read(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def between_marks(document: Path, name: str) -> str:
-    """Return what stands in a document between the comment that begins with a name and the next comment.
+    """Return the text between the comment that begins with a name and the next comment.
 
     Raises:
-        ValueError: There is no such comment.
+        ValueError: The document has no such comment.
     """
     found = re.search(rf"^<!-- {re.escape(name)}\b.*?-->$\n(.*?)^<!-- ", document.read_text(), re.DOTALL | re.MULTILINE)
     if found is None:
@@ -66,14 +70,14 @@ def between_marks(document: Path, name: str) -> str:
 
 
 class Links:
-    """Rewrites the links of a page's text."""
+    """Rewrites the links in a page's text."""
 
     def __init__(self, page: str, pages: dict[Path, str], url: str) -> None:
-        """Know the page, what the pages are made of, and where other files can be looked at."""
+        """Take the page, the files that the pages are made of, and the URL of other files."""
         self._page, self._pages, self._url = page, pages, url
 
     def rewritten(self, text: str, origin: Path) -> str:
-        """Return a text with its links as they are on the site; code stays as it is."""
+        """Return a text with its links rewritten for the site. Code stays unchanged."""
         parts, at = [], 0
         for code in FENCED.finditer(text):
             parts += [self._prose(text[at : code.start()], origin), code[0]]

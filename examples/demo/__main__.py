@@ -62,31 +62,31 @@ console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
 
 @dataclass
 class Totals:
-    """What the last line reports."""
+    """The totals that the last line reports."""
 
     requests: int = 0
     rows: int = 0
     num_bytes: int = 0
 
     def add(self, acts: residuum.Activations) -> None:
-        """Count one request's capture."""
+        """Add one request's capture."""
         self.requests += 1
         self.rows += acts.manifest.num_rows
         self.num_bytes += acts.manifest.num_bytes
 
 
 def main() -> None:
-    """Run the demo; the exit code is 0 only if every check held."""
+    """Run the demo. The exit code is 0 only if every check passed."""
     parser = argparse.ArgumentParser(prog="examples.demo", description=__doc__)
     parser.add_argument("--model", help="the model's folder (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--compile", action="store_true", help="compile the model: starts later, generates faster")
-    parser.add_argument("--picture", type=Path, default=Path("demo-out/direction.png"), help="where the PNG goes")
+    parser.add_argument("--compile", action="store_true", help="compile the model: slower start, faster generation")
+    parser.add_argument("--picture", type=Path, default=Path("demo-out/direction.png"), help="the PNG to write")
     options = parser.parse_args()
     started = time.monotonic()
     model = options.model or default_model()
     flags = ["--served-model-name", Path(model).name, *([] if options.compile else ["--enforce-eager"])]
     try:
-        console.print("Starting the store and the inference service (half a minute) ...")
+        console.print("Starting the store and the inference service ...")
         with (
             running_services(model, inference_arguments=flags) as (_, inference),
             residuum.Client(inference.endpoint) as client,
@@ -97,7 +97,7 @@ def main() -> None:
     except (ServiceFailedError, residuum.ResiduumError) as error:
         sys.exit(f"DEMO FAILED: {error}")
     if not agreement.holds:
-        sys.exit(f"DEMO FAILED: rows do not agree with transformers (bars: min {MIN_COSINE}, mean {MEAN_COSINE})")
+        sys.exit(f"DEMO FAILED: rows do not agree with transformers (required: min {MIN_COSINE}, mean {MEAN_COSINE})")
     console.print(
         f"DEMO OK requests={totals.requests} rows={totals.rows} bytes={totals.num_bytes} "
         f"min_cosine={agreement.cosines.min():.4f} seconds={time.monotonic() - started:.0f}"
@@ -116,8 +116,8 @@ def run(client: residuum.Client, model: str, picture: Path) -> tuple[Totals, Agr
 
 
 def capture_and_compare(client: residuum.Client, model: str, totals: Totals) -> Agreement:
-    """Generate eight replies at once, all layers captured, and compare each row with transformers."""
-    heading(f"1. {len(PROMPTS)} concurrent generations, every layer of every token captured")
+    """Generate eight replies at once, capture all layers, and compare each row with transformers."""
+    heading(f"1. Capture every layer of every token in {len(PROMPTS)} concurrent generations")
     replies = client.generate_many(PROMPTS, max_tokens=NEW_TOKENS, capture=residuum.Capture(layers="all"))
     captured = []
     table = new_table("request", "prompt and reply", "rows", "manifest")
@@ -128,36 +128,36 @@ def capture_and_compare(client: residuum.Client, model: str, totals: Totals) -> 
         shown = clip(one_line(prompt + reply.text))
         table.add_row(reply.request_id[:12], shown, str(acts.manifest.num_rows), acts.manifest.state.upper())
     console.print(table)
-    heading("2. Each row against a transformers forward pass in float32 over the same token ids")
+    heading("2. Compare each row with a transformers forward pass in float32 over the same token IDs")
     agreement = compare(model, captured)
     print_agreement(agreement)
     return agreement
 
 
 def print_agreement(agreement: Agreement) -> None:
-    """Print the table layer -> cosine, and what lies below the bar."""
+    """Print the cosines of each layer, and the rows below the required minimum."""
     table = new_table("layer", "min cosine", "mean cosine", "min of transformers in bf16")
     for layer, (ours, rounding) in enumerate(zip(agreement.cosines, agreement.rounding, strict=True)):
         table.add_row(str(layer), f"{ours.min():.4f}", f"{ours.mean():.5f}", f"{rounding.min():.4f}")
     console.print(table)
     low = int((agreement.cosines < MIN_COSINE).sum())
     console.print(
-        f"all rows and layers: min {agreement.cosines.min():.4f} (bar {MIN_COSINE}), "
-        f"mean {agreement.cosines.mean():.5f} (bar {MEAN_COSINE}); "
+        f"all rows and layers: min {agreement.cosines.min():.4f} (required {MIN_COSINE}), "
+        f"mean {agreement.cosines.mean():.5f} (required {MEAN_COSINE}); "
         f"{low} of {agreement.cosines.size} rows below {MIN_COSINE}"
     )
     if low:
         unexplained = int(agreement.unexplained.sum())
         console.print(
-            f"{low - unexplained} of them are rightly lower: there, rounding to bfloat16 moves transformers itself at "
-            f"least half as far from float32; {unexplained} are not."
+            f"Rounding explains {low - unexplained} of them: there, transformers in bfloat16 is at least half as far "
+            f"from float32. It does not explain {unexplained}."
         )
 
 
 def find_direction(client: residuum.Client, totals: Totals) -> npt.NDArray[np.float32]:
-    """Return the difference of the mean rows of two sets of contrasting prompts, after one layer."""
+    """Return the difference between the mean rows of two contrasting sets of prompts, after one layer."""
     heading(
-        f"3. A direction from captures: the mean of happy prompts less that of sad ones, after layer {STEERED_LAYER}"
+        f"3. Make a direction from captures: mean of happy prompts minus mean of sad ones, after layer {STEERED_LAYER}"
     )
     means = [mean_row(client, prompts, totals) for prompts in (HAPPY, SAD)]
     direction: npt.NDArray[np.float32] = means[0] - means[1]
@@ -169,8 +169,8 @@ def find_direction(client: residuum.Client, totals: Totals) -> npt.NDArray[np.fl
 
 
 def mean_row(client: residuum.Client, prompts: tuple[str, ...], totals: Totals) -> npt.NDArray[np.float32]:
-    """Return the mean row of some prompts after the steered layer, float32 [hidden]; first tokens are left out."""
-    # The first token's residual stream is an attention sink: large, and nearly the same whatever the prompt.
+    """Return the mean row of some prompts after the steered layer, float32 [hidden], without first tokens."""
+    # The first token's residual stream is an attention sink: large, and nearly equal for all prompts.
     capture = residuum.Capture(layers=[STEERED_LAYER], positions="prompt")
     means = []
     for reply in client.generate_many(prompts, max_tokens=1, capture=capture):
@@ -181,7 +181,7 @@ def mean_row(client: residuum.Client, prompts: tuple[str, ...], totals: Totals) 
 
 
 def show_sending(client: residuum.Client, vector: residuum.Vector) -> None:
-    """Send the vector twice; the second time the server has it."""
+    """Send the vector twice. The second time, the service has it already."""
     for attempt in ("first", "second"):
         result = client.put_vectors([vector])
         console.print(
@@ -191,8 +191,8 @@ def show_sending(client: residuum.Client, vector: residuum.Vector) -> None:
 
 
 def steer(client: residuum.Client, model: str, joy: residuum.Vector, totals: Totals, picture: Path) -> None:
-    """Generate one reply in four ways, side by side, and draw two of them."""
-    heading(f"4. Steering with it after layer {STEERED_LAYER}: {STEERED_PROMPT!r}")
+    """Generate one reply in four ways, print them, and draw two of them."""
+    heading(f"4. Steer with it after layer {STEERED_LAYER}: {STEERED_PROMPT!r}")
     layer = STEERED_LAYER
     ways: dict[str, list[residuum.Add | residuum.Ablate | residuum.Cap]] = {
         "unsteered": [],

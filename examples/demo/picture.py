@@ -1,4 +1,4 @@
-"""The demo's picture: how far each token's residual stream points along a direction, layer by layer."""
+"""The demo's picture: the cosine of each token's residual stream with a direction, layer by layer."""
 
 from __future__ import annotations
 

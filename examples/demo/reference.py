@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """A model run by transformers, whose decoder layers' outputs are kept."""
+    """Runs a model in transformers and keeps the outputs of its decoder layers."""
 
     def __init__(self, model: str, dtype: torch.dtype) -> None:
         """Load the model from a folder in a dtype."""
@@ -43,26 +43,26 @@ class Reference:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How captured rows agree with the reference: cosines [layers, positions], of all requests together."""
+    """How well captured rows agree with the reference: cosines [layers, positions], for all requests."""
 
     cosines: Rows
-    """Captured rows against transformers in float32."""
+    """Captured rows compared with transformers in float32."""
     rounding: Rows
-    """transformers in the served dtype against transformers in float32, for the same rows."""
+    """transformers in bfloat16 compared with transformers in float32, for the same rows."""
 
     @property
     def unexplained(self) -> npt.NDArray[np.bool_]:
-        """Rows below the bar for another reason than rounding.
+        """Rows below the required minimum that rounding does not explain.
 
-        In some rows (a lone space before digits, say) an MLP is close to a threshold, and rounding to bfloat16 alone
-        turns the residual stream by several degrees. Such a row is rightly lower, and is told by transformers itself:
-        in the served dtype it is off by at least half the angle. A row of another token is off by far more than that.
+        In some rows (for example a lone space before digits) an MLP is close to a threshold. Then rounding to bfloat16
+        alone turns the residual stream by several degrees. transformers in bfloat16 shows this: it is off by at least
+        half the captured row's angle. If the row belonged to another token, its angle would be far larger.
         """
         return (self.cosines < MIN_COSINE) & (_angle(self.cosines) > 2 * _angle(self.rounding))
 
     @property
     def holds(self) -> bool:
-        """Whether every row, and the mean, are above their bars."""
+        """Whether every row and the mean reach the required cosines."""
         return not self.unexplained.any() and float(self.cosines.mean()) >= MEAN_COSINE
 
 
@@ -75,7 +75,7 @@ def compare(model: str, captured: Sequence[tuple[Sequence[int], Rows]]) -> Agree
 
     Args:
         model: The model's folder.
-        captured: For each request its token ids, one for each row, and its rows [layers, positions, hidden].
+        captured: For each request, its token IDs (one per row) and its rows [layers, positions, hidden].
     """
     exact, rounded = Reference(model, torch.float32), Reference(model, torch.bfloat16)
     cosines, rounding = [], []

@@ -25,12 +25,14 @@ ELSEWHERE = [
         "CONTRIBUTING.md",
         "bench/README.md",
         "deploy/README.md",
-        "examples/languages/README.md",
         "tests/conformance/README.md",
         "tests/faults/README.md",
     )
 ]
 """Documents that are pages of the site, too; their blocks are about containers, GPUs and minutes, and are only read."""
+
+NOT_ON_THE_SITE = [ROOT / "examples/languages/README.md"]
+"""A document that is no page of the site; its links and commands are checked like theirs."""
 
 RUN = ("python", "pycon", "console")
 """Languages whose blocks are run against real services (tests/integration/test_docs.py)."""

@@ -18,7 +18,7 @@ from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
 from store_svc.settings import StoreSettings
 from svc_common.tokens_file import TokenFile
-from tests.docs.blocks import ELSEWHERE, OUTPUT, PAGES, PARSED, ROOT, RUN, Block, blocks, words
+from tests.docs.blocks import ELSEWHERE, NOT_ON_THE_SITE, OUTPUT, PAGES, PARSED, ROOT, RUN, Block, blocks, words
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -70,7 +70,7 @@ def test_commands_and_flags_exist(block: Block):
             check_command(line)
 
 
-@pytest.mark.parametrize("page", ELSEWHERE, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*ELSEWHERE, *NOT_ON_THE_SITE], ids=lambda page: str(page.relative_to(ROOT)))
 def test_our_own_commands_exist_elsewhere_too(page: Path):
     for block in blocks(page):
         for command in block.commands if block.language in {"bash", "console"} else ():

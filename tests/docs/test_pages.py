@@ -17,7 +17,7 @@ from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
 from residuum.v1 import capture_pb2
 from store_svc.settings import StoreSettings
-from tests.docs.blocks import DOCS, ELSEWHERE, PAGES, ROOT
+from tests.docs.blocks import DOCS, ELSEWHERE, NOT_ON_THE_SITE, PAGES, ROOT
 
 sys.path.insert(0, str(DOCS / "_extensions"))
 
@@ -40,7 +40,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in plain}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *ELSEWHERE], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *ELSEWHERE, *NOT_ON_THE_SITE], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path):
     for target in LINK.findall(prose(page)):
         if re.match(r"[a-z]+:", target):
@@ -159,6 +159,16 @@ def test_bars_are_those_of_the_results():
     every, missed = list(generated.bars("all")), list(generated.bars("missed"))
     assert len(every) > 10
     assert [row for row in every if "**missed**" in row] == missed[2:]
+
+
+def test_ways_that_were_faster_are_those_of_the_results():
+    (text,) = generated.faster("h200")
+    assert text.startswith("| all 36 layers, `bench.suite` at ")
+    (own, one), *others = re.findall(r"^\| (`?[\w-]+`?) \| .* ([\d.]+) × \|$", text, re.MULTILINE)
+    assert (own, one) == ("residuum", "1.00")
+    report = (ROOT / "bench/results/h200/report.md").read_text()
+    assert others
+    assert all(float(ratio) < 1 and f"| {name.strip('`')} |" in report for name, ratio in others)
 
 
 def test_formulas_in_docstrings_stand_as_they_are():
