@@ -161,7 +161,7 @@ def _bars(result: Any) -> Iterator[dict[str, Any]]:
 
 def faster(machine: str) -> Iterator[str]:
     """Yield a table of the other ways that had all rows of all layers at a client sooner than residuum."""
-    from bench.markdown import seconds, table, times
+    from bench.output import markdown_table, seconds, times
     from bench.suite.plan import ALL_LAYERS
     from bench.suite.results import by_name
 
@@ -178,7 +178,7 @@ def faster(machine: str) -> Iterator[str]:
         for name, item in [("residuum", ours), *((f"`{item.name}`", item) for item in sooner)]
     ]
     made_by = f"all {ours.layers} layers, `bench.suite` at {result['revision']['commit'][:7]}, {machine}"
-    yield table((made_by, "generation", "fetch", "both, residuum = 1"), rows)
+    yield markdown_table((made_by, "generation", "fetch", "both, residuum = 1"), rows)
 
 
 MAKERS: dict[str, Callable[..., Iterator[str]]] = {
