@@ -4,6 +4,7 @@
 * |x| would be a substitution there. Here it is a length.
 * Napoleon takes what stands before a colon in an attribute's docstring for its type. Here it is a sentence.
 * A dataclass whose `__new__` only checks is made with the arguments of its `__init__`.
+* Members stand in the order of the file that `__module__` names. That of a client names where users import it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from sphinx.ext.napoleon.docstring import GoogleDocstring
 
+import residuum
+
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
@@ -23,6 +26,8 @@ CODE = re.compile(r"(`[^`]*`)")
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Sphinx calls this."""
+    for shown in (residuum.AsyncClient, residuum.AsyncStream, residuum.Client, residuum.Stream):
+        shown.__module__ = next(item.__module__ for item in vars(shown).values() if inspect.isfunction(item))
     app.connect("autodoc-process-docstring", read, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", sign)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

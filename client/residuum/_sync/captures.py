@@ -1,17 +1,19 @@
+# Generated from client/residuum/_async/captures.py by scripts/generate_sync.py. Change that file, then run `make sync`.
 """The store's side of the synchronous client: activations, manifests and lists of captures."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, TypeVar
 
 import grpc
 
 from residuum import exceptions as exc
+from residuum._sync import io
 from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, get_request, list_request
 from residuum.protocol.endpoints import check_endpoint
@@ -173,7 +175,7 @@ class CaptureClient:
                     reading.add(data)
                     advance(len(data))
                     scratch.touch(len(data))
-            return job.run(reading.activations(), place, scratch.touch)
+            return io.write_export(job, reading.activations(), place, scratch.touch)
 
     def follow(
         self,
@@ -284,8 +286,11 @@ class CaptureClient:
         stores = self._refreshed_stores()
         check_place(place, stores)
         listing = Listing(stores, request, place)
-        captures = tuple(itertools.islice(self._listed(listing, allow_partial=False), page_size))
-        return CapturePage(captures, listing.token())
+        captures: list[CaptureSummary] = []
+        with closing(self._listed(listing, allow_partial=False)) as summaries:
+            while len(captures) < page_size and (summary := next(summaries, None)):
+                captures.append(summary)
+            return CapturePage(tuple(captures), listing.token())
 
     def delete(self, request_id: RequestLike) -> int:
         """Delete a capture, whatever its state.
@@ -301,7 +306,8 @@ class CaptureClient:
         request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
 
         def ask(endpoint: str) -> int:
-            return self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id).freed_bytes
+            answer = self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id)
+            return answer.freed_bytes
 
         return self._ask_holder(capture_id, ask)
 
@@ -411,26 +417,11 @@ class CaptureClient:
                     return store
         raise search.failure()
 
-    def _call(
-        self,
-        endpoint: str,
-        method: Callable[..., _Answer],
-        request: Any,
-        *,
-        extra: float = 0.0,
-        **facts: str,
-    ) -> _Answer:
-        """Make a unary call with the client's deadline and `extra` seconds on top of it."""
-        for_tenant(request, self._tenant)
-        try:
-            return method(request, timeout=None if self._timeout is None else self._timeout + extra)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, endpoint, **facts) from None
-
     def _captures(self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool) -> Iterator[CaptureSummary]:
-        yield from self._listed(Listing(self._refreshed_stores(), request), allow_partial=allow_partial)
+        listing = Listing(self._refreshed_stores(), request)
+        yield from self._listed(listing, allow_partial=allow_partial)
 
-    def _listed(self, listing: Listing, *, allow_partial: bool) -> Iterator[CaptureSummary]:
+    def _listed(self, listing: Listing, *, allow_partial: bool) -> Generator[CaptureSummary, None]:
         while not listing.is_over:
             for store, request in listing.due():
                 try:
@@ -448,6 +439,22 @@ class CaptureClient:
         if not allow_partial:
             raise error from None
         warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
+
+    def _call(
+        self,
+        endpoint: str,
+        method: Callable[..., _Answer],
+        request: Any,
+        *,
+        extra: float = 0.0,
+        **facts: str,
+    ) -> _Answer:
+        """Make a unary call with the client's deadline and `extra` seconds on top of it."""
+        for_tenant(request, self._tenant)
+        try:
+            return method(request, timeout=None if self._timeout is None else self._timeout + extra)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, endpoint, **facts) from None
 
     def _follow(self, reading: Reading, timeout: float | None = None) -> Iterator[Piece]:
         for data in self._read(reading, timeout):
@@ -478,7 +485,7 @@ class CaptureClient:
                 return
             finally:
                 call.cancel()
-            time.sleep(delay)
+            io.sleep(delay)
 
     def _reader(self, endpoint: str) -> grpc.UnaryStreamMultiCallable[store_pb2.ReadChunksRequest, bytes]:
         # No deserializer: rows are copied from the message's own bytes to where they belong.
