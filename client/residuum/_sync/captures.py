@@ -25,7 +25,7 @@ from residuum.protocol.tenants import check_tenant, for_tenant
 from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import TLS
 from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials
-from residuum.transport.connections import READ_CHUNKS, Backoff, Channels
+from residuum.transport.connections import READ_CHUNKS, Channels, ReadRetries
 from residuum.transport.failures import from_rpc_error
 from residuum.transport.progress import progress_bar
 from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
@@ -465,17 +465,17 @@ class CaptureClient:
         """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
         capture_id = reading.request.capture_id
         endpoint, moved = self._find(capture_id), False
-        deadline, backoff = Deadline(timeout), Backoff()
+        deadline, retries = Deadline(timeout), ReadRetries()
         while True:
             reading.begin()
             call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
             try:
                 for data in call:
-                    backoff.progress()
+                    retries.progress()
                     yield data
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, endpoint, capture_id=capture_id)
-                delay = backoff.seconds_after(failure)
+                delay = retries.seconds_after(failure)
                 if delay is None:
                     moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
                     if not moved or not self._may_be_elsewhere(capture_id):
