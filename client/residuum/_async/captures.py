@@ -39,7 +39,7 @@ _Answer = TypeVar("_Answer")
 
 
 class AsyncCaptureClient:
-    """What both services' addresses are needed for. Use it as part of `residuum.Client`."""
+    """The methods that read, list and delete captures; the base of `residuum.AsyncClient`."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class AsyncCaptureClient:
 
         Args:
             request_id: The request: its reply, `reply.request_id`, or anything else that has its id.
-            layers: Only these; None means all that were captured. So too the others:
-            sites: Only these sites, as a list or separated by commas.
-            sequences: Only these sequences.
-            positions: Only these positions; see `Positions.of`.
+            layers: Only these layers; None means all that were captured.
+            sites: Only these sites, as a list or separated by commas; None means all.
+            sequences: Only these sequences; None means all.
+            positions: Only these positions; None means all. See `Positions.of`.
             wait: Wait until the capture has ended. Otherwise one that is still open raises OpenCapture.
             timeout: Seconds to wait and read at most; None means as long as it takes.
             allow_partial: Return what is there of a capture that is open, incomplete or aborted, with NaN for the rows
@@ -157,7 +157,7 @@ class AsyncCaptureClient:
             FileExistsError: Something is there, and may not be replaced.
             ImportError: The format's extra is not installed; the message names it.
             OSError: It cannot be written.
-            InvalidRequest: There is no such format; otherwise as `activations`, like all else.
+            InvalidRequest: There is no such format. The other errors are those of `activations`.
 
         Example:
             >>> (await client.export(reply.request_id, "joy.zarr")).num_rows
@@ -194,7 +194,8 @@ class AsyncCaptureClient:
         that counts (the model may run a step too far); the manifest tells.
 
         Raises:
-            IncompleteCapture: After the last piece: rows are missing. So too AbortedCapture.
+            IncompleteCapture: Rows are missing. It is raised after the last piece.
+            AbortedCapture: The request was stopped. It is raised after the last piece.
 
         Example:
             >>> async for site, layer, positions, rows in client.follow(stream.request_id, layers=[12]):
@@ -212,8 +213,8 @@ class AsyncCaptureClient:
 
         Args:
             request_id: The request.
-            wait: How many seconds to wait for the capture to end; True means as long as it takes. The manifest is
-                returned as it then is.
+            wait: How many seconds to wait for the capture to end; True means as long as it takes. When the
+                time is over, the manifest of the open capture is returned.
 
         Raises:
             UnknownCapture: There is no such capture.
@@ -265,7 +266,7 @@ class AsyncCaptureClient:
     async def captures_page(
         self, *, page_size: int = 100, page_token: str = "", prefix: str = "", states: str | Iterable[str] = ()
     ) -> CapturePage:
-        """Return a part of the list of captures, for whoever comes back for the next one later.
+        """Return one page of the list of captures; its `next_page_token` leads to the next page.
 
         Args:
             page_size: How many captures at most, from 1 to 1000.

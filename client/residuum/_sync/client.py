@@ -64,8 +64,8 @@ class Client(CaptureClient):
         tls: A `residuum.TLS`; True trusts public CAs; False speaks plain text. Default: RESIDUUM_TLS_CA,
             RESIDUUM_CLIENT_CERT, RESIDUUM_CLIENT_KEY, RESIDUUM_TLS_SERVER_NAME, or RESIDUUM_TLS=1 for public CAs.
         insecure: Let a token go to another machine in plain text. Default: RESIDUUM_INSECURE, or not.
-        tenant: Whose captures are read, listed and deleted; for tokens of admins. Default: the token's own, for lists
-            everybody's.
+        tenant: The tenant whose captures are read, listed and deleted; only the tokens of admins may name one.
+            Default: the token's own tenant; lists for an admin then show all tenants.
 
     Raises:
         BadCredentials: A file of these cannot be read, or the token would go to another machine in plain text.
@@ -123,7 +123,7 @@ class Client(CaptureClient):
                 min_tokens; see `residuum.Sampling`.
 
         Raises:
-            InvalidRequest: The request cannot be meant so; its subclasses say how.
+            InvalidRequest: The request is not valid; the subclass and the message say why.
             RequestExists: The request id is taken.
             UnknownRequest: The registration was used up or has lapsed.
             StoreUnreachable: A capture is asked for and the inference service cannot reach its store.
@@ -240,7 +240,7 @@ class Client(CaptureClient):
         one without a registration would have gone to another.
 
         Raises:
-            InvalidRequest: The request cannot be meant so; its subclasses say how.
+            InvalidRequest: The request is not valid; the subclass and the message say why.
             RequestExists: The request id is taken by another spec, or was used.
             LimitReached: Too many registrations are waiting.
 
@@ -295,7 +295,7 @@ class Client(CaptureClient):
         Raises:
             UnknownRequest: No such request is generating.
             NotUpdatable: It was not started as updatable.
-            InvalidRequest: The steering cannot be meant so; its subclasses say how.
+            InvalidRequest: The steering is not valid; the subclass and the message say why.
             LimitReached: There is no room for more vectors, or the steering was changed too often.
 
         Example:
@@ -365,7 +365,7 @@ class Client(CaptureClient):
             call, builder = self._generate(plan, timeout)
         except exc.MissingVectors:
             if not plan.vectors:
-                raise  # a registration of another client, whose vectors are not ours to send
+                raise  # a registration of another client, whose vectors this one does not have
             self._ledger.forget(plan.vectors)  # the server dropped them, or was started anew
             self._provide(plan.vectors)
             call, builder = self._generate(plan, timeout)
