@@ -11,7 +11,7 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve bench bench-gpu test test-languages test-compose soak fuzz docs docs-serve lint format types imports protos check-protos contract lock licences sbom release-check ci clean
+.PHONY: help setup model demo serve bench bench-gpu test test-languages test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ imports: setup ## The import law: who may import whom
 protos: setup ## Generate the stubs and docs/protos.md from protos/
 	$(BIN)/python scripts/generate_stubs.py
 	$(BIN)/python scripts/generate_proto_docs.py
+
+sync: setup ## Generate the synchronous client (client/residuum/_sync) from the asyncio one
+	$(BIN)/python scripts/generate_sync.py
 
 check-protos: setup ## buf lint; does protos/ break callers; are the committed stubs and docs/protos.md what it says?
 	$(BIN)/buf lint protos

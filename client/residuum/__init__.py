@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     __version__: str
     from residuum import directions
-    from residuum.aio import AsyncClient
-    from residuum.client import Client
+    from residuum.aio import AsyncClient, AsyncStream
+    from residuum.client import Client, Stream
     from residuum.directions.values import Directions
     from residuum.exceptions import (
         AbortedCapture,
@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from residuum.protocol.reading import Piece
     from residuum.protocol.requests import Sampling
     from residuum.rpc.credentials import TLS
-    from residuum.transport.streams import AsyncStream, Stream
     from residuum.values.activations import Activations
     from residuum.values.capture import Capture
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
@@ -106,8 +105,10 @@ _HOMES = {
     "Sampling": "residuum.protocol.requests",
     "Activations": "residuum.values.activations",
     "AsyncClient": "residuum.aio",
+    "AsyncStream": "residuum.aio",
     "Capture": "residuum.values.capture",
     "Client": "residuum.client",
+    "Stream": "residuum.client",
     "Directions": "residuum.directions.values",
     "Export": "residuum.exports.job",
     "Manifest": "residuum.values.manifest",
@@ -132,8 +133,6 @@ _HOMES = {
     "Add": "residuum.values.steering",
     "Cap": "residuum.values.steering",
     "Replace": "residuum.values.steering",
-    "AsyncStream": "residuum.transport.streams",
-    "Stream": "residuum.transport.streams",
     "Vector": "residuum.values.vector",
     "load_vectors": "residuum.values.vector",
     "vllm_xargs": "residuum.xargs",

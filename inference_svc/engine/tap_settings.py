@@ -11,9 +11,9 @@ from typing_extensions import Self
 
 from residuum.rpc.credentials import TLS, Credentials, CredentialsError
 from residuum.v1 import capture_pb2
+from residuum.wire.endpoints import parse_endpoint
 from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK
 from residuum.wire.placement import StoreAddress, parse_stores
-from svc_common.serving import parse_endpoint
 from svc_common.settings import ServiceSettings
 
 SITES = {

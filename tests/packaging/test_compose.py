@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
+from residuum.wire.endpoints import parse_endpoint
 from residuum.wire.placement import parse_stores
 from store_svc.settings import StoreSettings
-from svc_common.serving import parse_endpoint
 from tests.hostile.memory import inference_bound_mib
 
 ROOT = Path(__file__).resolve().parents[2]
