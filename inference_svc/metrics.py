@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from inference_svc.captures.stores import Stores
     from inference_svc.requests.registry import RequestRegistry
-    from inference_svc.resources.vectors import VectorActivator, VectorCache
+    from inference_svc.resources.vector_activator import VectorActivator
+    from inference_svc.resources.vector_cache import VectorCache
     from inference_svc.shipping.figures import Figures
     from inference_svc.shipping.supervisor import ShipperSupervisor
 

@@ -16,7 +16,8 @@ from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCo
 from inference_svc.requests.concurrency import Places
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.projections import Projections
-from inference_svc.resources.vectors import VectorActivator, VectorCache, cache_capacity
+from inference_svc.resources.vector_activator import VectorActivator
+from inference_svc.resources.vector_cache import VectorCache, cache_capacity
 from inference_svc.selftest import run_self_test
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.session.generation import Generator

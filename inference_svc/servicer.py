@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from inference_svc.requests.specs import OPERATIONS, resolve_spec
-from inference_svc.resources.vectors import cache_capacity, digest_in, vector_name
+from inference_svc.resources.vector_cache import cache_capacity, digest_in, vector_name
 from inference_svc.session.generation import Generator, require_stores
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from inference_svc.captures.stores import Stores
     from inference_svc.engine.engine import Engine
     from inference_svc.requests.registry import RequestRegistry
-    from inference_svc.resources.vectors import VectorCache
+    from inference_svc.resources.vector_cache import VectorCache
     from inference_svc.settings import InferenceSettings
 
     Context = grpc.aio.ServicerContext[Any, Any]

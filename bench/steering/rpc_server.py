@@ -20,7 +20,8 @@ import uvloop
 from inference_svc.engine.facts import ModelFacts
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.projections import Projections
-from inference_svc.resources.vectors import VectorActivator, VectorCache
+from inference_svc.resources.vector_activator import VectorActivator
+from inference_svc.resources.vector_cache import VectorCache
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.session.generation import Generator
 from inference_svc.settings import InferenceSettings

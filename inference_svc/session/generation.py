@@ -26,7 +26,8 @@ from inference_svc.requests.specs import (
     resolve_steering,
 )
 from inference_svc.resources.projections import projection_of
-from inference_svc.resources.vectors import VectorHold, missing_vectors, vector_name
+from inference_svc.resources.vector_activator import VectorHold
+from inference_svc.resources.vector_cache import missing_vectors, vector_name
 from inference_svc.session.capture_ends import aborted_seal, blame, describe_capture
 from inference_svc.taps.steps.demand import MAX_ENTRIES
 from residuum.rpc import tracing
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from inference_svc.engine.engine import Delta, Engine
     from inference_svc.requests.registry import RequestRegistry, Running
     from inference_svc.resources.projections import Projections
-    from inference_svc.resources.vectors import VectorActivator, VectorCache
+    from inference_svc.resources.vector_activator import VectorActivator
+    from inference_svc.resources.vector_cache import VectorCache
 
 
 _T = TypeVar("_T")

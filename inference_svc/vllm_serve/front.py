@@ -28,7 +28,8 @@ from inference_svc.requests.plans import count_spare_positions, make_plan
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.requests.specs import check_capture_size, directions_of, resolve_spec
 from inference_svc.resources.projections import Projections, projection_of
-from inference_svc.resources.vectors import VectorActivator, VectorCache, VectorHold, cache_capacity, digest_in
+from inference_svc.resources.vector_activator import VectorActivator, VectorHold
+from inference_svc.resources.vector_cache import VectorCache, cache_capacity, digest_in
 from inference_svc.selftest import run_self_test
 from inference_svc.session.capture_ends import aborted_seal, blame, describe_capture
 from inference_svc.taps.element_types import WIRE_TYPES

@@ -19,7 +19,8 @@ from inference_svc.metrics import InferenceMetrics, ServiceCollector
 from inference_svc.requests.concurrency import Places
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.projections import Projections
-from inference_svc.resources.vectors import VectorActivator, VectorCache
+from inference_svc.resources.vector_activator import VectorActivator
+from inference_svc.resources.vector_cache import VectorCache
 from inference_svc.servicer import InferenceServicer, Parts
 from inference_svc.session.generation import Generator
 from inference_svc.settings import InferenceSettings

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.requests.specs import ResolvedSpec
-from inference_svc.resources.vectors import VectorActivator, VectorCache, VectorHold
+from inference_svc.resources.vector_activator import VectorActivator, VectorHold
+from inference_svc.resources.vector_cache import VectorCache
 from residuum.rpc.errors import Failure
 from residuum.v1 import steering_pb2
 from residuum.wire.digests import vector_message

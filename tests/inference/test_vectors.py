@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
-from inference_svc.resources.vectors import VectorActivator, VectorCache, cache_capacity, vector_name
+from inference_svc.resources.vector_activator import VectorActivator
+from inference_svc.resources.vector_cache import VectorCache, cache_capacity, vector_name
 from residuum.rpc.errors import Failure
 from residuum.v1 import tensor_pb2
 from residuum.wire.digests import digest_of_bytes, vector_message
