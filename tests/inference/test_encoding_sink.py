@@ -308,9 +308,8 @@ def test_a_stage_encodes_and_reduces_its_own_layers():
 def test_another_request_may_come_by_the_same_name():
     """Before the first one's last block has left, as it may on a GPU."""
     torch.manual_seed(5)
-    engine, sink = Engine(), make_worker().sink
-    sink._producer = engine.worker.ring
-    sink._pool = engine.worker.pool
+    engine = Engine()
+    sink = engine.worker.sink
     plans = [RequestPlan(4, capture(None, SUM)) for _ in range(2)]
     blocks = []
     for plan, value in zip(plans, (1.0, 10.0), strict=True):

@@ -28,7 +28,8 @@ from inference_svc.taps.model import insertion
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.plan import Operation
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.sink import BlockSink, RowFormat
+from inference_svc.taps.ring_writer import RowFormat
+from inference_svc.taps.sink import BlockSink
 from inference_svc.taps.steps.runtime import TapRuntime
 from inference_svc.taps.vllm import norms, runner_v1, runner_v2
 from inference_svc.taps.vllm.eager_runs import EagerRuns
