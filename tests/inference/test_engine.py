@@ -398,7 +398,7 @@ def test_ranks_capture_each_layer_once(tmp_path):
     for wrong, told in [
         (stages[:2], "rank 0: 0–2"),
         ([*stages, rank(4, 4, 1, here)], "rank 4: 4–4"),
-        (stages[1::2], "they have none"),
+        (stages[1::2], "they hold none"),
     ]:
         with pytest.raises(UntappedLayersError, match=told):
             check_ranks(wrong, 5)
@@ -407,7 +407,7 @@ def test_ranks_capture_each_layer_once(tmp_path):
 def test_a_stage_on_another_machine_is_refused(tmp_path):
     here = tmp_path / "rank0.sock"
     here.touch()
-    with pytest.raises(UntappedLayersError, match="ranks 1 run on another machine"):
+    with pytest.raises(UntappedLayersError, match="Ranks 1 run on another machine"):
         check_ranks([rank(0, 0, 2, here), rank(1, 2, 2, tmp_path / "rank1.sock")], 4)
 
 

@@ -128,14 +128,14 @@ def keep_the_steering_to_itself(rows, push):
 
 FAULTS = {
     "a layer's rows are not numbers": (at(3, np.nan), r"layers \[3\] did not arrive"),
-    "a layer's rows are infinite": (at(1, np.inf), "not finite"),
+    "a layer's rows are infinite": (at(1, np.inf), "captured rows hold infinity"),
     "a layer's rows are zero": (at(0, 0.0), r"layers \[0\] are all zero"),
     "two layers have the same rows": (repeat_a_layer, r"layers \[1\] equal those of the layer before"),
     "the last layer's rows are not what the logits came from": (miss_a_part, "does not explain the model's own logits"),
-    "nothing is steered": (steer_nothing, "missed its aim by 100"),
-    "steering begins a layer too early": (steer_too_early, "moved rows of the layers before it"),
-    "steering is too weak": (steer_half, "missed its aim by 50"),
-    "steering does not reach the next layers": (keep_the_steering_to_itself, "did not reach the layers after it"),
+    "nothing is steered": (steer_nothing, "wrong amount: they are off by 100"),
+    "steering begins a layer too early": (steer_too_early, "moved rows of earlier layers"),
+    "steering is too weak": (steer_half, "wrong amount: they are off by 50"),
+    "steering does not reach the next layers": (keep_the_steering_to_itself, "did not move the rows of later layers"),
 }
 
 
