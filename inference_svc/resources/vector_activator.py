@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 
 
 class VectorActivator:
-    """Allots rows of the workers' banks to the vectors that running requests use.
+    """Allots rows of the workers' vector banks to the vectors that running requests use.
 
-    A row belongs to one vector as long as any request uses it. Afterwards the vector stays there, and is there for the
-    next request, until the row is needed for another. Requests take their turns: the first that came is served first,
-    so one that needs many rows is not passed by for ever. Only who takes no room goes ahead: one whose vectors are all
-    in use.
+    A row belongs to one vector while any request uses the vector. Afterwards the vector stays in the row for later
+    requests, until another vector needs the row.
+
+    Requests are served in the order in which they came, so a request that needs many rows is not overtaken for ever.
+    One exception: a request whose vectors are all in use needs no room, and goes ahead.
     """
 
     def __init__(self, cache: VectorCache, rows: int, load: LoadRows, wait_seconds: float) -> None:
         """Make an activator for empty banks.
 
         Args:
-            cache: Where the values are.
+            cache: The values of the vectors.
             rows: Rows of each bank.
-            load: Writes vectors into rows of every rank's bank.
+            load: Writes pairs of a row and a vector's values into every rank's bank.
             wait_seconds: How long a request waits for rows before it fails.
         """
         self._cache = cache
@@ -50,7 +51,7 @@ class VectorActivator:
 
     @property
     def num_rows(self) -> int:
-        """How many vectors may be in use at once."""
+        """How many vectors can be in use at once."""
         return self._total
 
     @property
@@ -65,14 +66,14 @@ class VectorActivator:
 
     @asynccontextmanager
     async def active(self, names: Sequence[bytes], held: int = 0) -> AsyncIterator[dict[bytes, int]]:
-        """Hold vectors in the banks, and give their rows, for as long as the context lasts.
+        """Hold vectors in the banks while the context lasts. The context's value is the row of each vector.
 
         Args:
             names: The vectors, each once; see `vector_name`.
-            held: How many others the request holds already, for as long as these.
+            held: How many other vectors the request already holds for the same time.
 
         Raises:
-            Failure: A vector is not here any more, or there was no room for too long.
+            Failure: A vector is no longer in the cache, or no room came free in time.
         """
         if not names:
             yield {}
@@ -85,17 +86,20 @@ class VectorActivator:
 
     async def _acquire(self, names: Sequence[bytes], held: int) -> dict[bytes, int]:
         if held + len(names) > self._total:
-            raise self._full(f"The request uses {held + len(names)} vectors; at most {self._total} can be active.")
+            raise self._full(
+                f"The request uses {held + len(names)} vectors, but at most {self._total} can be active. Use fewer "
+                "vectors, or ask the operator to raise --max-active-vectors."
+            )
         async with self._changed, self._turn(names):
-            # The lock is held while the banks are written, so nobody uses a row that is only half there.
+            # The lock is held while the banks are written, so no other request uses a row that is half written.
             return await self._activate(names)
 
     @asynccontextmanager
     async def _turn(self, names: Sequence[bytes]) -> AsyncIterator[None]:
-        """Wait until there is room, and nobody who came before waits for it.
+        """Wait until there is room and no earlier request waits for it.
 
         Raises:
-            Failure: There was no room for too long.
+            Failure: No room came free in time.
         """
         turn = object()
         self._turns.append(turn)
@@ -114,20 +118,23 @@ class VectorActivator:
                 return True
             return self._turns[0] is turn and self._room(names) >= self._new(names)
 
-        async def tell() -> None:
+        async def expire() -> None:
             is_late.set()
             async with self._changed:
                 self._changed.notify_all()
 
-        # Not asyncio.wait_for: up to Python 3.11 it waits in a task of its own. Cancelled twice, it does not wait for
-        # that task's end, and the lock would be given back by who does not have it.
-        timer = asyncio.get_running_loop().call_later(self._wait_seconds, lambda: asyncio.ensure_future(tell()))
+        # Not asyncio.wait_for: up to Python 3.11 it waits in a separate task. Cancelled twice, it does not wait for
+        # that task to end, and this task would release the lock while the other one holds it.
+        timer = asyncio.get_running_loop().call_later(self._wait_seconds, lambda: asyncio.ensure_future(expire()))
         try:
             await self._changed.wait_for(lambda: may_go() or is_late.is_set())
         finally:
             timer.cancel()
         if not may_go():
-            raise self._full(f"No room among {self._total} active vectors for {self._wait_seconds:g} s.")
+            raise self._full(
+                f"For {self._wait_seconds:g} s, running requests have used too many of the {self._total} active "
+                "vectors. Try again later, or ask the operator to raise --max-active-vectors."
+            )
 
     async def _activate(self, names: Sequence[bytes]) -> dict[bytes, int]:
         missing = self._cache.missing(name for name in names if name not in self._rows)
@@ -177,10 +184,10 @@ class VectorActivator:
 
 
 class VectorHold:
-    """The vectors that one request holds in the banks, until the context ends. More may be added meanwhile."""
+    """The vectors that one request holds in the banks until the context ends. More can be added while it lasts."""
 
     def __init__(self, activator: VectorActivator, tenant: str = "") -> None:
-        """Hold nothing yet."""
+        """Hold no vectors yet."""
         self._activator = activator
         self._tenant = tenant
         self._stack = AsyncExitStack()
@@ -191,7 +198,7 @@ class VectorHold:
         """Hold more vectors.
 
         Raises:
-            Failure: A vector is not here any more, or there was no room for too long.
+            Failure: A vector is no longer in the cache, or no room came free in time.
         """
         new = {vector_name(self._tenant, digest): digest for digest in digests if digest not in self.rows}
         rows = await self._stack.enter_async_context(self._activator.active(list(new), held=len(self.rows)))

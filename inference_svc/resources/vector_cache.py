@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def cache_capacity(max_vectors: int, max_mib: int, hidden_size: int) -> int:
-    """Return how many vectors are kept, within a number and within an amount of memory in MiB; at least one."""
+    """Return how many vectors a cache keeps: limited by number and by memory in MiB, but at least one."""
     return max(1, min(max_vectors, (max_mib << 20) // (4 * hidden_size)))
 
 
 def vector_name(tenant: str, digest: bytes) -> bytes:
-    """Return what a vector is called here: its digest, after the name of its tenant unless that is the default one.
+    """Return the key of a vector in the cache: `tenant/digest`, or only the digest for the default tenant.
 
-    So nobody learns, by asking or by how long something takes, whether another tenant has a vector.
+    Tenants share no keys. Neither an answer nor its timing tells a tenant whether another one has a vector.
     """
     return b"%s/%s" % (tenant.encode(), digest) if tenant else digest
 
@@ -36,21 +36,21 @@ def digest_in(name: bytes) -> bytes:
 
 
 class VectorCache:
-    """Vectors on the host, under their names. Equal vectors from any number of a tenant's clients are one entry."""
+    """Vectors in host memory, by `vector_name`. Equal vectors of one tenant are one entry."""
 
     def __init__(self, capacity: int, hidden_size: int, is_leased: Callable[[bytes], bool]) -> None:
         """Make an empty cache.
 
         Args:
-            capacity: Vectors that are kept.
-            hidden_size: Elements of each.
-            is_leased: Tells of a name whether its vector must not be dropped.
+            capacity: Most vectors that are kept.
+            hidden_size: Elements of a vector.
+            is_leased: Returns whether a request needs the vector of a name, so that it must not be dropped.
         """
         self._capacity = capacity
         self._hidden_size = hidden_size
         self._is_leased = is_leased
         self._values: dict[bytes, bytes] = {}
-        # The names, those that were not used for longest first: all of them, and by the tenant that they begin with.
+        # Names, least recently used first: of all tenants together, and of each tenant by the prefix of its names.
         self._order: OrderedDict[bytes, None] = OrderedDict()
         self._orders: dict[bytes, OrderedDict[bytes, None]] = {}
 
@@ -60,7 +60,7 @@ class VectorCache:
         return len(self._values)
 
     def missing(self, names: Iterable[bytes]) -> list[bytes]:
-        """Return those that are not here, each once, in their order. Those that are here count as used now."""
+        """Return the names that are not in the cache, each once, in order. The others count as used now."""
         wanted = list(dict.fromkeys(names))
         for name in wanted:
             if name in self._values:
@@ -71,20 +71,21 @@ class VectorCache:
         """Return a vector's values, float32 little-endian [hidden].
 
         Raises:
-            KeyError: It is not here.
+            KeyError: It is not in the cache.
         """
         return self._values[name]
 
     def check_number(self, count: int) -> None:
-        """Make sure that so many vectors can be here at once: else sending them again and again would never do.
+        """Check that `count` vectors fit at once. Otherwise a client would send them again and again in vain.
 
         Raises:
-            Failure: They cannot.
+            Failure: They do not fit.
         """
         if count > self._capacity:
             raise Failure(
                 Reason.ERROR_REASON_LIMIT_REACHED,
-                f"The request uses {count} vectors; at most {self._capacity} are kept.",
+                f"The request uses {count} vectors, but the service keeps at most {self._capacity}. Use fewer vectors, "
+                "or ask the operator to raise --max-vectors or --max-vector-mib.",
                 limit="max_vectors",
             )
 
@@ -93,11 +94,11 @@ class VectorCache:
 
         Args:
             vector: The vector.
-            tenant: Whose it is.
-            max_bytes: What all vectors of the tenant may take; of more, the one that it did not use for longest goes.
+            tenant: The tenant that sent it.
+            max_bytes: Limit for all vectors of the tenant. Beyond it, the tenant's least recently used vector goes.
 
         Raises:
-            Failure: It is not what it says it is, does not fit the model, or there is no room.
+            Failure: Digest, dtype, length or values are wrong, or running requests need all other vectors.
         """
         self._check(vector)
         name = vector_name(tenant, vector.digest)
@@ -111,18 +112,18 @@ class VectorCache:
             self._evict(name, self._order, self._no_room())
 
     def check_direction(self, name: bytes) -> None:
-        """Make sure that a vector that is here has a direction which float32 can tell.
+        """Check that a cached vector has a direction that float32 arithmetic can compute.
 
         Raises:
-            Failure: It is zero, or so short or so long that squares vanish or overflow.
+            Failure: It is zero, or so short or so long that its squares underflow or overflow.
         """
         norm = float(np.linalg.norm(np.frombuffer(self._values[name], dtype="<f4").astype(np.float64)))
         if not MIN_DIRECTION_NORM <= norm <= MAX_DIRECTION_NORM:
             digest = digest_in(name).hex()
             raise Failure(
                 Reason.ERROR_REASON_BAD_VALUES,
-                f"The vector {digest} has the norm {norm:g}, and so no direction to ablate, cap or replace; its "
-                f"norm must be from {MIN_DIRECTION_NORM:g} to {MAX_DIRECTION_NORM:g}.",
+                f"The vector {digest} has the norm {norm:g}, so it has no direction to ablate, cap or replace. Send a "
+                f"vector whose norm is from {MIN_DIRECTION_NORM:g} to {MAX_DIRECTION_NORM:g}.",
                 digest=digest,
             )
 
@@ -133,13 +134,12 @@ class VectorCache:
             order.move_to_end(name)
 
     def _evict(self, new: bytes, order: OrderedDict[bytes, None], failure: Failure) -> None:
-        """Drop the vector of an order that was not used for longest.
+        """Drop the least recently used vector of an order that no request needs.
 
-        Those that requests need are used now, so they go to its end: the next one who needs room does not come by them
-        again.
+        Needed vectors count as used now and move to the end, so that the next search does not meet them again.
 
         Raises:
-            Failure: Requests need all of them; then it is the new one that goes.
+            Failure: Requests need all other vectors. The new vector is dropped.
         """
         for _ in range(len(order)):
             name = next(iter(order))
@@ -160,7 +160,7 @@ class VectorCache:
     def _no_room(self) -> Failure:
         return Failure(
             Reason.ERROR_REASON_LIMIT_REACHED,
-            f"{self._capacity} vectors are kept, and requests need all of them; try again later.",
+            f"The cache holds its {self._capacity} vectors, and running requests need all of them. Try again later.",
             limit="max_vectors",
         )
 
@@ -168,53 +168,59 @@ class VectorCache:
         if len(vector.digest) != DIGEST_BYTES:
             raise Failure(
                 Reason.ERROR_REASON_DIGEST_MISMATCH,
-                f"A digest has {DIGEST_BYTES} bytes, not {len(vector.digest)}; see tensor.proto for the rule.",
+                f"The digest has {len(vector.digest)} bytes, not {DIGEST_BYTES}. Compute it as tensor.proto says.",
                 digest=vector.digest[:DIGEST_BYTES].hex(),
             )
         name = vector.digest.hex()
         if vector.dtype != tensor_pb2.DATA_TYPE_FLOAT32:
             raise Failure(
                 Reason.ERROR_REASON_WRONG_DTYPE,
-                f"Send vectors as float32, not {dtype_name(vector.dtype)}.",
+                f"The vector is {dtype_name(vector.dtype)}. Send vectors as float32.",
                 dtype=dtype_name(vector.dtype),
             )
         length, rest = divmod(len(vector.values), 4)
         if length != self._hidden_size or rest:
             raise Failure(
                 Reason.ERROR_REASON_WRONG_LENGTH,
-                f"The vector has {len(vector.values) / 4:g} elements; the model's hidden size is {self._hidden_size}.",
+                f"The vector has {len(vector.values) / 4:g} elements, but the model's hidden size is "
+                f"{self._hidden_size}. Send a vector of that length.",
                 length=length,
                 hidden_size=self._hidden_size,
             )
         if digest_of_bytes(vector.dtype, vector.values) != vector.digest:
             raise Failure(
                 Reason.ERROR_REASON_DIGEST_MISMATCH,
-                f"The values do not have the digest {name}; see tensor.proto for the rule.",
+                f"The values do not have the digest {name}. Compute it as tensor.proto says, and send both again.",
                 digest=name,
             )
         if not np.isfinite(np.frombuffer(vector.values, dtype="<f4")).all():
-            raise Failure(Reason.ERROR_REASON_BAD_VALUES, f"The vector {name} holds NaN or infinity.", digest=name)
+            raise Failure(
+                Reason.ERROR_REASON_BAD_VALUES,
+                f"The vector {name} holds NaN or infinity. Send finite values.",
+                digest=name,
+            )
 
 
 def _owner(name: bytes) -> bytes:
+    """Return the tenant's prefix of a `vector_name`."""
     return name[:-DIGEST_BYTES]
 
 
 def _quota(max_bytes: int) -> Failure:
     return Failure(
         Reason.ERROR_REASON_QUOTA_EXCEEDED,
-        f"The vectors of your tenant may take {max_bytes} bytes, and its requests need all that are there; try again "
-        "when some have ended, or use fewer.",
+        f"The vectors of your tenant may take {max_bytes} bytes, and your running requests need all of the kept ones. "
+        "Try again when some requests have ended, or use fewer vectors.",
         limit="max_vector_bytes",
         allowed=max_bytes,
     )
 
 
 def missing_vectors(names: Sequence[bytes]) -> Failure:
-    """Return the failure that asks a client to send vectors."""
+    """Return the failure that asks a client to send vectors; it names up to 64 of them."""
     named = ",".join(digest_in(name).hex() for name in names[:64])
     return Failure(
         Reason.ERROR_REASON_MISSING_VECTORS,
-        f"{len(names)} of the request's vectors are not on the server; send them with PutVectors and call again.",
+        f"{len(names)} of the request's vectors are not on the server. Send them with PutVectors, then call again.",
         digests=named,
     )

@@ -264,7 +264,7 @@ async def test_a_hold_of_vectors_cannot_wait_for_itself():
     """And so does not stand in the way of others either."""
     async with bench(2) as b, VectorHold(b.activator) as hold:
         await hold.add([numbered(1).digest])
-        with pytest.raises(Failure, match="uses 3 vectors; at most 2"):
+        with pytest.raises(Failure, match="uses 3 vectors, but at most 2"):
             await hold.add([numbered(2).digest, numbered(3).digest])
         await hold.add([numbered(2).digest])
 

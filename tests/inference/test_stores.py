@@ -118,7 +118,7 @@ async def test_a_store_that_is_away_refuses_its_own_captures_alone(group):
         for call in (service.register, lambda wanted: service.events(ask(wanted))):
             failure = await failure_of(call(spec(placed("c"), NO_ROWS)))
             assert (failure.reason_name, failure.metadata["store"]) == ("STORE_UNREACHABLE", "c")
-            assert "no capture can be made whose id belongs there; those of other ids are" in failure.message
+            assert "captures whose ID belongs to it cannot be made. Try again later, or use another ID" in failure.message
         for name in "ab":
             assert (await service.events(ask(spec(placed(name), NO_ROWS))))[-1].HasField("finished")
         await service.events(ask(spec()))
@@ -132,7 +132,7 @@ async def test_ids_that_callers_chose_need_every_store_unless_the_list_never_cha
     async with running_service(group.addresses()) as service:
         failure = await failure_of(service.events(ask(spec(placed("a"), NO_ROWS))))
         assert (failure.reason_name, failure.metadata["store"]) == ("STORE_UNREACHABLE", "c")
-        assert "Leave the id to the service" in failure.message
+        assert "Let the service choose the ID" in failure.message
         assert not await group.ids("a"), "nothing was made"
         await group.start("c")
         await service.events(ask(spec(placed("a"), NO_ROWS)))

@@ -147,7 +147,7 @@ def test_room_is_found_without_passing_all_that_is_in_use_again_and_again(tenant
 
 def test_more_vectors_than_are_kept_are_told(cache):
     cache.check_number(3)
-    with pytest.raises(Failure, match="uses 4 vectors; at most 3 are kept") as caught:
+    with pytest.raises(Failure, match="uses 4 vectors, but the service keeps at most 3") as caught:
         cache.check_number(4)
     assert (caught.value.reason_name, caught.value.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors"})
 
@@ -338,7 +338,7 @@ async def test_more_vectors_than_rows_fail_at_once(bench):
     with pytest.raises(Failure) as caught:
         await bench.active(1, 2, 3).__aenter__()
     assert caught.value.reason_name == "LIMIT_REACHED"
-    assert "uses 3 vectors; at most 2" in caught.value.message
+    assert "uses 3 vectors, but at most 2" in caught.value.message
     await bench.check_untouched()
 
 
