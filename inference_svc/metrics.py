@@ -14,7 +14,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from inference_svc.shipping.figures import beside, figures_by_store, read_figures
+from inference_svc.shipping.figures import figures_by_store, figures_path, read_figures
 from residuum.rpc.errors import Failure, Reason
 from svc_common.logs import get_logger
 from svc_common.metrics import SECONDS, CallMetrics, make_registry
@@ -227,11 +227,11 @@ class ShippingCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics. They are at most a second old, unless a process hangs."""
-        workers = [(str(at), read_figures(beside(path))) for at, path in enumerate(self._control_paths)]
+        workers = [(str(index), read_figures(figures_path(path))) for index, path in enumerate(self._control_paths)]
         yield from _families("worker", workers, _RINGS)
         yield from _families_by_store("worker", workers, _RING_SHARES)
         statuses = self._shippers.status()
-        shippers = [(str(at), status.figures) for at, status in enumerate(statuses)]
+        shippers = [(str(index), status.figures) for index, status in enumerate(statuses)]
         yield from _families_by_store("shipper", shippers, _SHIPPERS)
         running = GaugeMetricFamily(
             "residuum_inference_shipper_up", "1: the shipper runs; 0: it is being restarted.", labels=["shipper"]
@@ -239,9 +239,9 @@ class ShippingCollector(Collector):
         restarts = CounterMetricFamily(
             "residuum_inference_shipper_restarts", "Restarts of the shipper.", labels=["shipper"]
         )
-        for at, status in enumerate(statuses):
-            running.add_metric([str(at)], status.pid is not None)
-            restarts.add_metric([str(at)], status.restarts)
+        for index, status in enumerate(statuses):
+            running.add_metric([str(index)], status.pid is not None)
+            restarts.add_metric([str(index)], status.restarts)
         yield running
         yield restarts
 

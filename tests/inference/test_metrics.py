@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from inference_svc.engine.engine import Delta
 from inference_svc.metrics import ShippingCollector
-from inference_svc.shipping.figures import beside
+from inference_svc.shipping.figures import figures_path
 from inference_svc.shipping.supervisor import ShipperStatus
 from residuum.rpc.errors import Reason
 from residuum.v1 import inference_pb2
@@ -198,7 +198,7 @@ def test_workers_and_shippers(tmp_path):
         "published": 8,
         "seconds_waited": 1.5,
     }
-    beside(controls[0]).write_text(json.dumps(ring))
+    figures_path(controls[0]).write_text(json.dumps(ring))
     shippers = SimpleNamespace(
         status=lambda: [
             ShipperStatus(7, 0, None, {"acked_bytes:a": 50, "ack_lag_seconds:a": 0.5, "unacked_bytes:h:1": 9}),

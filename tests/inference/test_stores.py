@@ -118,7 +118,9 @@ async def test_a_store_that_is_away_refuses_its_own_captures_alone(group):
         for call in (service.register, lambda wanted: service.events(ask(wanted))):
             failure = await failure_of(call(spec(placed("c"), NO_ROWS)))
             assert (failure.reason_name, failure.metadata["store"]) == ("STORE_UNREACHABLE", "c")
-            assert "captures whose ID belongs to it cannot be made. Try again later, or use another ID" in failure.message
+            assert (
+                "captures whose ID belongs to it cannot be made. Try again later, or use another ID" in failure.message
+            )
         for name in "ab":
             assert (await service.events(ask(spec(placed(name), NO_ROWS))))[-1].HasField("finished")
         await service.events(ask(spec()))

@@ -44,7 +44,7 @@ def test_half_is_for_each_and_half_for_whoever_comes_first():
 def test_what_can_never_be_had(nbytes):
     allotment = SharedAllotment(16 * UNIT, ["a", "b"])
     assert allotment.largest == 8 * UNIT
-    with pytest.raises(ValueError, match="the largest has 2048"):
+    with pytest.raises(ValueError, match="this ring allows 1 to 2048 bytes"):
         allotment.take(nbytes, "a")
 
 
