@@ -1,4 +1,4 @@
-"""The start-up self-test, on an engine whose taps work, and on engines whose taps are broken in one way each."""
+"""The startup self-test, on an engine whose taps work, and on engines whose taps have one defect each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEERED = 1
 
 
 def rows_of(push):
-    """Rows of a model whose layers add something each; float32 [layers, positions, hidden]."""
+    """Rows of a model in which each layer adds something, float32 [layers, positions, hidden]."""
     added = np.random.default_rng(0).standard_normal((LAYERS, POSITIONS, HIDDEN)).astype(np.float32)
     rows = added.cumsum(axis=0)
     if push is not None:
@@ -30,7 +30,7 @@ def rows_of(push):
 
 
 class ProbedEngine:
-    """An engine with a model of four layers. `fault` takes its rows, and whether they are steered, and spoils them."""
+    """An engine with a model of four layers. `fault` takes its rows and whether they are steered, and corrupts them."""
 
     facts = dataclasses.replace(FACTS, num_layers=LAYERS, hidden_size=HIDDEN)
 
@@ -64,7 +64,7 @@ class ProbedEngine:
         self.is_listening = True
 
     async def explain_logits(self, rows, tokens):
-        """As two ranks answer, of which one sees another request's row; and a third that makes no logits."""
+        """Answer like three ranks: one sees the request's row, one another request's, and one computes no logits."""
         assert self.is_listening
         assert tokens == TOKENS
         given = np.frombuffer(rows, "<f4").reshape(len(tokens), HIDDEN)
@@ -72,7 +72,7 @@ class ProbedEngine:
         return [(1.0, 0.5), (error, self.token_gap)]
 
     async def take_probe(self, capture_id):
-        """As two pipeline stages deliver it: the prompt's block, and the generated rows' block."""
+        """Deliver two blocks as a worker does: one for the prompt, one for generated rows."""
         rows = self.probes.pop(capture_id)
         return [
             ([POST], list(layers), list(positions), np.ascontiguousarray(rows[layers][:, positions]).tobytes())
@@ -84,7 +84,7 @@ class ProbedEngine:
 async def test_taps_that_work_pass():
     engine = ProbedEngine()
     await run_self_test(engine)
-    assert len(set(engine.salts)) == 2  # else the second request would read the first one's cache
+    assert len(set(engine.salts)) == 2  # otherwise the second request would read the first one's prefix cache
     assert not engine.probes
 
 

@@ -1,4 +1,4 @@
-"""Settings as an operator meets them: by the command, before anything heavy is loaded."""
+"""Settings as an operator uses them: through the command, before any heavy import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How several stores share a ring: what one does not give back leaves the others their reserves."""
+"""How several stores share a ring: a store that gives nothing back leaves the others their reserves."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_least_ring_has_room_for_an_extent_in_each_reserve(nbytes, stores):
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40), st.booleans()), max_size=150),
 )
 def test_stores_that_give_nothing_back_leave_the_others_their_reserves(count, units, steps):
-    """Store 0 gives everything back, the others nothing: 0 gets any extent that fits its reserve."""
+    """Store 0 gives everything back, the others nothing: store 0 gets any extent that fits its reserve."""
     names = [f"s{at}" for at in range(count)]
     allotment = SharedAllotment(units * UNIT, names)
     reserve = reserve_bytes(units * UNIT, count)

@@ -1,4 +1,4 @@
-"""Figures that workers and shippers leave of themselves, as another process reads them."""
+"""The figures of workers and shippers, as another process reads them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_file_is_written_when_something_changed_and_not_too_often(tmp_path, mo
     seen["a"] = 3.0
     now[0] += 5
     tmp_path.rmdir()
-    file.refresh()  # as on a full disk: somebody else's trouble
+    file.refresh()  # as on a full disk: no reason to fail
 
 
 def test_half_a_file_is_none(tmp_path):
@@ -115,7 +115,7 @@ def test_nothing_is_left_behind(start_producer, control_path):
 
 
 def _of(supervisor, store):
-    """What the only shipper says of a store."""
+    """The only shipper's figures of a store."""
     (status,) = supervisor.status()
     return figures_by_store(status.figures).get(store.endpoint, {})
 

@@ -1,4 +1,4 @@
-"""The stream to the store, against a store that fails on purpose. Everything but the process is real."""
+"""The stream to the store, with a store that fails on purpose. Only the processes are not real."""
 
 from __future__ import annotations
 
