@@ -42,7 +42,7 @@ def site_numbers(settings: TapSettings) -> list[int]:
 
 
 def taps_fingerprint(settings: TapSettings) -> dict[str, Any]:
-    """Return the part of vLLM's compile cache key that stands for the taps.
+    """Return the part of vLLM's compile cache key that identifies the taps.
 
     It keeps vLLM from reusing a graph that was compiled without the ops, or with other ops.
     """

@@ -48,7 +48,8 @@ class FollowedCaptures:
     def begin(self, plan: RequestPlan) -> None:
         """Start to follow the capture of a request.
 
-        A failure, for example of a device without memory, fails this capture alone: all its rows are reported as lost.
+        If that fails, for example because the device has no memory left, all rows of this capture are reported as lost.
+        Other captures go on.
         """
         capture = plan.capture
         assert capture is not None  # noqa: S101 - it is followed
@@ -105,7 +106,7 @@ class FollowedCaptures:
         """Return reduced rows. If rows that they include never came, report the reduced rows as lost instead."""
         if batch is None or reduction.is_whole(batch):
             return batch
-        self._report_failed(batch, "Rows that this one stands for were lost.")
+        self._report_failed(batch, "Rows that this one was reduced from were lost.")
         return None
 
     def _report_failed(self, batch: Batch, detail: str) -> None:

@@ -1,4 +1,4 @@
-"""The check of copies from the device to the ring, at startup: do rows arrive as they were?"""
+"""The startup check of copies from the device to the ring: rows must arrive unchanged."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ ENTRY_FIELDS = 4
 KIND_SHIFT = 28
 KEEP_NORM = 1 << 27
 MAX_BANK_ROWS = 1 << 27
-"""The code of an operation: bits 0 to 26 are the vector's row in the bank, bit 27 says whether the captured row keeps
-its norm, and the bits from KIND_SHIFT on are the `Kind`."""
+"""The code of an operation: bits 0 to 26 are the vector's row in the bank, bit 27 says whether the row is rescaled to
+its old norm, and the bits from KIND_SHIFT on are the `Kind`."""
 
 
 def destination(program: Program, site: int, layer: int) -> int:

@@ -44,7 +44,8 @@ class Structure:
     """Whether the residual stream is the sum of the two tensors that a layer returns. If not, it is the first one, and
     nothing reads the second. Without meaning for layers that return one tensor."""
     norms: dict[int, nn.Module] = field(default_factory=dict)
-    """The norm that is the first to take both tensors that the layer returns."""
+    """The first module after the layer that takes both its tensors, if nothing takes one of them before. The next layer
+    itself does not count."""
     inputs: tuple[Argument, Argument | None] | None = None
     """The arguments of a layer's call that carry hidden and residual; no residual if layers pass on one tensor."""
     attention: dict[int, nn.Module] = field(default_factory=dict)
