@@ -1,4 +1,4 @@
-"""The engine: all calls from the inference service to vLLM's AsyncLLM. (For `vllm serve`, see `vllm_serve`.)"""
+"""The engine: all calls from the inference service to vLLM's AsyncLLM. For `vllm serve`, see `vllm_serve`."""
 
 from __future__ import annotations
 
