@@ -1,15 +1,16 @@
-"""From the worker's ring to the store: what the model's process hands over, and the processes that send it.
+"""Shipping: encoded rows go from the worker's ring to the stores.
 
-A worker (a process of vLLM) fills extents of a ring in shared memory; shippers (processes that the inference service
-starts) send them to the store of their capture by AppendChunks, and give each one back when the store has acknowledged
-all of it.
+A worker (a process of vLLM) fills extents of a ring in shared memory. Shippers (processes that the inference service
+starts) send each extent to its capture's store by AppendChunks. A shipper gives an extent back when the store has
+acknowledged all of it.
 
-* `ring`: the shared memory. `protocol`: the words between a worker and its shippers. `framing`: rows in chunks.
-* `worker`: the worker's end. `producer` fills the extents that `allotment` gives it; `dispatcher` is its thread for the
-  sockets.
-* `shipper`: their process. `parcels`, `outbox`, `uploader`: from an extent to acknowledged frames. `lanes`: these for
-  each of several stores. `control`, `process`: what holds them together.
-* `supervisor`: starts shippers and keeps them running.
+* `ring`: the shared memory. `protocol`: the messages between a worker and its shippers. `framing`: cuts rows into
+  chunks.
+* `worker`: the worker's side. `producer` fills the extents that `allotment` allocates; `dispatcher` is the thread that
+  serves the sockets.
+* `shipper`: the shipper process. `parcels`, `outbox` and `uploader` turn extents into acknowledged messages. `lanes`
+  has one outbox and one uploader for each store. `control` serves the worker's socket, and `process` runs everything.
+* `supervisor`: starts shippers and restarts them.
 
-Nothing here imports vllm or torch.
+No module here imports vllm or torch.
 """

@@ -1,4 +1,4 @@
-"""Encoding captured rows where they are computed, a block at a time, before they go to the ring.
+"""Encodings of captured rows. The device encodes a block at a time, before the rows go to the ring.
 
-The layouts are written in capture.proto; `residuum.wire.encodings` has their sizes and a reference in numpy.
+capture.proto defines the formats. `residuum.wire.encodings` has their sizes and a reference implementation in numpy.
 """

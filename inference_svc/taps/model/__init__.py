@@ -1,1 +1,1 @@
-"""What a model is made of, found out by running it, and where the ops go in it. Nothing here knows vLLM."""
+"""The structure of a model, found by running it, and the insertion of the ops. No module here imports vLLM."""
