@@ -57,7 +57,8 @@ def commands() -> Iterator[str]:
 
     found = list(_commands(_parser(), "residuum"))
     common = {action.dest: action for action in _actions(dict(found)["residuum info"])}
-    yield from ("## Flags of all commands", "", "`residuum token`, which calls nobody, has `--json` alone of them, and")
+    yield from ("## Flags of all commands", "")
+    yield "`residuum serve` has none of them, `residuum token`, which calls nobody, has `--json` alone, and"
     yield "`residuum health`, which asks one service, neither `--store` nor `--tenant`. For `generate`, `pull` and"
     yield from ("`manifest` the `--timeout` is of the whole command, and by default there is none.", "")
     yield from _arguments(common.values())

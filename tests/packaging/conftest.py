@@ -9,14 +9,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def build(project, folder):
+    """A wheel, built by the environment's own hatchling: no download."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(folder), str(project)], check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
-    """The wheel, built by the environment's own hatchling: no download."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(folder), str(ROOT)], check=True, capture_output=True)
-    (built,) = folder.glob("residuum-*.whl")
-    return built
+    """The client's wheel."""
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def server_wheel(tmp_path_factory):
+    """The services' wheel."""
+    return build(ROOT / "server", tmp_path_factory.mktemp("server-wheel"))
 
 
 @pytest.fixture
