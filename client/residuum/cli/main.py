@@ -169,7 +169,10 @@ def _add_serve(groups: _Groups) -> None:
     )
     parser.set_defaults(run=serve.run, usage_error=parser.error, json=False)
     parser.add_argument(
-        "--model", required=True, metavar="MODEL", help="the model's folder, or its name on the Hugging Face hub"
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="the model's folder, or its name on the Hugging Face hub (default: none, it must be given)",
     )
     kept = parser.add_mutually_exclusive_group()
     kept.add_argument(
