@@ -15,7 +15,7 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-client model demo serve bench bench-gpu test test-languages test-compose soak fuzz docs docs-serve lint format types imports protos check-protos contract lock licences sbom release-check ci clean
+.PHONY: help setup setup-client model demo serve bench bench-gpu test test-fast test-languages test-compose soak fuzz docs docs-serve lint format types imports protos check-protos contract lock licences sbom release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ bench-gpu: ## The same on a GPU, with Qwen2.5-3B's shape: GPU_PYTHON=... (bench/
 
 test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder --ignore tests/languages $(ARGS)
+
+test-fast: setup-client ## What is tested in minutes: no engine, no faults, no benchmarks; no torch, where it is not installed
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder --light -m "not engine and not slow" \
+		$(addprefix --ignore tests/,bench faults fuzz hostile languages) $(ARGS)
 
 test-languages: setup model ## The examples in other languages, row by row beside Python's client; needs their toolchains
 	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)

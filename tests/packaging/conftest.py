@@ -29,7 +29,7 @@ def server_wheel(tmp_path_factory):
     return build(ROOT / "server", tmp_path_factory.mktemp("server-wheel"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tool():
     """A function: name of a command-line tool → its path in the environment that runs the tests."""
 
@@ -37,3 +37,21 @@ def tool():
         return str(Path(sys.executable).parent / name)
 
     return find
+
+
+@pytest.fixture(scope="session")
+def environment(tool, tmp_path_factory):
+    """A function: wheels, and what else uv is told → the Python of a fresh environment that has them."""
+
+    def make(*wheels, python=sys.executable):
+        folder = tmp_path_factory.mktemp("environment") / "venv"
+        subprocess.run([tool("uv"), "venv", "--quiet", "--python", python, folder], check=True)
+        command = [tool("uv"), "pip", "install", "--quiet", "--only-binary=:all:", "--python", folder]
+        for _ in range(2):  # an index may fail once; a missing or clashing dependency fails twice
+            result = subprocess.run([*command, *wheels], capture_output=True, text=True, check=False)
+            if result.returncode == 0:
+                break
+        assert result.returncode == 0, result.stderr
+        return folder / "bin/python"
+
+    return make

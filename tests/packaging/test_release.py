@@ -119,10 +119,10 @@ def find_interpreter(version):
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_the_clients_dependencies_have_wheels_for_each_python(wheel, python, tmp_path):
-    """Resolved for that Python by pip, from the index: nothing is built, and nothing needs a newer one."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-input"]
-    target = ["--python-version", python, "--only-binary=:all:", "--target", str(tmp_path), str(wheel)]
+def test_the_clients_dependencies_have_wheels_for_each_python(wheel, tool, python, tmp_path):
+    """Resolved for that Python, from the index: nothing is built, and nothing needs a newer one."""
+    command = [tool("uv"), "pip", "install", "--quiet", "--dry-run", "--python-version", python]
+    target = ["--only-binary=:all:", "--target", str(tmp_path), str(wheel)]
     for _ in range(2):  # an index may fail once
         result = subprocess.run([*command, *target], capture_output=True, text=True, check=False)
         if result.returncode == 0:
@@ -131,14 +131,11 @@ def test_the_clients_dependencies_have_wheels_for_each_python(wheel, python, tmp
 
 
 @pytest.mark.parametrize("python", [python for python in PYTHONS if not sys.version.startswith(python)])
-def test_the_client_works_on_each_other_python_that_is_here(wheel, python, tmp_path):
+def test_the_client_works_on_each_other_python_that_is_here(wheel, environment, python, tmp_path):
     interpreter = find_interpreter(python)
     if interpreter is None:
         pytest.skip(f"there is no python{python} on this machine")
-    subprocess.run([interpreter, "-m", "venv", str(tmp_path / "venv")], check=True)
-    ours = tmp_path / "venv/bin/python"
-    command = [ours, "-m", "pip", "install", "--quiet", "--no-input", "--only-binary=:all:", wheel]
-    subprocess.run(command, check=True, capture_output=True)
+    ours = environment(wheel, python=interpreter)
     code = """
 import residuum, residuum.cli
 capture = residuum.Capture(layers=[0, 2], positions="last_prompt", encoding="rp8", dimensions=4)

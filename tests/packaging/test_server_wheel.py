@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import venv
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
@@ -13,21 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def python(wheel, server_wheel, tmp_path_factory):
+def python(wheel, server_wheel, environment):
     """The Python of an environment with both wheels, and what the store needs."""
-    folder = tmp_path_factory.mktemp("server")
-    venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv/bin/python"
-    command = [python, "-m", "pip", "install", "--quiet", "--no-input", "--only-binary=:all:"]
-    lock = f"--constraint={ROOT / 'requirements/store.lock'}"
-    for _ in range(2):  # an index may fail once; a missing or clashing dependency fails twice
-        result = subprocess.run(
-            [*command, lock, wheel, f"{server_wheel}[store]"], capture_output=True, text=True, check=False
-        )
-        if result.returncode == 0:
-            break
-    assert result.returncode == 0, result.stderr
-    return python
+    return environment(wheel, f"{server_wheel}[store]", f"--constraint={ROOT / 'requirements/store.lock'}")
 
 
 def run(python, code, tmp_path):

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import venv
 import zipfile
 from pathlib import Path
 
@@ -14,19 +13,9 @@ HEAVY = ["torch", "vllm", "lmdb", "transformers"]
 
 
 @pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
+def python(wheel, environment):
     """The Python of a fresh environment in which only the wheel and its base dependencies are installed."""
-    folder = tmp_path_factory.mktemp("thin")
-    venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv/bin/python"
-    constraints = [f"--constraint={ROOT / 'requirements' / name}" for name in ("cpu.lock", "dev.lock")]
-    command = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--only-binary=:all:", *constraints]
-    for _ in range(2):  # an index may fail once; a missing or clashing dependency fails twice
-        result = subprocess.run([*command, str(wheel)], capture_output=True, text=True, check=False)
-        if result.returncode == 0:
-            break
-    assert result.returncode == 0, result.stderr
-    return python
+    return environment(wheel, f"--constraint={ROOT / 'requirements/dev.lock'}")
 
 
 def run(python, code, tmp_path):
