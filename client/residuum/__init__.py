@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from residuum.protocol.reading import Piece
     from residuum.protocol.requests import Sampling
     from residuum.rpc.credentials import TLS
+    from residuum.serving import serve
     from residuum.values.activations import Activations
     from residuum.values.capture import Capture
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
@@ -128,6 +129,7 @@ _HOMES = {
     "TokenDelta": "residuum.values.replies",
     "Usage": "residuum.values.replies",
     "TLS": "residuum.rpc.credentials",
+    "serve": "residuum.serving",
     "Positions": "residuum.values.selections",
     "Ablate": "residuum.values.steering",
     "Add": "residuum.values.steering",
@@ -220,6 +222,7 @@ __all__ = [
     "__version__",
     "directions",
     "load_vectors",
+    "serve",
     "vllm_xargs",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import residuum
+from tests import sharing
 from tests.conformance import stock
 from tests.conformance.engines import Engine, running_engine, stock_arguments
 from tests.reference.hf import Reference
@@ -16,7 +18,11 @@ from tests.reference.tiny import HIDDEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process has this engine."""
+    sharing.check(items, "engine", "conformance", Path(__file__).parent)
 
 
 @pytest.fixture(scope="package", params=["compiled", "eager"])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.conformance.rows import Wanted
     from tests.reference.hf import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 
 def _explicit(prompt: int, rows: int) -> Iterable[int]:

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 
-pytestmark = [pytest.mark.engine, pytest.mark.parametrize("engine", ["compiled"], indirect=True)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.shares_engine("conformance"),
+    pytest.mark.parametrize("engine", ["compiled"], indirect=True),
+]
 
 
 def test_the_taps_work_where_stock_vllm_compiled_first(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Engine
     from tests.reference.hf import Rows
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 PROMPT = make_prompt(np.random.default_rng(40), 150)
 SITES = ("resid_post", "attn_out")

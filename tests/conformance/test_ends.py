@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 PROMPT = make_prompt(np.random.default_rng(12), 40)
 

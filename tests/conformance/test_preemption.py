@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 MAX_SHORTFALL = 1e-2
 

@@ -11,7 +11,7 @@ from bench.conformance.check import Setup, check
 from bench.conformance.results import Verdict
 from svc_common.launcher import start_store
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance"), pytest.mark.slow]
 
 WRONG_GUESS = "tests.conformance.wrong_guess.WrongGuess"
 LEFTOVER, SUM = "exaone4", "llama"
