@@ -221,7 +221,7 @@ async def test_where_nobody_is_asked_the_cache_is_shared():
         assert service.engine.calls[0].cache_salt is None
 
 
-@pytest.mark.parametrize(("right", "words"), [(None, "not one that this service knows"), ("read", "'write'")])
+@pytest.mark.parametrize(("right", "words"), [(None, "This service does not know the token"), ("read", "'write'")])
 async def test_a_store_that_refuses_the_service_is_told_as_that(tokens, tmp_path, store, right, words):
     """Not as a fault of the caller's token, which is good."""
     own = tmp_path / "own"

@@ -70,7 +70,7 @@ def test_strangers_leave_no_lines(knocked, monkeypatch):
     lines = knocked(plain_http, noise, without_certificate)
     events = [json.loads(line)["event"] for line in lines]
     assert "serving" in events
-    assert "callers have all rights, of all tenants" in events  # it asks for certificates alone
+    assert "callers have all rights, for all tenants" in events  # it asks for certificates alone
     assert len(lines) < 10, events
 
 

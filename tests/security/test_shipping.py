@@ -142,7 +142,7 @@ def test_beyond_its_limit_a_tenants_capture_ends_incomplete(secure_store, own, s
     with residuum.Client("localhost:1", store=secure_store, token=given["alice"], tls=own.tls, timeout=20) as client:
         manifest = client.manifest("same", wait=30)
         assert (manifest.state, manifest.reason) == ("incomplete", "WRITE_FAILED")
-        assert "Your tenant may have 1000 bytes" in manifest.detail
+        assert "in this store and may have 1000." in manifest.detail
         (stats,) = client.stats()
         assert (stats.tenant, stats.tenant_max_bytes, stats.tenant_max_open_captures) == ("alice", 1000, 5)
         assert (stats.num_bytes, stats.max_bytes) == (0, 0)

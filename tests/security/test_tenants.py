@@ -162,7 +162,7 @@ def test_a_writer_of_one_tenant(call):
     assert reader.list() == [("alice", "b"), ("alice", "a")]
     with failing_with(DENIED) as caught:
         writer.open("c", "bob")
-    assert "does not act for the tenant 'bob'" in caught[0].message
+    assert "may not act for the tenant 'bob'" in caught[0].message
 
 
 def test_who_writes_does_not_read_and_who_reads_does_not_write(call, writer):

@@ -230,7 +230,7 @@ def test_beyond_loopback_a_service_wants_tls_and_callers_who_say_who_they_are(ad
     assert "--insecure" in result.stderr
     result = start("--listen", address, "--tls-cert", str(server_pair.cert), "--tls-key", str(server_pair.key))
     assert result.returncode == 1
-    assert "asks nobody who they are" in result.stderr
+    assert "does not authenticate callers" in result.stderr
 
 
 def test_a_container_is_asked_for_as_much_as_its_published_port_needs(server_pair, tokens, tmp_path):
@@ -258,14 +258,14 @@ def test_published_beyond_loopback_it_does_not_help_to_listen_on_it():
 def test_published_on_loopback_alone_nobody_is_warned(store, capfd):
     with store(listen="0.0.0.0:0", published_on="127.0.0.1") as endpoint:
         assert stats_sync(endpoint)
-    assert "whoever is on this machine" in "".join(capfd.readouterr())
+    assert "every process on this machine" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--tls-cert", "a.pem"], "--tls-cert and --tls-key go together"),
-        (["--tls-client-ca", "a.pem"], "--tls-client-ca is for TLS"),
+        (["--tls-client-ca", "a.pem"], "--tls-client-ca requires TLS"),
     ],
 )
 def test_settings_that_do_not_go_together(flags, words):
@@ -277,7 +277,7 @@ def test_settings_that_do_not_go_together(flags, words):
 def test_told_so_it_listens_everywhere(store, capfd):
     with store(listen="0.0.0.0:0", insecure=True) as endpoint:
         assert stats_sync(endpoint)
-    assert "whoever reaches 0.0.0.0:0" in "".join(capfd.readouterr())
+    assert "every caller that reaches 0.0.0.0:0" in "".join(capfd.readouterr())
 
 
 def test_without_tokens_every_certificate_may_do_everything_and_that_is_said(
@@ -293,7 +293,7 @@ def test_without_tokens_every_certificate_may_do_everything_and_that_is_said(
 
     with store(**mutual) as endpoint:
         assert "whoever has a certificate that it accepts may do everything" in rights(endpoint)[0]
-    assert "callers have all rights, of all tenants" in "".join(capfd.readouterr())
+    assert "callers have all rights, for all tenants" in "".join(capfd.readouterr())
     token = tokens.add("alice", "read")
     with store(**mutual, tokens=tokens.path) as endpoint:
         with pytest.raises(residuum.Unauthenticated):  # a certificate is no token

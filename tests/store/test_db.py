@@ -106,7 +106,7 @@ def test_folders_that_are_made_are_synced(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_folder_that_cannot_be_synced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "bad disk")))
-    with pytest.raises(DamagedError, match="cannot sync"):
+    with pytest.raises(DamagedError, match="Cannot sync"):
         Database(tmp_path / "db", 16 * MIB, sync_roots=False)
 
 

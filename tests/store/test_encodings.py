@@ -109,7 +109,7 @@ def test_bytes_that_do_not_fit_the_encoding_are_rejected(client: Client) -> None
     head = header_of(form, [0], [0, 1])
     answers = client.append([chunk_prefix(head, checksum(payload), len(payload)) + payload])
     (rejection,) = (item for answer in answers for item in answer.rejections)
-    assert "describes 64 bytes, its payload has 63" in rejection.error.message
+    assert "describes 64 bytes, but its payload has 63" in rejection.error.message
 
 
 # Reductions

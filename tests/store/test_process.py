@@ -216,7 +216,7 @@ def test_the_help_explains_every_setting() -> None:
     text = run("--help").stdout
     for name in StoreSettings.model_fields:
         assert "--" + name.replace("_", "-") in text
-    assert "the loss of power" in " ".join(text.split())
+    assert "`synced` rows a power failure" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -256,10 +256,10 @@ def test_a_misspelt_variable_ends_the_process_and_any_other_is_logged(tmp_path: 
     flags = ["--path", str(tmp_path / "file" / "db"), "--listen", "127.0.0.1:0"]
     done = run(*flags, RESIDUUM_RETAIN_HOUR="1")
     assert done.returncode == 1
-    assert "RESIDUUM_RETAIN_HOUR: there is no such setting; is RESIDUUM_RETAIN_HOURS" in done.stderr
+    assert "RESIDUUM_RETAIN_HOUR: unknown setting. Did you mean RESIDUUM_RETAIN_HOURS?" in done.stderr
     done = run(*flags, RESIDUUM_XYZZY="1", RESIDUUM_CACHE="", RESIDUUM_RING_MIB="7", RESIDUUM_STORE_TLS_CA="ca.pem")
     assert "cannot start" in done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if "nobody reads" in line)
+    (line,) = (line for line in done.stderr.splitlines() if "unknown environment variables" in line)
     assert json.loads(line)["variables"] == ["RESIDUUM_XYZZY"]
 
 

@@ -292,7 +292,7 @@ def test_a_capture_larger_than_the_limit_goes_when_it_has_ended(start: Start) ->
     assert client.seal("large", generated=[1]).state == COMPLETE
     until(lambda: not listed(client))
     process.end()
-    warnings = [line for line in process.log_path.read_text().splitlines() if "more is kept than retain-bytes" in line]
+    warnings = [line for line in process.log_path.read_text().splitlines() if "captures exceed retain-bytes" in line]
     assert len(warnings) == 1
 
 
