@@ -1,4 +1,4 @@
-"""Starting both services as their own processes, on free ports, and stopping them whatever happens."""
+"""Starts both services as processes on free ports, and always stops them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from residuum.rpc.credentials import TLS
 
 ROOT = Path(__file__).resolve().parent.parent
-"""The folder that this package lies in: services that are started are those that lie beside it."""
+"""The folder that contains this package. Started services run from here."""
 
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
-"""What makes `subprocess.Popen` start a process that leads a group: it and all that it starts can be signalled at once,
-and Ctrl-C on the terminal does not reach them.
+"""Arguments of `subprocess.Popen` that start a process in its own process group. One signal reaches the process and all
+its children, and Ctrl-C on the terminal does not reach them.
 
-Not a session, where Python can do without: Linux deals cores out to sessions before it looks at processes (autogroup,
-sched(7)), and one that computes all the time has been seen to keep others waiting for seconds.
+From Python 3.11 on this is a group and not a session. Linux divides processor time among sessions first (autogroup,
+sched(7)), and a session that computes all the time has kept others waiting for seconds.
 """
 
 _POLL_SECONDS = 0.1
@@ -38,49 +38,55 @@ _STOP_SECONDS = 60.0
 
 
 class ServiceFailedError(RuntimeError):
-    """A service ended, or did not come up. The message ends with the end of its log."""
+    """A service exited or did not become ready. The message ends with the last lines of its log."""
 
 
 @dataclass
 class Service:
-    """A service that runs as a process of its own."""
+    """A service that runs as its own process."""
 
     name: str
     process: subprocess.Popen[bytes]
     folder: Path
-    """Where its log (`NAME.log`) and its port file lie."""
+    """The folder of its log (`NAME.log`) and its port file."""
 
     @property
     def log(self) -> Path:
-        """The file that has what it printed."""
+        """The file with its output."""
         return self.folder / f"{self.name}.log"
 
     @property
     def endpoint(self) -> str:
-        """host:port, once `wait_until_serving` has returned."""
+        """Its address, host:port; valid once `wait_until_serving` has returned."""
         return f"127.0.0.1:{(self.folder / f'{self.name}.port').read_text().strip()}"
 
     def wait_until_serving(self, timeout_seconds: float, tls: TLS | None = None) -> None:
-        """Wait until its health says SERVING; with TLS, as it is reached. Health takes no token.
+        """Wait until its health check answers SERVING.
+
+        Args:
+            timeout_seconds: How long to wait.
+            tls: How to connect, if the service uses TLS. Health checks need no token.
 
         Raises:
-            ServiceFailedError: It ended before that, or took too long.
+            ServiceFailedError: The service exited, or was not ready in time.
         """
         deadline = time.monotonic() + timeout_seconds
         while not self._is_serving(tls):
             if self.process.poll() is not None:
-                raise ServiceFailedError(f"{self.name} ended with code {self.process.returncode}\n{self._log_end()}")
+                message = f"The {self.name} service exited with code {self.process.returncode}. Its log ends:"
+                raise ServiceFailedError(f"{message}\n{self._log_end()}")
             if time.monotonic() > deadline:
-                raise ServiceFailedError(f"{self.name} was not ready in {timeout_seconds:.0f} s\n{self._log_end()}")
+                message = f"The {self.name} service was not ready within {timeout_seconds:.0f} s. Its log ends:"
+                raise ServiceFailedError(f"{message}\n{self._log_end()}")
             time.sleep(_POLL_SECONDS)
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """Kill it, as a crash would."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> None:
-        """Ask it to stop, and wait; end it by force if it does not."""
+        """Ask it to stop and wait; kill it if it does not stop in time."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -88,7 +94,7 @@ class Service:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        # The group: vLLM's own processes must not outlive the service, however that ended.
+        # Kill the whole group: vLLM's processes must not outlive the service, however it ended.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -100,7 +106,7 @@ class Service:
             grpc.secure_channel(endpoint, tls.channel_credentials()) if tls else grpc.insecure_channel(endpoint)
         ) as channel:
             try:
-                stub: Any = health_pb2_grpc.HealthStub(channel)  # its types name no method
+                stub: Any = health_pb2_grpc.HealthStub(channel)  # Any, because its type stubs lack the methods
                 answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
             except grpc.RpcError:
                 return False
@@ -111,14 +117,14 @@ class Service:
 
 
 def start_store(folder: Path, arguments: Sequence[str] = (), *, port: int = 0, module: str = "store_svc") -> Service:
-    """Start the store service, or a module that takes its flags; its data lie in `folder`/data."""
+    """Start the store service, or another module that takes its flags. Its data is in `folder`/data."""
     return _start(
         "store", folder, ["-m", module, "--path", str(folder / "data"), *arguments, f"--listen=127.0.0.1:{port}"]
     )
 
 
 def start_inference(folder: Path, model: str, store: str, arguments: Sequence[str] = (), *, port: int = 0) -> Service:
-    """Start the inference service with a model and its store, or stores between commas ("" for none)."""
+    """Start the inference service with a model and its stores, separated by commas ("" for none)."""
     flags = ["--model", model, *(["--store", store] if store else []), *arguments]
     return _start("inference", folder, ["-m", "inference_svc", *flags, f"--listen=127.0.0.1:{port}"])
 
@@ -134,7 +140,7 @@ def _start(name: str, folder: Path, arguments: Sequence[str]) -> Service:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            **OWN_GROUP,  # Ctrl-C reaches this program alone, which stops them in order
+            **OWN_GROUP,  # Ctrl-C reaches only this program, which stops the services in order
         )
     return Service(name, process, folder)
 
@@ -148,13 +154,19 @@ def running_services(
     store_arguments: Sequence[str] = (),
     timeout_seconds: float = 300.0,
 ) -> Iterator[tuple[Service, Service]]:
-    """Run both services for as long as the context lasts; yields (store, inference), both SERVING.
+    """Run both services for as long as the context lasts. Yields (store, inference), both serving.
 
-    `ports` are those of the store and the inference service; 0 takes any free one. SIGTERM ends the context as Ctrl-C
-    does. What was captured is deleted at the end.
+    SIGTERM ends the context as Ctrl-C does. All captures are deleted at the end.
+
+    Args:
+        model: The model to serve.
+        ports: The ports of the store and of the inference service; 0 picks a free one.
+        inference_arguments: Further flags of the inference service.
+        store_arguments: Further flags of the store.
+        timeout_seconds: How long each service may take to become ready.
 
     Raises:
-        ServiceFailedError: One of them did not come up.
+        ServiceFailedError: A service did not become ready.
     """
     previous = signal.signal(signal.SIGTERM, _interrupt)
     started: list[Service] = []
@@ -169,14 +181,14 @@ def running_services(
             inference.wait_until_serving(timeout_seconds)
             yield store, inference
         finally:
-            # The inference service first: it has rows and seals to hand to the store.
+            # Stop the inference service first: it still sends rows and seals to the store.
             for service in reversed(started):
                 service.stop()
             signal.signal(signal.SIGTERM, previous)
 
 
 def is_free(port: int) -> bool:
-    """Tell whether nobody listens on a port of this machine."""
+    """Tell whether no process listens on a port of this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
