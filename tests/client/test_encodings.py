@@ -278,7 +278,7 @@ async def test_an_encoding_with_impossible_bytes(make, endpoint, flaky, call):
             yield message.SerializeToString()
 
     flaky.change = change
-    with pytest.raises(residuum.ServerFault, match="a row of 8 elements has the index 65535"):
+    with pytest.raises(residuum.ServerFault, match="has the index 65535, but only 8 elements"):
         await getattr(make(endpoint, store=flaky.endpoint, timeout=10), call)(reply.request_id)
 
 

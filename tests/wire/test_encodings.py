@@ -272,7 +272,7 @@ def test_an_index_beyond_the_row_is_refused(name):
     form = FORMATS[name]
     _, encoded = form.split(bytearray(form.encode(rows(form.dtype))), 2, 3)
     encoded["index"][1, 2, 4] = WIDTH
-    with pytest.raises(EncodingError, match="a row of 24 elements has the index 24"):
+    with pytest.raises(EncodingError, match="has the index 24, but only 24 elements"):
         form.decode(encoded)
     assert form.decode(encoded[:1]).shape == (1, 3, WIDTH)
 
@@ -290,8 +290,8 @@ def test_an_index_beyond_the_row_is_refused(name):
         ({"encoding": TOPK, "dimensions": 25}, "topk has 1 to 24 dimensions, not 25"),
         ({"encoding": TOPK8, "dimensions": 5, "width": 65537}, "topk8 takes rows of at most 65536 elements"),
         ({"encoding": PROJECT}, "project needs at least one vector"),
-        ({"encoding": FULL8, "dimensions": 3}, "full8 has no dimensions to choose"),
-        ({"encoding": RAW, "axis": BY_ROW}, "raw has no quantization axis; full8 has"),
+        ({"encoding": FULL8, "dimensions": 3}, "full8 takes no dimensions"),
+        ({"encoding": RAW, "axis": BY_ROW}, "raw takes no quantization axis; only full8 does"),
         ({"encoding": FULL8, "axis": 7}, "unknown quantization axis 7"),
         ({"dtype": 0}, "unknown element type 0"),
     ],

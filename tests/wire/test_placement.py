@@ -81,9 +81,9 @@ def test_how_stores_are_written():
 @pytest.mark.parametrize(
     ("texts", "told"),
     [
-        (["a=h:1", "a=h:2"], "the name 'a' stands for two stores"),
-        (["a=h:1", "b=h:1"], "the endpoint 'h:1' stands for two stores"),
-        (["h:1", "h:1"], "the name 'h:1' stands for two stores"),
+        (["a=h:1", "a=h:2"], "two stores share the name 'a'"),
+        (["a=h:1", "b=h:1"], "two stores share the endpoint 'h:1'"),
+        (["h:1", "h:1"], "two stores share the name 'h:1'"),
         (["=h:1"], "'' is no name"),
         (["-a=h:1"], "'-a' is no name"),
         (["a b=h:1"], "'a b' is no name"),
