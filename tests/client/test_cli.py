@@ -79,7 +79,7 @@ def test_pull_of_some_sites(cli, endpoint, tmp_path):
         assert residuum.Activations.from_safetensors(path).sites == tuple(there)
     code, _, err = cli("pull", name, "--out", path, "--sites", "resid_post,mlp_out", "--force")
     assert code == 1
-    assert "no site mlp_out; it has resid_post, resid_pre." in err
+    assert "no site mlp_out. Choose among its sites: resid_post, resid_pre." in err
 
 
 def test_pull_of_an_incomplete_capture(cli, peer, endpoint, tmp_path):

@@ -170,9 +170,9 @@ def test_doctor_compares_versions_of_the_store():
 @pytest.mark.parametrize(
     ("credentials", "endpoint", "tenant", "words"),
     [
-        ({"tls": TLS(cert="c.pem", key="c.key")}, "localhost:1", None, "whoever has a certificate that it accepts"),
-        ({"tls": TLS()}, "store.example:1", None, "whoever reaches it"),
-        ({}, "store.example:1", None, "whoever reaches it"),
+        ({"tls": TLS(cert="c.pem", key="c.key")}, "localhost:1", None, "everyone with a certificate that it accepts"),
+        ({"tls": TLS()}, "store.example:1", None, "everyone who can reach it"),
+        ({}, "store.example:1", None, "everyone who can reach it"),
         ({}, "localhost:1", None, ""),
         ({"tls": TLS(), "token": "an-admins"}, "store.example:1", None, ""),
         ({"tls": TLS(cert="c.pem", key="c.key")}, "store.example:1", "alice", ""),

@@ -74,7 +74,7 @@ def test_layers_of_one_scale_are_one_operation(three):
         residuum.Add({2: three[2], 9: three[9]}, scale=1.0),
         residuum.Add({4: three[4]}, scale=-2.0),
     ]
-    with pytest.raises(TypeError, match=r"Add: scale is a number, not \[1\.0\]"):
+    with pytest.raises(TypeError, match=r"Add: scale must be a number, not \[1\.0\]"):
         three.add([1.0])
 
 
@@ -90,12 +90,12 @@ def test_other_operations_at_each_layer(three):
     assert [(one.min, one.max) for one in bounds] == [(-1.0, 5.0), (-2.0, 5.0), (-3.0, 5.0)]
     with pytest.raises(residuum.InvalidRequest, match="min="):
         three.cap()
-    with pytest.raises(residuum.InvalidRequest, match=r"max says nothing of layer 4.*layers="):
+    with pytest.raises(residuum.InvalidRequest, match=r"max has no entry for layer 4.*layers="):
         three.cap(max={2: 1.0, 9: 1.0})
 
 
 def test_a_layer_whose_direction_is_zero_is_named():
-    with pytest.raises(residuum.BadVector, match="that of layer 4 is zero"):
+    with pytest.raises(residuum.BadVector, match="the vector of layer 4 is zero"):
         residuum.Directions({2: [1.0], 4: [0.0]}).ablate()
 
 

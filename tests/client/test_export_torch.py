@@ -263,7 +263,7 @@ def test_a_worker_tells_what_went_wrong(endpoint):
         ({"captures": NAMES, "prefix": "torch-"}, "as a list"),
         ({"prefix": "torch-", "batch_size": 0}, "batch_size is 0"),
         ({"prefix": "torch-", "shuffle_buffer": -1}, "shuffle_buffer is -1"),
-        ({"prefix": "torch-", "rank": 2, "world_size": 2}, "rank 2 is not one of 2"),
+        ({"prefix": "torch-", "rank": 2, "world_size": 2}, "rank 2 does not exist"),
         ({"prefix": "torch-", "concurrent_reads": 0}, "concurrent_reads"),
         ({"prefix": "torch-", "labels": {"torch-1": 1}}, "no label for torch-0, and 3 more of 5"),
     ],

@@ -292,7 +292,7 @@ def test_without_tokens_every_certificate_may_do_everything_and_that_is_said(
             return [finding.detail for finding in doctor._rights(client.credentials, stats)]
 
     with store(**mutual) as endpoint:
-        assert "whoever has a certificate that it accepts may do everything" in rights(endpoint)[0]
+        assert "everyone with a certificate that it accepts has all rights" in rights(endpoint)[0]
     assert "callers have all rights, for all tenants" in "".join(capfd.readouterr())
     token = tokens.add("alice", "read")
     with store(**mutual, tokens=tokens.path) as endpoint:

@@ -256,7 +256,7 @@ def test_a_misspelt_variable_ends_the_process_and_any_other_is_logged(tmp_path: 
     flags = ["--path", str(tmp_path / "file" / "db"), "--listen", "127.0.0.1:0"]
     done = run(*flags, RESIDUUM_RETAIN_HOUR="1")
     assert done.returncode == 1
-    assert "RESIDUUM_RETAIN_HOUR: unknown setting. Did you mean RESIDUUM_RETAIN_HOURS?" in done.stderr
+    assert "RESIDUUM_RETAIN_HOUR: unknown setting. Did you mean RESIDUUM_RETAIN_HOURS" in done.stderr
     done = run(*flags, RESIDUUM_XYZZY="1", RESIDUUM_CACHE="", RESIDUUM_RING_MIB="7", RESIDUUM_STORE_TLS_CA="ca.pem")
     assert "cannot start" in done.stderr
     (line,) = (line for line in done.stderr.splitlines() if "unknown environment variables" in line)

@@ -130,7 +130,7 @@ def test_payloads_are_read_where_they_lie():
     prefixes, encoded = form.split(buffer, 2, 3)
     assert np.shares_memory(encoded, np.frombuffer(buffer, np.uint8))
     assert np.shares_memory(prefixes, np.frombuffer(buffer, np.uint8))
-    with pytest.raises(EncodingError, match="2 layers and 4 positions"):
+    with pytest.raises(EncodingError, match="2 layers of 4 positions"):
         form.split(buffer, 2, 4)
 
 
@@ -285,9 +285,9 @@ def test_an_index_beyond_the_row_is_refused(name):
     [
         ({"encoding": 99}, "unknown encoding 99; known: raw, fp32"),
         ({"width": 0}, "at least one element"),
-        ({"encoding": RP8}, "rp8 has 1 to 24 dimensions, not 0"),
-        ({"encoding": RP, "dimensions": 25}, "rp has 1 to 24 dimensions, not 25"),
-        ({"encoding": TOPK, "dimensions": 25}, "topk has 1 to 24 dimensions, not 25"),
+        ({"encoding": RP8}, "rp8 takes 1 to 24 dimensions, not 0"),
+        ({"encoding": RP, "dimensions": 25}, "rp takes 1 to 24 dimensions, not 25"),
+        ({"encoding": TOPK, "dimensions": 25}, "topk takes 1 to 24 dimensions, not 25"),
         ({"encoding": TOPK8, "dimensions": 5, "width": 65537}, "topk8 takes rows of at most 65536 elements"),
         ({"encoding": PROJECT}, "project needs at least one vector"),
         ({"encoding": FULL8, "dimensions": 3}, "full8 takes no dimensions"),

@@ -84,11 +84,11 @@ def test_how_stores_are_written():
         (["a=h:1", "a=h:2"], "two stores share the name 'a'"),
         (["a=h:1", "b=h:1"], "two stores share the endpoint 'h:1'"),
         (["h:1", "h:1"], "two stores share the name 'h:1'"),
-        (["=h:1"], "'' is no name"),
-        (["-a=h:1"], "'-a' is no name"),
-        (["a b=h:1"], "'a b' is no name"),
-        (["a=b=h:1"], "'a=b' is no name"),
-        (["x" * 129 + "=h:1"], "is no name"),
+        (["=h:1"], "'' is not a valid store name"),
+        (["-a=h:1"], "'-a' is not a valid store name"),
+        (["a b=h:1"], "'a b' is not a valid store name"),
+        (["a=b=h:1"], "'a=b' is not a valid store name"),
+        (["x" * 129 + "=h:1"], "is not a valid store name"),
     ],
 )
 def test_bad_lists_of_stores(texts, told):

@@ -120,7 +120,7 @@ class RowFormat:
             (self.width >= 1, "a row needs at least one element"),
             (
                 self.encoding not in SIZED or 1 <= self.dimensions <= self.width,
-                f"{name} takes 1 to {self.width} dimensions, the width of the rows, not {self.dimensions}",
+                f"{name} takes 1 to {self.width} dimensions, not {self.dimensions}: rows have {self.width} elements",
             ),
             (self.encoding != PROJECT or self.dimensions >= 1, "project needs at least one vector"),
             (self.encoding in SIZED | {PROJECT} or not self.dimensions, f"{name} takes no dimensions"),
