@@ -111,8 +111,10 @@ class _Placed:
     def _check_direction(self) -> None:
         for index, vector in enumerate(self.vectors):
             if not MIN_DIRECTION_NORM <= vector.norm <= MAX_DIRECTION_NORM:
-                single = isinstance(self.vector, Vector)
-                subject = "this vector" if single else f"the vector of layer {[*self.vector][index]}"
+                if isinstance(self.vector, Vector):
+                    subject = "this vector"
+                else:
+                    subject = f"the vector of layer {[*self.vector][index]}"
                 problem = f"has the norm {vector.norm:g}" if vector.norm else "is zero"
                 raise BadVector(f"{self._name} needs a direction, but {subject} {problem}.", reason="BAD_VALUES")
 
