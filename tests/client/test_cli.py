@@ -54,7 +54,7 @@ def test_list(cli, captured):
     assert out.split("\t")[:3] == [captured, "complete", "12"]
     assert json.loads(cli("ls", "--json", "-n", 1)[1])["state"]
     assert out.endswith(" UTC\n")
-    assert cli("ls", "--prefix", "nothing-like-it") == (0, "", "no captures like that\n")
+    assert cli("ls", "--prefix", "nothing-like-it") == (0, "", "no captures match\n")
     assert cli("ls", "--prefix", "nothing-like-it", "--json") == (0, "", "")
 
 

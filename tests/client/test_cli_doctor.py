@@ -111,7 +111,7 @@ def test_doctor_compares_clocks(cli, peer, seconds, words):
     peer.script.clock_skew = seconds
     code, out, _ = cli("doctor")
     assert code == 0
-    assert f"warn  inference service: clock: is {words} the one here" in out
+    assert f"warn  inference service: clock: is {words} this machine's clock" in out
 
 
 def test_doctor_gets_along_with_older_services(cli, peer, store):

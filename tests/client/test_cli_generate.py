@@ -201,5 +201,5 @@ def test_layers_by_hand_that_cannot_be_meant(text):
 
 
 def test_layers_that_count_down_are_told_so():
-    with pytest.raises(residuum.InvalidRequest, match=r"counts down.*write 1-3"):
+    with pytest.raises(residuum.InvalidRequest, match=r"counts down.*use 1-3"):
         parse_layers("5,3-1")

@@ -355,12 +355,12 @@ async def test_an_export_to_no_format(client, tmp_path, name):
 
 
 async def test_a_format_that_there_is_not(client, tmp_path):
-    with pytest.raises(residuum.InvalidRequest, match="'csv' is not a format"):
+    with pytest.raises(residuum.InvalidRequest, match="'csv' is not an export format"):
         await client.export("never-asked-for", tmp_path / "x.npz", format="csv")
 
 
 async def test_an_export_into_no_folder(client, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"cannot be written.*no folder"):
+    with pytest.raises(FileNotFoundError, match=r"cannot be written: the folder .* does not exist"):
         await client.export("never-asked-for", tmp_path / "none" / "x.npz")
 
 

@@ -77,7 +77,7 @@ def test_tokens_come_and_go_while_the_service_runs(store, tokens, capfd):
         second = tokens.add("alice", "read")
         assert ask(endpoint, second)
         tokens.replace("[[token")
-        assert ask(endpoint, first)  # what cannot be used changes nothing
+        assert ask(endpoint, first)  # an unusable file changes nothing
         entry = f'[[token]]\nhash = "{token_hash(second)}"\ntenant = "alice"\nrights = ["read"]\n'
         tokens.replace(entry)
         assert ask(endpoint, second)
@@ -211,5 +211,5 @@ def test_what_the_command_refuses(flags, capsys):
 
 def test_tokens_differ_and_their_hash_does_not():
     assert make_token() != make_token()
-    # A rule that other languages can follow: the SHA-256 of the token's ASCII bytes.
+    # Other languages can compute the hash: it is the SHA-256 of the token's ASCII bytes.
     assert token_hash("abc") == "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

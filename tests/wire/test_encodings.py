@@ -1,4 +1,4 @@
-"""Encodings: the bytes of capture.proto, the bounds of round trips, and rows that are odd."""
+"""Encodings: the byte layouts of capture.proto, round-trip error bounds, and unusual rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.encoding_cases import B16, F16, F32, FORMATS, WIDTH, basis, rows
 
 FINITE = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
 TINY = 1e-36
-"""What may be lost where numbers are so small that float32 has no more bits for them."""
+"""The error allowed for numbers so small that float32 lacks the bits."""
 
 
 def round_trip(form: RowFormat, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -51,7 +51,7 @@ def round_trip(form: RowFormat, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def rounding(values: np.ndarray) -> np.ndarray:
-    """What a list of numbers may lose to float32 itself on its way through eight bits."""
+    """Return the error that float32 arithmetic alone may add to quantised numbers."""
     return 4e-7 * np.abs(values).max(axis=-1, keepdims=True) + TINY
 
 
@@ -98,7 +98,7 @@ def test_full8_along_dimensions_by_hand():
 
 def test_topk_by_hand():
     row = np.array([[[0.5, -7.0, 3.0, -3.0, 0.0, 3.0]]], np.float32)
-    expected = struct.pack("<3H3f", 1, 2, 3, -7.0, 3.0, -3.0)  # of the equal ones those that come first
+    expected = struct.pack("<3H3f", 1, 2, 3, -7.0, 3.0, -3.0)  # among equal magnitudes the first win
     assert RowFormat(TOPK, 6, F32, dimensions=3).encode(row) == expected
     scale = np.float32(10) / np.float32(255)
     expected = struct.pack("<ff3H3B", scale, -7.0, 1, 2, 3, 0, 255, 102)
@@ -116,7 +116,7 @@ def test_projections_by_hand():
     form = RowFormat(RP, 4, F32, dimensions=4)
     signs = np.array(
         [[-1, -1, -1, -1], [1, -1, -1, -1], [-1, -1, -1, 1], [1, -1, -1, 1]]
-    )  # of the test vectors, seed 0
+    )  # from the test vectors, seed 0
     expected = (values.astype(np.float64) @ signs / 2).astype(np.float32)
     assert form.encode(values, basis(form, seed=0)) == expected.tobytes()
     form = RowFormat(PROJECT, 4, F32, dimensions=2)
@@ -216,7 +216,7 @@ def test_rows_that_are_all_the_same_come_back_exactly():
         assert (decoded[kept] == -2.75).all()
 
 
-# What is not finite
+# Values that are not finite
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf], ids=str)
@@ -246,7 +246,7 @@ def test_what_is_not_finite_stays_visible_and_stays_where_it_is(name, odd):
         assert (encoded["q"][1, 2] == 0).all()
     if form.encoding == TOPK8:
         assert encoded["index"][1, 2].tolist() == [0, 1, 2, 3, 4]
-    if form.encoding == TOPK:  # it takes the place of another
+    if form.encoding == TOPK:  # it displaces another element
         touched[1, 2] = True
     np.testing.assert_array_equal(decoded[~touched], clean[~touched])
 
@@ -277,7 +277,7 @@ def test_an_index_beyond_the_row_is_refused(name):
     assert form.decode(encoded[:1]).shape == (1, 3, WIDTH)
 
 
-# What does not go together
+# Inconsistent formats
 
 
 @pytest.mark.parametrize(

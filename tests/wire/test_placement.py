@@ -1,4 +1,4 @@
-"""A capture's store is the one that the contract's rule names, and a list of stores may grow."""
+"""Placement follows the contract's rule, and adding a store keeps the order of the others."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_stores_get_equal_shares(names):
     ids = [f"req-{number}" for number in range(1000)]
     shares = Counter(first_rank(names, capture_id) for capture_id in ids)
     expected = len(ids) / len(names)
-    # Six standard deviations of a binomial share: what chance would exceed about once in a thousand million.
+    # Six standard deviations of a binomial share, which random results exceed about once in 10^9 runs.
     slack = 6 * (expected * (1 - 1 / len(names))) ** 0.5
     assert all(abs(shares[name] - expected) <= slack for name in names), shares
 

@@ -13,9 +13,9 @@ from residuum.wire.tokens import ANY_TENANT, RIGHTS, is_valid_tenant, make_token
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    tenant = "the tenant that the token acts for; * for any tenant (required)"
+    tenant = "the tenant that the token acts for; * for any tenant (no default: required)"
     parser.add_argument("--tenant", required=True, type=_tenant, metavar="NAME", help=tenant)
-    rights = f"the token's rights, separated by commas: {', '.join(RIGHTS)} (required)"
+    rights = f"the token's rights, separated by commas: {', '.join(RIGHTS)} (no default: required)"
     parser.add_argument("--rights", required=True, type=_rights, metavar="RIGHTS", help=rights)
     parser.add_argument("--days", type=_days, metavar="N", help="expire after this many days (default: never)")
     parser.add_argument(
