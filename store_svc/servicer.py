@@ -78,7 +78,7 @@ class StoreServicer:
             calls: Counts running calls.
             metrics: Counts acknowledgements and reads.
             limits_of: Returns a tenant's limits.
-            traces: Is told of each opened capture.
+            traces: Notes each opened capture.
         """
         self._db = db
         self._catalog = catalog

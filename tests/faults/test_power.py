@@ -1,7 +1,7 @@
 """Acknowledgements and power failures: power cuts at every moment of a recorded run, with unsynced writes undone.
 
-*Committed* rows survive the death of the process, which test_kills.py tests. *Synced* rows also survive a power failure.
-`--ack` selects which of the two an acknowledgement waits for.
+*Committed* rows survive the death of the process, which test_kills.py tests. *Synced* rows also survive a power
+failure. `--ack` selects which of the two an acknowledgement waits for.
 """
 
 from __future__ import annotations

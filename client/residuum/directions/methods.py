@@ -123,7 +123,7 @@ def pca(
     vectors = {}
     for index, layer in enumerate(reader.layers):
         rows = np.concatenate(
-            [batch[there[:, index], index] for batch, there in zip(differences, present, strict=True)]
+            [batch[rows_present[:, index], index] for batch, rows_present in zip(differences, present, strict=True)]
         )
         vectors[layer] = _component(layer, rows.astype(np.float64), centred=method == "pca_diff")
     pairs = sum(len(batch) for batch in differences)

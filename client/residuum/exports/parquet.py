@@ -64,17 +64,17 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
 def _batch(selection: Selection, index: int, part: slice, token_ids: npt.NDArray[np.int64], schema: Any) -> Any:
     import pyarrow as pa
 
-    acts, there = selection.acts, selection.block.present[index, part]
+    acts, present = selection.acts, selection.block.present[index, part]
     rows = selection.rows(index, part)
-    if not there.all():
-        rows = rows[there]
-    count, tokens = len(rows), token_ids[there]
+    if not present.all():
+        rows = rows[present]
+    count, tokens = len(rows), token_ids[present]
     columns = {
         "capture_id": [acts.manifest.capture_id] * count,
         "sequence": np.full(count, acts.sequence, np.int32),
         "site": [acts.site] * count,
         "layer": np.full(count, acts.layers[index], np.int32),
-        "position": acts.positions[part][there].astype(np.int32),
+        "position": acts.positions[part][present].astype(np.int32),
         "token_id": pa.array(tokens, mask=tokens < 0),
         "activation": pa.FixedSizeListArray.from_arrays(
             pa.array(rows.astype(portable(rows.dtype), copy=False).reshape(-1)), acts.width

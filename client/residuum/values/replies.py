@@ -299,7 +299,7 @@ class StoreStats:
     @classmethod
     def from_proto(cls, store: StoreAddress, proto: store_pb2.GetStatsResponse) -> StoreStats:
         """Return the value of a message from a store."""
-        retention, own, told = proto.retention, proto.tenant, proto.HasField("tenant")
+        retention, own, is_for_tenant = proto.retention, proto.tenant, proto.HasField("tenant")
         return cls(
             endpoint=store.endpoint,
             store=store.name,
@@ -318,7 +318,7 @@ class StoreStats:
             expired_by_size=retention.captures_expired_by_size,
             bytes_expired=retention.bytes_expired,
             server_time=to_datetime(proto.server_time),
-            tenant=own.tenant if told else None,
+            tenant=own.tenant if is_for_tenant else None,
             tenant_max_bytes=own.max_bytes if own.HasField("max_bytes") else None,
             tenant_max_open_captures=own.max_open_captures if own.HasField("max_open_captures") else None,
         )
