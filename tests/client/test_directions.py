@@ -254,7 +254,7 @@ def test_mappings_that_are_no_examples():
         directions.difference_of_means({0: np.zeros((5, 2)), 1: np.zeros((4, 2))}, {})
     with pytest.raises(residuum.InvalidRequest, match="has no layer"):
         directions.difference_of_means({}, {})
-    with pytest.raises(residuum.InvalidRequest, match="layers='last' is not known"):
+    with pytest.raises(residuum.InvalidRequest, match="layers='last' is unknown"):
         directions.difference_of_means({0: np.zeros((1, 2))}, {0: np.zeros((1, 2))}, layers="last")
 
 
@@ -271,7 +271,7 @@ def test_positions_that_were_not_captured():
     with pytest.raises(residuum.InvalidRequest, match=r"'last_prompt' selects 8, but .*rows only for 9-12"):
         directions.difference_of_means(replies, replies)
     some = zeros(prompt=9, positions=[5, 6, 7, 8])
-    with pytest.raises(residuum.InvalidRequest, match=r"'prompt' names 0-4"):
+    with pytest.raises(residuum.InvalidRequest, match=r"'prompt' selects 0-4"):
         directions.difference_of_means(some, some, positions="prompt")
     with pytest.raises(residuum.InvalidRequest, match="positions='generated' selects none of its positions"):
         directions.difference_of_means(some, some, positions="generated")
@@ -411,7 +411,7 @@ def test_sets_that_are_no_pairs(random):
     above, below = ({0: random.standard_normal((count, HIDDEN))} for count in (20, 17))
     with pytest.raises(residuum.InvalidRequest, match="negative has 17 examples, but positive has more"):
         directions.pca(above, below)
-    with pytest.raises(residuum.InvalidRequest, match="positive has 17 examples, and negative has more"):
+    with pytest.raises(residuum.InvalidRequest, match="positive has 17 examples, but negative has more"):
         directions.pca(below, above)
 
 

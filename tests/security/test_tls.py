@@ -203,8 +203,8 @@ def test_a_token_is_in_no_repr():
     [
         ("localhost:1", {}, False, "plain text, with no token"),
         ("localhost:1", {"token": "t"}, False, "plain text, with a token"),
-        ("192.0.2.1:1", {}, True, "can read all that is sent; --tls-ca encrypts it"),
-        ("192.0.2.1:1", {"token": "t", "insecure": True}, True, "can read the token, and all that is sent,"),
+        ("192.0.2.1:1", {}, True, "can read all traffic; --tls-ca encrypts it"),
+        ("192.0.2.1:1", {"token": "t", "insecure": True}, True, "can read the token and all traffic"),
         ("192.0.2.1:1", {"token": "t", "tls": True}, False, "TLS, trusting public CAs, with a token"),
     ],
 )
