@@ -1,4 +1,4 @@
-"""`python -m store_svc`."""
+"""Run the store service: `python -m store_svc`."""
 
 import sys
 
@@ -6,6 +6,6 @@ from svc_common.logs import quiet_grpc
 
 if __name__ == "__main__":
     quiet_grpc()
-    from store_svc.server import main  # which imports grpc
+    from store_svc.server import main  # imports grpc, so it must follow quiet_grpc()
 
     sys.exit(main(sys.argv[1:]))

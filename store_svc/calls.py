@@ -1,4 +1,4 @@
-"""The calls that run: how many may last, and whether any is left."""
+"""Counts running calls: limits how many run at once, and tells when none is left."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from dataclasses import dataclass
 from residuum.rpc.errors import Failure, Reason
 
 SHORT_CALLS = 32
-"""Places beyond those of calls that last, so that health and short calls are answered in a full house."""
+"""Call slots beyond those of reads and writes. They keep health checks and short calls working at the limits."""
 
 
 @dataclass
-class _Room:
+class _Slots:
     limit: int
     name: str
     taken: int = 0
 
 
 class Calls:
-    """Counts calls. Health watches are not among them: they last as long as their clients like."""
+    """Counts calls, except health watches, which last as long as their clients like."""
 
     def __init__(self, max_streams: int, max_writers: int) -> None:
-        """Make the counter.
+        """Create the counter.
 
         Args:
             max_streams: Reads and waits that may run at once.
-            max_writers: Streams of writers that may run at once. They have room of their own, because they alone bring
-                what the others may be waiting for.
+            max_writers: Writer streams that may run at once. They have a limit of their own: readers may wait for rows
+                that only writers bring, so readers must not shut writers out.
         """
         self._condition = threading.Condition()
         self._running = 0
-        self._readers = _Room(max_streams, "reads and waits")
-        self._writers = _Room(max_writers, "streams of writers")
+        self._readers = _Slots(max_streams, "reads and waits")
+        self._writers = _Slots(max_writers, "writer streams")
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count a call."""
+        """Count a call for as long as the context lasts."""
         with self._condition:
             self._running += 1
         try:
@@ -49,29 +49,29 @@ class Calls:
                 self._condition.notify_all()
 
     def reading(self) -> AbstractContextManager[None]:
-        """Count a call as a read or wait, which may last.
+        """Count a call as a read or a wait for as long as the context lasts.
 
         Raises:
             Failure: LIMIT_REACHED, when the context is entered.
         """
-        return self._taking(self._readers)
+        return self._occupy(self._readers)
 
     def writing(self) -> AbstractContextManager[None]:
-        """Count a call as a writer's stream.
+        """Count a call as a writer stream for as long as the context lasts.
 
         Raises:
             Failure: LIMIT_REACHED, when the context is entered.
         """
-        return self._taking(self._writers)
+        return self._occupy(self._writers)
 
     @property
     def num_reading(self) -> int:
-        """Reads and waits that run."""
+        """Running reads and waits."""
         return self._readers.taken
 
     @property
     def num_writing(self) -> int:
-        """Streams of writers that run."""
+        """Running writer streams."""
         return self._writers.taken
 
     def wait_until_idle(self, timeout: float) -> None:
@@ -80,15 +80,15 @@ class Calls:
             self._condition.wait_for(lambda: not self._running, timeout)
 
     @contextmanager
-    def _taking(self, room: _Room) -> Iterator[None]:
-        """Take a place. A full house answers at once instead of letting the next caller hang."""
+    def _occupy(self, slots: _Slots) -> Iterator[None]:
+        """Occupy a slot. At the limit this fails at once: a waiting call would hold a server thread."""
         with self._condition:
-            if room.taken >= room.limit:
-                message = f"The store serves {room.limit} {room.name} at once; try again later."
-                raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit=room.limit)
-            room.taken += 1
+            if slots.taken >= slots.limit:
+                message = f"The store already serves {slots.limit} {slots.name}, its limit. Try again later."
+                raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit=slots.limit)
+            slots.taken += 1
         try:
             yield
         finally:
             with self._condition:
-                room.taken -= 1
+                slots.taken -= 1

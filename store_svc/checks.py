@@ -1,4 +1,4 @@
-"""What a request to the store must look like. Each function raises Failure with the field that is wrong."""
+"""Checks of requests to the store. Each check raises a Failure that names the wrong field."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _REASONS = set(capture_pb2.IncompleteReason.values()) - {capture_pb2.INCOMPLETE_
 
 
 def invalid(field: str, message: str) -> Failure:
-    """Return the Failure that says which field is wrong, and how."""
+    """Return the Failure for a field with a wrong value; `message` says what is wrong."""
     return Failure(Reason.ERROR_REASON_INVALID_FIELD, f"{field}: {message}", field=field)
 
 
 def check_description(description: capture_pb2.CaptureDescription) -> None:
-    """Check what a capture is to be of.
+    """Check the description of a capture that is to be opened.
 
     Raises:
-        Failure: INVALID_FIELD.
+        Failure: INVALID_FIELD if a field is wrong.
     """
     if not is_valid_id(description.capture_id):
-        raise invalid("description.capture_id", f"{description.capture_id[:MAX_ID_LENGTH]!r} is not a valid id")
+        raise invalid("description.capture_id", f"{description.capture_id[:MAX_ID_LENGTH]!r} is not a valid ID")
     if not is_valid_tenant(description.tenant):
-        raise invalid("description.tenant", f"{description.tenant[:MAX_ID_LENGTH]!r} is not a valid name")
+        raise invalid("description.tenant", f"{description.tenant[:MAX_ID_LENGTH]!r} is not a valid tenant name")
     _check_length("description.model", description.model, MAX_NAME_LENGTH)
     _check_size("description", description, MAX_DESCRIPTION_BYTES)
     if not 1 <= description.num_layers <= MAX_LAYERS:
@@ -67,17 +67,19 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
     _check_spec(description.spec, description.num_layers)
     rows = description.num_sequences * len(description.spec.sites) * len(description.spec.layers.list.layers)
     if rows > MAX_CAPTURE_ROWS_AT_A_POSITION:
-        most = MAX_CAPTURE_ROWS_AT_A_POSITION
-        raise invalid("description.spec", f"sequences times sites times layers must be {most} at most, not {rows}")
+        limit = MAX_CAPTURE_ROWS_AT_A_POSITION
+        raise invalid("description.spec", f"sequences × sites × layers must be at most {limit}, not {rows}")
 
 
 def _check_spec(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:
     if spec.layers.WhichOneof("selection") != "list":
-        raise invalid("description.spec.layers", "must be filled in as a list")
+        raise invalid("description.spec.layers", "must be given as a list")
     try:
         resolve_layers(spec.layers, num_layers)
     except IndexError as error:
-        raise invalid("description.spec.layers", f"the model has {num_layers} layers, not {error.args[0]}") from None
+        last = num_layers - 1
+        message = f"layer {error.args[0]} does not exist: the model has layers 0 to {last}"
+        raise invalid("description.spec.layers", message) from None
     except ValueError as error:
         raise invalid("description.spec.layers", str(error)) from None
     if not spec.sites or len(set(spec.sites)) != len(spec.sites) or not _SITES.issuperset(spec.sites):
@@ -91,10 +93,10 @@ def _check_spec(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:
 
 
 def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.CaptureDescription) -> None:
-    """Check how a request ended.
+    """Check the message that seals a capture.
 
     Raises:
-        Failure: INVALID_FIELD.
+        Failure: INVALID_FIELD if a field is wrong.
     """
     if seal.outcome not in (COMPLETE, ABORTED, INCOMPLETE):
         raise invalid("outcome", "must be COMPLETE, ABORTED or INCOMPLETE")
@@ -107,34 +109,35 @@ def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.Capt
         raise invalid("sequences", f"the capture has {wanted} sequences, not {given}")
     _check_tokens("sequences", description, [len(sequence.generated_token_ids) for sequence in seal.sequences])
     if any(len(change.first_positions) != description.num_sequences for change in seal.steering_changes):
-        raise invalid("steering_changes", f"each must have {description.num_sequences} first positions, one a sequence")
+        wanted = description.num_sequences
+        raise invalid("steering_changes", f"each must have {wanted} first positions, one for each sequence")
     size = sum(change.ByteSize() for change in seal.steering_changes)
     if size > MAX_STEERING_CHANGES_BYTES:
-        raise invalid("steering_changes", f"must have {MAX_STEERING_CHANGES_BYTES} bytes at most, not {size}")
+        raise invalid("steering_changes", f"must take at most {MAX_STEERING_CHANGES_BYTES} bytes, not {size}")
 
 
 def check_chunk(header: capture_pb2.ChunkHeader, description: capture_pb2.CaptureDescription) -> None:
-    """Check that a chunk is one of the capture.
+    """Check that a chunk fits its capture.
 
     Raises:
-        Failure: INVALID_FIELD.
+        Failure: INVALID_FIELD if it does not.
     """
     _check_place("chunk.header", description, header.sequence, [header.site], header.layers)
     _check_positions("chunk.header", header.positions)
     if header.width != description.hidden_size:
         raise invalid("chunk.header.width", f"rows have {description.hidden_size} elements, not {header.width}")
     if header.dtype != description.dtype:
-        raise invalid("chunk.header.dtype", "is not that of the capture")
+        raise invalid("chunk.header.dtype", "differs from the capture's dtype")
     form, wanted = RowFormat.of(header), RowFormat.of_capture(description)
     if form != wanted:
         raise invalid("chunk.header.encoding", f"the capture's rows are {wanted}, not {form}")
 
 
 def check_loss(loss: store_pb2.RowLoss, description: capture_pb2.CaptureDescription) -> None:
-    """Check that a loss is of rows of the capture.
+    """Check that the rows of a loss belong to its capture.
 
     Raises:
-        Failure: INVALID_FIELD.
+        Failure: INVALID_FIELD if they do not, or another field is wrong.
     """
     _check_place("loss", description, loss.sequence, loss.sites, loss.layers)
     if loss.reason not in _LOSS_REASONS:
@@ -149,23 +152,24 @@ def check_loss(loss: store_pb2.RowLoss, description: capture_pb2.CaptureDescript
 
 def _check_positions(field: str, positions: Sequence[int]) -> None:
     if len(positions) > MAX_CAPTURE_TOKENS or max(positions) >= MAX_CAPTURE_TOKENS:
-        raise invalid(f"{field}.positions", f"must be {MAX_CAPTURE_TOKENS} at most, each below that")
+        message = f"must be at most {MAX_CAPTURE_TOKENS} positions, each below {MAX_CAPTURE_TOKENS}"
+        raise invalid(f"{field}.positions", message)
 
 
 def _check_length(field: str, text: str, limit: int) -> None:
     if len(text) > limit:
-        raise invalid(field, f"must have {limit} characters at most, not {len(text)}")
+        raise invalid(field, f"must have at most {limit} characters, not {len(text)}")
 
 
 def _check_size(field: str, message: Message, limit: int) -> None:
     if message.ByteSize() > limit:
-        raise invalid(field, f"the message must have {limit} bytes at most, not {message.ByteSize()}")
+        raise invalid(field, f"the message must take at most {limit} bytes, not {message.ByteSize()}")
 
 
 def _check_tokens(field: str, description: capture_pb2.CaptureDescription, generated: Iterable[int]) -> None:
     tokens = sum(len(description.prompt_token_ids) + count for count in generated)
     if tokens > MAX_CAPTURE_TOKENS:
-        raise invalid(field, f"a capture has at most {MAX_CAPTURE_TOKENS} tokens in all sequences, not {tokens}")
+        raise invalid(field, f"a capture has at most {MAX_CAPTURE_TOKENS} tokens in all its sequences, not {tokens}")
 
 
 def _check_place(
@@ -176,7 +180,9 @@ def _check_place(
     layers: Iterable[int],
 ) -> None:
     if sequence >= description.num_sequences:
-        raise invalid(f"{field}.sequence", f"the capture has {description.num_sequences} sequences, not {sequence}")
+        last = description.num_sequences - 1
+        message = f"sequence {sequence} does not exist: the capture has sequences 0 to {last}"
+        raise invalid(f"{field}.sequence", message)
     for site in set(sites) - set(description.spec.sites):
         raise invalid(f"{field}.site", f"the capture has no site {site}")
     for layer in set(layers) - set(description.spec.layers.list.layers):

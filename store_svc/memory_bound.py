@@ -1,4 +1,4 @@
-"""How much memory a store may take by its settings, so that whoever limits its container knows what to leave it."""
+"""Bounds the store's memory by its settings, so that operators can choose a container's memory limit."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ _BASE = 160 * _MIB
 """Interpreter, libraries, an empty catalog, gRPC's own buffers."""
 
 _KEPT = 256 * _MIB
-"""What glibc keeps of freed memory (svc_common/memory.py)."""
+"""Freed memory that glibc keeps (svc_common/memory.py)."""
 
 _QUEUE = 96 * _MIB
-"""Chunks that wait for the writer, and those that it writes."""
+"""Chunks that wait for the writer, and chunks that it is writing."""
 
 _WRITER = 8 * _MIB
-"""Of a stream of a writer: a message that comes, and one that waits for room."""
+"""For each writer stream: one message being received, and one waiting for room in the queue."""
 
 _STREAM = 8 * _MIB
-"""Of a stream to a reader that moves: up to three chunks made ahead, and one on its way."""
+"""For each active read stream: up to three prepared chunks, and one being sent."""
 
 _CALL = _MIB // 2
-"""Of any call: its thread and one more, as a writer and a read of many chunks have, and what gRPC has of it."""
+"""For each call: its thread, the second thread of writers and of long reads, and gRPC's own state."""
 
 _SHORT_CALL = 4 * _MIB
-"""The message of a short call."""
+"""For each short call: its message."""
 
 _CAPTURE = 3 * 1024 // 2
-"""Of a capture that has ended: its place in the catalog."""
+"""For each ended capture: its entry in the catalog."""
 
 
 def memory_bound(*, max_streams: int, max_writers: int, max_open_mib: int, max_captures: int) -> int:
-    """Return the bytes below which a store stays, without the pages of its database, which are the kernel's to drop.
+    """Return the most memory that a store takes, in bytes.
 
-    The sum stands in ARCHITECTURE.md, "What callers can make a service keep"; `python -m tests.hostile` compares it
-    with a store under attack. The arguments are the settings of the same names.
+    The bound leaves out the mapped pages of the database, which the kernel can drop. ARCHITECTURE.md explains the sum
+    ("What callers can make a service keep"); `python -m tests.hostile` compares it with a store under attack.
+
+    The arguments are the settings of the same names.
     """
     return (
         _BASE + _KEPT + _QUEUE

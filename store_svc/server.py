@@ -1,4 +1,4 @@
-"""Bring-up and end of the store service."""
+"""Starts and stops the store service."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from store_svc.database.db import DamagedError, Database, Table, Txn
 from store_svc.metrics import StoreCollector, StoreMetrics
 from store_svc.servicer import SERVICE, StoreServicer
 from store_svc.settings import StoreSettings
-from store_svc.shutdown import Ending
+from store_svc.shutdown import Shutdown
 from store_svc.traces import CaptureTraces
 from store_svc.writing.retention import RetentionPolicy
 from store_svc.writing.writer import Writer, WriterOptions
@@ -37,18 +37,18 @@ from svc_common.stall_timeouts import PatienceInterceptor
 from svc_common.tracing import TracingInterceptor
 
 _FLUSH_SECONDS = 0.5
-"""For the last answers to leave, once no call runs. Health watches would use up the whole grace period."""
+"""Time for the last answers to be sent once no call runs. Open health watches would use up the whole grace period."""
 
 _log = get_logger(__name__)
 
 
 class Store:
-    """A store that serves, in this process.
+    """A serving store in this process.
 
     Example:
-        store = Store(settings)   # open, and serving
-        store.port                # where
-        store.stop()              # what is acknowledged is on disk
+        store = Store(settings)   # opens the database and serves
+        store.port                # the port that it listens on
+        store.stop()              # all acknowledged rows are on disk when it returns
     """
 
     def __init__(self, settings: StoreSettings, on_death: Callable[[], None] = lambda: None) -> None:
@@ -56,16 +56,15 @@ class Store:
 
         Args:
             settings: The settings.
-            on_death: Called, in another thread, when the store cannot go on and should be stopped; see `died`.
+            on_death: Called in another thread when the writer has failed and the store should be stopped; see `died`.
 
         Raises:
             DamagedError: The database cannot be used.
-            OSError: The address cannot be listened on, or a file of certificates or tokens cannot be
-                used.
+            OSError: The address cannot be listened on, or a certificate or tokens file cannot be used.
         """
         self._settings = settings
         self.died = False
-        """Whether the writer could not go on. The process should stop and end with an error."""
+        """Whether the writer has failed. The process should stop and exit with an error."""
         self._tell_death = on_death
         self._stopped = False
         self._health = health.HealthServicer()
@@ -118,7 +117,7 @@ class Store:
         )
 
     def stop(self) -> None:
-        """Stop: take no more, end what runs, write and sync what was taken, close. A second time does nothing."""
+        """Refuse new work, end running calls, write and sync accepted rows, and close. A second call does nothing."""
         if self._stopped:
             return
         self._stopped = True
@@ -189,16 +188,16 @@ def main(arguments: Sequence[str]) -> int:
     log_strangers(StoreSettings)
     give_way(settings.nice)
     keep_memory()
-    ending = Ending()
+    shutdown = Shutdown()
     try:
         stop_tracing = start_tracing("residuum-store", settings.otel_endpoint)
-        store = Store(settings, ending.request)
+        store = Store(settings, shutdown.request)
     except (DamagedError, OSError, TracingError) as error:
         _log.error("cannot start", error=str(error))
         return 1
     if settings.port_file is not None:
         write_port_file(settings.port_file, store.port)
-    ending.wait()
+    shutdown.wait()
     store.stop()
     stop_tracing()
     return 1 if store.died else 0
@@ -218,7 +217,7 @@ def _retention(settings: StoreSettings) -> RetentionPolicy:
 
 
 def _store_id(txn: Txn) -> bytes:
-    """Return the id of this database, made when it is new."""
+    """Return the store's own ID, creating it in a new database."""
     value = txn.get(Table.META, b"store_id")
     if value is not None:
         return bytes(value)
@@ -231,4 +230,4 @@ def _version() -> str:
     try:
         return importlib.metadata.version("residuum")
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # run from a checkout that is not installed
+        return "unknown"  # running from a checkout that is not installed

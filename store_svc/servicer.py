@@ -1,4 +1,4 @@
-"""The service's methods: each parses, asks the right part, and answers."""
+"""The methods of the store service. Each parses its request, calls the part that does the work, and answers."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from svc_common.tokens_file import Caller, Limits, Right
 _Request = TypeVar("_Request", bound=Message)
 
 _SCANNED_FOR_A_PAGE = 20_000
-"""Captures that one ListCaptures looks at: whatever the filter, it is answered within a fraction of a second."""
+"""Captures that one ListCaptures looks at. This bounds its time to a fraction of a second for any filter."""
 
 SERVICE = "residuum.v1.StoreService"
-"""The full name of the service."""
+"""The service's full name."""
 
 
 class StoreServicer:
-    """The methods of StoreService, over the parts of a store."""
+    """Implements the methods of StoreService with the parts of a store."""
 
     def __init__(
         self,
@@ -66,19 +66,19 @@ class StoreServicer:
         limits_of: Callable[[str], Limits],
         traces: CaptureTraces,
     ) -> None:
-        """Make a servicer.
+        """Create the servicer.
 
         Args:
-            db: The database, for figures.
-            catalog: What is published.
-            writer: Where changes go; it must be running.
-            store_id: Binds page tokens to this store.
-            version: The version of the server.
-            retention: What the writer keeps, to tell it.
-            calls: Counts the calls.
-            metrics: Counts what is acknowledged and read.
-            limits_of: Tells what a tenant may have.
-            traces: Is told of captures that are opened.
+            db: The database, for statistics.
+            catalog: The published captures.
+            writer: Makes all changes; it must be running when calls come.
+            store_id: The store's own ID, which binds page tokens to this store.
+            version: The server's version.
+            retention: The writer's retention policy, for statistics.
+            calls: Counts running calls.
+            metrics: Counts acknowledgements and reads.
+            limits_of: Returns a tenant's limits.
+            traces: Notes each opened capture.
         """
         self._db = db
         self._catalog = catalog
@@ -88,7 +88,7 @@ class StoreServicer:
         self._version = version
         self._retention = retention
         self.calls = calls
-        """The calls that run."""
+        """The running calls."""
         self._metrics = metrics
         self._limits_of = limits_of
         self._traces = traces
@@ -99,7 +99,7 @@ class StoreServicer:
         self._start_time.GetCurrentTime()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler of all methods. Chunks pass it as bytes: protobuf would copy each payload twice."""
+        """Return the handler of all methods. It passes chunks as bytes: protobuf would copy each payload twice."""
         unary: dict[str, tuple[Callable[[Any, grpc.ServicerContext], Message], type[Message]]] = {
             "OpenCapture": (self.open_capture, store_pb2.OpenCaptureRequest),
             "SealCapture": (self.seal_capture, store_pb2.SealCaptureRequest),
@@ -144,7 +144,7 @@ class StoreServicer:
                 raise capture_exists(description.capture_id)
             return store_pb2.OpenCaptureResponse()
         self._writer.call(description.capture_id, lambda batch: batch.open(description))
-        self._traces.opened(name_of(description))  # not before: one that is refused has no trace, or another's
+        self._traces.opened(name_of(description))  # after the open: a refused one must not be recorded
         return store_pb2.OpenCaptureResponse()
 
     def append_chunks(
@@ -167,7 +167,7 @@ class StoreServicer:
         if tenant is None:
             raise unknown_capture(request.capture_id)
         name = CaptureName(tenant, request.capture_id)
-        request.tenant = tenant  # it is kept, and compared with the next one
+        request.tenant = tenant  # the writer keeps the request and compares a repeated seal with it
         manifest = self._writer.call(request.capture_id, lambda batch: batch.seal(name, request), reserve=True)
         return store_pb2.SealCaptureResponse(manifest=manifest)
 
@@ -242,7 +242,7 @@ class StoreServicer:
         return response
 
     def _tenant_stats(self, caller: Caller) -> store_pb2.GetStatsResponse:
-        """Return what a tenant has, for those who may know; how much others have, and do, is nobody else's business."""
+        """Return the tenant's own statistics, if the caller may read. Statistics of others are for admins only."""
         response = store_pb2.GetStatsResponse(tenant=store_pb2.TenantStats(tenant=caller.own_tenant))
         if caller.may(Right.READ):
             self._count_captures(response, caller.own_tenant)
@@ -289,7 +289,7 @@ class StoreServicer:
         return stats
 
     def end_streams(self) -> None:
-        """End the streams of writers; the Writer must have stopped, so that everything they sent is acknowledged."""
+        """End all writer streams. The Writer must have stopped, so that every accepted message is acknowledged."""
         with self._lock:
             self._stopping = True
             streams = list(self._append_streams)
@@ -328,7 +328,7 @@ class StoreServicer:
 
 
 def _parse(kind: type[_Request], data: bytes) -> _Request:
-    """Parse a request. A deserializer of gRPC's would answer malformed bytes with INTERNAL."""
+    """Parse a request. gRPC's own deserialization would answer malformed bytes with INTERNAL."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
@@ -336,7 +336,7 @@ def _parse(kind: type[_Request], data: bytes) -> _Request:
 
 
 def _capture_of(request: Message) -> str:
-    """Return the capture that a request is about; empty if it is about none, or all."""
+    """Return the ID of the capture that a request is about; empty if it names none."""
     if isinstance(request, store_pb2.OpenCaptureRequest):
         return request.description.capture_id
     return str(getattr(request, "capture_id", ""))

@@ -17,14 +17,16 @@ _SMALLEST_MAP = 16 << 20
 
 def _map_limit(size: ByteSize) -> ByteSize:
     if size < _SMALLEST_MAP:
-        raise ValueError("at least 16MiB")
+        raise ValueError("must be at least 16MiB")
     return size
 
 
 def _within_map(size: ByteSize | None, info: ValidationInfo) -> ByteSize | None:
     limit = info.data.get("max_bytes")
     if size is not None and limit is not None and not 0 < size <= bytes_for_appends(limit):
-        raise ValueError(f"from 1 to {bytes_for_appends(limit)}: max-bytes, less what is kept for ending captures")
+        raise ValueError(
+            f"must be 1 to {bytes_for_appends(limit)} bytes: max-bytes, less the space reserved for ending captures"
+        )
     return size
 
 
@@ -32,80 +34,80 @@ class StoreSettings(SecureSettings):
     """Settings of the store service."""
 
     listen: Endpoint = "127.0.0.1:50052"
-    """Where to listen, as host:port. Port 0 takes a free one; see `port_file`."""
+    """The address to listen on, as host:port. Port 0 picks a free port; see port-file."""
 
     metrics: OptionalEndpoint = ""
-    """Where to show figures for Prometheus, as host:port: http://host:port/metrics. Default: nowhere."""
+    """The address of the Prometheus endpoint, as host:port; metrics are at http://host:port/metrics. Default: none."""
 
     path: Path
-    """The folder of the database. It is made if it is not there. One store at a time may use it."""
+    """The folder of the database, created if missing. Only one store at a time may use it."""
 
     ack: Literal["committed", "synced"] = "committed"
-    """What an acknowledgement waits for: `committed` survives the end of the process, `synced` the loss of power."""
+    """What the store acknowledges: `committed` rows survive the death of the process, `synced` rows a power failure."""
 
     max_bytes: Annotated[ByteSize, AfterValidator(_map_limit)] = Field(default="64GiB", validate_default=True)
-    """The greatest size that the database may grow to, such as 64GiB."""
+    """The greatest size that the database may reach, such as 64GiB."""
 
     retain_hours: PositiveFloat | None = None
-    """A capture is deleted when this many hours have passed since it ended. Default: captures are kept."""
+    """The store deletes a capture this many hours after it ended. Default: it keeps captures."""
 
     retain_bytes: Annotated[ByteSize | None, AfterValidator(_within_map)] = None
-    """Captures are deleted, the one that ended first before the others, when the chunks of all together take more bytes
-    than this, such as 48GiB. Those that have not ended, or are being read, stay. Leave some room below max-bytes: a
-    chunk takes whole pages of 4 KiB. Default: nothing is deleted, and a full store refuses more."""
+    """When the chunks of all captures together take more bytes than this, such as 48GiB, the store deletes captures in
+    the order in which they ended. It never deletes captures that are open or being read. Choose less than max-bytes,
+    because a chunk takes whole pages of 4 KiB. Default: the store deletes nothing, and refuses chunks when full."""
 
     sync_interval_seconds: PositiveFloat = 1.0
-    """After how long without writes what is committed is also synced."""
+    """The store syncs commits to disk after this long without writes."""
 
     open_timeout_seconds: PositiveFloat = 3600.0
-    """A capture that nobody seals ends INCOMPLETE when nothing is written to it for this long: its inference service
-    was killed. Longer than a request may wait for its turn, and than it may generate without a captured row. Counted
-    anew after a restart."""
+    """An unsealed capture ends INCOMPLETE when nothing is written to it for this long: its inference service was
+    killed. Choose longer than a request may queue, or generate without a captured row. A restart of the store restarts
+    the timeout."""
 
     seal_timeout_seconds: PositiveFloat = 120.0
-    """A capture whose request ended by itself ends INCOMPLETE when no expected row comes for this long. Counted anew
-    after a restart."""
+    """A capture that was sealed COMPLETE ends INCOMPLETE when no expected row arrives for this long. A restart of the
+    store restarts the timeout."""
 
     ending_timeout_seconds: PositiveFloat = 5.0
-    """A capture whose request was aborted, or failed, ends when no row that was under way comes for this long. Counted
-    anew after a restart."""
+    """A capture whose request was aborted or failed ends when no row in flight arrives for this long. A restart of the
+    store restarts the timeout."""
 
     max_streams: Annotated[int, Field(ge=1, le=4096)] = 256
-    """How many reads, and waits for a capture's end, may run at once."""
+    """How many reads, and waits for a capture to end, may run at once."""
 
     max_writers: Annotated[int, Field(ge=1, le=4096)] = 128
-    """How many streams of writers may run at once. One inference service opens one for each shipper."""
+    """How many writer streams may run at once. An inference service opens one for each of its shippers."""
 
     max_open_mib: Annotated[int, Field(ge=1)] = 1024
-    """Memory for keeping account of captures that have not ended, in MiB: what they are of, and which rows are there.
-    When it is full, no capture can be opened and no row of an open one written until others have ended."""
+    """Memory for the state of open captures, in MiB: their descriptions, and which rows are stored. When it is full,
+    the store opens no capture and writes no rows until others have ended."""
 
     max_captures: Annotated[int, Field(ge=1)] = 1_000_000
-    """How many captures are kept; one more is refused. Each takes about 1.5 KiB of memory."""
+    """How many captures the store keeps; it refuses to open more. Each takes about 1.5 KiB of memory."""
 
     first_message_seconds: PositiveFloat = 20.0
-    """A call that has sent no message for this long is cancelled."""
+    """The store cancels a call that has sent no message for this long."""
 
     stall_seconds: PositiveFloat = 600.0
-    """A stream whose caller reads nothing of what was sent to it for this long is cancelled. Those who wait for rows,
-    or have none to write, may wait as long as they like."""
+    """The store cancels a stream whose caller does not read sent messages for this long. Callers that wait for rows, or
+    have none to write, may wait as long as they like."""
 
     grace_seconds: NonNegativeFloat = 10.0
     """How long running calls may take to end after SIGTERM or SIGINT."""
 
     port_file: Path | None = None
-    """Write the port here when it is open, for programs that chose port 0."""
+    """Write the port to this file once the store listens, for programs that chose port 0."""
 
     nice: int = Field(default=0, ge=0, le=19)
-    """By how much the store gives way to others who want the same core: niceness, as of `nice`. Where a model is served
-    on the same machine, 5 keeps it from waiting."""
+    """The store's niceness, as of `nice`: higher values yield the processor to other processes. With an inference
+    service on the same machine, 5 keeps the model from waiting."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least level that is logged."""
+    """The lowest level that is logged."""
 
     @property
     def memory_bound_bytes(self) -> int:
-        """What the store may take of memory by these settings; see `memory_bound`."""
+        """The most memory that a store with these settings takes, in bytes; see `memory_bound`."""
         return memory_bound(
             max_streams=self.max_streams,
             max_writers=self.max_writers,

@@ -1,4 +1,4 @@
-"""Waiting for the end of the process without losing it."""
+"""Waits for the signal that ends the process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import signal
 
 
-class Ending:
-    """Comes with SIGTERM, SIGINT, or a call of `request`; make it in the main thread.
+class Shutdown:
+    """A shutdown request, made by SIGTERM, SIGINT or a call of `request`. Create it in the main thread.
 
-    A pipe, because a Python handler alone can be lost: it runs in the main thread between two bytecodes, and when the
-    signal arrives just before that thread blocks in a lock, that is never.
+    It uses a pipe because a Python signal handler alone can be lost. The handler runs in the main thread between two
+    bytecodes. If the signal arrives just before that thread blocks on a lock, the handler never runs.
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,13 @@ class Ending:
             signal.signal(number, _do_nothing)
 
     def request(self) -> None:
-        """Make `wait` return; from any thread."""
+        """Make `wait` return. Any thread may call this."""
         os.write(self._writer, b"\0")
 
     def wait(self) -> None:
-        """Wait for the end."""
+        """Wait until shutdown is requested."""
         os.read(self._reader, 1)
 
 
 def _do_nothing(*_: object) -> None:
-    """Handle a signal: that it came has been written to the pipe."""
+    """Handle a signal without action: Python has already written it to the pipe."""

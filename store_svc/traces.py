@@ -1,8 +1,7 @@
-"""The trace of each open capture: from when it was opened to when it ended, in the trace of the request it is of.
+"""Records one span for each capture, from its opening to its end, in the trace of the capture's request.
 
-Shippers send the chunks of many requests through one stream, so the stream belongs to no request's trace; what it
-brought does, and the end of the capture tells of it. A store that is started again has forgotten the traces of what is
-open.
+A shipper sends the chunks of many requests through one stream, so that stream belongs to no request's trace. The
+capture's span reports what the stream brought for its request. A restarted store forgets the traces of open captures.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ if TYPE_CHECKING:
 
     from store_svc.captures.lifecycle import Capture
 
-_MOST = 10_000
-"""Captures whose traces are remembered; beyond, the one that was opened first is forgotten."""
+_MAX_TRACES = 10_000
+"""Captures whose traces are remembered. Beyond this, the one opened first is forgotten."""
 
 
 class CaptureTraces:
-    """Remembers in which trace each capture was opened."""
+    """Remembers the trace in which each capture was opened."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._opened: OrderedDict[CaptureName, Context] = OrderedDict()
 
     def opened(self, name: CaptureName) -> None:
-        """Note that the call that is being served has opened a capture; one that is repeated changes nothing."""
+        """Note that the current call has opened a capture. A repeated open changes nothing."""
         context = tracing.current_context()
         if context is None:
             return
         with self._lock:
             self._opened.setdefault(name, context)
-            while len(self._opened) > _MOST:
+            while len(self._opened) > _MAX_TRACES:
                 self._opened.popitem(last=False)
 
     def ended(self, capture: Capture) -> None:
-        """Trace a capture that has ended."""
+        """Record the span of a capture that has ended."""
         with self._lock:
             context = self._opened.pop(name_of(capture.description), None)
         if context is None:

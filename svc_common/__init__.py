@@ -1,1 +1,1 @@
-"""What both services share: serving, who may call what, settings, logs, metrics, and starting them."""
+"""Code shared by both services: serving, access control, settings, logs, metrics, and launching them."""

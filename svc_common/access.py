@@ -1,4 +1,4 @@
-"""Who may make which call: one table for every method of both services, and the caller of the call that runs."""
+"""Access control: one table with the right that each method of both services requires, and the current caller."""
 
 from __future__ import annotations
 
@@ -30,65 +30,65 @@ RIGHTS: dict[str, Right | None] = {
     _STORE + "GetCapture": Right.READ,
     _STORE + "ListCaptures": Right.READ,
     _STORE + "ReadChunks": Right.READ,
-    # Who may have captures made may have them deleted; who may only look at them may not.
+    # Callers that create captures may delete them; callers that only read them may not.
     _STORE + "DeleteCapture": Right.GENERATE,
-    # Tells callers of their own tenant, and admins of the whole store.
+    # Returns the caller's own tenant's statistics; admins get those of the whole store.
     _STORE + "GetStats": None,
-    # The schema is no secret, but nobody's business who may not call at all.
+    # The schema is not secret, but only callers with a token may see it.
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": None,
 }
-"""The right that each method takes; None: any token will do."""
+"""The right that each method requires; None if any token suffices."""
 
 OPEN = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List", "/grpc.health.v1.Health/Watch"})
-"""Methods that take no token: whoever watches over a service has none, and learns only whether it serves."""
+"""Methods that require no token: health checkers have none, and learn only whether the service is serving."""
 
 _caller: contextvars.ContextVar[Caller] = contextvars.ContextVar("residuum_caller")
 
 
 def current_caller() -> Caller:
-    """Return who makes the call that is being handled. Ask at the start of the handler, in its own thread or task.
+    """Return the caller of the current call. Use it at the start of a handler, in the handler's thread or task.
 
     Raises:
-        LookupError: The server does not ask who calls: it lacks the interceptor of `svc_common.authentication`.
+        LookupError: The server lacks the interceptor of `svc_common.authentication`.
     """
     return _caller.get()
 
 
 def set_caller(caller: Caller) -> None:
-    """Say who makes the call that is about to be handled, in this thread or task.
+    """Set the caller of the call that is about to be handled in this thread or task.
 
-    It is never taken back: each call says it anew before its handler runs. Taking it back would be a risk, since a
-    generator that is a call may be closed in the middle of another one.
+    It is never reset: each call sets it before its handler runs. A reset would be a hazard: Python may close one call's
+    generator in the middle of another call.
     """
     _caller.set(caller)
 
 
 class Access:
-    """Decides of each call whether it may be made, and by whom it is."""
+    """Identifies the caller of each call and decides whether it may make the call."""
 
     def __init__(self, tokens: Path | None, services: Iterable[str]) -> None:
-        """Let those call who have a token of a file; None: anybody.
+        """Read the tokens file.
 
         Args:
-            tokens: The tokens file; see `svc_common.tokens_file`.
-            services: The full names of the services that are served.
+            tokens: The tokens file, see `svc_common.tokens_file`; None lets anyone call.
+            services: The full names of the served services.
 
         Raises:
             TokensError: The file cannot be used.
-            RuntimeError: A method of these services is not in the table: nobody has decided who may call it.
+            RuntimeError: A method of these services is missing from `RIGHTS`.
         """
         check_table(services, RIGHTS.keys() | OPEN)
         self._tokens = TokenFile(tokens) if tokens else None
 
     def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Return who makes a call.
+        """Return the caller of a call, after checking that it may make the call.
 
         Args:
             method: The method's full name, such as "/residuum.v1.StoreService/GetStats".
-            metadata: What came with the call.
+            metadata: The call's metadata.
 
         Raises:
-            Failure: UNAUTHENTICATED or PERMISSION_DENIED.
+            Failure: UNAUTHENTICATED without a valid token; PERMISSION_DENIED if the token lacks the right.
         """
         if self._tokens is None or method in OPEN:
             return ANYBODY
@@ -98,39 +98,40 @@ class Access:
         return caller
 
     def limits_of(self, tenant: str) -> Limits:
-        """Return what a tenant may have."""
+        """Return a tenant's limits."""
         return self._tokens.table().limits_of(tenant) if self._tokens else Limits()
 
     def _authenticate(self, tokens: TokenFile, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
         values = [value for key, value in metadata if key == HEADER]
         if not values:
             raise _unauthenticated(
-                "This service asks for a token. Give yours to the client: token=..., RESIDUUM_TOKEN or --token-file."
+                "This service requires a token. Pass yours to the client: token=..., RESIDUUM_TOKEN or --token-file."
             )
         value = values[0] if isinstance(values[0], str) else ""
         found = tokens.table().find(value.removeprefix(SCHEME)) if value.startswith(SCHEME) else None
         if len(values) > 1 or found is None:
             raise _unauthenticated(
-                "The token is not one that this service knows. Is it whole, for this service, and still in its file?"
+                "This service does not know the token. Check that it is complete, is for this service, and is still in "
+                "the service's tokens file."
             )
         caller, expires = found
         if expires is not None and expires <= datetime.datetime.now(datetime.timezone.utc):
-            raise _unauthenticated(f"The token has expired ({expires.isoformat()}); ask for a new one.")
+            raise _unauthenticated(f"The token expired at {expires.isoformat()}. Ask the operator for a new one.")
         return caller
 
 
 def check_table(services: Iterable[str], table: Collection[str]) -> None:
-    """Make sure that every method of some services is in a table.
+    """Check that every method of these services is in the table.
 
     Raises:
-        RuntimeError: One is not.
+        RuntimeError: A method is missing.
     """
     for service in services:
         descriptor = descriptor_pool.Default().FindServiceByName(service)
         for method in descriptor.methods:
             name = f"/{service}/{method.name}"
             if name not in table:
-                raise RuntimeError(f"nobody has decided who may call {name}: it is not in svc_common.access")
+                raise RuntimeError(f"{name} has no required right: add it to the table in svc_common.access")
 
 
 def _unauthenticated(message: str) -> Failure:
@@ -142,5 +143,5 @@ def _denied(method: str, caller: Caller) -> Failure:
     wanted = right.value if right else "none"
     name = method.rpartition("/")[2]
     rights = ", ".join(sorted(item.value for item in caller.rights))
-    message = f"{name} takes the right {wanted!r}; the token has: {rights}."
+    message = f"{name} requires the right {wanted!r}, but the token has: {rights}. Use a token with that right."
     return Failure(Reason.ERROR_REASON_PERMISSION_DENIED, message, right=wanted, method=name)

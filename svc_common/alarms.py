@@ -1,4 +1,4 @@
-"""Alarms that ring for whatever takes longer than a time that is the same for all: one clock, however many wait."""
+"""Timers for many concurrent waits with the same timeout. One thread, or one event loop timer, serves them all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = get_logger(__name__)
 
 
 class Alarm:
-    """An alarm for threads; it has one of its own."""
+    """A timer for threads. It runs a thread of its own."""
 
     def __init__(self, seconds: float) -> None:
         """Start the thread."""
@@ -31,11 +31,11 @@ class Alarm:
 
     @contextmanager
     def over(self, ring: Callable[[], object]) -> Iterator[None]:
-        """Call `ring`, in another thread, if the context lasts too long."""
+        """Call `ring`, in the alarm's thread, if the context lasts longer than the timeout."""
         token = object()
         with self._condition:
-            # The thread need not hear of it: it looks again within the time, and nothing is due before. Readers come by
-            # here with each chunk.
+            # No notification, because readers pass here with each chunk. The thread looks again within one timeout, and
+            # this entry is due no earlier.
             self._waiting[token] = time.monotonic() + self._seconds, ring
         try:
             yield
@@ -44,7 +44,7 @@ class Alarm:
                 self._waiting.pop(token, None)
 
     def close(self) -> None:
-        """End the thread; nothing rings any more."""
+        """End the thread. No alarm rings afterwards."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -55,7 +55,7 @@ class Alarm:
             _ring(ring)
 
     def _next(self) -> Callable[[], object] | None:
-        """Wait until the next one is too long; None: closed."""
+        """Wait for the next timeout and return its callback; None once the alarm is closed."""
         with self._condition:
             while not self._closed:
                 now = time.monotonic()
@@ -68,17 +68,17 @@ class Alarm:
 
 
 class AioAlarm:
-    """An alarm for tasks of one event loop; it has one timer, and none while nobody waits."""
+    """A timer for the tasks of one event loop. It sets a single loop timer, and none while nothing waits."""
 
     def __init__(self, seconds: float) -> None:
-        """Make an alarm; it is bound to the loop in which it is first used."""
+        """Create an alarm. It binds to the loop that first uses it."""
         self._seconds = seconds
         self._waiting: OrderedDict[object, tuple[float, Callable[[], object]]] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
     def over(self, ring: Callable[[], object]) -> Iterator[None]:
-        """Call `ring` if the context lasts too long."""
+        """Call `ring` if the context lasts longer than the timeout."""
         loop, token = asyncio.get_running_loop(), object()
         self._waiting[token] = loop.time() + self._seconds, ring
         if self._timer is None:
@@ -89,7 +89,7 @@ class AioAlarm:
             self._waiting.pop(token, None)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ring for those who are late, and look again when the next one may be."""
+        """Ring for expired entries, and set the timer for the next one."""
         self._timer = None
         while self._waiting:
             token, (end, ring) = next(iter(self._waiting.items()))
@@ -101,8 +101,8 @@ class AioAlarm:
 
 
 def _ring(ring: Callable[[], object]) -> None:
-    """Ring; if that fails, it is this one's matter alone, and the alarm must go on for all others."""
+    """Run a callback. If it fails, log that: the alarm must go on for all others."""
     try:
         ring()
-    except Exception:  # noqa: BLE001 - logged; others wait
-        _log.exception("nobody could be told that something takes too long")
+    except Exception:  # noqa: BLE001 - logged; the other entries still wait
+        _log.exception("a timeout callback failed")

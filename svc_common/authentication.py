@@ -1,6 +1,6 @@
-"""The interceptors that ask who calls: one for sync servers, one for asyncio. They stand behind those of `serving`.
+"""The interceptors that authenticate callers: one for sync servers, one for asyncio. They run after those of `serving`.
 
-A call that may not be made never reaches its handler, and its messages are not even parsed.
+A refused call never reaches its handler, and its messages are never parsed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class AccessInterceptor(grpc.ServerInterceptor):
-    """Admits calls to a sync server, or refuses them."""
+    """Admits or refuses the calls to a sync server."""
 
     def __init__(self, access: Access) -> None:
-        """Ask `access` of each call."""
+        """Create an interceptor that lets `access` decide about each call."""
         self._access = access
 
     def intercept_service(
@@ -45,10 +45,10 @@ class AccessInterceptor(grpc.ServerInterceptor):
 
 
 class AioAccessInterceptor(grpc.aio.ServerInterceptor):
-    """Admits calls to an asyncio server, or refuses them."""
+    """Admits or refuses the calls to an asyncio server."""
 
     def __init__(self, access: Access) -> None:
-        """Ask `access` of each call."""
+        """Create an interceptor that lets `access` decide about each call."""
         self._access = access
 
     async def intercept_service(
@@ -63,7 +63,7 @@ class AioAccessInterceptor(grpc.aio.ServerInterceptor):
             caller = _admit(self._access, handler_call_details)
         except Failure as failure:
             return _aio_refusing(handler, failure, aborts=not ours)
-        if not ours:  # health and reflection: they do not ask who calls
+        if not ours:  # health and reflection do not use the caller
             return handler
         return handler_of(handler, _aio_admitted(handler, caller), handler.request_deserializer)
 
@@ -93,11 +93,11 @@ def _admitted(handler: _Handler, caller: Caller) -> Callable[..., Any]:
 
 
 def _aio_admitted(handler: _Handler, caller: Caller) -> Callable[..., Any]:
-    """Return a call that is made by `caller`: of a coroutine or of an iterator, whichever the handler's returns."""
+    """Wrap a handler's behaviour so that it runs with `caller` set. It returns what the behaviour returns."""
     call = _call_of(handler)
 
     def admitted(request: Any, context: Any) -> Any:
-        set_caller(caller)  # in the task of the call: what makes it runs there, in the interceptor of `serving`
+        set_caller(caller)  # runs in the call's own task, since the interceptor of `serving` awaits it there
         return call(request, context)
 
     return admitted
@@ -115,14 +115,20 @@ def _refusing(handler: _Handler, failure: Failure) -> _Handler:
 
 
 def _aio_refusing(handler: _Handler, failure: Failure, *, aborts: bool) -> _Handler:
-    """Return a handler that refuses; `aborts`: by itself, since nobody turns what it raises into a status."""
+    """Return a handler that refuses the call.
+
+    Args:
+        handler: The handler to replace.
+        failure: Why the call is refused.
+        aborts: Whether it must abort the call itself, because no interceptor turns its exceptions into a status.
+    """
 
     async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         del request
         if aborts:
             status = failure.to_status()
             await context.abort(status.code, status.details, status.trailing_metadata)
-        del context  # the failure keeps this frame, and this frame the failure
+        del context  # the failure and this frame refer to each other, and would keep the context alive
         raise failure
 
     async def refuse_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:

@@ -1,8 +1,7 @@
-"""The environment variables whose names begin with RESIDUUM_: whose each is, so that a slip does not pass for nobody's.
+"""All known environment variables whose names begin with RESIDUUM_. They help to find misspelled variables.
 
-Environments are shared: beside a service's own settings the other service's may stand there, and what clients,
-compose.yaml or the tests read. All of these are known here; tests/packaging/test_environment.py looks through the tree
-for one that is not.
+An environment may be shared: it can hold settings of either service, and variables that clients, compose.yaml or the
+tests read. This module lists them all. tests/packaging/test_environment.py searches the tree for unlisted ones.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ SETTINGS = _names("""
     STORE STORE_TLS STORE_TLS_CA STORE_TLS_CERT STORE_TLS_KEY STORE_TLS_SERVER_NAME STORE_TOKEN_FILE
     SYNC_INTERVAL_SECONDS TENSOR_PARALLEL_SIZE TLS_CERT TLS_CLIENT_CA TLS_KEY TOKENS VECTOR_WAIT_SECONDS
 """)
-"""The settings of both services, without the prefix: either may find the other's, and neither imports the other."""
+"""The settings of both services, without the prefix. A service may see the other's, and neither imports the other."""
 
 OTHERS = (
     # clients, in Python and in examples/languages
     _names("CLIENT_CERT CLIENT_KEY ENDPOINT TLS TLS_CA TLS_SERVER_NAME TOKEN TOKEN_FILE")
-    # the services: where their file is, and what an inference service tells its workers
+    # the services: their configuration file, and an inference service's settings for its workers
     | _names("CONFIG WORKER_SETTINGS")
-    # compose.yaml and deploy/, which put them into what they start
+    # compose.yaml and deploy/, which insert them into what they start
     | _names("""
         BIND BIND_INSECURE FIGURES_KEPT GPUS GPU_KV_CACHE_GIB GPU_MEMORY GPU_MODEL GPU_PORT GPU_RING_MIB GPU_SHIPPERS
         GRAFANA_PASSWORD GRAFANA_PORT HOST INFERENCE_MEMORY INFERENCE_PORT PROMETHEUS_PORT SHARDED_PORT STORE_A_PORT
@@ -48,26 +47,27 @@ OTHERS = (
     # scripts, benchmarks and tests
     | _names("CACHE CONTAINER_ENGINE REVISION TEST_JOURNAL TEST_LANGUAGES")
 )
-"""Names that are no settings, and are read by something else of this project."""
+"""Variables that are not settings, but are read by other parts of this project."""
 
 _SERVICE_LINK = re.compile(
     r"(?P<service>\w+?)_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
-"""How Kubernetes tells every pod of a service in its namespace: by variables with that service's name in front."""
+"""Variables that Kubernetes sets in every pod for each service in its namespace. They begin with the service's name."""
 
 
 def strangers(own: Collection[str]) -> dict[str, list[str]]:
-    """Return the variables of the environment that begin as ours do, and that nobody reads.
+    """Return the RESIDUUM_ variables in the environment that nothing in this project reads.
 
     Args:
-        own: The names of the settings of whoever asks.
+        own: The names of the calling service's settings.
 
     Returns:
-        Each with the variables that were perhaps meant, if it is close to a setting of `own`; else with none.
+        A map from each unknown variable to the variables that were probably meant. The list is empty unless the
+        variable is close to a setting of `own`.
     """
     mine = {name.upper() for name in own}
     known = mine | SETTINGS
-    present = {name.upper(): name for name in sorted(os.environ)}  # settings are read in small letters, too
+    present = {name.upper(): name for name in sorted(os.environ)}  # settings are also read in lower case
     found = {}
     for upper, name in present.items():
         short = upper.removeprefix(PREFIX)

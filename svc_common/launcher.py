@@ -1,4 +1,4 @@
-"""Starting both services as their own processes, on free ports, and stopping them whatever happens."""
+"""Starts both services as processes on free ports, and always stops them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from residuum.rpc.credentials import TLS
 
 ROOT = Path(__file__).resolve().parent.parent
-"""The folder that this package lies in: services that are started are those that lie beside it."""
+"""The folder that contains this package. Started services run from here."""
 
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
-"""What makes `subprocess.Popen` start a process that leads a group: it and all that it starts can be signalled at once,
-and Ctrl-C on the terminal does not reach them.
+"""Arguments of `subprocess.Popen` that start a process in its own process group. One signal reaches the process and all
+its children, and Ctrl-C on the terminal does not reach them.
 
-Not a session, where Python can do without: Linux deals cores out to sessions before it looks at processes (autogroup,
-sched(7)), and one that computes all the time has been seen to keep others waiting for seconds.
+From Python 3.11 on this is a group and not a session. Linux divides processor time among sessions first (autogroup,
+sched(7)), and a session that computes all the time has kept others waiting for seconds.
 """
 
 _POLL_SECONDS = 0.1
@@ -39,37 +39,42 @@ _STOP_SECONDS = 60.0
 
 
 class ServiceFailedError(RuntimeError):
-    """A service ended, or did not come up. The message ends with the end of its log."""
+    """A service exited or did not become ready. The message ends with the last lines of its log."""
 
 
 @dataclass
 class Service:
-    """A service that runs as a process of its own."""
+    """A service that runs as its own process."""
 
     name: str
     process: subprocess.Popen[bytes]
     folder: Path
-    """Where its log (`NAME.log`) and its port file lie."""
+    """The folder of its log (`NAME.log`) and its port file."""
 
     @property
     def log(self) -> Path:
-        """The file that has what it printed."""
+        """The file with its output."""
         return self.folder / f"{self.name}.log"
 
     @property
     def endpoint(self) -> str:
-        """host:port, once `wait_until_serving` has returned."""
+        """Its address, host:port; valid once `wait_until_serving` has returned."""
         return f"127.0.0.1:{(self.folder / f'{self.name}.port').read_text().strip()}"
 
     @property
     def is_running(self) -> bool:
-        """Whether its process has not ended."""
+        """Whether the process is running."""
         return self.process.poll() is None
 
     def wait_until_serving(
         self, timeout_seconds: float, tls: TLS | None = None, *, waiting: Callable[[str, float], None] | None = None
     ) -> None:
-        """Wait until its health says SERVING; with TLS, as it is reached. Health takes no token.
+        """Wait until the service's health check answers SERVING.
+
+        Args:
+            timeout_seconds: How long to wait.
+            tls: How to connect, if the service uses TLS. Health checks need no token.
+            waiting: Called while it waits, with the service's name and the seconds that have passed.
 
         Args:
             timeout_seconds: For how long.
@@ -77,26 +82,28 @@ class Service:
             waiting: Is called meanwhile, with its name and the seconds that have passed.
 
         Raises:
-            ServiceFailedError: It ended before that, or took too long.
+            ServiceFailedError: The service exited, or was not ready in time.
         """
         started = time.monotonic()
         while not self._is_serving(tls):
             passed = time.monotonic() - started
             if not self.is_running:
-                raise ServiceFailedError(f"{self.name} ended with code {self.process.returncode}\n{self.log_end()}")
+                message = f"The {self.name} service exited with code {self.process.returncode}. Its log ends:"
+                raise ServiceFailedError(f"{message}\n{self.log_end()}")
             if passed > timeout_seconds:
-                raise ServiceFailedError(f"{self.name} was not ready in {timeout_seconds:.0f} s\n{self.log_end()}")
+                message = f"The {self.name} service was not ready within {timeout_seconds:.0f} s. Its log ends:"
+                raise ServiceFailedError(f"{message}\n{self.log_end()}")
             if waiting is not None:
                 waiting(self.name, passed)
             time.sleep(_POLL_SECONDS)
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """Kill it, as a crash would."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> None:
-        """Ask it to stop, and wait; end it by force if it does not."""
+        """Ask it to stop and wait; kill it if it does not stop in time."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -107,7 +114,7 @@ class Service:
         self.kill_group()
 
     def kill_group(self) -> None:
-        """End all that is left of it by force: vLLM's own processes must not outlive it, however it ended."""
+        """Kill the whole process group: vLLM's processes must not outlive the service, however it ended."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -124,7 +131,7 @@ class Service:
             grpc.secure_channel(endpoint, tls.channel_credentials()) if tls else grpc.insecure_channel(endpoint)
         ) as channel:
             try:
-                stub: Any = health_pb2_grpc.HealthStub(channel)  # its types name no method
+                stub: Any = health_pb2_grpc.HealthStub(channel)  # Any, because its type stubs lack the methods
                 answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
             except grpc.RpcError:
                 return False
@@ -132,7 +139,7 @@ class Service:
 
 
 def start_store(folder: Path, arguments: Sequence[str] = (), *, port: int = 0, module: str = "store_svc") -> Service:
-    """Start the store service, or a module that takes its flags; its data lie in `folder`/data."""
+    """Start the store service, or another module that takes its flags. Its data is in `folder`/data."""
     flags = ["--path", str(folder / "data"), *arguments, f"--listen=127.0.0.1:{port}"]
     return _start("store", folder, module, flags)
 
@@ -147,16 +154,16 @@ def start_inference(
     module: str = "inference_svc",
     cwd: Path = ROOT,
 ) -> Service:
-    """Start the inference service, or a module that takes its flags.
+    """Start the inference service, or another module that takes its flags.
 
     Args:
-        folder: Where its log and its port file are written.
-        model: The model's folder or name.
-        store: Its store, or stores between commas; "" for none.
+        folder: The folder for its log and its port file.
+        model: The model to serve, a folder or a name.
+        store: Its stores, separated by commas; "" for none.
         arguments: Further flags.
-        port: The one it listens on; 0 takes any free one.
-        module: The module.
-        cwd: The folder from which relative paths in the flags are meant.
+        port: The port that it listens on; 0 picks a free one.
+        module: The module to run.
+        cwd: The folder that relative paths in the flags refer to.
     """
     flags = ["--model", model, *(["--store", store] if store else []), *arguments, f"--listen=127.0.0.1:{port}"]
     return _start("inference", folder, module, flags, cwd)
@@ -175,7 +182,7 @@ def _start(name: str, folder: Path, module: str, arguments: Sequence[str], cwd: 
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            **OWN_GROUP,  # Ctrl-C reaches this program alone, which stops them in order
+            **OWN_GROUP,  # Ctrl-C reaches only this program, which stops the services in order
         )
     return Service(name, process, folder)
 
@@ -194,24 +201,24 @@ def running_services(
     waiting: Callable[[str, float], None] | None = None,
     up: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Service, Service]]:
-    """Run both services for as long as the context lasts; yields (store, inference), both SERVING.
+    """Run both services for as long as the context lasts. Yields (store, inference), both serving.
 
-    SIGTERM ends the context as Ctrl-C does, if it is the main thread's.
+    In the main thread, SIGTERM ends the context as Ctrl-C does.
 
     Args:
-        model: The model's folder or name.
-        ports: Those of the store and the inference service; 0 takes any free one.
+        model: The model to serve, a folder or a name.
+        ports: The ports of the store and of the inference service; 0 picks a free one.
         inference_arguments: Further flags of the inference service.
         store_arguments: Further flags of the store.
-        timeout_seconds: How long each may take to start.
-        folder: Where captures and logs are kept; by default they are deleted at the end.
-        cwd: The folder from which relative paths in the inference service's flags are meant.
-        inference_module: What is started as the inference service.
-        waiting: Is called while one starts, with its name and the seconds that have passed.
-        up: Is called when that is over, well or not.
+        timeout_seconds: How long each service may take to become ready.
+        folder: Where captures and logs are kept. By default, they are deleted at the end.
+        cwd: The folder that relative paths in the inference service's flags refer to.
+        inference_module: The module to run as the inference service.
+        waiting: Called while a service starts, with its name and the seconds that have passed.
+        up: Called when the start is over, successful or not.
 
     Raises:
-        ServiceFailedError: One of them did not come up.
+        ServiceFailedError: A service did not become ready.
     """
     started: list[Service] = []
     with _terminable(), tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
@@ -239,9 +246,9 @@ def running_services(
 
 
 def _stop_all(services: Sequence[Service]) -> None:
-    """Stop services in order, the last one first; at once, if whoever waits interrupts it."""
+    """Stop services, the last one first. Ctrl-C kills all that are left."""
     try:
-        for service in reversed(services):  # the inference service has rows and seals to hand to the store
+        for service in reversed(services):  # the inference service still sends rows and seals to the store
             service.stop()
     except KeyboardInterrupt:
         for service in services:
@@ -251,7 +258,7 @@ def _stop_all(services: Sequence[Service]) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM interrupt as Ctrl-C does, where that can be had."""
+    """Let SIGTERM interrupt as Ctrl-C does. Only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -263,7 +270,7 @@ def _terminable() -> Iterator[None]:
 
 
 def is_free(port: int) -> bool:
-    """Tell whether nobody listens on a port of this machine."""
+    """Tell whether no process listens on a port of this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

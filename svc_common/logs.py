@@ -1,7 +1,7 @@
-"""Structured logs: for a person on a terminal, one JSON object a line anywhere else. Nothing is logged per token.
+"""Structured logs: readable lines on a terminal, one JSON object per line elsewhere. Nothing is logged per token.
 
-A line that concerns a request has its id as `request_id`, in every process of both services. A capture's id is that of
-its request, so `request_id` names the capture, too.
+Every line about a request carries its ID as `request_id`, in every process of both services. A capture has the ID of
+its request, so `request_id` also names the capture.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _SHARED: tuple[structlog.typing.Processor, ...] = (
     structlog.stdlib.add_log_level,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
 )
-"""What every record gets, whoever made it."""
+"""Processors of every record, from our own loggers and from libraries."""
 
 
 class _Stderr:
     """Writes the lines of one of our own loggers.
 
-    Not through `logging`, whose records cost as much again as all the rest of a line, and a service has one of each
-    request. As there, a log that nobody can write to any more does not fail what is logged.
+    It bypasses `logging`, whose records would double the cost of a line; services log a line for each request. As with
+    `logging`, an unwritable log raises no error.
     """
 
     def __init__(self, name: str = "") -> None:
         self.name = name
 
     def msg(self, line: str) -> None:
-        """Write a line, at once and whole."""
+        """Write a whole line at once."""
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"{line}\n")  # it is buffered by lines, on a terminal and anywhere else
+            sys.stderr.write(f"{line}\n")  # stderr is line-buffered, also when it is not a terminal
 
     debug = info = warning = error = critical = msg
 
 
 def configure_logs(level: str = "info") -> None:
-    """Send this process's logs, and those of the libraries that use `logging`, to stderr in one form."""
+    """Send this process's logs to stderr in one format, including those of libraries that use `logging`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(make_formatter())
     root = logging.getLogger()
@@ -54,7 +54,7 @@ def configure_logs(level: str = "info") -> None:
 
 
 def configure_own_logs(level: str) -> None:
-    """Send our own logs to stderr, and leave those of others as they are: for a process that is theirs."""
+    """Send only our own logs to stderr. For processes of others, whose own logging must stay as it is."""
     structlog.configure(
         processors=[*_SHARED, *_final()],
         logger_factory=_Stderr,
@@ -64,18 +64,18 @@ def configure_own_logs(level: str) -> None:
 
 
 def quiet_grpc() -> None:
-    """Let gRPC's core log errors alone, here and in the processes that are started from here.
+    """Make gRPC's core log only errors, in this process and its children.
 
-    Else it writes a line of its own, in no form of ours, for each failed TLS handshake: whoever reaches the port could
-    fill the disk with them. It must come before grpc is imported, which reads the environment then. Whoever set
-    GRPC_VERBOSITY or GRPC_TRACE wants to see more, and does.
+    Otherwise it writes an unstructured line for each failed TLS handshake, so anyone who can reach the port could fill
+    the disk. Call this before importing grpc, which reads the environment on import. It leaves GRPC_VERBOSITY and
+    GRPC_TRACE alone if the operator has set them.
     """
     if "GRPC_TRACE" not in os.environ:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def make_formatter() -> logging.Formatter:
-    """Return the formatter of what a library logs by `logging`: it looks like our own lines."""
+    """Return a `logging` formatter that makes lines of libraries look like our own."""
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=_SHARED,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_final()],
@@ -83,7 +83,7 @@ def make_formatter() -> logging.Formatter:
 
 
 def _final() -> list[structlog.typing.Processor]:
-    """Return what makes a line of an event."""
+    """Return the processors that render an event as a line."""
     if sys.stderr.isatty():
         return [structlog.dev.ConsoleRenderer()]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
@@ -96,16 +96,16 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def bind_request(request_id: str) -> None:
-    """Put a request's id into whatever is logged from here on, until the end of the `request_scope` around it."""
-    structlog.contextvars.bind_contextvars(request_id=request_id[:MAX_ID_LENGTH])  # whatever somebody sent as an id
+    """Add the request ID to every line that is logged until the enclosing `request_scope` ends."""
+    structlog.contextvars.bind_contextvars(request_id=request_id[:MAX_ID_LENGTH])  # callers may send longer IDs
 
 
 @contextlib.contextmanager
 def request_scope() -> Iterator[None]:
-    """Forget at the end what was bound within.
+    """Restore the bound log fields when the context ends.
 
-    Not by the tokens of context variables, which only the context that made them takes back: a generator that is a call
-    may be closed in another one.
+    This does not use the reset tokens of context variables. Such a token works only in the context that created it, and
+    Python may close a call's generator in another one.
     """
     before = structlog.contextvars.get_contextvars()
     try:

@@ -1,4 +1,4 @@
-"""How processes that serve for a long time keep their memory."""
+"""Memory management of long-running processes: glibc's allocator and Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ if TYPE_CHECKING:
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes none that is greater
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc accepts no greater value
 _KEPT_BYTES = 256 << 20
-_LEAST_ARENAS = 2
+_MIN_ARENAS = 2
 
 
 def keep_memory() -> bool:
-    """Let freed memory be used again instead of going back to the kernel; return whether the C library can.
+    """Make glibc reuse freed memory instead of returning it to the kernel. Return whether the C library supports this.
 
-    By glibc's defaults the buffer of nearly each chunk is new memory: given back when the chunk is done with, and for
-    the next one mapped, zeroed and touched page by page again. That took 40 % of the processor time of a store under
-    load, and made chunks the more expensive the larger they were.
+    With glibc's defaults, nearly every chunk's buffer is new memory. It goes back to the kernel after use, and the next
+    chunk's buffer is mapped, zeroed and faulted in page by page again. This took 40 % of the processor time of a store
+    under load, and made larger chunks more expensive per byte.
 
-    What is kept is kept for each of glibc's arenas, of which there are eight a core by default. One a core is enough,
-    and the process is soon as large as it will be.
+    glibc keeps memory per arena, and by default has eight arenas per core. One per core is enough, and lets the
+    process reach its final size soon.
 
-    For processes of ours alone, before they start threads. A library must leave its user's process as it is.
+    Call this only in the services' own processes, before they start threads. A library must not change its user's
+    process.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
-        return False  # another C library
+        return False  # not glibc
     kept = bool(set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES))
-    few = bool(set_option(_M_ARENA_MAX, max(os.cpu_count() or 1, _LEAST_ARENAS)))
+    few = bool(set_option(_M_ARENA_MAX, max(os.cpu_count() or 1, _MIN_ARENAS)))
     return bool(set_option(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)) and kept and few
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import large libraries without looking for garbage meanwhile; what was imported stays out of later looks, too.
+    """Disable garbage collection while importing large libraries, and exclude the imported objects from later ones.
 
-    Modules make hundreds of thousands of objects, and next to none of them goes: vLLM's import spends much of its time
-    on looking.
+    Modules create hundreds of thousands of objects, of which almost none is garbage. With collection enabled, vLLM's
+    import spends much of its time on it.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -57,11 +58,11 @@ def importing() -> Iterator[None]:
 
 
 def freeze_heap() -> None:
-    """Leave out of garbage collections what is there by now: for a process that has loaded all that it needs.
+    """Exclude all current objects from garbage collection. Call it once a process has loaded all that it needs.
 
-    A full collection looks at every object, a million where vLLM is loaded, and holds up the process meanwhile; so
-    Python puts it off until a quarter as many have come that lived for a while. In a service that is garbage of
-    thousands of calls. Of a heap that begins empty, collections are quick, and come often.
+    A full collection visits every object, a million with vLLM loaded, and stops the process meanwhile. So Python delays
+    it until the long-lived objects have grown by a quarter. In a service that is the garbage of thousands of calls.
+    After freezing, the collected heap starts empty, so collections are quick and frequent.
     """
     gc.collect()
     gc.freeze()

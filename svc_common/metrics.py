@@ -1,7 +1,7 @@
-"""Figures for Prometheus: those of calls, the same for both services, and the HTTP listener that shows all.
+"""Prometheus metrics: the call metrics of both services, and the HTTP listener that serves all metrics.
 
-A service makes a registry of its own, not the library's global one: what other libraries of the process count, vLLM's
-among them, does not get in between, and two services in one process (in tests) do not meet.
+Each service creates its own registry instead of using the global one. So metrics of other libraries, such as vLLM's, do
+not mix in, and two services in one process (in tests) do not collide.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Bounds of histograms: from a small call to a long generation."""
+"""Histogram buckets in seconds, from a short call to a long generation."""
 
 
 def make_registry() -> CollectorRegistry:
-    """Return a registry that has the figures of this process: CPU, memory, open files."""
+    """Return a registry with the metrics of this process: CPU, memory and open files."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return registry
 
 
 class CallMetrics:
-    """Counts the calls of a service, as an interceptor of `svc_common.serving` tells of them."""
+    """Counts the calls of a service. The interceptors of `svc_common.serving` report each call to `note`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Make the figures."""
+        """Create the metrics in a registry."""
         self._seconds = Histogram(
             "residuum_call_seconds",
-            "How long calls took, streams from their first message to their end.",
+            "Duration of calls; of streams, from the first message to the end.",
             ["method"],
             buckets=SECONDS,
             registry=registry,
         )
         self._errors = Counter(
             "residuum_call_errors",
-            "Calls that failed, by the reason in their ErrorInfo; CANCELLED: the caller had gone.",
+            "Failed calls, by the reason in their ErrorInfo; CANCELLED if the caller had gone.",
             ["method", "reason"],
             registry=registry,
         )
 
     def note(self, method: str, outcome: str, seconds: float) -> None:
-        """Count a call that has ended; see `svc_common.serving.CallEnded`."""
+        """Count an ended call; see `svc_common.serving.CallEnded`."""
         self._seconds.labels(method).observe(seconds)
         if outcome != OK:
             self._errors.labels(method, outcome).inc()
 
 
 class MetricsListener:
-    """Shows a registry at http://host:port/metrics, from threads of its own."""
+    """Serves a registry at http://host:port/metrics, in its own threads."""
 
     def __init__(self, endpoint: str, registry: CollectorRegistry) -> None:
-        """Listen on host:port.
+        """Listen on `endpoint`, host:port.
 
         Raises:
             OSError: The address cannot be listened on.
@@ -69,7 +69,7 @@ class MetricsListener:
         except OSError as error:
             raise OSError(f"metrics: cannot listen on {endpoint}: {error}") from error
         self.port = int(self._server.server_port)
-        """Where it listens, if port 0 was asked for."""
+        """The port that it listens on, also if `endpoint` has port 0."""
 
     def close(self) -> None:
         """Stop listening."""

@@ -1,4 +1,4 @@
-"""How a process stands towards others that want the same core."""
+"""Process priority: lets a process yield the processor to others."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def give_way(niceness: int) -> None:
-    """Add to the niceness of this process: of all its threads, and so of those to come.
+    """Raise the niceness of all threads of this process. Threads started later inherit it.
 
-    Linux keeps a niceness for each thread, and libraries start threads when they are imported.
+    Linux keeps a niceness per thread, and libraries start threads when they are imported.
 
     Args:
-        niceness: How much, as for `nice`; 0 changes nothing.
+        niceness: The increment, as for `nice`; 0 changes nothing.
     """
     if not niceness:
         return
@@ -23,4 +23,4 @@ def give_way(niceness: int) -> None:
         for thread in new:
             with suppress(ProcessLookupError):  # it has ended
                 os.setpriority(os.PRIO_PROCESS, thread, wanted)
-        seen |= new  # and again: one that was not nice yet may have started another meanwhile
+        seen |= new  # look again: a thread may have started another before its own niceness changed

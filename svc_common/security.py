@@ -1,7 +1,7 @@
-"""Where a service may listen, and with which certificates: the settings that both services have for it.
+"""Settings of both services for their address, certificates and callers.
 
-Nothing is open to other machines by accident: a service that listens beyond loopback has TLS and asks who calls, or was
-told that it need not (`insecure`).
+No service is open to other machines by accident. To listen beyond loopback, a service needs TLS and authentication,
+unless its operator sets `insecure`.
 """
 
 from __future__ import annotations
@@ -27,61 +27,60 @@ _log = get_logger(__name__)
 
 
 class SecurityError(OSError):
-    """A file of certificates or tokens cannot be used. The text says which, and why."""
+    """A certificate or tokens file cannot be used. The message says which file, and why."""
 
 
 class SecureSettings(ServiceSettings):
-    """Settings of whoever listens. Subclasses give `listen` its default."""
+    """Settings of a listening service. Subclasses give `listen` its default."""
 
     listen: Endpoint
     published_on: str = ""
-    """The address at which the service's port is published, where that is not the one it listens on: 127.0.0.1 in a
-    container started with `-p 127.0.0.1:50051:50051`. Beyond loopback it takes TLS and callers who say who they are, or
-    `insecure`, as `listen` would. Containers on the same network reach `listen` all the same: that network must be
-    private. Default: where it listens."""
+    """The address at which the service's port is published, if it differs from listen: 127.0.0.1 for a container
+    started with `-p 127.0.0.1:50051:50051`. Beyond loopback it requires TLS and authentication, or insecure, as listen
+    does. Containers on the same network still reach listen, so that network must be private. Default: listen."""
     tls_cert: Path | None = None
-    """Speak TLS, with this certificate and those between it and its CA: a PEM file, read again when it changes."""
+    """Serve with TLS, using this certificate chain: a PEM file, read again when it changes."""
     tls_key: Path | None = None
-    """The private key of tls-cert: a PEM file, without a passphrase."""
+    """The private key of tls-cert: a PEM file without a passphrase."""
     tls_client_ca: Path | None = None
-    """Ask callers for a certificate, too, and serve those alone whose CA is in this PEM file. It says who may connect;
-    without tokens, each of them may do everything, to all tenants."""
+    """Require client certificates from the CAs in this PEM file. A certificate only allows a caller to connect. Without
+    tokens, every caller that connects has all rights, for all tenants."""
     tokens: Path | None = None
-    """Ask callers for a token that this file knows; it says what each may do (ARCHITECTURE.md, Who may call what). It
-    is read again when it changes."""
+    """Require a token that is listed in this file, with the caller's rights (ARCHITECTURE.md, Who may call what). The
+    file is read again when it changes."""
     otel_endpoint: OptionalUrl = ""
-    """Where to send traces by OTLP over gRPC, such as http://localhost:4317; needs the extra `otel`. Default: where
-    OpenTelemetry's own OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere."""
+    """Where to send traces by OTLP over gRPC, such as http://localhost:4317; needs the extra `otel`. Default: the value
+    of OTEL_EXPORTER_OTLP_ENDPOINT, OpenTelemetry's own variable, else nowhere."""
     insecure: bool = False
-    """Listen beyond loopback without TLS, or without asking who calls; send a token in plain text beyond it, too. For
-    private networks, and behind whatever encrypts and asks instead."""
+    """Allow listening beyond loopback without TLS or without authentication, and sending a token in plain text beyond
+    loopback. For private networks, and behind a proxy that encrypts and authenticates."""
 
     @model_validator(mode="after")
     def _check_security(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together: set both, or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("--tls-client-ca is for TLS: set --tls-cert and --tls-key, too")
+            raise ValueError("--tls-client-ca requires TLS: set --tls-cert and --tls-key as well")
         if not self.insecure and not self.is_this_machines_own:
             self._check_exposure()
         return self
 
     @property
     def asks_who_calls(self) -> bool:
-        """Whether callers must show something: a token, or a certificate."""
+        """Whether callers must authenticate, with a token or a certificate."""
         return self.tls_client_ca is not None or self.tokens is not None
 
     @property
     def is_this_machines_own(self) -> bool:
-        """Whether nobody on another machine can call: the port is open on loopback alone, or published there alone."""
+        """Whether only this machine can call the service: its port is open, or published, on loopback only."""
         return is_loopback(self.published_on or parse_endpoint(self.listen, listening=True)[0])
 
     def _check_exposure(self) -> None:
         missing = []
         if self.tls_cert is None:
-            missing.append("encrypts nothing (--tls-cert and --tls-key do)")
+            missing.append("does not encrypt (--tls-cert and --tls-key)")
         if not self.asks_who_calls:
-            missing.append("asks nobody who they are (--tokens or --tls-client-ca does)")
+            missing.append("does not authenticate callers (--tokens or --tls-client-ca)")
         if not missing:
             return
         where, instead, word = self.listen, "listen on 127.0.0.1", "--insecure"
@@ -89,33 +88,33 @@ class SecureSettings(ServiceSettings):
             where, instead = f"{self.published_on}, where the port is published,", "publish it on 127.0.0.1"
             word = "--insecure (with compose.yaml: RESIDUUM_BIND_INSECURE=true)"
         raise ValueError(
-            f"{where} can be reached from other machines, and the service {' and '.join(missing)}. Set these, or "
-            f"{instead}; where the network itself is private, say {word}"
+            f"{where} can be reached from other machines, and the service {' and '.join(missing)}. Set these flags, or "
+            f"{instead}. If the network itself is private, set {word}"
         )
 
 
 def log_callers(settings: SecureSettings) -> None:
-    """Say at the start what nobody should learn later: without tokens, whoever is let in may do everything."""
+    """Log at startup that callers have all rights, if no tokens file limits them."""
     if settings.tokens is not None:
         return
     if settings.tls_client_ca is not None:
         _log.warning(
-            "callers have all rights, of all tenants",
-            who="whoever has a certificate of tls-client-ca",
-            advice="a certificate says who may connect, --tokens says who may do what: set both",
+            "callers have all rights, for all tenants",
+            who="every caller with a certificate of tls-client-ca",
+            advice="a certificate only allows a caller to connect: set --tokens to limit its rights",
         )
     elif settings.is_this_machines_own:
-        _log.info("callers have all rights, of all tenants", who="whoever is on this machine")
+        _log.info("callers have all rights, for all tenants", who="every process on this machine")
     else:
         _log.warning(
-            "callers have all rights, of all tenants",
-            who=f"whoever reaches {settings.published_on or settings.listen}",
-            advice="--tokens says who may do what",
+            "callers have all rights, for all tenants",
+            who=f"every caller that reaches {settings.published_on or settings.listen}",
+            advice="set --tokens to limit rights",
         )
 
 
 def add_port(server: grpc.Server | grpc.aio.Server, settings: SecureSettings) -> int:
-    """Let a server listen as its settings say, and log who may call; return the port.
+    """Open a server's port as its settings say, and log who may call. Return the port.
 
     Raises:
         SecurityError: A certificate or key cannot be used.
@@ -132,25 +131,25 @@ def add_port(server: grpc.Server | grpc.aio.Server, settings: SecureSettings) ->
 
 
 class _Certificates:
-    """The certificates of a server, read again when their files change: they are renewed while it runs."""
+    """A server's certificates, reloaded when their files change, so that they can be renewed without a restart."""
 
     def __init__(self, settings: SecureSettings) -> None:
-        assert settings.tls_cert is not None  # noqa: S101 - add_port
-        assert settings.tls_key is not None  # noqa: S101 - they go together
+        assert settings.tls_cert is not None  # noqa: S101 - add_port checks it
+        assert settings.tls_key is not None  # noqa: S101 - settings require both or neither
         self._cert, self._key, self._client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
         self._lock = threading.Lock()
         self._stamp = self._current_stamp()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return what the server listens with; it asks for changes at each handshake."""
+        """Return the server's credentials. gRPC asks for changed certificates at each handshake."""
         return grpc.dynamic_ssl_server_credentials(
             self._load(), self._changed, require_client_authentication=self._client_ca is not None
         )
 
     def _changed(self) -> Any:
-        """Return the certificates if they have changed, else None, which the types of gRPC's stubs forget.
+        """Return the certificates if they have changed, else None, which gRPC's type stubs do not allow.
 
-        What cannot be used is logged, and the ones before stay.
+        If the new files cannot be used, log that and keep the current certificates.
         """
         with self._lock:
             try:
@@ -160,9 +159,9 @@ class _Certificates:
                 self._stamp = stamp
                 configuration = self._load()
             except SecurityError as error:
-                _log.error("the certificates have changed and cannot be used; those before stay", error=str(error))
+                _log.error("cannot use the changed certificates; keeping the current ones", error=str(error))
                 return None
-            _log.info("the certificates have changed", cert=str(self._cert))
+            _log.info("certificates reloaded", cert=str(self._cert))
             return configuration
 
     def _current_stamp(self) -> tuple[tuple[int, ...], ...]:
@@ -172,18 +171,18 @@ class _Certificates:
             raise SecurityError(f"tls: {error}") from None
 
     def _load(self) -> grpc.ServerCertificateConfiguration:
-        """Read the files.
+        """Read and check the files. gRPC would report bad files only at the first handshake, and without a reason.
 
         Raises:
-            SecurityError: They cannot be used. gRPC itself would not say so before the first handshake, nor why.
+            SecurityError: The files cannot be used.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self._cert, self._key, password=lambda: b"")
         except (OSError, ssl.SSLError) as error:
             raise SecurityError(
-                f"tls-cert, tls-key: {self._cert} and {self._key} are not a certificate and its key, both PEM and "
-                f"without a passphrase: {error}"
+                f"tls-cert, tls-key: {self._cert} and {self._key} must be a certificate and its private key, in PEM "
+                f"format and without a passphrase: {error}"
             ) from None
         if self._client_ca is not None:
             try:

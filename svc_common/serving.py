@@ -1,4 +1,4 @@
-"""Serving: health, reflection, error translation and a graceful stop, the same for both services."""
+"""Serving, shared by both services: health, reflection and error translation."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ OK = "OK"
 """The outcome of a call that did not fail."""
 
 CANCELLED = "CANCELLED"
-"""The outcome of a call whose caller had gone before its end."""
+"""The outcome of a call whose caller had gone before it ended."""
 
 CallEnded = Callable[[str, str, float], None]
-"""Is told of each call of ours that has ended: its method, such as "GetStats"; its outcome, OK, CANCELLED or the reason
-of its Failure, such as "UNKNOWN_CAPTURE"; and how long it took, in seconds."""
+"""Called when a call to a method of ours has ended, with three arguments: its method, such as "GetStats"; its outcome,
+OK, CANCELLED or the reason of its Failure, such as "UNKNOWN_CAPTURE"; and its duration in seconds."""
 
 
 def write_port_file(path: Path, port: int) -> None:
-    """Write the port where another program waits for it: all at once, so that it never reads half a number."""
+    """Write the port to a file that another program waits for. It appears atomically, never half written."""
     part = path.with_name(path.name + ".part")
     part.write_text(f"{port}\n")
     part.replace(path)
@@ -53,47 +53,47 @@ def add_health_and_reflection(
     service: str,
     health_servicer: health.HealthServicer | health.aio.HealthServicer,
 ) -> None:
-    """Serve grpc.health.v1 and server reflection beside a service of the given full name."""
+    """Add grpc.health.v1 and server reflection to the server of a service, which is given by its full name."""
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
 
 
 def internal_failure(log: structlog.stdlib.BoundLogger, method: str) -> Failure:
-    """Log the exception that is being handled, and return the Failure that may be sent instead of it."""
+    """Log the exception being handled. Return a Failure to send instead, which reveals only an incident number."""
     incident = secrets.token_hex(4)
     log.exception("call failed", method=method, incident=incident)  # noqa: LOG004 - called while one is handled
     return Failure(
         Reason.ERROR_REASON_INTERNAL,
-        f"A fault of the server; its log says more under incident {incident}.",
+        f"The server failed unexpectedly. Its log has the details under incident {incident}.",
         incident=incident,
     )
 
 
 class _Call:
-    """A call that runs."""
+    """A running call."""
 
     def __init__(self, method: str) -> None:
         self.method = method
-        self.outcome = CANCELLED  # unless it comes to an end of its own
+        self.outcome = CANCELLED  # until the handler returns or raises
 
 
-class _Watch:
-    """What both interceptors do around each call."""
+class _CallObserver:
+    """The part that both error interceptors share: reporting calls and translating exceptions."""
 
     def __init__(self, log: structlog.stdlib.BoundLogger, on_end: CallEnded | None = None) -> None:
-        """Make an interceptor.
+        """Create an interceptor.
 
         Args:
-            log: Where the faults of handlers go.
-            on_end: Is told of each call.
+            log: Where unexpected exceptions of handlers are logged.
+            on_end: Called when a call has ended.
         """
         self._log = log
         self._on_end = on_end
 
     @contextlib.contextmanager
     def _watching(self, method: str) -> Iterator[_Call]:
-        """Tell how a call ended, and forget what it bound to its log lines."""
+        """Report how a call ends, and drop the log fields that it bound."""
         call = _Call(method)
         start = time.monotonic()
         with request_scope():
@@ -109,8 +109,8 @@ class _Watch:
         return failure
 
 
-class ErrorInterceptor(_Watch, grpc.ServerInterceptor):
-    """Turns what handlers of a sync server raise into a status; see `residuum.rpc.errors`."""
+class ErrorInterceptor(_CallObserver, grpc.ServerInterceptor):
+    """Turns exceptions of a sync server's handlers into a status; see `residuum.rpc.errors`."""
 
     def intercept_service(
         self,
@@ -156,8 +156,8 @@ class ErrorInterceptor(_Watch, grpc.ServerInterceptor):
         raise AssertionError("abort_with_status always raises")
 
 
-class AioErrorInterceptor(_Watch, grpc.aio.ServerInterceptor):
-    """Turns what handlers of an asyncio server raise into a status; see `residuum.rpc.errors`."""
+class AioErrorInterceptor(_CallObserver, grpc.aio.ServerInterceptor):
+    """Turns exceptions of an asyncio server's handlers into a status; see `residuum.rpc.errors`."""
 
     async def intercept_service(
         self,
@@ -213,10 +213,11 @@ class AioErrorInterceptor(_Watch, grpc.aio.ServerInterceptor):
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], status: grpc.Status) -> NoReturn:
-    """End a call. It is over by then, and counted: who does not read may never take the status.
+    """End a call with a status. Report the call before this: a caller that does not read may never receive the status.
 
-    gRPC's context keeps the error that this raises, and that the frames that it passes: so they must not have the
-    context, nor the failure, whose frames do; see `_aio_decoding`.
+    gRPC's context keeps the error that this raises, and the error keeps the frames that it passes. So these frames must
+    not refer to the context, nor to the failure, whose frames refer to it. Otherwise the call stays in memory until a
+    full garbage collection.
     """
     aborting = context.abort(status.code, status.details, status.trailing_metadata)
     del context
@@ -225,7 +226,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], status: grpc.Statu
 
 
 def _is_abort(error: Exception) -> bool:
-    # The sync API raises a bare Exception() after abort(); grpc offers no type to tell it by.
+    # The sync API raises a bare Exception() after abort(); grpc has no type of its own for it.
     return type(error) is Exception and not error.args
 
 
@@ -236,9 +237,9 @@ def _call_of(handler: _Handler) -> Callable[..., Any]:
 
 
 def _decoding(handler: _Handler) -> Callable[..., Any]:
-    """Return a sync handler's call, taking messages as bytes: so that one that cannot be parsed is answered by us.
+    """Return a sync handler's behaviour that takes messages as bytes and answers malformed ones with INVALID_ARGUMENT.
 
-    gRPC itself would answer INTERNAL (sync) or UNKNOWN (asyncio), as if the server had a fault.
+    gRPC itself would answer INTERNAL (sync) or UNKNOWN (asyncio), as if the server were at fault.
     """
     call, decode = _call_of(handler), _decoder(handler)
     if handler.request_streaming:
@@ -247,12 +248,12 @@ def _decoding(handler: _Handler) -> Callable[..., Any]:
 
 
 def _aio_decoding(handler: _Handler) -> Callable[..., Any]:
-    """Return an asyncio handler's call, taking messages as bytes; see `_decoding`."""
+    """Return an asyncio handler's behaviour that takes messages as bytes; see `_decoding`."""
     call, decode = _call_of(handler), _decoder(handler)
 
     async def decoded(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        # Unless it is closed, or read to its end, gRPC's iterator and the call refer to each other: then all of the
-        # call stays in memory until the garbage collector looks at objects of its age.
+        # Always close gRPC's iterator. Unless it is closed or read to its end, it and the call refer to each other, and
+        # the whole call stays in memory until a full garbage collection.
         incoming: Any = aiter(messages)
         async with contextlib.aclosing(incoming):
             async for message in incoming:
@@ -272,7 +273,8 @@ def _decoder(handler: _Handler) -> Callable[[bytes], Any]:
         except DecodeError:
             raise Failure(
                 Reason.ERROR_REASON_INVALID_FIELD,
-                "The message is not the one that the contract names for this call; it cannot be parsed.",
+                "The message cannot be parsed as the type that this method takes. Generate the client from the same "
+                "version of the .proto files.",
                 field="",
             ) from None
 
@@ -280,7 +282,13 @@ def _decoder(handler: _Handler) -> Callable[[bytes], Any]:
 
 
 def handler_of(like: _Handler, call: Callable[..., Any], deserializer: Callable[[bytes], Any] | None) -> _Handler:
-    """Return a handler of the same kind as another, with its serializer, that makes another call."""
+    """Return a handler with the kind and the response serializer of another handler.
+
+    Args:
+        like: The handler whose kind and serializer are kept.
+        call: The new handler's behaviour.
+        deserializer: The new handler's request deserializer; None passes bytes.
+    """
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,

@@ -1,4 +1,4 @@
-"""Settings of a service: one declaration gives the flags, the environment variables, the file and the help.
+"""Settings of a service. One declaration defines its flags, environment variables, configuration file and help.
 
 Precedence: flag, environment variable `RESIDUUM_...`, file (`--config FILE` or `RESIDUUM_CONFIG`, TOML), default.
 """
@@ -27,9 +27,9 @@ _Settings = TypeVar("_Settings", bound="ServiceSettings")
 
 _log = get_logger(__name__)
 
-_WAYS = (
-    "Each setting can also stand in the environment, as RESIDUUM_ and its name, or in a TOML file: --config FILE, or "
-    "RESIDUUM_CONFIG. A flag goes before the environment, and the environment before the file."
+_SOURCES_HELP = (
+    "Each setting can also be set as an environment variable, RESIDUUM_ and its name, or in a TOML file: --config FILE "
+    "or RESIDUUM_CONFIG. A flag overrides the environment, and the environment overrides the file."
 )
 
 
@@ -43,10 +43,10 @@ def _optional_endpoint(text: str) -> str:
 
 
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
-"""host:port of a setting, to listen on."""
+"""A setting of the form host:port, to listen on."""
 
 OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
-"""host:port of a setting, to listen on, or nothing."""
+"""A setting of the form host:port to listen on, or empty."""
 
 
 def _optional_url(text: str) -> str:
@@ -56,11 +56,11 @@ def _optional_url(text: str) -> str:
 
 
 OptionalUrl = Annotated[str, AfterValidator(_optional_url)]
-"""URL of a setting, or nothing."""
+"""A setting that is a URL, or empty."""
 
 
 class _File(TomlConfigSettingsSource):
-    """A TOML file, in which a setting's name may also be written as its flag is, with dashes."""
+    """A TOML file. Names of settings may be written with underscores, or with dashes as in their flags."""
 
     def __init__(self, settings_cls: type[BaseSettings], path: str) -> None:
         try:
@@ -79,7 +79,7 @@ class _File(TomlConfigSettingsSource):
 
 
 class ServiceSettings(BaseSettings):
-    """Base of a service's settings. Subclasses are frozen and carry a description for each field."""
+    """Base class of a service's settings. Subclasses are frozen, and document each field for --help."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True)
     config_file: ClassVar[str | None] = None
@@ -93,7 +93,7 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - part of pydantic's signature
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - part of pydantic's signature
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Name the sources, the strongest first; flags come before all of them."""
+        """Return the sources, strongest first. Flags override all of them."""
         sources = [init_settings, env_settings]
         if cls.config_file:
             sources.append(_File(settings_cls, cls.config_file))
@@ -101,30 +101,30 @@ class ServiceSettings(BaseSettings):
 
 
 def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str]) -> _Settings:
-    """Read the settings of a service, or end the process with a message that names the bad ones.
+    """Read the settings of a service. If any is bad, exit with a message that lists all bad ones.
 
-    Also bad is a variable of the environment that is nobody's, and close to one of these settings. Of others that are
-    nobody's, `log_strangers` tells when the logs are set up.
+    An unknown environment variable whose name is close to one of these settings is bad, too. `log_strangers` logs other
+    unknown variables once logging is set up.
 
     Args:
-        kind: The settings' class.
+        kind: The class of the settings.
         program: The command, for the help.
         arguments: The command line after the program.
     """
     arguments, path = _take_config(list(arguments))
     if path and not os.path.isfile(path):  # noqa: PTH113 - one check, no path object otherwise
-        sys.exit(f"{program}: config: there is no file {path!r}")
+        sys.exit(f"{program}: config: the file {path!r} does not exist")
     located = type(
         kind.__name__,
         (kind,),
-        {"config_file": path, "__module__": kind.__module__, "__doc__": f"{kind.__doc__} {_WAYS}"},
+        {"config_file": path, "__module__": kind.__module__, "__doc__": f"{kind.__doc__} {_SOURCES_HELP}"},
     )
     flags: CliSettingsSource[Any] = CliSettingsSource(
         located, cli_prog_name=program, cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
     )
 
     def read() -> _Settings:
-        values = flags(args=arguments)  # --help and unknown flags end the process here
+        values = flags(args=arguments)  # --help and unknown flags exit here
         settings: _Settings = located(_cli_settings_source=values)
         return settings
 
@@ -135,29 +135,29 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
 
 
 class BadSettingsError(ValueError):
-    """Settings of the environment cannot be used. The text has a line for each."""
+    """Settings are bad. The message has a line for each problem."""
 
 
 def from_environment(kind: type[_Settings]) -> _Settings:
-    """Read settings from the environment alone.
+    """Read settings from the environment only.
 
     Raises:
-        BadSettingsError: Some of them cannot be used, or a variable is nobody's and close to one of them.
+        BadSettingsError: A setting is bad, or an unknown variable's name is close to one of them.
     """
     return _checked(kind, kind)
 
 
 def log_strangers(kind: type[ServiceSettings]) -> None:
-    """Log which variables of the environment begin as settings do, and are nobody's; see `strangers`."""
+    """Log unknown RESIDUUM_ environment variables; see `strangers`."""
     if unknown := list(strangers(kind.model_fields)):
-        _log.warning("environment variables that nobody reads", variables=unknown)
+        _log.warning("ignoring unknown environment variables", variables=unknown)
 
 
 def _checked(kind: type[_Settings], read: Callable[[], _Settings]) -> _Settings:
-    """Return the settings that were read.
+    """Return the settings that `read` returns.
 
     Raises:
-        BadSettingsError: They cannot be used. All that is wrong is told at once.
+        BadSettingsError: Some are bad. The message lists all problems at once.
     """
     problems = []
     try:
@@ -166,9 +166,9 @@ def _checked(kind: type[_Settings], read: Callable[[], _Settings]) -> _Settings:
         problems = [_explain(kind, problem) for problem in error.errors()]
     except ValueError as error:  # a file that is not TOML, or a value that is not JSON
         problems = [str(error)]
-    # Without their values: it may be a token that is called otherwise by mistake.
+    # Never show the values: a misspelled variable may hold a token.
     problems += [
-        f"{name}: there is no such setting; is {' or '.join(meant)} meant? Unset it if it is for another program"
+        f"{name}: unknown setting. Did you mean {' or '.join(meant)}? If it is for another program, unset it here"
         for name, meant in strangers(kind.model_fields).items()
         if meant
     ]
@@ -187,9 +187,9 @@ def _take_config(arguments: list[str]) -> tuple[list[str], str | None]:
 
 
 def _explain(kind: type[ServiceSettings], problem: ErrorDetails) -> str:
-    """Return one line about what is wrong."""
+    """Return one line about a problem."""
     location, message = problem["loc"], problem["msg"].removeprefix("Value error, ")
-    if not location:  # settings that do not go together; the message names them
+    if not location:  # settings that contradict each other; the message names them
         return message
     if problem["type"] == "extra_forbidden":
         message = _unknown(kind, location)
@@ -197,9 +197,9 @@ def _explain(kind: type[ServiceSettings], problem: ErrorDetails) -> str:
 
 
 def _unknown(kind: type[ServiceSettings], location: tuple[int | str, ...]) -> str:
-    """Say that there is no such setting, and which was perhaps meant."""
+    """Return the message for an unknown setting, with the setting that was probably meant."""
     meant = difflib.get_close_matches(str(location[0]), kind.model_fields, n=1)
-    return "there is no such setting" + (f"; is {_flag((meant[0],))} meant?" if meant else "; see --help")
+    return "unknown setting. " + (f"Did you mean {_flag((meant[0],))}?" if meant else "See --help")
 
 
 def _variable(location: tuple[int | str, ...]) -> str:

@@ -1,11 +1,11 @@
-"""How long a server waits for callers that send nothing, or do not read what is sent to them.
+"""Timeouts for callers that stall: that send no first message, or do not read what the server sends.
 
-A call that does neither costs a thread or a place all the same, and a reader keeps its capture from expiring. So the
-first message must come within a time, and so must the room to send on; else the call is ended. Between messages nobody
-is hurried: a follower may wait for rows, and a writer for something to write, for as long as they like.
+A stalled call occupies a thread or a slot, and a stalled reader keeps its capture from expiring. So the server ends a
+call whose first message does not come in time, and one that does not accept a response in time. There is no timeout
+between messages: a reader may wait for rows, and a writer for something to write, as long as they like.
 
-Both interceptors stand behind the others: who may not call is refused before a message is waited for, and what is
-raised here is sent by those of `svc_common.serving`.
+Both interceptors run after the others. So unauthorised callers are refused before the server waits for a message, and
+the interceptors of `svc_common.serving` send the failures that are raised here.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
 
 MAX_WATCHES = 16
-"""Streams of other services than ours (health watches, reflection) that run at once. They last as long as their clients
-like, and must not take the places of calls that do something."""
+"""Health watches and reflection streams that may run at once. They last as long as their clients like, and must not
+take the slots of other calls."""
 
-_WRITTEN: tuple[Any, ...] = ()
-"""What a call yields that has written its messages itself. The interceptors around it want a generator all the same."""
+_NO_RESPONSES: tuple[Any, ...] = ()
+"""Yielded by a handler that writes its messages itself. The interceptors around it still need an async generator."""
 
 
 class PatienceInterceptor(grpc.ServerInterceptor):
-    """Cancels calls of a sync server that send no first message, or do not read.
+    """Cancels calls to a sync server that send no first message in time, or do not read.
 
-    They are cut off: gRPC sends no status with that, so the caller sees CANCELLED without a reason.
+    gRPC sends no status with such a cancellation, so the caller sees CANCELLED without a reason.
     """
 
     def __init__(self, log: structlog.stdlib.BoundLogger, first_message_seconds: float, stall_seconds: float) -> None:
-        """Make an interceptor; `close` ends its threads."""
+        """Create the interceptor and start its threads; `close` ends them."""
         self._log = log
         self._first = Alarm(first_message_seconds)
         self._stall = Alarm(stall_seconds)
         self._watches = threading.BoundedSemaphore(MAX_WATCHES)
 
     def close(self) -> None:
-        """Cancel nothing any more."""
+        """End the threads. No call is cancelled afterwards."""
         self._first.close()
         self._stall.close()
 
@@ -63,7 +63,7 @@ class PatienceInterceptor(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], _Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        """Wrap the handler of a call: also one of a single message waits for it here, as for that of a stream."""
+        """Wrap the handler of a call as a handler of a request stream, so that waiting for messages happens here."""
         handler = continuation(handler_call_details)
         if handler is None:
             return None
@@ -99,7 +99,7 @@ class PatienceInterceptor(grpc.ServerInterceptor):
         return patient
 
     def _request(self, handler: _Handler, messages: Iterator[Any], context: grpc.ServicerContext, method: str) -> Any:
-        """Return what a handler is called with: the one message, or all of them."""
+        """Wait for the first message. Return the handler's argument: that message, or the iterator of all messages."""
         with self._first.over(self._cancel(context, method, "no first message came")):
             first = next(messages, None)
         if handler.request_streaming:
@@ -129,14 +129,14 @@ class PatienceInterceptor(grpc.ServerInterceptor):
 
 
 class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls of an asyncio server that send no first message, or do not read.
+    """Ends calls to an asyncio server that send no first message in time, or do not read.
 
-    What such a call had is given back at once. The call itself stays until its caller reads on, and then hears why, or
-    leaves: grpc.aio has no way to cut it off.
+    It frees the call's resources at once. The call itself stays until its caller reads on, and gets the reason, or
+    disconnects: grpc.aio cannot cut a call off.
     """
 
     def __init__(self, log: structlog.stdlib.BoundLogger, first_message_seconds: float, stall_seconds: float) -> None:
-        """Make an interceptor."""
+        """Create the interceptor."""
         self._log = log
         self._first_seconds, self._stall_seconds = first_message_seconds, stall_seconds
         self._stall = AioAlarm(stall_seconds)
@@ -155,26 +155,26 @@ class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
         call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
         async def unary(messages: AsyncIterator[Any], context: Any) -> Any:
-            async with _telling(method, context):
+            async with _sending_failures(method, context):
                 return await call(await self._request(handler, messages), context)
 
         async def streaming(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
             async with (
-                _telling(method, context),
+                _sending_failures(method, context),
                 self._place(method),
                 contextlib.aclosing(call(await self._request(handler, messages), context)) as responses,
             ):
                 async for response in responses:
                     await self._write(response, context, method)
-            for nothing in _WRITTEN:
-                yield nothing
+            for response in _NO_RESPONSES:
+                yield response
 
         async def writing(messages: AsyncIterator[Any], context: Any) -> None:
-            async with _telling(method, context), self._place(method):
+            async with _sending_failures(method, context), self._place(method):
                 await call(await self._request(handler, messages), context)
 
         if handler.response_streaming:
-            # Health watches write their answers to the context.
+            # Health watches are coroutines that write their answers to the context.
             return grpc.stream_stream_rpc_method_handler(
                 writing if inspect.iscoroutinefunction(call) else streaming,
                 handler.request_deserializer,
@@ -196,14 +196,17 @@ class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
             self._watches -= 1
 
     async def _request(self, handler: _Handler, messages: AsyncIterator[Any]) -> Any:
-        """Return what a handler is called with: the one message, or all of them."""
+        """Wait for the first message. Return the handler's argument: that message, or the iterator of all messages."""
         incoming: Any = aiter(messages)
         first = None
         with contextlib.suppress(StopAsyncIteration):
             try:
                 first = await asyncio.wait_for(anext(incoming), self._first_seconds)
             except asyncio.TimeoutError:
-                raise _stalled(f"No message came in {self._first_seconds:g} s.") from None
+                raise _stalled(
+                    f"No message arrived within {self._first_seconds:g} s (--first-message-seconds), so the service "
+                    "ended the call. Send the first message when you start the call."
+                ) from None
         if handler.request_streaming:
             return _aio_chained(first, incoming)
         await incoming.aclose()
@@ -212,36 +215,36 @@ class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
         return first
 
     async def _write(self, response: Any, context: Any, method: str) -> None:
-        """Send a message; wait no longer than the caller may take to make room for it.
+        """Send a message, waiting for the caller to accept it for at most the stall timeout.
 
         Raises:
-            Failure: CALLER_STALLED.
+            Failure: CALLER_STALLED after the timeout.
         """
-        task, late = asyncio.current_task(), []
+        task, timed_out = asyncio.current_task(), []
 
-        def give_up() -> None:
-            late.append(True)
+        def time_out() -> None:
+            timed_out.append(True)
             if task is not None:
                 task.cancel()
 
         try:
-            with self._stall.over(give_up):
+            with self._stall.over(time_out):
                 await context.write(response)
         except asyncio.CancelledError:
-            if not late:  # the caller has left
+            if not timed_out:  # the caller has gone
                 raise
             if sys.version_info >= (3, 11) and task is not None:
                 task.uncancel()
             self._log.warning("call ended", method=method, why="the caller does not read", peer=context.peer())
             raise _stalled(
-                f"Nothing of what was sent was read for {self._stall_seconds:g} s (--stall-seconds), so the call was "
-                "ended. Read on sooner, or start it again."
+                f"The caller read nothing for {self._stall_seconds:g} s (--stall-seconds), so the service ended the "
+                "call. Read the stream continuously, or start the call again."
             ) from None
 
 
 @asynccontextmanager
-async def _telling(method: str, context: Any) -> AsyncIterator[None]:
-    """Send a failure where nobody else does: the interceptor that does so leaves methods of others alone."""
+async def _sending_failures(method: str, context: Any) -> AsyncIterator[None]:
+    """Send a Failure to the caller of health or reflection, for which `AioErrorInterceptor` does not do so."""
     try:
         yield
     except Failure as failure:
@@ -252,7 +255,8 @@ async def _telling(method: str, context: Any) -> AsyncIterator[None]:
 
 
 def _no_message() -> Failure:
-    return Failure(Reason.ERROR_REASON_INVALID_FIELD, "The call ended without its message.", field="")
+    message = "The call ended without its request message. Send exactly one."
+    return Failure(Reason.ERROR_REASON_INVALID_FIELD, message, field="")
 
 
 def _stalled(message: str) -> Failure:
@@ -262,7 +266,8 @@ def _stalled(message: str) -> Failure:
 def _too_many_watches() -> Failure:
     return Failure(
         Reason.ERROR_REASON_LIMIT_REACHED,
-        f"At most {MAX_WATCHES} health watches and reflections run at once; ask by Check, or try again later.",
+        f"The service already runs {MAX_WATCHES} health watches and reflection streams, its limit. Use Check instead, "
+        "or try again later.",
         limit="watches",
     )
 

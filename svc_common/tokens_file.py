@@ -1,4 +1,4 @@
-"""The tokens file of a service: who may call, as which tenant, with which rights and within which limits.
+"""The tokens file of a service: its callers' tokens with tenant and rights, and the tenants' limits.
 
     [[token]]
     hash = "sha256:..."              # never the token itself: `residuum token` prints both
@@ -7,13 +7,14 @@
     expires = 2027-01-01T00:00:00Z   # optional
     name = "Alice's laptop"          # optional, for people
 
-    [tenant.alice]                   # optional, as each line of it
+    [tenant.alice]                   # optional, as is each of its lines
     max_bytes = "100GiB"             # chunks in the store
     max_open_captures = 64
     max_vector_bytes = "64MiB"       # steering vectors that the inference service keeps
-    max_requests = 256               # that run at once, or wait for their turn, in the inference service
+    max_requests = 256               # running and queued requests in the inference service
 
-The file is read again when it changes, so tokens come and go without a restart. A call that runs goes on to its end.
+The service reads the file again when it changes, so tokens can be added and removed without a restart. Running calls
+are not affected.
 """
 
 from __future__ import annotations
@@ -45,73 +46,73 @@ _log = get_logger(__name__)
 
 
 class TokensError(OSError):
-    """A tokens file cannot be used. The text says why; nothing that stands in the file is part of it."""
+    """A tokens file cannot be used. The message says why, and reveals nothing of the file's contents."""
 
 
 class Right(enum.Enum):
     """What a token may allow."""
 
     GENERATE = "generate"
-    """To register and run requests, send vectors, and delete captures."""
+    """Register and run requests, send vectors, and delete captures."""
     READ = "read"
-    """To read captures."""
+    """Read captures."""
     WRITE = "write"
-    """To write captures, as inference services do."""
+    """Write captures, as inference services do."""
     ADMIN = "admin"
-    """Everything, of all tenants."""
+    """Everything, for all tenants."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a call."""
+    """The caller of a call."""
 
     tenant: str
-    """Whose captures and requests it is about; "*": any that it names."""
+    """The tenant that it acts for; "*" for any tenant that it names."""
     rights: frozenset[Right]
-    """What it may do."""
+    """The caller's rights."""
 
     @property
     def is_admin(self) -> bool:
-        """Whether it may do everything, to all tenants."""
+        """Whether the caller has all rights, for all tenants."""
         return Right.ADMIN in self.rights
 
     @property
     def own_tenant(self) -> str:
-        """The tenant that is meant where it names none."""
+        """The tenant of requests that name none."""
         return DEFAULT_TENANT if self.tenant == ANY_TENANT else self.tenant
 
     def may(self, right: Right | None) -> bool:
-        """Tell whether it has a right; None is one that everybody has."""
+        """Tell whether the caller has a right. Every caller has the right None."""
         return right is None or self.is_admin or right in self.rights
 
     def acts_for(self, tenant: str) -> bool:
-        """Tell whether what belongs to a tenant exists for this caller."""
+        """Tell whether the caller may act for a tenant. Requests and captures of other tenants do not exist for it."""
         return self.is_admin or self.tenant in {ANY_TENANT, tenant}
 
 
 ANYBODY = Caller(ANY_TENANT, frozenset(Right))
-"""The caller where nobody is asked who they are."""
+"""The caller of every call to a service without authentication."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a tenant may have; None: any amount."""
+    """A tenant's limits; None means unlimited."""
 
     max_bytes: int | None = None
-    """Bytes of its chunks in a store."""
+    """Bytes of the tenant's chunks in a store."""
     max_open_captures: int | None = None
-    """Captures of it that have not ended."""
+    """The tenant's open captures in a store."""
     max_vector_bytes: int | None = None
-    """Bytes of its steering vectors that an inference service keeps."""
+    """Bytes of the tenant's steering vectors that an inference service keeps."""
     max_requests: int | None = None
-    """Requests of it that run at once, or wait for their turn, in an inference service."""
+    """The tenant's running and queued requests in an inference service."""
 
 
 class TokenTable:
     """The contents of a tokens file.
 
-    Tokens are found by a keyed hash of their hash, with a key of chance: how long that takes tells nobody how a token
-    that they guessed differs from one that is there.
+    The table looks tokens up by a keyed hash of their hash, with a random key. So the time of a lookup does not reveal
+    how close a guessed token is to a real one.
     """
 
     def __init__(self, callers: Mapping[bytes, tuple[Caller, datetime.datetime | None]], limits: Mapping[str, Limits]):
@@ -123,11 +124,11 @@ class TokenTable:
         return len(self._callers)
 
     def find(self, token: str) -> tuple[Caller, datetime.datetime | None] | None:
-        """Return whose token this is, and when it expires; None: nobody's."""
+        """Return a token's caller and its expiry time, which may be None; return None if the token is unknown."""
         return self._callers.get(self._blind(hashlib.sha256(token.encode()).digest()))
 
     def limits_of(self, tenant: str) -> Limits:
-        """Return what a tenant may have."""
+        """Return a tenant's limits."""
         return self._limits.get(tenant, Limits())
 
     def _blind(self, digest: bytes) -> bytes:
@@ -135,13 +136,13 @@ class TokenTable:
 
 
 class TokenFile:
-    """A tokens file that is read again when it changes. Safe for threads."""
+    """A tokens file that is read again when it changes. It is thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Read the file.
 
         Raises:
-            TokensError: It cannot be used.
+            TokensError: The file cannot be used.
         """
         self._path = path
         self._lock = threading.Lock()
@@ -150,7 +151,7 @@ class TokenFile:
         _log.info("tokens read", path=str(path), tokens=len(self._table))
 
     def table(self) -> TokenTable:
-        """Return what stands in the file. While that cannot be used, what stood there before holds; the log says so."""
+        """Return the file's current contents. If a changed file cannot be used, log that and keep the old contents."""
         with self._lock:
             stamp = self._current_stamp()
             if stamp != self._stamp:
@@ -162,10 +163,10 @@ class TokenFile:
         try:
             self._table = _load(self._path)
         except TokensError as error:
-            # Not the traceback: it could show what stands in the file.
-            _log.error("the tokens file has changed and cannot be used; what it said before holds", error=str(error))
+            # No traceback: it could reveal the file's contents.
+            _log.error("cannot use the changed tokens file; keeping its previous contents", error=str(error))
         else:
-            _log.info("tokens read again", path=str(self._path), tokens=len(self._table))
+            _log.info("tokens reloaded", path=str(self._path), tokens=len(self._table))
 
     def _current_stamp(self) -> tuple[int, ...]:
         try:
@@ -176,7 +177,7 @@ class TokenFile:
 
 def _tenant(name: str) -> str:
     if name != ANY_TENANT and not is_valid_tenant(name):
-        raise ValueError("a tenant's name is 1 to 128 of a-z A-Z 0-9 . _ -, and begins with no dot or dash")
+        raise ValueError("a tenant's name must have 1 to 128 characters of a-z A-Z 0-9 . _ - and not begin with . or -")
     return name
 
 
@@ -212,7 +213,7 @@ def _load(path: Path) -> TokenTable:
     """Read a tokens file.
 
     Raises:
-        TokensError: It cannot be used.
+        TokensError: The file cannot be used.
     """
     try:
         file = _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -231,16 +232,18 @@ def _table(file: _File, path: Path) -> TokenTable:
     for number, token in enumerate(file.token, start=1):
         digest = bytes.fromhex(token.hash.removeprefix("sha256:"))
         if digest in callers:
-            raise TokensError(f"tokens: {path}: token {number} stands there twice")
+            raise TokensError(f"tokens: {path}: token {number} repeats the hash of an earlier token; remove one")
         if token.tenant == ANY_TENANT and not token.rights <= {Right.WRITE, Right.ADMIN}:
-            raise TokensError(f"tokens: {path}: token {number}: the tenant '*' is for the rights write and admin alone")
+            raise TokensError(
+                f"tokens: {path}: token {number}: tenant '*' may have only the rights write and admin; name a tenant"
+            )
         callers[digest] = token.caller, token.expires
     for name in file.tenant:
         if not is_valid_tenant(name):
-            raise TokensError(f"tokens: {path}: tenant.{name!r} is no tenant's name")
+            raise TokensError(f"tokens: {path}: tenant.{name!r} is not a valid tenant name")
     return TokenTable(callers, {name: Limits(**vars(limits)) for name, limits in file.tenant.items()})
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """Return where in the file something is wrong: the tokens are counted from 1."""
+    """Return the location of a problem in the file. Tokens are counted from 1."""
     return ".".join(str(part + 1) if isinstance(part, int) else part for part in location)

@@ -1,4 +1,4 @@
-"""Traces of the calls that a service answers, as parts of its callers'; see `residuum.rpc.tracing`."""
+"""Traces the calls that a service answers, as part of the callers' traces; see `residuum.rpc.tracing`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _serving(details: _Details, context: Any) -> Iterator[None]:
-    """Trace a call that is served, as a part of its caller's trace."""
+    """Record a served call as a span in its caller's trace."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -33,7 +33,7 @@ def _serving(details: _Details, context: Any) -> Iterator[None]:
     made = trace.get_tracer(SCOPE).start_span(
         details.method.strip("/"), parent, kind=trace.SpanKind.SERVER, attributes=facts
     )
-    code = grpc.StatusCode.CANCELLED  # unless it comes to an end of its own
+    code = grpc.StatusCode.CANCELLED  # until the handler returns or raises
     try:
         with trace.use_span(made, record_exception=False, set_status_on_exception=False):
             yield
@@ -47,13 +47,13 @@ def _serving(details: _Details, context: Any) -> Iterator[None]:
 
 def _code_of(context: Any) -> grpc.StatusCode:
     code = context.code()
-    if isinstance(code, int):  # grpc.aio's
+    if isinstance(code, int):  # grpc.aio returns an int
         return next((known for known in grpc.StatusCode if known.value[0] == code), grpc.StatusCode.UNKNOWN)
     return code or grpc.StatusCode.UNKNOWN
 
 
 class TracingInterceptor(grpc.ServerInterceptor):
-    """Traces the calls of a sync server; the first of its interceptors."""
+    """Traces the calls to a sync server. It must be the first interceptor."""
 
     def intercept_service(
         self, continuation: Callable[[_Details], _Handler | None], handler_call_details: _Details
@@ -76,7 +76,7 @@ class TracingInterceptor(grpc.ServerInterceptor):
 
 
 class AioTracingInterceptor(grpc.aio.ServerInterceptor):
-    """Traces the calls of an asyncio server; the first of its interceptors."""
+    """Traces the calls to an asyncio server. It must be the first interceptor."""
 
     async def intercept_service(
         self, continuation: Callable[[_Details], Awaitable[_Handler | None]], handler_call_details: _Details

@@ -1,53 +1,53 @@
-# ruff: noqa: N818 - the names say what happened, as in httpx; every one of them is a ResiduumError
-"""What can go wrong, as exceptions. Each says in its message what to do, and carries the facts as attributes.
+# ruff: noqa: N818 - the names say what happened, as in httpx; all of them are ResiduumErrors
+"""The exceptions of this package. Each message says what to do, and attributes hold the facts.
 
     ResiduumError                       reason, metadata, request_id, capture_id
-    ├── InvalidRequest (ValueError)     the request cannot be meant so; nothing was done
+    ├── InvalidRequest (ValueError)     the request is invalid; nothing was done
     │   ├── UnknownLayer
     │   ├── UnknownSite
     │   ├── UnknownOperation
     │   ├── UnknownModel
     │   ├── EmptyPrompt
     │   ├── PromptTooLong
-    │   ├── BadCredentials              a token or a TLS file cannot be used, or not with this endpoint
+    │   ├── BadCredentials              a token or TLS file cannot be used, or not with this endpoint
     │   └── BadVector                   NaN, wrong length, wrong dtype, wrong digest
     ├── NotFound (LookupError)
-    │   ├── UnknownRequest              never registered, used up, or lapsed
+    │   ├── UnknownRequest              never registered, already used, or expired
     │   └── UnknownCapture
     ├── AlreadyExists
-    │   ├── RequestExists               the id is taken
+    │   ├── RequestExists               the ID is taken
     │   └── CaptureExists
-    ├── MissingVectors                  the server lacks vectors, even after they were sent again
+    ├── MissingVectors                  the server lacks vectors, even after sending them again
     ├── NotUpdatable                    the request was not started with updatable=True
     ├── CaptureNotComplete              .manifest
     │   ├── OpenCapture                 rows are still coming
     │   ├── IncompleteCapture           rows are missing for good; .missing says which
-    │   └── AbortedCapture              the request was stopped
-    ├── CaptureEnded                    the capture takes no more
-    ├── DamagedCapture                  rows do not match their checksum, or the store's word
-    ├── NoStore                         the server captures nothing
+    │   └── AbortedCapture              the request was aborted
+    ├── CaptureEnded                    the capture accepts no more rows
+    ├── DamagedCapture                  rows do not match their checksum, or differ from the manifest
+    ├── NoStore                         the server has no store, so it captures nothing
     ├── ResourceExhausted
     │   ├── StoreFull
     │   ├── LimitReached
-    │   └── QuotaExceeded               your tenant has as much as it may have
-    ├── Unauthenticated                 the service asks for a token, or does not know this one, or it has expired
-    ├── PermissionDenied                the token does not have the right; .right
+    │   └── QuotaExceeded               your tenant has reached its limit
+    ├── Unauthenticated                 the service requires a token, does not know this one, or it has expired
+    ├── PermissionDenied                the token lacks the right; .right
     ├── Unavailable                     try again later
     │   ├── Unreachable (ConnectionError)   nothing answers at the endpoint; .endpoint
     │   ├── StoreUnreachable            the inference service cannot reach its store
     │   ├── NotServing                  loading or stopping
     │   └── EngineDead
     ├── DeadlineExceeded (TimeoutError)
-    ├── RequestAborted                  somebody called abort
+    ├── RequestAborted                  a client called abort
     ├── CallerStalled                   the stream was not read for too long, and the service ended it
     ├── BatchFailed                     some prompts of generate_many; .replies, .errors
     ├── ClientClosed
-    └── ServerFault                     a fault of the server, or an answer that breaks the contract
+    └── ServerFault                     a bug of the server, or an answer that breaks the contract
 
-    EmptyCaptureWarning (UserWarning)   activations with 0 positions: not an error, but hardly meant
-    SilentStoreWarning (UserWarning)    with allow_partial=True: a store could not be asked, and was left out
+    EmptyCaptureWarning (UserWarning)   activations with 0 positions: no error, but probably unintended
+    SilentStoreWarning (UserWarning)    with allow_partial=True: a store did not answer and was left out
 
-A failure of a reason that this version does not know is mapped by its gRPC code.
+A failure whose reason this version does not know is mapped by its gRPC code.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
 
 
 class ResiduumError(Exception):
-    """The root of all exceptions of this package.
+    """The base class of all exceptions of this package.
 
     Attributes:
-        reason: The cause in the contract's words, such as "UNKNOWN_LAYER"; empty if there is none.
-        metadata: Whatever in the message is dynamic, for programs.
+        reason: The contract's reason, such as "UNKNOWN_LAYER"; empty if there is none.
+        metadata: The message's variable parts, for programs.
     """
 
     def __init__(self, message: str, *, reason: str = "", metadata: Mapping[str, str] | None = None) -> None:
@@ -74,17 +74,17 @@ class ResiduumError(Exception):
         self.metadata = dict(metadata or {})
 
     def __reduce__(self) -> tuple[Callable[..., ResiduumError], tuple[object, ...]]:
-        # BaseException would call the class with the message alone, and some of these need more to be made.
+        # BaseException would call the class with only the message, but some constructors take more arguments.
         return _unpickled, (type(self), self.args, self.__dict__.copy())
 
     @property
     def request_id(self) -> str | None:
-        """The request that failed, if it is known; it is also the name of its capture."""
+        """The ID of the failed request, if known. Its capture has the same ID."""
         return self.metadata.get("request_id") or self.metadata.get("capture_id")
 
     @property
     def capture_id(self) -> str | None:
-        """The capture that is concerned, if it is known."""
+        """The ID of the capture, if known."""
         return self.metadata.get("capture_id") or self.metadata.get("request_id")
 
 
@@ -96,23 +96,23 @@ def _unpickled(kind: type[ResiduumError], arguments: tuple[object, ...], facts: 
 
 
 class InvalidRequest(ResiduumError, ValueError):
-    """The request cannot be meant so. Found here or by the server; nothing was done."""
+    """The request is invalid. The client or the server found it, and nothing was done."""
 
 
 class UnknownLayer(InvalidRequest):
-    """The model, or the capture, has no such layer."""
+    """The model or the capture does not have this layer."""
 
 
 class UnknownSite(InvalidRequest):
-    """There is no such capture site, or the server was not started with it."""
+    """The capture site does not exist, or the server was not started with it."""
 
 
 class UnknownOperation(InvalidRequest):
-    """The server knows no such steering operation."""
+    """The server does not know this steering operation."""
 
 
 class UnknownModel(InvalidRequest):
-    """The server serves another model than the one that was named."""
+    """The server serves another model than the request names."""
 
 
 class EmptyPrompt(InvalidRequest):
@@ -120,48 +120,48 @@ class EmptyPrompt(InvalidRequest):
 
 
 class PromptTooLong(InvalidRequest):
-    """Prompt and tokens to generate do not fit the model's context."""
+    """The prompt and the tokens to generate do not fit into the model's context."""
 
 
 class BadVector(InvalidRequest):
-    """A steering vector cannot be used: NaN, an infinity, zero, a wrong length, dtype or digest."""
+    """A steering vector cannot be used: it is zero or not finite, or its length, dtype or digest is wrong."""
 
     @property
     def digest(self) -> str | None:
-        """The digest of the vector, hexadecimal, if the server named it."""
+        """The vector's digest in hexadecimal, if the server named it."""
         return self.metadata.get("digest")
 
 
 class BadCredentials(InvalidRequest):
-    """A token or a file of TLS cannot be used, or not with this endpoint. Nothing was sent."""
+    """A token or a TLS file cannot be used, or not with this endpoint. Nothing was sent."""
 
 
 class NotFound(ResiduumError, LookupError):
-    """The server knows nothing of this name."""
+    """The server does not have what the request names."""
 
 
 class UnknownRequest(NotFound):
-    """There is no such request or registration: it never was, was used up, or has lapsed."""
+    """The request or registration does not exist: it was never made, was already used, or has expired."""
 
 
 class UnknownCapture(NotFound):
-    """The store holds no such capture."""
+    """The store does not hold this capture."""
 
 
 class AlreadyExists(ResiduumError):
-    """The name is taken."""
+    """The ID is taken."""
 
 
 class RequestExists(AlreadyExists):
-    """The request id is taken by another spec, or was used before."""
+    """The request ID is registered with another spec, or was used before."""
 
 
 class CaptureExists(AlreadyExists):
-    """The store holds another capture of this id."""
+    """The store holds another capture with this ID."""
 
 
 class NotUpdatable(ResiduumError):
-    """The steering of the request cannot be changed: it was not started with `updatable=True`."""
+    """The request's steering cannot be changed: it was not started with `updatable=True`."""
 
 
 class MissingVectors(ResiduumError):
@@ -169,15 +169,15 @@ class MissingVectors(ResiduumError):
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """The digests that the server named, hexadecimal; at most 64 of them."""
+        """The digests that the server named, in hexadecimal; at most 64."""
         return tuple(part for part in self.metadata.get("digests", "").split(",") if part)
 
 
 class CaptureNotComplete(ResiduumError):
-    """Rows that were asked for are not there. No capture is handed out as if it were whole.
+    """Requested rows are missing. The client never returns a partial capture unless the caller allows it.
 
     Attributes:
-        manifest: What is known of the capture.
+        manifest: The capture's manifest, which says what is missing and why.
     """
 
     def __init__(self, message: str, manifest: Manifest, *, reason: str = "") -> None:
@@ -186,7 +186,7 @@ class CaptureNotComplete(ResiduumError):
 
     @property
     def missing(self) -> tuple[RowSet, ...]:
-        """The rows that are missing, as far as the store knows."""
+        """The missing rows, as far as the store knows."""
         return self.manifest.missing
 
 
@@ -195,23 +195,23 @@ class OpenCapture(CaptureNotComplete):
 
 
 class IncompleteCapture(CaptureNotComplete):
-    """Rows are missing and will not come; the manifest says which and why."""
+    """Rows are missing and will not arrive; the manifest says which and why."""
 
 
 class AbortedCapture(CaptureNotComplete):
-    """The request was stopped before it ended by itself."""
+    """The request was aborted before it finished."""
 
 
 class CaptureEnded(ResiduumError):
-    """The capture has ended and takes no more of this."""
+    """The capture has ended and accepts no more rows."""
 
 
 class DamagedCapture(ResiduumError):
-    """Rows do not match their checksum, or are not there although the store says so."""
+    """Rows do not match their checksum, or rows that the manifest lists are missing."""
 
 
 class NoStore(ResiduumError):
-    """The inference service names no store, so there are no captures to read."""
+    """The inference service has no store, so there are no captures to read."""
 
 
 class ResourceExhausted(ResiduumError):
@@ -219,7 +219,7 @@ class ResourceExhausted(ResiduumError):
 
 
 class StoreFull(ResourceExhausted):
-    """The store has no room."""
+    """The store is full."""
 
 
 class LimitReached(ResourceExhausted):
@@ -227,31 +227,31 @@ class LimitReached(ResourceExhausted):
 
 
 class QuotaExceeded(ResourceExhausted):
-    """The tenant of the token has as much as it may have: delete captures, wait for running ones, or ask for more."""
+    """The tenant has reached its limit: delete captures, wait for running requests, or ask for a higher limit."""
 
 
 class Unauthenticated(ResiduumError):
-    """The service asks for a token, does not know this one, or it has expired."""
+    """The service requires a token, does not know this one, or it has expired."""
 
 
 class PermissionDenied(ResiduumError):
-    """The token does not have the right that this call takes."""
+    """The token lacks the right that this call requires."""
 
     @property
     def right(self) -> str | None:
-        """The right that is missing: "generate", "read", "write" or "admin"."""
+        """The missing right: "generate", "read", "write" or "admin"."""
         return self.metadata.get("right")
 
 
 class Unavailable(ResiduumError):
-    """The service does not serve at the moment; try again."""
+    """The service is not available at the moment; try again later."""
 
 
 class Unreachable(Unavailable, ConnectionError):
     """Nothing answers at the endpoint, or the connection broke.
 
     Attributes:
-        endpoint: Where it was tried, host:port.
+        endpoint: The address, host:port.
     """
 
     def __init__(self, message: str, *, endpoint: str) -> None:
@@ -260,7 +260,7 @@ class Unreachable(Unavailable, ConnectionError):
 
 
 class StoreUnreachable(Unavailable):
-    """A capture was asked for and the inference service cannot reach its store."""
+    """The request asks for a capture, and the inference service cannot reach its store."""
 
 
 class NotServing(Unavailable):
@@ -268,34 +268,34 @@ class NotServing(Unavailable):
 
 
 class EngineDead(Unavailable):
-    """The engine has died; the process is about to end."""
+    """The engine has died, and the service's process is about to end."""
 
 
 class DeadlineExceeded(ResiduumError, TimeoutError):
-    """The answer did not come in time."""
+    """The answer did not arrive in time."""
 
 
 class RequestAborted(ResiduumError):
-    """The request was stopped by an abort."""
+    """The request was aborted."""
 
 
 class CallerStalled(ResiduumError):
-    """Nothing of the stream was read for longer than the service waits (--stall-seconds): it ended the request."""
+    """The client did not read the stream for longer than --stall-seconds, so the service ended the request."""
 
 
 class BatchFailed(ResiduumError):
-    """Some prompts of a batch failed; the others went on.
+    """Some prompts of a batch failed; the others were answered.
 
     Attributes:
-        replies: One entry for each prompt, in order; None where it failed.
-        errors: The exception of each prompt that failed, by its index.
+        replies: One entry for each prompt, in order; None for a failed prompt.
+        errors: The exception of each failed prompt, by the prompt's index.
     """
 
     def __init__(self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError]) -> None:
         index, first = next(iter(sorted(errors.items())))
         super().__init__(
-            f"{len(errors)} of {len(replies)} prompts failed; the first is number {index}: {first} "
-            "The replies of the others are in .replies of this exception, its causes in .errors.",
+            f"{len(errors)} of {len(replies)} prompts failed. The first failed prompt is number {index}: {first} "
+            "This exception has the other prompts' replies in .replies and all causes in .errors.",
             reason=first.reason,
             metadata=first.metadata,
         )
@@ -304,16 +304,16 @@ class BatchFailed(ResiduumError):
 
 
 class ClientClosed(ResiduumError, RuntimeError):
-    """The client was closed; make another."""
+    """The client is closed; create another."""
 
 
 class ServerFault(ResiduumError):
-    """A fault of the server, or an answer that breaks the contract."""
+    """The server has a bug, or its answer breaks the contract."""
 
 
 class EmptyCaptureWarning(UserWarning):
-    """Activations come back with 0 positions: none of the request's positions is among those asked for."""
+    """The activations have 0 positions: the request has none of the selected positions."""
 
 
 class SilentStoreWarning(UserWarning):
-    """A store could not be asked, and the answer is without what it has."""
+    """A store did not answer, and the result lacks what it holds."""

@@ -1,4 +1,4 @@
-"""Captured rows as the data of a training loop. Needs torch, which nothing else of the client does.
+"""Captured rows as training data for torch. This is the only module of the client that needs torch.
 
 Example:
     >>> from residuum.torch import ActivationDataset
@@ -20,7 +20,7 @@ try:
     import torch
     from torch.utils.data import IterableDataset, get_worker_info
 except ImportError:
-    raise ImportError("residuum.torch needs torch, which you choose for your machine: pip install torch.") from None
+    raise ImportError("residuum.torch needs torch. Install the build for your machine: pip install torch.") from None
 
 from residuum.captures.row_stream import RowChoice, StreamedRows, check_readable, look_up, share, stream_rows
 from residuum.client import Client
@@ -42,65 +42,68 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class ActivationBatch(NamedTuple):
-    """Rows, and where each is from. All tensors have the rows as their first dimension; all but the first are int64."""
+    """A batch of rows with their origins. The first dimension of all tensors is the rows.
+
+    All tensors but `activations` and `labels` are int64.
+    """
 
     activations: torch.Tensor
     """The rows; [rows, width] in the dataset's dtype."""
     captures: torch.Tensor
-    """The capture, as an index into the dataset's `captures`."""
+    """Each row's capture, as an index into the dataset's `captures`."""
     sequences: torch.Tensor
-    """The sequence."""
+    """Each row's sequence."""
     sites: torch.Tensor
-    """The site, as an index into `residuum.torch.SITES`."""
+    """Each row's site, as an index into `residuum.torch.SITES`."""
     layers: torch.Tensor
-    """The layer."""
+    """Each row's layer."""
     positions: torch.Tensor
-    """The position in prompt and reply."""
+    """Each row's position, counted over prompt and reply."""
     token_ids: torch.Tensor
-    """The token at this position; -1 where it is not known."""
+    """The token ID at each row's position; -1 if unknown."""
     labels: torch.Tensor | None = None
-    """The label of the row's capture; None if no labels were given."""
+    """The label of each row's capture; None if no labels were given."""
 
 
 class ActivationDataset(IterableDataset[ActivationBatch]):
-    """Rows of many captures, shuffled, in batches: each row once an epoch.
+    """Shuffled batches of rows from many captures. Each row comes once per epoch.
 
-    It makes the batches itself, so give a DataLoader `batch_size=None`. Each of its workers reads captures of its own,
-    over connections of its own. A row is copied twice on its way: into the shuffle buffer and from there into its
-    batch. The order follows from `seed`, the epoch, and the number of workers.
+    The dataset makes the batches itself, so pass `batch_size=None` to DataLoader. Each worker reads its own share of
+    the captures, over its own connections. Each row is copied twice: into the shuffle buffer, and from there into its
+    batch. The order depends on `seed`, the epoch and the number of workers.
 
     Args:
-        endpoint: The inference service, host:port; or any if `store` is given.
-        captures: The captures, by their ids or replies; None takes all that are complete and whose id begins with
-            `prefix`. They are looked up once, here; all must be of one model, encoded and reduced alike, and have
-            the layers, sites and sequences that are named.
-        prefix: Only with `captures=None`.
-        batch_size: Rows in a batch; the last of each worker may have fewer.
-        shuffle_buffer: Rows among which each batch is drawn; a worker keeps so many in memory. 0: rows come capture by
-            capture, in the store's order.
-        layers: Only these; as for `Client.activations`, like the next four.
-        sites: Only these sites.
-        sequences: Only these sequences.
-        positions: Only these positions.
-        allow_partial: Take what is there of captures that are not complete.
-        dtype: Of the activations; None means that in which they were captured, or float32 if they are decoded.
-        labels: A number for each capture, by its id; int64 if all are whole, otherwise float32.
-        seed: Another seed is another order.
-        drop_last: Leave out batches that are not full.
-        rank: Which of `world_size` processes that train together this is; each reads other captures.
-        world_size: How many there are.
-        concurrent_reads: Captures that a worker reads at the same time, so that the buffer has rows of several.
-        store: As for `Client`, like the last four.
+        endpoint: The inference service, host:port; not used if `store` is given.
+        captures: The captures, as IDs or replies. None takes all complete captures whose ID begins with `prefix`. They
+            are looked up once, here. All must come from one model, have the same encoding and reduction, and have the
+            selected layers, sites and sequences.
+        prefix: The prefix of the captures' IDs; only with `captures=None`.
+        batch_size: Rows in a batch; the last batch of each worker may have fewer.
+        shuffle_buffer: Rows from which each batch is drawn; each worker keeps as many in memory. With 0, rows come
+            capture by capture, in the store's order.
+        layers: Read only these layers; like the next four, as for `Client.activations`.
+        sites: Read only these sites.
+        sequences: Read only these sequences.
+        positions: Read only these positions.
+        allow_partial: Read the present rows of captures that are not complete.
+        dtype: The dtype of the activations; None means that of the captured rows, or float32 for decoded rows.
+        labels: A number for each capture, by its ID. The labels are int64 if all are whole, otherwise float32.
+        seed: The seed of the shuffling.
+        drop_last: Drop batches that are not full.
+        rank: The index of this process among the `world_size` processes that train together. Each process reads other
+            captures.
+        world_size: The number of processes that train together.
+        concurrent_reads: Captures that a worker reads at once, so that the buffer mixes rows of several captures.
+        store: The store's address; like the next four, as for `Client`.
         timeout: Seconds that a call may take.
         token: The bearer token.
-        tls: TLS.
+        tls: TLS settings.
         insecure: Whether a token may be sent in plain text.
 
     Raises:
-        InvalidRequest: There is no such capture, one is unlike the others or lacks something that is named, or
-            something in this cannot be meant so.
-        UnknownCapture: One that is named is not there.
-        CaptureNotComplete: One that is named is not complete, and partial ones are not allowed; or it has not ended.
+        InvalidRequest: There is no capture to read; captures differ, or lack selected rows; or an argument is invalid.
+        UnknownCapture: A named capture does not exist.
+        CaptureNotComplete: A named capture is open; or it is not complete and partial captures are not allowed.
 
     Example:
         >>> data = ActivationDataset("localhost:50051", prefix="train-", layers=[12], positions="generated")
@@ -136,17 +139,19 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         tls: TLS | bool | None = None,
         insecure: bool | None = None,
     ) -> None:
-        for name, number, least in (
+        for name, number, minimum in (
             ("batch_size", batch_size, 1), ("shuffle_buffer", shuffle_buffer, 0), ("world_size", world_size, 1),
             ("concurrent_reads", concurrent_reads, 1), ("rank", rank, 0),
         ):  # fmt: skip
-            if number < least:
-                raise InvalidRequest(f"{name} is {number}; it is at least {least}.", reason="INVALID_FIELD")
+            if number < minimum:
+                raise InvalidRequest(f"{name} must be at least {minimum}, not {number}.", reason="INVALID_FIELD")
         if rank >= world_size:
-            raise InvalidRequest(f"rank {rank} is not one of {world_size}; ranks count from 0.", reason="INVALID_FIELD")
+            message = f"rank {rank} does not exist: with world_size={world_size}, ranks are 0 to {world_size - 1}."
+            raise InvalidRequest(message, reason="INVALID_FIELD")
         if captures is not None and (prefix or isinstance(captures, str)):
             raise InvalidRequest(
-                "Give captures as a list of ids, or the beginning of their ids as prefix=.", reason="INVALID_FIELD"
+                "Give either captures= as a list of IDs, or the beginning of their IDs as prefix=.",
+                reason="INVALID_FIELD",
             )
         stores = store if store is None or isinstance(store, str) else tuple(store)
         self._connection: dict[str, Any] = {
@@ -162,27 +167,27 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         self._batch_size, self._shuffle_buffer, self._drop_last = batch_size, shuffle_buffer, drop_last
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._concurrent_reads = concurrent_reads
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers that live on see it change
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that persistent workers see changes
         self._yielded = self._to_skip = 0
         self.captures: tuple[str, ...] = ()
-        """The ids of the captures, which batches number."""
+        """The IDs of the captures. Batches refer to them by index."""
         self.width = 0
-        """Elements in a row, decoded."""
+        """Elements of a decoded row."""
         self.dtype: torch.dtype = torch.float32
-        """Of the activations."""
+        """The dtype of the activations."""
         self._look_up(captures, prefix, dtype)
         self._labels = _labels(labels, self.captures)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is: each has an order of its own. Workers that live on hear of it, too."""
+        """Set the epoch of the next iteration, which changes the order of rows. Persistent workers see it, too."""
         self._epoch.fill_(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far an iteration in this process has come: torchdata's StatefulDataLoader asks each worker."""
+        """Return the progress of the iteration in this process, for torchdata's StatefulDataLoader."""
         return {"epoch": int(self._epoch), "batches": self._yielded}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Have the next iteration go on behind the batches of a state: they are read again, and left out."""
+        """Make the next iteration continue after a state. It reads the earlier batches again and skips them."""
         self.set_epoch(state["epoch"])
         self._to_skip = state["batches"]
 
@@ -227,7 +232,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
                 like = f" whose id begins with {prefix!r}" if prefix else ""
                 raise InvalidRequest(f"There is no capture{like} to read.", reason="INVALID_FIELD")
             self.captures = tuple(names)
-            # Now, and not in the middle of an epoch, is the time to hear of one that does not fit.
+            # Check all captures now, so that none fails in the middle of an epoch.
             for manifest in look_up(client, names):
                 check_readable(manifest, self._choice)
                 if manifest.capture_id == names[0]:
@@ -235,7 +240,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
                 self._check_alike(manifest)
 
     def _adopt(self, first: Manifest, dtype: torch.dtype | None) -> None:
-        """Take over what all captures must have as the first one has it."""
+        """Set the properties that all captures must share from the first capture."""
         self._alike = _alike(first)
         form = first.row_format
         self.width = form.decoded_width
@@ -246,14 +251,14 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             if first != other:
                 values = "" if name == "projected_onto" else f" ({first} and {other})"
                 raise InvalidRequest(
-                    f"{self.captures[0]} and {manifest.capture_id} differ in {name}{values}: captures of one dataset "
-                    "are of one model, encoded and reduced alike. Make a dataset for each kind.",
+                    f"{self.captures[0]} and {manifest.capture_id} differ in {name}{values}. The captures of one "
+                    "dataset must share model, encoding and reduction. Make a dataset for each kind.",
                     reason="INVALID_FIELD",
                 )
 
 
 _ALIKE = ("model", "hidden_size", "encoding", "dimensions", "seed", "axis", "projected_onto", "reduction")
-"""What captures must have in common, as manifests have it, so that an element means the same in all their rows."""
+"""Manifest fields that all captures must share, so that an element means the same in all rows."""
 
 
 def _alike(manifest: Manifest) -> tuple[object, ...]:
@@ -261,10 +266,10 @@ def _alike(manifest: Manifest) -> tuple[object, ...]:
 
 
 class _Buffer:
-    """Rows of which batches are drawn. Memory is allotted once; the slots of drawn rows are filled again."""
+    """The shuffle buffer. Its memory is allocated once, and the slots of drawn rows are reused."""
 
     def __init__(self, capacity: int, width: int, dtype: torch.dtype, rng: np.random.Generator | None) -> None:
-        """Make an empty buffer; without `rng` rows are drawn in the order in which they came."""
+        """Create an empty buffer. Without `rng`, rows are drawn in the order in which they were added."""
         self._rows = torch.empty((capacity, width), dtype=dtype)
         self._array = _array(self._rows)
         self._facts = np.empty((capacity, 6), dtype=np.int64)
@@ -281,7 +286,7 @@ class _Buffer:
         return not len(self._free)
 
     def add(self, part: StreamedRows, start: int) -> int:
-        """Take rows from `start` on, as many as there is room for; return how many."""
+        """Copy rows from `start` on, as many as fit. Return how many."""
         count = min(len(self._free), len(part.positions) - start)
         slots, self._free = self._free[:count], self._free[count:]
         taken = slice(start, start + count)
@@ -294,7 +299,7 @@ class _Buffer:
         return count
 
     def draw(self, count: int) -> ActivationBatch:
-        """Take so many rows out."""
+        """Draw `count` rows and free their slots."""
         if self._rng is not None:
             self._filled = self._rng.permutation(self._filled)
         slots, self._filled = self._filled[:count], self._filled[count:]
@@ -305,7 +310,7 @@ class _Buffer:
 
 def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """Return a tensor as an array that shares its memory."""
-    if tensor.dtype == torch.bfloat16:  # which numpy alone does not know
+    if tensor.dtype == torch.bfloat16:  # numpy lacks it, so view the bits
         bits: npt.NDArray[Any] = tensor.view(torch.int16).numpy()
         return bits.view(ml_dtypes.bfloat16)
     array: npt.NDArray[Any] = tensor.numpy()
@@ -318,7 +323,7 @@ def _labels(labels: Mapping[str, float] | None, captures: Sequence[str]) -> torc
     missing = [name for name in captures if name not in labels]
     if missing:
         raise InvalidRequest(
-            f"There is no label for {missing[0]}, and {len(missing) - 1} more of {len(captures)} captures.",
+            f"{len(missing)} of {len(captures)} captures have no label; the first is {missing[0]}. Label them all.",
             reason="INVALID_FIELD",
         )
     numbers = [labels[name] for name in captures]

@@ -1,1 +1,1 @@
-"""Captures: their names, their life, which rows they have, and what is published of them."""
+"""Captures: their names, their lifecycle, which rows they have, and their published state."""

@@ -1,4 +1,4 @@
-"""What a capture is called: its tenant, and the id within it. Two tenants may use the same id, and never meet."""
+"""A capture's full name: its tenant and its ID. Two tenants may use the same ID for different captures."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class CaptureName(NamedTuple):
     """The name of a capture within a store."""
 
     tenant: str
-    """Whom it belongs to; empty: the default tenant."""
+    """The owner; empty for the default tenant."""
     capture_id: str
-    """Its id."""
+    """The capture's ID."""
 
 
 def name_of(described: capture_pb2.CaptureDescription | store_pb2.CaptureSummary) -> CaptureName:
@@ -26,16 +26,17 @@ def name_of(described: capture_pb2.CaptureDescription | store_pb2.CaptureSummary
 
 
 def written_tenant(caller: Caller, tenant: str) -> str | None:
-    """Return the tenant that a writer means: the one it names, or else its own. None: it does not act for that one."""
+    """Return the tenant that a writer writes for: the one it names, else its own; None if it may not act for it."""
     tenant = tenant or caller.own_tenant
     return tenant if caller.acts_for(tenant) else None
 
 
 def resolve_name(caller: Caller, request: _NamesCapture) -> CaptureName:
-    """Return the capture that a request is about.
+    """Return the name of the capture that a request is about.
 
     Raises:
-        Failure: UNKNOWN_CAPTURE: it is another tenant's, and so does not exist for this caller.
+        Failure: UNKNOWN_CAPTURE if the capture belongs to a tenant that the caller may not act for. A caller cannot
+            tell another tenant's capture from one that does not exist.
     """
     tenant = request.tenant if request.HasField("tenant") else caller.own_tenant
     if not caller.acts_for(tenant):
@@ -44,10 +45,10 @@ def resolve_name(caller: Caller, request: _NamesCapture) -> CaptureName:
 
 
 def resolve_scope(caller: Caller, request: store_pb2.ListCapturesRequest) -> str | None:
-    """Return whose captures a request is about; None: everybody's.
+    """Return the tenant whose captures a request lists; None for all tenants.
 
     Raises:
-        Failure: PERMISSION_DENIED: another tenant's.
+        Failure: PERMISSION_DENIED if the request names a tenant that the caller may not act for.
     """
     if request.HasField("tenant"):
         if not caller.acts_for(request.tenant):
@@ -57,22 +58,27 @@ def resolve_scope(caller: Caller, request: store_pb2.ListCapturesRequest) -> str
 
 
 def unknown_capture(capture_id: str) -> Failure:
-    """Return the Failure that says that there is no such capture."""
-    shown = capture_id[:MAX_ID_LENGTH]  # whatever was asked for, an answer is short
-    message = f"The store holds no capture {shown!r}: it was never opened, or it was deleted, or has expired."
+    """Return the Failure for a capture that does not exist."""
+    shown = capture_id[:MAX_ID_LENGTH]  # the caller chose the text, so bound the answer's size
+    message = (
+        f"The store holds no capture {shown!r}. It was never opened, was deleted, or has expired. Check the ID and the "
+        "tenant, or list captures (residuum ls)."
+    )
     return Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, message, capture_id=shown)
 
 
 def capture_exists(capture_id: str) -> Failure:
-    """Return the Failure that says that an id is taken."""
-    message = f"The store holds another capture {capture_id!r}, or one that has ended. Choose another id."
+    """Return the Failure for a capture ID that is taken."""
+    message = f"The store already holds another capture {capture_id!r}, or it has ended. Choose another ID."
     return Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, message, capture_id=capture_id)
 
 
 def foreign_tenant(tenant: str) -> Failure:
-    """Return the Failure that says that a token does not act for a tenant, whether or not there is one."""
+    """Return the Failure for a token that may not act for a tenant. It does not reveal whether the tenant exists."""
     shown = tenant[:MAX_ID_LENGTH]
-    message = f"The token does not act for the tenant {shown!r}; that takes one of that tenant, or of {ANY_TENANT!r}."
+    message = (
+        f"The token may not act for the tenant {shown!r}. Use a token of that tenant, or one of tenant {ANY_TENANT!r}."
+    )
     return Failure(Reason.ERROR_REASON_PERMISSION_DENIED, message, right="", method="")
 
 

@@ -1,4 +1,4 @@
-"""What is published of every capture: only what is committed."""
+"""The catalog: the published state of every capture. Only committed changes are published."""
 
 from __future__ import annotations
 
@@ -15,65 +15,65 @@ from store_svc.captures.lifecycle import OPEN, Capture, Wait
 
 
 class Feed:
-    """A capture that has not ended: its rows as they are, and the place to wait for more."""
+    """A capture that has not ended: its published state, and a condition to wait on for more rows."""
 
     def __init__(self, capture: Capture, keys: list[bytes]) -> None:
         self.condition = threading.Condition()
-        """Notified of each change, and by `Catalog.wake`."""
+        """Notified of each change, and by `wake`."""
         self.capture = capture
-        """The capture as it was last published; it is never changed, only replaced."""
+        """The capture as last published. A published Capture never changes; it is only replaced."""
         self.keys = keys
-        """The keys of its frames, in the order of their commits; the list only grows."""
+        """The keys of its frames, in commit order; the list only grows."""
         self.deleted = False
-        """Whether it was deleted."""
+        """Whether the capture was deleted."""
 
     def publish(self, capture: Capture, keys: list[bytes]) -> None:
-        """Replace the capture, add the keys of new frames, and wake all that wait."""
+        """Replace the capture, add the keys of new frames, and wake all waiters."""
         with self.condition:
             self.capture = capture
             self.keys.extend(keys)
             self.condition.notify_all()
 
     def delete(self) -> None:
-        """Say that the capture is no more, and wake all that wait."""
+        """Mark the capture as deleted, and wake all waiters."""
         with self.condition:
             self.deleted = True
             self.condition.notify_all()
 
     def wake(self) -> None:
-        """Wake all that wait, so that they look again."""
+        """Wake all waiters, so that they check their conditions again."""
         with self.condition:
             self.condition.notify_all()
 
 
 @dataclass(frozen=True)
 class CatalogLimits:
-    """How much is kept in memory."""
+    """Limits on what the catalog keeps in memory."""
 
     max_captures: int = 1_000_000
-    """Captures, whatever their state."""
+    """Captures in any state."""
     max_open_bytes: int = 1 << 30
-    """Memory for the account of captures that have not ended, in bytes."""
+    """Memory for the state of open captures, in bytes."""
 
 
 _SCANNED_AT_ONCE = 512
-"""Captures that a list looks at before it lets others have the lock."""
+"""Captures that a listing copies before it releases the lock."""
 
 
 class Holdings:
-    """Some captures, and how much they are: those of a tenant, or all. Changed under the catalog's lock."""
+    """The captures of one tenant, or of all, with their totals. Changed under the catalog's lock."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
-        """Their internal numbers, ascending: the order in which they were opened."""
+        """Internal numbers, ascending, which is the order in which the captures were opened."""
         self.num_bytes = 0
-        """Bytes of their chunks."""
+        """Bytes of all chunks."""
         self.states: Counter[capture_pb2.CaptureState.ValueType] = Counter()
-        """How many are in each state."""
+        """Number of captures in each state."""
 
     @property
     def num_open(self) -> int:
-        """How many have not ended."""
+        """Number of open captures."""
         return self.states[OPEN]
 
 
@@ -81,51 +81,51 @@ _NOTHING = Holdings()
 
 
 class Catalog:
-    """All captures. The writer's thread alone changes it; anyone may read it."""
+    """All captures. Only the writer thread changes the catalog; any thread may read it."""
 
     def __init__(self, limits: CatalogLimits | None = None) -> None:
         self.limits = limits or CatalogLimits()
-        """What the writer keeps to."""
+        """The limits that the writer enforces."""
         self.open_bytes = 0
-        """Memory that the account of captures takes that have not ended."""
+        """Estimated memory that the state of open captures takes, in bytes."""
         self._lock = threading.Lock()
         self._numbers: dict[CaptureName, int] = {}
         self._all = Holdings()
         self._tenants: dict[str, Holdings] = {}
         self._feeds: dict[int, Feed] = {}
-        self._accounts: dict[int, int] = {}  # bytes, of those that have not ended
+        self._open_bytes_by_number: dict[int, int] = {}
         self._ended: dict[int, store_pb2.CaptureSummary] = {}
-        self._by_end: list[tuple[int, int]] = []  # (end in ns, number) of the ended
+        self._by_end: list[tuple[int, int]] = []  # (end time in ns, number) of ended captures, ascending
         self._readers: Counter[int] = Counter()
         self._expiring: set[int] = set()
         self._waiting: dict[Wait, dict[int, float]] = {wait: {} for wait in Wait}
         self.stopping = False
-        """Whether the store is stopping; waits must end."""
+        """Whether the store is stopping. Every wait must then end."""
 
     @property
     def num_captures(self) -> int:
-        """How many captures there are."""
+        """Number of captures."""
         return len(self._numbers)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of chunks of all captures."""
+        """Bytes of the chunks of all captures."""
         return self._all.num_bytes
 
     def holdings(self, tenant: str | None = None) -> Holdings:
-        """Return what a tenant has; None: all together."""
+        """Return the captures and totals of one tenant, or of all tenants if it is None."""
         return self._all if tenant is None else self._tenants.get(tenant, _NOTHING)
 
     def number_of(self, name: CaptureName) -> int | None:
-        """Return the internal number of a capture, or None if there is no such capture."""
+        """Return the internal number of a capture, or None if it does not exist."""
         return self._numbers.get(name)
 
     def feed_of(self, number: int) -> Feed | None:
-        """Return the feed of a capture, or None if it has ended or is no more."""
+        """Return the feed of a capture, or None if the capture has ended or was deleted."""
         return self._feeds.get(number)
 
     def require(self, name: CaptureName) -> tuple[int, Feed | None]:
-        """Return a capture's number, and its feed unless it has ended.
+        """Return a capture's number and its feed; the feed is None if the capture has ended.
 
         Raises:
             Failure: UNKNOWN_CAPTURE.
@@ -135,7 +135,7 @@ class Catalog:
 
     @contextmanager
     def reading(self, name: CaptureName) -> Iterator[tuple[int, Feed | None]]:
-        """Give what `require` returns, and keep the capture from expiring for as long as the context lasts.
+        """Yield what `require` returns, and keep the capture from expiring for as long as the context lasts.
 
         Raises:
             Failure: UNKNOWN_CAPTURE.
@@ -152,14 +152,14 @@ class Catalog:
                     del self._readers[number]
 
     def oldest_ended(self) -> Iterator[tuple[int, store_pb2.CaptureSummary]]:
-        """Yield ended captures with their numbers, the one that ended first before the others.
+        """Yield the numbers and summaries of ended captures, in the order in which they ended.
 
-        For the writer's thread alone, which must change nothing meanwhile.
+        Only the writer thread may call this, and it must not change the catalog while iterating.
         """
         return ((number, self._ended[number]) for _, number in self._by_end)
 
     def begin_expiry(self, number: int) -> bool:
-        """Hide an ended capture from readers, because it will be deleted; tells False, and does not, if one has it."""
+        """Hide an ended capture from readers before it is deleted. Return False, changing nothing, if one reads it."""
         with self._lock:
             if number in self._readers:
                 return False
@@ -167,36 +167,36 @@ class Catalog:
             return True
 
     def cancel_expiry(self, number: int) -> None:
-        """Show a capture again that could not be deleted."""
+        """Show a capture to readers again, because it could not be deleted."""
         with self._lock:
             self._expiring.discard(number)
 
     def open(self, capture: Capture, keys: list[bytes]) -> None:
-        """Publish a capture that is new here, with the keys of its frames."""
+        """Add an open capture to the catalog, with the keys of its frames."""
         with self._lock:
             self._insert(name_of(capture.description), capture.number)
             self._feeds[capture.number] = Feed(capture, keys)
             self._count(capture.description.tenant, {capture.state: 1}, capture.num_bytes)
-        self.open_bytes += self._accounts.setdefault(capture.number, capture.account_bytes)
+        self.open_bytes += self._open_bytes_by_number.setdefault(capture.number, capture.memory_bytes)
         self._note_progress(capture)
 
     def open_ended(self, number: int, summary: store_pb2.CaptureSummary) -> None:
-        """Publish an ended capture that is new here."""
+        """Add an ended capture to the catalog."""
         with self._lock:
             self._insert(name_of(summary), number)
             self._ended[number] = summary
             self._count(summary.tenant, {summary.state: 1}, summary.num_bytes)
-        insort(self._by_end, _place(number, summary))
+        insort(self._by_end, _end_key(number, summary))
 
     def publish(self, capture: Capture, keys: list[bytes]) -> None:
-        """Publish what became of a capture, and the keys of its new frames."""
+        """Publish the new state of a capture, and the keys of its new frames."""
         feed = self._feeds[capture.number]
         before = feed.capture
         added = capture.num_bytes - before.num_bytes
-        before_bytes = self._accounts.pop(capture.number, 0)
+        before_bytes = self._open_bytes_by_number.pop(capture.number, 0)
         if not capture.ended:
-            self._accounts[capture.number] = capture.account_bytes
-        self.open_bytes += self._accounts.get(capture.number, 0) - before_bytes
+            self._open_bytes_by_number[capture.number] = capture.memory_bytes
+        self.open_bytes += self._open_bytes_by_number.get(capture.number, 0) - before_bytes
         feed.publish(capture, keys)
         self._note_progress(capture)
         if not capture.ended:
@@ -208,35 +208,35 @@ class Catalog:
                 self._ended[capture.number] = summary
                 del self._feeds[capture.number]
                 self._count(summary.tenant, {before.state: -1, capture.state: 1}, added)
-            insort(self._by_end, _place(capture.number, summary))
+            insort(self._by_end, _end_key(capture.number, summary))
 
     def delete(self, name: CaptureName, number: int) -> None:
-        """Forget a capture."""
+        """Remove a capture from the catalog, and wake its waiters."""
         with self._lock:
             del self._numbers[name]
             feed = self._feeds.pop(number, None)
             ended = self._ended.pop(number, None)
             self._expiring.discard(number)
             known = feed.capture if feed else ended
-            assert known is not None  # noqa: S101 - it has a number
+            assert known is not None  # noqa: S101 - every number belongs to a feed or an ended capture
             self._count(name.tenant, {known.state: -1}, -known.num_bytes)
             self._remove(name, number)
         if ended:
-            del self._by_end[bisect_left(self._by_end, _place(number, ended))]
-        self.open_bytes -= self._accounts.pop(number, 0)
+            del self._by_end[bisect_left(self._by_end, _end_key(number, ended))]
+        self.open_bytes -= self._open_bytes_by_number.pop(number, 0)
         if feed:
             feed.delete()
             self._waiting[feed.capture.wait].pop(number)
 
     def waiting(self, wait: Wait) -> Iterator[Capture]:
-        """Yield the captures that wait for this, the one that made no progress for longest first.
+        """Yield the captures that wait for `wait`; those whose last progress is longest ago come first.
 
-        For the writer's thread alone, which must change nothing meanwhile.
+        Only the writer thread may call this, and it must not change the catalog while iterating.
         """
         return (self._feeds[number].capture for number in self._waiting[wait])
 
     def states(self, tenant: str | None = None) -> dict[capture_pb2.CaptureState.ValueType, int]:
-        """Return how many captures of a tenant, or of all, are in each state, of those in which any is."""
+        """Return the number of captures in each state, of one tenant or of all; without the states that have none."""
         with self._lock:
             return {state: count for state, count in sorted(self.holdings(tenant).states.items()) if count}
 
@@ -247,13 +247,13 @@ class Catalog:
         states: Collection[capture_pb2.CaptureState.ValueType] = (),
         tenant: str | None = None,
     ) -> Iterator[tuple[int, store_pb2.CaptureSummary | None]]:
-        """Yield the numbers of captures, the newest first, and what they are in short, or None for those not wanted.
+        """Yield each capture's number, newest first, with its summary; the summary is None if a filter excludes it.
 
         Args:
-            before: Only those with a number below this.
-            prefix: Only those whose id starts with this.
-            states: Only those in one of these states; empty means all.
-            tenant: Only those of this tenant; None means of all.
+            before: Yield only captures with a lower number.
+            prefix: Match only captures whose ID starts with this.
+            states: Match only captures in one of these states; empty matches all.
+            tenant: Yield only this tenant's captures; None yields those of all tenants.
         """
         while numbers := self._before(before, tenant):
             for number in numbers:
@@ -266,14 +266,14 @@ class Catalog:
             before = numbers[-1]
 
     def _before(self, number: int | None, tenant: str | None) -> list[int]:
-        """Return the next captures with a number below this, the newest first."""
+        """Return the next numbers below this one, newest first."""
         with self._lock:
             numbers = self.holdings(tenant).numbers
             end = len(numbers) if number is None else bisect_left(numbers, number)
             return numbers[max(end - _SCANNED_AT_ONCE, 0) : end][::-1]
 
     def stop(self) -> None:
-        """Make every wait end."""
+        """End every wait."""
         self.stopping = True
         with self._lock:
             feeds = list(self._feeds.values())
@@ -281,7 +281,7 @@ class Catalog:
             feed.wake()
 
     def _note_progress(self, capture: Capture) -> None:
-        """Keep `_waiting` in the order of progress, at the same cost however many captures wait."""
+        """Keep `_waiting` in order of progress, in constant time."""
         if self._waiting[capture.wait].get(capture.number) == capture.progress and not capture.ended:
             return
         for numbers in self._waiting.values():
@@ -319,5 +319,5 @@ class Catalog:
         return feed.capture.summary() if feed else ended
 
 
-def _place(number: int, summary: store_pb2.CaptureSummary) -> tuple[int, int]:
+def _end_key(number: int, summary: store_pb2.CaptureSummary) -> tuple[int, int]:
     return summary.end_time.ToNanoseconds(), number

@@ -1,4 +1,4 @@
-"""Reading the catalog from the database, when the store starts."""
+"""Loads the catalog from the database when the store starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from store_svc.reading.slicing import cells_of
 
 
 def load_catalog(db: Database, limits: CatalogLimits | None = None) -> Catalog:
-    """Return all captures of a database. Of those that may still change, the rows follow from the frames alone."""
+    """Return the catalog of a database. The rows of open captures are rebuilt from their frames."""
     catalog = Catalog(limits)
     with db.read() as txn:
         for key, value in txn.items(Table.ENDED):

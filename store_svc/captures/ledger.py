@@ -1,4 +1,4 @@
-"""Which rows of a capture are there, which are expected and which are missing. Pure: no clock, no database."""
+"""The ledger: which rows of a capture are stored, expected and missing. It uses no clock and no database."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from residuum.wire.selection import captured_positions, expected_rows, is_reduce
 from store_svc.captures.positions import Positions
 
 Row = tuple[int, int, int]
-"""A row of the ledger: sequence, site, layer."""
+"""A row of the ledger: (sequence, site, layer). Each has a set of positions."""
 
 
 class Cells(NamedTuple):
-    """The cells of a chunk, of a loss or of a RowSet: each of some layers at each of some positions."""
+    """The cells of a chunk, a loss or a RowSet: every combination of its layers and positions."""
 
     sequence: int
     """The sequence."""
@@ -26,7 +26,7 @@ class Cells(NamedTuple):
     """The positions."""
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of the ledger that the cells lie in."""
+        """Yield the ledger rows that the cells belong to."""
         for layer in self.layers:
             yield self.sequence, self.site, layer
 
@@ -34,10 +34,11 @@ class Cells(NamedTuple):
 class Ledger:
     """The rows of one capture.
 
-    `stored` are the cells in the database, whatever they are; *served* are those of them that count: that were asked
-    for, and, once the number of tokens is known, lie below the expected length; of a reduced capture, the last of each
-    phase. After `expect` the counts `missing` (expected, not stored) and `outstanding` (neither stored nor lost) follow
-    each change.
+    *Stored* cells are in the database. *Served* cells are the stored cells that readers get: the request selected them,
+    and they lie below the expected length once it is known. A reduced capture serves only the last cell of each phase.
+
+    After `expect`, two counts follow each change: `missing` (expected but not stored) and `outstanding` (expected,
+    neither stored nor lost).
     """
 
     def __init__(self, description: capture_pb2.CaptureDescription) -> None:
@@ -57,7 +58,7 @@ class Ledger:
         self.outstanding = 0
         """Expected cells that are neither stored nor lost; 0 before `expect`."""
         self.num_blocks = 0
-        """Blocks of positions, of stored and of lost cells: what the ledger's memory follows."""
+        """Blocks of positions of stored and lost cells. The ledger's memory is proportional to this number."""
 
     def fork(self) -> Ledger:
         """Return a copy that can be changed while others read this one."""
@@ -68,10 +69,10 @@ class Ledger:
         return fork
 
     def fresh(self, cells: Cells) -> dict[Positions, list[int]]:
-        """Return the cells that are worth storing, as the layers that share a set of positions.
+        """Return the cells worth storing: a map from a set of positions to the layers that lack exactly these.
 
-        Those are the cells that are not stored; but once the expected length is known, none of a layer that brings no
-        expected cell.
+        A cell is worth storing if it is not stored yet. Once the expected length is known, a layer without any new
+        expected cell is left out.
         """
         groups: dict[Positions, list[int]] = {}
         expected = self._expected[cells.sequence] if self._expected is not None else None
@@ -83,7 +84,7 @@ class Ledger:
         return groups
 
     def add(self, cells: Cells) -> None:
-        """Record cells as stored. None of them may be stored already."""
+        """Record cells as stored. None of them may be recorded as stored already."""
         served = self.served(cells.sequence, cells.positions)
         for row in cells.rows():
             have = self._stored.get(row)
@@ -95,7 +96,7 @@ class Ledger:
                 self.outstanding -= len(served - self._lost.get(row, Positions()))
 
     def lose(self, cells: Cells) -> None:
-        """Record cells as never to come. Those that come all the same count as stored."""
+        """Record cells as lost. A lost cell that arrives later still counts as stored."""
         for row in cells.rows():
             before = self._lost.get(row, Positions())
             now = self._lost[row] = before | cells.positions
@@ -105,15 +106,15 @@ class Ledger:
                 self.outstanding -= len(news & self._expected[cells.sequence])
 
     def expect(self, generated_tokens: Sequence[int]) -> None:
-        """Fix what is expected, from the number of tokens that each sequence generated."""
+        """Fix the expected cells from the number of tokens that each sequence generated."""
         lengths = [expected_rows(self._prompt_tokens, count) for count in generated_tokens]
         self._expect([self._wanted(length) for length in lengths])
 
     def expect_found(self) -> None:
-        """Fix what is expected, when nobody knows how long the sequences became.
+        """Fix the expected cells when the number of generated tokens is unknown.
 
-        Of each sequence that is the prompt and every position of which any row is stored: the model has computed that
-        position, so the rows of the other layers and sites are missing.
+        For each sequence, the prompt is expected, and every position with at least one stored row. The model computed
+        such a position, so its rows at the other layers and sites are missing.
         """
         found = [self._wanted(self._prompt_tokens) for _ in self._sequences]
         for row in self._all_rows():
@@ -121,12 +122,12 @@ class Ledger:
         self._expect(found)
 
     def served(self, sequence: int, positions: Positions) -> Positions:
-        """Return those of the positions that are served, as far as is known."""
+        """Return the subset of the positions that is served, as far as is known."""
         if self._expected is not None:
             return positions & self._expected[sequence]
         if not positions or self._counts_all:
             return positions
-        return positions.that(lambda first, count: captured_positions(self._spec, self._prompt_tokens, first, count))
+        return positions.filter(lambda first, count: captured_positions(self._spec, self._prompt_tokens, first, count))
 
     def present(self) -> list[Cells]:
         """Return the served cells that are stored."""
@@ -161,7 +162,7 @@ class Ledger:
 
 
 def _gather(rows: Iterable[tuple[Row, Positions]]) -> list[Cells]:
-    """Put the layers of one sequence and site that have the same positions together."""
+    """Group the layers of one sequence and site that have the same positions."""
     groups: dict[tuple[int, int, Positions], list[int]] = {}
     for (sequence, site, layer), positions in rows:
         if positions:

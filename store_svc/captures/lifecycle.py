@@ -1,4 +1,4 @@
-"""The life of a capture: open, sealed, ended. Pure: the caller brings the time and writes what changes."""
+"""The lifecycle of a capture: open, sealed, ended. It does no I/O; callers pass the time and write the changes."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ _TIMED_OUT = capture_pb2.INCOMPLETE_REASON_TIMED_OUT
 
 
 class Wait(enum.Enum):
-    """What a capture that has not ended waits for."""
+    """What an open capture waits for."""
 
     SEAL = enum.auto()
-    """The end of its request."""
+    """The seal, which comes when the request ends."""
     ROWS = enum.auto()
-    """Expected rows: its request ended by itself."""
+    """Expected rows: the capture was sealed COMPLETE."""
     REMNANTS = enum.auto()
-    """Rows that were under way when its request was aborted, or failed; others will not come."""
+    """Rows that were in flight when the request was aborted or failed. No others will come."""
 
 
 _CAPTURE_BYTES = 8 << 10
+"""Memory of an open capture, at least."""
 _PER_BYTE = 4
+"""Memory for each byte of its description and seal. Both are kept more than once, and not as varints."""
 _BLOCK_BYTES = 400
+"""Memory of a block of positions of one ledger row, with its entries in two dictionaries."""
 _FRAME_BYTES = 120
-"""Memory of a capture that has not ended, at the least; of each byte of its description and seal, which are kept more
-than once, and not as varints; of a block of positions of one of its rows, with its places in
-two dictionaries; and of a frame's key."""
+"""Memory of a frame's key."""
 
 
 class Capture:
     """One capture that may still change.
 
-    A capture *ends* when its state and its rows are final, both at once: whatever the outcome that it was sealed with,
-    rows that were under way are waited for. The writer changes a fork and publishes it after the commit, so whoever
-    holds a Capture that was published reads it without a lock.
+    A capture *ends* when its state and its rows become final, both at once. Whatever outcome it is sealed with, it
+    first waits for the rows in flight. The writer changes a fork and publishes the fork after the commit, so readers
+    need no lock to read a published Capture.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class Capture:
         """Open a capture.
 
         Args:
-            number: Its internal number, never used again.
-            description: What it is of.
+            number: The capture's internal number, which is never reused.
+            description: What the capture holds.
             open_time: When it was opened, by the wall clock.
-            progress: The monotonic clock now, in seconds; see `progress`.
+            progress: The monotonic clock now, in seconds.
         """
         self.number = number
         self.ledger = Ledger(description)
@@ -64,7 +65,7 @@ class Capture:
         self.num_losses = 0
         self.num_frames = 0
         self.progress = progress
-        """When it was opened or sealed, or a row or a loss came, by the monotonic clock in seconds."""
+        """When the capture was last opened, sealed, or sent a row or loss: the monotonic clock, in seconds."""
         self._loss: store_pb2.RowLoss | None = None
         self._record = capture_pb2.CaptureManifest(description=description, state=OPEN, open_time=open_time)
         self._message_bytes = _CAPTURE_BYTES + _PER_BYTE * description.ByteSize()
@@ -80,51 +81,51 @@ class Capture:
 
     @property
     def description(self) -> capture_pb2.CaptureDescription:
-        """What it is of."""
+        """What the capture holds."""
         return self._record.description
 
     @property
     def sequences(self) -> Sequence[capture_pb2.SequenceOutcome]:
-        """How its sequences ended; empty until it is sealed."""
+        """How the sequences ended; empty until the capture is sealed."""
         return self._record.sequences
 
     @property
     def state(self) -> capture_pb2.CaptureState.ValueType:
-        """Where it stands."""
+        """The capture's state."""
         return self._record.state
 
     @property
     def wait(self) -> Wait:
-        """What it waits for; without meaning once it has ended."""
+        """What the capture waits for; meaningless once it has ended."""
         if self.seal is None:
             return Wait.SEAL
         return Wait.ROWS if self.seal.outcome == COMPLETE else Wait.REMNANTS
 
     @property
     def ended(self) -> bool:
-        """Whether its state is final."""
+        """Whether the capture's state is final."""
         return self._record.state != OPEN
 
     @property
-    def account_bytes(self) -> int:
-        """About how much memory it takes to keep account of it, until it has ended."""
+    def memory_bytes(self) -> int:
+        """Estimated memory that the capture's state takes until it ends, in bytes."""
         return self._message_bytes + _BLOCK_BYTES * self.ledger.num_blocks + _FRAME_BYTES * self.num_frames
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its frames."""
+        """Bytes of the capture's frames."""
         return self._record.num_bytes
 
-    def is_of(self, description: capture_pb2.CaptureDescription) -> bool:
-        """Tell whether someone who opens a capture with this description means this one.
+    def matches(self, description: capture_pb2.CaptureDescription) -> bool:
+        """Tell whether opening a capture with this description is a retry of opening this one.
 
-        Whoever did not get the answer tries again, perhaps as a new request at a later time. But once something was
-        written, another time is another request: rows of two must never be mixed.
+        A caller that got no answer may retry with a later request time. Once anything was written, a different time
+        means a different request: the rows of two requests must never mix.
         """
         if description == self.description:
             return True
         untouched = self.seal is None and not self.num_bytes and not self.num_losses
-        return untouched and _timeless(description) == _timeless(self.description)
+        return untouched and _without_time(description) == _without_time(self.description)
 
     def add(self, cells: Cells, frame_bytes: int, progress: float) -> None:
         """Record a stored frame."""
@@ -134,7 +135,7 @@ class Capture:
         self.progress = progress
 
     def lose(self, loss: store_pb2.RowLoss, progress: float) -> None:
-        """Record rows that will never come. The first loss gives the reason if the capture ends INCOMPLETE."""
+        """Record lost rows. The first loss gives the reason if the capture ends INCOMPLETE."""
         positions = Positions.of(sorted(set(loss.positions)))
         for site in loss.sites:
             self.ledger.lose(Cells(loss.sequence, site, loss.layers, positions))
@@ -143,7 +144,7 @@ class Capture:
         self.progress = progress
 
     def close(self, seal: store_pb2.SealCaptureRequest, now: Timestamp, progress: float) -> None:
-        """Seal it: fix what is expected. It ends at once if nothing of that is outstanding."""
+        """Seal the capture, which fixes the expected rows. It ends at once if none is outstanding."""
         self.seal = seal
         self._message_bytes += _PER_BYTE * seal.ByteSize()
         self.progress = progress
@@ -154,24 +155,24 @@ class Capture:
         self.advance(now)
 
     def advance(self, now: Timestamp) -> None:
-        """End it if it is sealed and nothing more is to come."""
+        """End the capture if it is sealed and no row is outstanding."""
         if self.seal is not None and not self.ended and not self.ledger.outstanding:
-            loss = self._loss or store_pb2.RowLoss()  # what is missing now was lost
+            loss = self._loss or store_pb2.RowLoss()  # rows that are missing but not outstanding were lost
             self._end(self.seal, loss.reason, loss.detail, now)
 
     def time_out(self, now: Timestamp, waited: float) -> None:
-        """End it although its seal or rows are outstanding: nothing came for `waited` seconds."""
+        """End the capture without its seal or outstanding rows, because nothing arrived for `waited` seconds."""
         if self.seal is not None:
-            detail = f"{self.ledger.outstanding} rows did not come; none of them in the last {waited:g} s"
+            detail = f"{self.ledger.outstanding} rows did not arrive; none arrived in the last {waited:g} s"
             self._end(self.seal, _TIMED_OUT, detail, now)
             return
         self.ledger.expect_found()
         self._record.end_time.CopyFrom(now)
-        detail = f"the inference service never sealed it, and nothing was written in the last {waited:g} s; "
-        self._blame(_TIMED_OUT, detail + "how many tokens were generated is not known")
+        detail = f"the inference service never sealed the capture, and wrote nothing in the last {waited:g} s; "
+        self._mark_incomplete(_TIMED_OUT, detail + "the number of generated tokens is unknown")
 
     def manifest(self) -> capture_pb2.CaptureManifest:
-        """Return the manifest as it is now."""
+        """Return the current manifest."""
         manifest = self.record()
         manifest.num_rows = self.ledger.num_rows
         manifest.present.extend(map(_row_set, self.ledger.present()))
@@ -179,13 +180,13 @@ class Capture:
         return manifest
 
     def record(self) -> capture_pb2.CaptureManifest:
-        """Return the manifest without what follows from the frames: rows, and which they are."""
+        """Return the manifest without the number of rows and the row sets, which follow from the frames."""
         record = capture_pb2.CaptureManifest()
         record.CopyFrom(self._record)
         return record
 
     def summary(self) -> store_pb2.CaptureSummary:
-        """Return the capture in short."""
+        """Return the capture's summary."""
         return summarize(self._record, self.ledger.num_rows)
 
     def _end(
@@ -195,15 +196,15 @@ class Capture:
         detail: str,
         now: Timestamp,
     ) -> None:
-        """Give it the state that the seal named; if that was COMPLETE and rows are missing, INCOMPLETE for `reason`."""
+        """Set the state that the seal named, or INCOMPLETE for `reason` if that was COMPLETE and rows are missing."""
         self._record.state = seal.outcome
         self._record.end_time.CopyFrom(now)
         if seal.outcome == INCOMPLETE:
-            self._blame(seal.incomplete_reason, seal.incomplete_detail)
+            self._mark_incomplete(seal.incomplete_reason, seal.incomplete_detail)
         elif seal.outcome == COMPLETE and self.ledger.missing:
-            self._blame(reason, detail)
+            self._mark_incomplete(reason, detail)
 
-    def _blame(self, reason: capture_pb2.IncompleteReason.ValueType, detail: str) -> None:
+    def _mark_incomplete(self, reason: capture_pb2.IncompleteReason.ValueType, detail: str) -> None:
         self._record.state = INCOMPLETE
         self._record.incomplete_reason = reason
         self._record.incomplete_detail = detail
@@ -217,15 +218,15 @@ def restore(
     seal: store_pb2.SealCaptureRequest | None,
     progress: float,
 ) -> Capture:
-    """Return the capture that the database describes.
+    """Return an open capture as the database describes it.
 
     Args:
-        number: Its internal number.
-        record: Its record.
-        frames: The cells and bytes of each of its frames.
+        number: The capture's internal number.
+        record: Its record; see `Capture.record`.
+        frames: The cells and the size in bytes of each of its frames.
         losses: Its losses, in the order in which they came.
-        seal: Its seal.
-        progress: The monotonic clock now, in seconds: the wait for missing rows starts anew.
+        seal: Its seal; None if it is not sealed.
+        progress: The monotonic clock now, in seconds. Timeouts start again from here.
     """
     capture = Capture(number, record.description, record.open_time, progress)
     for cells, frame_bytes in frames:
@@ -238,7 +239,7 @@ def restore(
 
 
 def ended_ledger(manifest: capture_pb2.CaptureManifest) -> Ledger:
-    """Return the ledger of an ended capture, as far as its manifest tells: served cells and expectations."""
+    """Return the ledger of an ended capture, with the served and expected cells that its manifest lists."""
     ledger = Ledger(manifest.description)
     for item in manifest.present:
         runs = Positions.of_runs((run.first, run.last) for run in item.positions)
@@ -251,7 +252,12 @@ def ended_ledger(manifest: capture_pb2.CaptureManifest) -> Ledger:
 
 
 def summarize(manifest: capture_pb2.CaptureManifest, num_rows: int) -> store_pb2.CaptureSummary:
-    """Return a capture in short."""
+    """Return a capture's summary.
+
+    Args:
+        manifest: The capture's manifest or record.
+        num_rows: The number of its rows, which a record lacks.
+    """
     summary = store_pb2.CaptureSummary(
         capture_id=manifest.description.capture_id,
         tenant=manifest.description.tenant,
@@ -266,11 +272,11 @@ def summarize(manifest: capture_pb2.CaptureManifest, num_rows: int) -> store_pb2
     return summary
 
 
-def _timeless(description: capture_pb2.CaptureDescription) -> capture_pb2.CaptureDescription:
-    timeless = capture_pb2.CaptureDescription()
-    timeless.CopyFrom(description)
-    timeless.ClearField("request_time")
-    return timeless
+def _without_time(description: capture_pb2.CaptureDescription) -> capture_pb2.CaptureDescription:
+    copy = capture_pb2.CaptureDescription()
+    copy.CopyFrom(description)
+    copy.ClearField("request_time")
+    return copy
 
 
 def _row_set(cells: Cells) -> capture_pb2.RowSet:

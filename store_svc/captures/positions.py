@@ -8,26 +8,26 @@ import numpy as np
 import numpy.typing as npt
 
 _BITS = 1024
-"""Positions in a block. Most chunks touch one block, and a long request has a hundred."""
+"""Positions in a block. Most chunks touch one block; a long request has about a hundred."""
 
 
 class Positions:
     """An immutable set of positions.
 
-    Memory follows the number of blocks that hold a position, not the largest position: a writer cannot make the store
-    allocate by naming a large one.
+    Its memory is proportional to the number of blocks that hold a position, not to the largest position. So a writer
+    cannot make the store allocate memory by naming a large position.
     """
 
     __slots__ = ("_blocks", "_hash")
 
     def __init__(self, blocks: dict[int, int] | None = None) -> None:
-        """Take a map from block to its bits, no block empty; made by the methods below."""
+        """Create the set from a map of block number to bits, without empty blocks. Prefer the methods below."""
         self._blocks = blocks or {}
         self._hash: int | None = None
 
     @classmethod
     def of(cls, positions: Sequence[int]) -> Positions:
-        """Return the set of these positions, which must ascend."""
+        """Return the set of these positions, which must be ascending."""
         if not positions:
             return cls()
         first, last = positions[0], positions[-1]
@@ -41,7 +41,7 @@ class Positions:
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, int]]) -> Positions:
-        """Return the set of the positions in these runs (first, last), both ends included."""
+        """Return the set of the positions in these runs (first, last), both inclusive."""
         blocks: dict[int, int] = {}
         for first, last in runs:
             for block in range(first // _BITS, last // _BITS + 1):
@@ -52,13 +52,17 @@ class Positions:
 
     @classmethod
     def where(cls, wanted: npt.NDArray[np.bool_]) -> Positions:
-        """Return the positions p for which wanted[p] holds; `wanted` is bool [count]."""
+        """Return the set of the positions p with wanted[p]; `wanted` is bool [count]."""
         starts = range(0, len(wanted), _BITS)
         blocks = {at // _BITS: _bits(wanted[at : at + _BITS]) for at in starts}
         return cls({block: bits for block, bits in blocks.items() if bits})
 
-    def that(self, wanted: Callable[[int, int], npt.NDArray[np.bool_]]) -> Positions:
-        """Return the positions that are wanted; wanted(first, count) answers for a run of them with bool [count]."""
+    def filter(self, wanted: Callable[[int, int], npt.NDArray[np.bool_]]) -> Positions:
+        """Return the positions that a predicate selects.
+
+        Args:
+            wanted: Called as wanted(first, count); returns bool [count] for the positions first, first + 1, ...
+        """
         blocks = {block: bits & _bits(wanted(block * _BITS, _BITS)) for block, bits in self._blocks.items()}
         return Positions({block: bits for block, bits in blocks.items() if bits})
 
@@ -84,7 +88,7 @@ class Positions:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks hold a position: what the memory follows."""
+        """Number of blocks that hold a position; the set's memory is proportional to it."""
         return len(self._blocks)
 
     def __bool__(self) -> bool:
@@ -106,7 +110,7 @@ class Positions:
         return f"Positions({self.runs()})"
 
     def runs(self) -> list[tuple[int, int]]:
-        """Return the positions as ascending runs (first, last) that do not touch, both ends included."""
+        """Return the positions as ascending runs (first, last), both inclusive, that neither overlap nor touch."""
         runs: list[tuple[int, int]] = []
         for first, last in self._runs_by_block():
             if runs and runs[-1][1] + 1 == first:

@@ -1,21 +1,23 @@
-"""The database: the only file that knows LMDB.
+"""The database. No other file uses LMDB.
 
-What survives what. Data pages of a transaction are synced before its root page is written (`sync=True`), always. So a
-loss of power never leaves a damaged tree, as far as the disk keeps what fdatasync promised. The root page itself:
+Durability. LMDB always syncs the data pages of a transaction before it writes the root page (`sync=True`). So a power
+failure never leaves a damaged tree, if the disk keeps what fdatasync promises. The root page depends on `sync_roots`:
 
-* with `sync_roots`, it is written synchronously too: a commit survives the loss of power when `write` returns;
-* without, it stays in the kernel's page cache: a commit survives the end of the process, however sudden, when `write`
-  returns, and the loss of power after the next `write` (whose sync covers it) or after `sync`.
+* With `sync_roots`, LMDB writes the root page synchronously. A commit survives a power failure once `write` returns.
+* Without it, the root page stays in the kernel's page cache. A commit survives the death of the process once `write`
+  returns. It survives a power failure after the next `write`, whose sync covers it, or after `sync`.
 
-What is there when the database is opened is synced first: a process before, perhaps with another setting, may have been
-killed between a commit and its sync, and whoever sends a row again is told that it is there. So are the folders that
-were made, without which a file has no name.
+Opening a database syncs its contents first. An earlier process may have been killed between a commit and its sync, and
+the store tells writers that repeat such rows that it has them. Opening also syncs the folders it creates: without that,
+a power failure can lose the file's name.
 
-`sync=False` would let the kernel write the root before the pages it points to, and LMDB writes over pages that were
-freed since: a loss of power could then damage what was synced long ago. It is not offered. `writemap` is not used
-either: a file with holes and a full disk would end the process by SIGBUS instead of raising.
+Two LMDB options are not offered:
 
-The map is as large as the database may ever become: that costs address space, not memory, and the file grows with what
+* `sync=False` lets the kernel write the root page before the pages it points to. LMDB reuses freed pages, so a power
+  failure could then damage data that was synced long ago.
+* `writemap` leaves holes in the file. On a full disk, writing to one ends the process with SIGBUS instead of an error.
+
+The map has the greatest size that the database may reach. This takes address space, not memory; the file grows as data
 is written. So the map never moves, and readers need no lock.
 """
 
@@ -37,55 +39,55 @@ _FORMAT = b"2"
 _LARGEST_RESERVE = 64 << 20
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-"""What LMDB raises when the disk is full: a write that was cut short is EIO, like one that met a bad disk."""
+"""Errors that LMDB raises when the disk is full. A truncated write is EIO, as is a write to a bad disk."""
 
 _NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP}
-"""What a file system says that needs, or knows, no sync of folders."""
+"""Errors of file systems on which folders cannot be synced, or need no sync."""
 
 
 class Table(enum.Enum):
     """The tables."""
 
     FRAMES = b"frames"
-    """FrameKey -> the bytes of a Chunk, as they came."""
+    """FrameKey -> the bytes of a Chunk, as received."""
     LIVE = b"live"
-    """Number -> CaptureManifest of a capture that has not ended, without its rows: those follow from the frames."""
+    """Number -> CaptureManifest of an open capture, without its rows, which follow from the frames."""
     ENDED = b"ended"
-    """Number -> CaptureManifest of an ended capture, whole."""
+    """Number -> the whole CaptureManifest of an ended capture."""
     SEALS = b"seals"
     """Number -> SealCaptureRequest."""
     LOSSES = b"losses"
     """Number and index -> RowLoss."""
     DOOMED = b"doomed"
-    """Number of a deleted capture whose frames are not all freed yet -> nothing."""
+    """Number of a deleted capture with frames still to free -> an empty value."""
     META = b"meta"
-    """Name -> value: the format, the store's own id, the next capture number."""
+    """Name -> value: the format, the store's own ID, the next capture number."""
 
 
 def bytes_for_appends(max_bytes: int) -> int:
-    """Return how much of a map is for chunks; the rest is kept for ending and deleting captures."""
+    """Return how many bytes of a map are for chunks. The rest is reserved for ending and deleting captures."""
     return max_bytes - min(max_bytes // 8, _LARGEST_RESERVE)
 
 
 class StoreFullError(Exception):
-    """There is no room: the map has reached its limit, or the disk or quota is full. Nothing was written."""
+    """The map has reached its limit, or the disk or quota is full. Nothing was written."""
 
 
 class DamagedError(Exception):
-    """The database cannot be used any more by this process; its text says why."""
+    """This process can no longer use the database; the message says why."""
 
 
 class Txn:
-    """A transaction. Views that it returns are valid until it ends or writes."""
+    """A transaction. The views that it returns are valid until it ends or writes."""
 
     def __init__(self, raw: Any, tables: dict[Table, Any]) -> None:
         self._raw = raw
         self._tables = tables
         self.wrote = False
-        """Whether anything was put. LMDB does nothing, and syncs nothing, when a transaction without changes ends."""
+        """Whether `put` was called. LMDB commits and syncs nothing if a transaction changed nothing."""
 
     def get(self, table: Table, key: bytes) -> memoryview | None:
-        """Return a value, or None."""
+        """Return the value of a key, or None."""
         value: memoryview | None = self._raw.get(key, db=self._tables[table])
         return value
 
@@ -95,15 +97,15 @@ class Txn:
         self._raw.put(key, value, db=self._tables[table])
 
     def delete(self, table: Table, key: bytes) -> None:
-        """Delete a value if it is there."""
+        """Delete a key and its value, if present."""
         self._raw.delete(key, db=self._tables[table])
 
     def count(self, table: Table) -> int:
-        """Return the number of a table's entries."""
+        """Return the number of entries in a table."""
         return int(self._raw.stat(self._tables[table])["entries"])
 
     def items(self, table: Table, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
-        """Yield the entries whose key starts with `prefix`, in the order of their keys."""
+        """Yield the entries whose key starts with `prefix`, in key order."""
         cursor = self._raw.cursor(db=self._tables[table])
         found = cursor.set_range(prefix) if prefix else cursor.first()
         while found and (key := bytes(cursor.key())).startswith(prefix):
@@ -111,12 +113,12 @@ class Txn:
             found = cursor.next()
 
     def next_key(self, table: Table, at: bytes) -> bytes | None:
-        """Return the least key that does not sort before `at`, or None, without touching its value."""
+        """Return the first key not less than `at`, or None, without touching its value."""
         cursor = self._raw.cursor(db=self._tables[table])
         return bytes(cursor.key()) if cursor.set_range(at) else None
 
     def delete_some(self, table: Table, prefix: bytes, limit: int) -> int:
-        """Delete at most `limit` entries whose key starts with `prefix`; return how many it deleted."""
+        """Delete at most `limit` entries whose key starts with `prefix`; return how many were deleted."""
         cursor = self._raw.cursor(db=self._tables[table])
         found, deleted = cursor.set_range(prefix), 0
         while found and deleted < limit and bytes(cursor.key()).startswith(prefix):
@@ -126,32 +128,32 @@ class Txn:
         return deleted
 
     def used_pages(self) -> int:
-        """Return how many pages the tables take, this transaction's own included."""
+        """Return how many pages the tables take, including those of this transaction."""
         stats = (self._raw.stat(table) for table in self._tables.values())
         return sum(int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) for stat in stats)
 
 
 class Database:
-    """An LMDB environment in a folder of its own, locked against a second process."""
+    """An LMDB environment in its own folder, locked against other processes."""
 
     def __init__(self, path: Path, max_bytes: int, *, sync_roots: bool, max_readers: int = 512) -> None:
-        """Open the database, or make it.
+        """Open the database, or create it.
 
         Args:
             path: The folder.
-            max_bytes: The greatest size that it may grow to.
-            sync_roots: Whether a commit is synced when `write` returns; see the module.
-            max_readers: Threads that may read at once.
+            max_bytes: The greatest size that the database may reach.
+            sync_roots: Whether a commit is synced when `write` returns; see the module's docstring.
+            max_readers: How many threads may read at once.
 
         Raises:
-            DamagedError: The folder is in use by another store, or holds something else; or it cannot be synced.
+            DamagedError: Another store uses the folder, it holds something else, or it cannot be synced.
         """
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         self.max_bytes = max_bytes
-        """The greatest size that it may grow to."""
+        """The greatest size that the database may reach."""
         self.ordinary_bytes = bytes_for_appends(max_bytes)
-        """How much of it is for chunks."""
+        """The part of `max_bytes` that is for chunks."""
         self._data = path / "data.mdb"
         self._lock = _lock(path / "store.lock")
         try:
@@ -167,29 +169,30 @@ class Database:
             self._page_bytes = int(self._env.stat()["psize"])
             self._tables = {table: self._env.open_db(table.value) for table in Table}
         except lmdb.Error as error:
-            raise DamagedError(f"cannot open the database in {path}: {error}") from error
+            raise DamagedError(f"Cannot open the database in {path}: {error}.") from error
         self._check_format(path)
         self.sync()
         for folder in (path, *(folder.parent for folder in made)):
             _sync_folder(folder)
 
     def read(self) -> _Reading:
-        """Return a context manager that yields a short read transaction. Copy out what is wanted and end it."""
+        """Return a context manager of a read transaction. Keep it short: copy the data and leave the context."""
         return _Reading(self._env, self._tables)
 
     def write(self, change: Callable[[Txn], _T], *, reserve: bool = False) -> _T:
         """Run a change in a transaction and commit it.
 
         Args:
-            change: What to do. When it raises, nothing is written.
-            reserve: It may use the room that is kept for ending and deleting captures, which must work in a full store.
+            change: The change. If it raises, nothing is written.
+            reserve: Whether it may use the space reserved for ending and deleting captures. Both must work in a full
+                store.
 
         Returns:
             What the change returned.
 
         Raises:
             StoreFullError: There is no room. Nothing was written.
-            DamagedError: LMDB cannot go on.
+            DamagedError: LMDB failed in another way.
         """
         try:
             with self._env.begin(write=True, buffers=True) as raw:
@@ -202,37 +205,37 @@ class Database:
             raise StoreFullError(self._limit_text()) from None
         except lmdb.Error as error:
             if error.code in _NO_ROOM:
-                raise StoreFullError(f"the disk is full, or fails: {error}") from error
+                raise StoreFullError(f"the disk is full or failing: {error}") from error
             raise DamagedError(str(error)) from error
 
     def sync(self) -> None:
-        """Sync everything that is committed."""
+        """Sync all commits to disk."""
         try:
             self._env.sync(True)
         except lmdb.Error as error:
-            raise DamagedError(f"cannot sync: {error}") from error
+            raise DamagedError(f"Cannot sync the database: {error}.") from error
 
     def disk_bytes(self) -> int:
         """Return the bytes that the database takes on disk."""
         return self._data.stat().st_blocks * 512
 
     def free_disk_bytes(self) -> int:
-        """Return the bytes that are free on its disk, for programs without privileges."""
+        """Return the bytes on the database's disk that are free for unprivileged programs."""
         disk = os.statvfs(self._data)
         return disk.f_bavail * disk.f_frsize
 
     def num_chunks(self) -> int:
-        """Return how many chunks there are, those of deleted captures included that are not freed yet."""
+        """Return the number of chunks, including those of deleted captures that are not freed yet."""
         with self.read() as txn:
             return txn.count(Table.FRAMES)
 
     def used_bytes(self) -> int:
-        """Return the bytes of the pages that hold something; those of deleted captures are used again."""
+        """Return the bytes of the pages in use. LMDB reuses the pages of deleted captures."""
         with self.read() as txn:
             return txn.used_pages() * self._page_bytes
 
     def close(self) -> None:
-        """Close the database. Nobody may use it any more."""
+        """Close the database. It must not be used afterwards."""
         self._env.close()
         self._lock.close()
 
@@ -246,11 +249,14 @@ class Database:
         if found is None:
             self.write(lambda txn: txn.put(Table.META, b"format", _FORMAT))
         elif found != _FORMAT:
-            raise DamagedError(f"{path} holds a database of format {found!r}; this version reads {_FORMAT!r}")
+            raise DamagedError(
+                f"{path} holds a database of format {found!r}, but this version of the store reads format {_FORMAT!r}. "
+                "Use the version that wrote it, or another --path."
+            )
 
 
 class _Reading:
-    """The context manager of a read transaction; a class, for it is entered once for each frame that is read."""
+    """The context manager of a read transaction. It is a class for speed: the store enters one for each frame."""
 
     def __init__(self, env: Any, tables: dict[Table, Any]) -> None:
         self._env, self._tables = env, tables
@@ -272,7 +278,9 @@ def _lock(path: Path) -> IO[bytes]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         handle.close()
-        raise DamagedError(f"{path.parent} is in use by another store") from None
+        raise DamagedError(
+            f"{path.parent} is in use by another store. Stop that store, or choose another --path."
+        ) from None
     return handle
 
 
@@ -282,6 +290,6 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NOT_FOR_FOLDERS:
-            raise DamagedError(f"cannot sync {path}: {error}") from error
+            raise DamagedError(f"Cannot sync {path}: {error}.") from error
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Keys of the database. Numbers are big-endian, so that LMDB's order of bytes is the order of numbers."""
+"""Keys of the database. Numbers are big-endian, so that LMDB's byte order is numeric order."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _FRAME = struct.Struct(">QIBHHII")
 _LOSS = struct.Struct(">QI")
 
 MAX_LAYERS = 1 << 16
-"""Layers that a key can tell apart."""
+"""Number of layers that a key can tell apart."""
 
 GROUP_BYTES = 17
-"""Length of the part of a frame's key that the frames of one group of layers share."""
+"""Length of the prefix that the keys of one group of layers share."""
 
 
 class FrameKey(NamedTuple):
-    """Names a stored frame.
+    """The key of a stored frame.
 
-    The cells (layer, position) of stored frames are disjoint, so no two frames share the first layer and the first
-    position: keys are unique. The last layer and the last position are in the key so that a scan can pass a frame over
-    without touching its page.
+    Keys are unique: the cells (layer, position) of stored frames are disjoint, so no two frames share both their first
+    layer and their first position. The key holds the last layer and position so that a scan can skip a frame without
+    touching its page.
     """
 
     number: int
@@ -45,12 +45,12 @@ class FrameKey(NamedTuple):
 
 
 def unpack_frame(key: bytes) -> FrameKey:
-    """Return the FrameKey of these bytes."""
+    """Return the FrameKey that these bytes pack."""
     return FrameKey(*_FRAME.unpack(key))
 
 
 def after_group(key: bytes) -> bytes:
-    """Return the least key that sorts after every frame of the same capture, sequence, site and group of layers."""
+    """Return a key that sorts after every frame of the same capture, sequence, site and group of layers."""
     return key[:GROUP_BYTES] + b"\xff" * (_FRAME.size - GROUP_BYTES + 1)
 
 
@@ -60,10 +60,10 @@ def pack_number(number: int) -> bytes:
 
 
 def unpack_number(key: bytes) -> int:
-    """Return the capture's internal number of a record's key."""
+    """Return the capture's internal number from a record's key."""
     return int(_NUMBER.unpack(key)[0])
 
 
 def pack_loss(number: int, index: int) -> bytes:
-    """Return the key of a capture's index-th loss."""
+    """Return the key of a capture's loss number `index`, counted from 0."""
     return _LOSS.pack(number, index)

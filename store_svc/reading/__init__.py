@@ -1,1 +1,1 @@
-"""Reading captures: what is asked for, and which rows of which frames are sent."""
+"""Reading captures: queries, and sending the wanted rows of the wanted frames."""

@@ -1,4 +1,4 @@
-"""Page tokens: where a list goes on, bound to the store and to the filter that it was made with."""
+"""Page tokens: where the next page of a list starts. A token is bound to its store and to the list's filter."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ _MARK_BYTES = 8
 
 
 def make_token(store_id: bytes, request: store_pb2.ListCapturesRequest, scope: str | None, last: int) -> str:
-    """Return the token of the page after the capture with this internal number.
+    """Return the token of the page that starts after the capture numbered `last`.
 
     Args:
-        store_id: Binds it to this store.
-        request: The filter.
-        scope: The tenant whose captures are listed; None: all.
-        last: The number. It is hidden in the token, for it tells how many captures others have made.
+        store_id: The store's own ID, which binds the token to this store.
+        request: The list request with the filter.
+        scope: The tenant whose captures are listed; None for all.
+        last: The capture's internal number. The token encrypts it, because it reveals how many captures other tenants
+            have made.
     """
     mark = _mark(store_id, request, scope, pack_number(last))
     return base64.urlsafe_b64encode(_hide(store_id, mark, pack_number(last)) + mark).decode()
 
 
 def read_token(store_id: bytes, request: store_pb2.ListCapturesRequest, scope: str | None) -> int | None:
-    """Return the internal number after which the wanted page starts, or None for the first page.
+    """Return the internal number after which the requested page starts, or None for the first page.
 
     Raises:
-        Failure: INVALID_FIELD: the token is not one of this store's, or goes with another filter.
+        Failure: INVALID_FIELD if the token comes from another store or belongs to another filter.
     """
     if not request.page_token:
         return None
@@ -42,14 +43,12 @@ def read_token(store_id: bytes, request: store_pb2.ListCapturesRequest, scope: s
     hidden, mark = data[:-_MARK_BYTES], data[-_MARK_BYTES:]
     number = _hide(store_id, mark, hidden)
     if len(hidden) != _MARK_BYTES or mark != _mark(store_id, request, scope, number):
-        raise invalid(
-            "page_token", "is not one of this store's, or goes with another filter; start from the first page"
-        )
+        raise invalid("page_token", "comes from another store, or belongs to another filter; start from the first page")
     return unpack_number(number)
 
 
 def _hide(store_id: bytes, mark: bytes, number: bytes) -> bytes:
-    """Return a number's bytes as nobody without the store's id can read them; done twice, as they were."""
+    """Encrypt a number's bytes with the store's ID as the key. Applied twice, it returns the original bytes."""
     mask = hashlib.blake2b(mark, key=store_id, digest_size=_MARK_BYTES).digest()
     return bytes(a ^ b for a, b in zip(number, mask, strict=False))
 

@@ -1,4 +1,4 @@
-"""Making the next item of a stream while the one before is dealt with."""
+"""Prefetching: a thread makes the next items of a stream while the consumer handles the current one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ _T = TypeVar("_T")
 
 
 def ahead(items: Generator[_T, None, None], depth: int = 1) -> Generator[_T, None, None]:
-    """Yield what `items` yields, while a thread makes up to `depth` items ahead, and works on one more.
+    """Yield what `items` yields, while a thread prefetches up to `depth` items and works on one more.
 
-    To send a chunk, and to fetch and check the next one, holds no GIL for long; but one thread takes such steps one
-    after the other. The first two items are made by the caller's own thread, so that what is answered in one or two
-    messages costs no thread.
+    Sending a chunk, and fetching and checking the next one, hold the GIL only briefly, so two threads overlap them.
+    The caller's own thread makes the first two items, so that an answer of one or two messages costs no thread.
 
-    What `items` raises is raised here. When this is closed, so is `items`, and the thread has ended: whatever `items`
-    waits for must end when nobody wants it any more.
+    Exceptions of `items` are raised here. Closing this generator ends the thread and closes `items`; it waits until
+    `items` returns from whatever it waits for. So that wait must end when the caller has gone.
     """
     try:
         for _ in range(2):
@@ -28,12 +27,12 @@ def ahead(items: Generator[_T, None, None], depth: int = 1) -> Generator[_T, Non
             except StopIteration:
                 return
             yield item
-        yield from _Ahead(items, depth).taken()
+        yield from _Prefetcher(items, depth).items()
     finally:
         items.close()
 
 
-class _Ahead(Generic[_T]):
+class _Prefetcher(Generic[_T]):
     """A bounded queue, and the thread that fills it."""
 
     def __init__(self, items: Generator[_T, None, None], depth: int) -> None:
@@ -44,11 +43,11 @@ class _Ahead(Generic[_T]):
         self._error: BaseException | None = None
         self._ended = False
         self._unwanted = False
-        # Its log lines name the request, as the caller's do.
+        # The copied context makes the thread's log lines carry the request ID, as the caller's do.
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._make,), name="ahead")
 
-    def taken(self) -> Iterator[_T]:
-        """Yield the items."""
+    def items(self) -> Iterator[_T]:
+        """Start the thread and yield the items that it makes."""
         self._thread.start()
         try:
             while self._wait_for_item():
@@ -79,7 +78,7 @@ class _Ahead(Generic[_T]):
             for item in self._items:
                 if not self._put(item):
                     break
-        except BaseException as error:  # noqa: BLE001 - raised again where the items are taken
+        except BaseException as error:  # noqa: BLE001 - items() raises it again in the consumer's thread
             self._error = error
         finally:
             with self._changed:
@@ -87,7 +86,7 @@ class _Ahead(Generic[_T]):
                 self._changed.notify_all()
 
     def _put(self, item: _T) -> bool:
-        """Queue an item as soon as there is room; tell whether it is still wanted."""
+        """Queue an item once there is room. Return whether more items are wanted."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._made) < self._depth or self._unwanted)
             self._made.append(item)

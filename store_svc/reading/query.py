@@ -1,4 +1,4 @@
-"""What a reader wants of a capture. Pure."""
+"""Queries: which rows of a capture a reader wants. Nothing here does I/O."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from store_svc.checks import invalid
 from store_svc.database.keys import FrameKey
 
 _LONGEST_SPAN = 1 << 16
-"""From the first to the last position of a frame that is judged by its key alone. Writers make far shorter ones."""
+"""The longest span of a frame's positions for which the key alone decides. Writers make far shorter frames."""
 
 _EVERYTHING = selection_pb2.PositionSelection()
 
 
 class Query:
-    """The rows that are wanted: by the reader, and by the capture's own selection, reduction and expected length.
+    """The wanted rows: those that the reader selects within the capture's own selection, reduction and expected length.
 
-    Frames are judged by their keys as far as that goes: one whose rows are all wanted is sent as it lies, one of which
-    none are wanted is never touched.
+    The query decides by a frame's key where it can. A frame whose rows are all wanted is sent unchanged, and a frame
+    without a wanted row is never touched.
     """
 
     def __init__(
@@ -40,15 +40,16 @@ class Query:
         description: capture_pb2.CaptureDescription,
         outcomes: Sequence[capture_pb2.SequenceOutcome],
     ) -> None:
-        """Make a query.
+        """Create a query.
 
         Args:
-            request: What the reader wants.
-            description: What the capture is of.
-            outcomes: How its sequences ended; empty while it is not sealed, and then its length is not known.
+            request: The reader's selection.
+            description: The capture's description.
+            outcomes: How the capture's sequences ended. Empty until it is sealed; their lengths are then unknown.
 
         Raises:
-            Failure: UNKNOWN_LAYER, UNKNOWN_SITE or INVALID_FIELD.
+            Failure: UNKNOWN_LAYER, UNKNOWN_SITE or INVALID_FIELD if the capture has nothing of what is selected, or the
+                selection is invalid.
         """
         _check(request, description)
         self.capture_id = request.capture_id
@@ -63,7 +64,7 @@ class Query:
         self._lengths = [expected_rows(self._prompt_tokens, len(item.generated_token_ids)) for item in outcomes]
 
     def wants_group(self, key: FrameKey) -> bool:
-        """Tell whether any frame with the same sequence, site, first and last layer can be wanted."""
+        """Tell whether a frame with this key's sequence, site, first and last layer can have a wanted row."""
         return (
             key.sequence in self._sequences
             and key.site in self._sites
@@ -71,14 +72,14 @@ class Query:
         )
 
     def wants(self, key: FrameKey) -> bool:
-        """Tell whether a row of this frame can be wanted."""
+        """Tell whether this frame can have a wanted row."""
         if not self.wants_group(key):
             return False
         span = key.last_position - key.first_position + 1
         return span > _LONGEST_SPAN or bool(self._mask(key.sequence, key.first_position, span).any())
 
     def wants_whole(self, key: FrameKey) -> bool:
-        """Tell whether every row of this frame is surely wanted."""
+        """Tell whether every row of this frame is certainly wanted."""
         captured = _between(self._captured_layers, key.first_layer, key.last_layer)
         if len(_between(self._layers, key.first_layer, key.last_layer)) != len(captured):
             return False
@@ -86,9 +87,9 @@ class Query:
         return span <= _LONGEST_SPAN and bool(self._mask(key.sequence, key.first_position, span).all())
 
     def cut(self, header: capture_pb2.ChunkHeader) -> tuple[list[int], list[int]]:
-        """Return the indices of the wanted layers and positions in a chunk's own lists of them."""
+        """Return the indices of the wanted layers and positions in the chunk's lists of layers and positions."""
         layers, positions = set(self._layers), list(header.positions)
-        wanted = Positions.of(positions).that(lambda first, count: self._mask(header.sequence, first, count))
+        wanted = Positions.of(positions).filter(lambda first, count: self._mask(header.sequence, first, count))
         return (
             [at for at, layer in enumerate(header.layers) if layer in layers],
             [at for at, position in enumerate(positions) if position in wanted],
@@ -110,16 +111,17 @@ def _between(ascending: list[int], first: int, last: int) -> list[int]:
 def _check(request: store_pb2.ReadChunksRequest, description: capture_pb2.CaptureDescription) -> None:
     captured = description.spec.layers.list.layers
     for layer in _others(request.layers, captured):
-        message = f"The capture has no layer {layer}; it has {_runs(captured)}."
+        message = f"The capture has no layer {layer}. Choose among its layers: {_runs(captured)}."
         raise Failure(Reason.ERROR_REASON_UNKNOWN_LAYER, message, layer=layer, layers=len(captured))
     armed = ",".join(capture_pb2.Site.Name(site) for site in description.spec.sites)
     for site in _others(request.sites, description.spec.sites):
         known = site in capture_pb2.Site.values()
-        name = capture_pb2.Site.Name(site) if known else str(site)  # type: ignore[arg-type] # the line above
-        message = f"The capture has no site {name}; it has {armed.replace(',', ', ')}."
+        name = capture_pb2.Site.Name(site) if known else str(site)  # type: ignore[arg-type] # checked above
+        message = f"The capture has no site {name}. Choose among its sites: {armed.replace(',', ', ')}."
         raise Failure(Reason.ERROR_REASON_UNKNOWN_SITE, message, site=name, armed=armed)
     for sequence in _others(request.sequences, range(description.num_sequences)):
-        raise invalid("sequences", f"the capture has {description.num_sequences} sequences, not {sequence}")
+        last = description.num_sequences - 1
+        raise invalid("sequences", f"sequence {sequence} does not exist: the capture has sequences 0 to {last}")
     try:
         check_positions(request.positions)
     except ValueError as error:
@@ -131,6 +133,6 @@ def _others(asked: Iterable[int], known: Iterable[int]) -> list[int]:
 
 
 def _runs(ascending: Iterable[int]) -> str:
-    """Return ascending numbers for a message, such as "3, 5-9"."""
+    """Return ascending numbers as text, such as "3, 5-9"."""
     runs = to_ranges(np.fromiter(ascending, dtype=np.int64))
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

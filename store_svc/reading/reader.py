@@ -1,4 +1,4 @@
-"""Sending the rows of a capture: which frames, and which rows of them."""
+"""Serves the rows and the manifests of captures."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from store_svc.reading.query import Query
 from store_svc.reading.slicing import slice_chunk
 
 _KEYS_AT_ONCE = 1024
-"""Keys that one read transaction collects."""
+"""Keys that one read transaction looks at."""
 
 
 class Reader:
     """Serves rows and manifests.
 
-    Each frame is copied out in a read transaction of its own: a long transaction would keep the pages of deleted
-    captures from being used again, for as long as a slow client takes.
+    The reader copies each frame in its own read transaction. A longer transaction would last as long as a slow client
+    takes, and LMDB could not reuse the pages of deleted captures meanwhile.
     """
 
     def __init__(self, db: Database, catalog: Catalog) -> None:
@@ -30,7 +30,7 @@ class Reader:
         self._catalog = catalog
 
     def manifest(self, name: CaptureName) -> capture_pb2.CaptureManifest:
-        """Return the manifest of a capture as it is now.
+        """Return the current manifest of a capture.
 
         Raises:
             Failure: UNKNOWN_CAPTURE.
@@ -47,13 +47,13 @@ class Reader:
         is_cancelled: Callable[[], bool],
         feed_seen: Callable[[Feed], object],
     ) -> Generator[bytes, None, None]:
-        """Yield the ReadChunksResponses, serialised, that answer a request. The capture does not expire meanwhile.
+        """Yield the serialised ReadChunksResponses that answer a request. The capture cannot expire meanwhile.
 
         Args:
             name: The capture.
-            request: What is wanted of it.
-            is_cancelled: Tells whether the caller has gone.
-            feed_seen: Called with the feed that is waited on, so that a cancellation can wake it.
+            request: The rows to read.
+            is_cancelled: Returns whether the caller has cancelled.
+            feed_seen: Called with the feed that this may wait on, so that a cancellation can wake it.
 
         Raises:
             Failure: UNKNOWN_CAPTURE, UNKNOWN_LAYER, UNKNOWN_SITE, INVALID_FIELD, CHECKSUM_MISMATCH or NOT_SERVING.
@@ -71,12 +71,12 @@ class Reader:
         yield _framed(manifest)
         for key in self._scan(number, query):
             yield from self._rows(key, query)
-        yield _framed(self._ended_manifest(number, request.capture_id))  # unless somebody has deleted it
+        yield _framed(self._ended_manifest(number, request.capture_id))  # raises if it was deleted meanwhile
 
     def _read_live(
         self, feed: Feed, request: store_pb2.ReadChunksRequest, is_cancelled: Callable[[], bool]
     ) -> Iterator[bytes]:
-        """Send what is published, then once more what was published meanwhile, or with `follow` all until the end."""
+        """Yield the published rows; with `follow`, go on with new rows until the capture ends."""
         sent = 0
         capture = feed.capture
         query = Query(request, capture.description, capture.sequences)
@@ -110,7 +110,7 @@ class Reader:
         if self._catalog.stopping and not feed.capture.ended:
             raise Failure(Reason.ERROR_REASON_NOT_SERVING, "The store is stopping; try again later.")
         if is_cancelled():
-            raise Failure(Reason.ERROR_REASON_ABORTED, "The caller has gone.")
+            raise Failure(Reason.ERROR_REASON_ABORTED, "The caller cancelled the call.")
 
     def _ended_manifest(self, number: int, capture_id: str) -> capture_pb2.CaptureManifest:
         with self._db.read() as txn:
@@ -128,7 +128,7 @@ class Reader:
             yield from keys
 
     def _collect(self, prefix: bytes, at: bytes, query: Query) -> tuple[list[bytes], bytes]:
-        """Return some wanted keys from `at` on, and where to go on: empty after the last."""
+        """Return the next wanted keys from `at` on, and the key to continue from, empty after the last."""
         keys: list[bytes] = []
         with self._db.read() as txn:
             for _ in range(_KEYS_AT_ONCE):
@@ -145,7 +145,7 @@ class Reader:
         return keys, at
 
     def _rows(self, key: bytes, query: Query) -> Iterator[bytes]:
-        """Yield the response with the wanted rows of a frame, if there are any."""
+        """Yield the response with the wanted rows of a frame, if it has any."""
         whole = query.wants_whole(unpack_frame(key))
         with self._db.read() as txn:
             view = txn.get(Table.FRAMES, key)

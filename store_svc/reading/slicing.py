@@ -1,4 +1,4 @@
-"""Cutting rows out of a frame."""
+"""Cuts rows out of a frame."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def cells_of(header: capture_pb2.ChunkHeader) -> Cells:
 
 
 def slice_chunk(view: ChunkView, layers: Sequence[int], positions: Sequence[int]) -> bytes:
-    """Return a Chunk with only some of the rows of another, encoded as they were.
+    """Return a serialised Chunk with some of another chunk's rows, in the same encoding.
 
     Args:
-        view: The chunk to cut from; it must have been verified, for the slice gets a checksum of its own.
-        layers: The indices of the wanted layers in the chunk's list of layers, ascending.
-        positions: The indices of the wanted positions in its list of positions, ascending.
+        view: The chunk to cut from. The caller must have verified it, because the slice gets a new checksum.
+        layers: Indices of the wanted layers in the chunk's list of layers, ascending.
+        positions: Indices of the wanted positions in the chunk's list of positions, ascending.
     """
     header = capture_pb2.ChunkHeader()
     header.CopyFrom(view.header)
@@ -36,7 +36,7 @@ def slice_chunk(view: ChunkView, layers: Sequence[int], positions: Sequence[int]
 
 
 def _cut(view: ChunkView, layers: Sequence[int], positions: Sequence[int]) -> bytes:
-    """Return the payload of a slice; what stands before the rows of a layer stays before what is left of them."""
+    """Return the payload of a slice. Each kept layer keeps the prefix before its rows."""
     form, shape = view.format, (len(view.header.layers), len(view.header.positions))
     data = np.frombuffer(view.payload, dtype=np.uint8).reshape(shape[0], -1)
     rows = data[:, form.prefix_bytes :].reshape(*shape, form.row_bytes)

@@ -1,1 +1,1 @@
-"""Writing captures: what comes in, what one transaction does, and what is deleted."""
+"""Writing captures: incoming streams, write transactions, quotas and retention."""

@@ -1,4 +1,4 @@
-"""One AppendChunks stream: messages in, acknowledgements out."""
+"""One AppendChunks stream: queues its messages and sends its acknowledgements."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from store_svc.checks import invalid
 from store_svc.writing.write_queue import Append, WorkQueue
 from svc_common.tokens_file import Caller
 
-_MOST_REJECTIONS = 1024
-"""Rejections in one answer. When so many wait, because a client does not read its answers, its messages wait too."""
+_MAX_REJECTIONS = 1024
+"""Rejections in one answer. When as many wait, because a client does not read its answers, its messages wait too."""
 
 _ITEM_BYTES = 4096
-"""What a message is counted as besides its own bytes, so that a queue of tiny ones is bounded too."""
+"""Bytes counted for each message on top of its own, so that the queue also bounds tiny messages."""
 
 
 class AppendStream:
-    """A stream of a writer.
+    """A writer stream.
 
-    One thread (`pump`) reads messages and queues them, the call's own thread (`responses`) sends acknowledgements as
-    they come: a writer that waits for an acknowledgement before it sends on is never kept waiting for itself.
+    One thread runs `pump`, which reads and queues messages. The call's own thread runs `responses`, which sends
+    acknowledgements as they come. With a single thread, a writer that waits for an acknowledgement before it sends more
+    would deadlock.
     """
 
     def __init__(self, queue: WorkQueue, caller: Caller) -> None:
         self._caller = caller
         self.failed = False
-        """Whether the stream has failed; the writer drops what is still queued of it."""
+        """Whether the stream has failed. The writer then drops its queued messages."""
         self._queue = queue
         self._condition = threading.Condition()
         self._committed = 0
@@ -57,13 +58,13 @@ class AppendStream:
         except Failure as failure:
             self.fail(failure)
         except grpc.RpcError:
-            self.cancel()  # the client has gone: what it sent is written, and nobody waits for the answer
+            self.cancel()  # the client has gone: queued messages are still written, but need no answer
 
     def responses(self) -> Iterator[store_pb2.AppendChunksResponse]:
         """Yield acknowledgements until everything is committed and synced.
 
         Raises:
-            Failure: Why the stream has failed.
+            Failure: The stream has failed.
         """
         while True:
             with self._condition:
@@ -77,31 +78,31 @@ class AppendStream:
                 return
 
     def committed(self, number: int, rejections: list[store_pb2.ChunkRejection]) -> None:
-        """Every message up to this number is committed, or rejected."""
+        """Note that every message up to this number is committed or rejected."""
         with self._condition:
             self._committed = number
             self._rejections += rejections
             self._notify()
 
     def synced(self, number: int) -> None:
-        """Every message up to this number is synced, or rejected."""
+        """Note that every message up to this number is synced or rejected."""
         with self._condition:
             self._synced = number
             self._notify()
 
     def fail(self, failure: Failure) -> None:
-        """End the stream: nothing after the last acknowledgement was written."""
+        """End the stream with a failure: nothing after the last acknowledgement was written."""
         with self._condition:
             self.failed = True
             self._failure = self._failure or failure
             self._notify()
 
     def finished(self) -> None:
-        """Everything that came is committed and synced."""
+        """End the stream: every message is committed and synced."""
         self.cancel()
 
     def cancel(self) -> None:
-        """Stop waiting for more to acknowledge."""
+        """End the stream without waiting for more acknowledgements."""
         with self._condition:
             self._finished = True
             self._notify()
@@ -111,8 +112,8 @@ class AppendStream:
         self._condition.notify_all()
 
     def _take_news(self) -> tuple[store_pb2.AppendChunksResponse | None, Failure | None, bool]:
-        now, later = self._rejections[:_MOST_REJECTIONS], self._rejections[_MOST_REJECTIONS:]
-        # What is rejected counts as committed, so no answer may reach past a rejection that it does not carry.
+        now, later = self._rejections[:_MAX_REJECTIONS], self._rejections[_MAX_REJECTIONS:]
+        # Rejected messages count as committed, so an answer must not reach past a rejection that it does not carry.
         committed = later[0].number - 1 if later else self._committed
         response = store_pb2.AppendChunksResponse(
             committed_through=committed, synced_through=min(self._synced, committed), rejections=now
@@ -124,9 +125,9 @@ class AppendStream:
         return response if committed else None, failure, finished
 
     def _wait_for_room(self) -> bool:
-        """Wait until the client has read its rejections; tell whether the stream goes on."""
+        """Wait until the client has read its rejections. Return whether the stream goes on."""
         with self._condition:
-            self._condition.wait_for(lambda: len(self._rejections) < _MOST_REJECTIONS or self.failed or self._finished)
+            self._condition.wait_for(lambda: len(self._rejections) < _MAX_REJECTIONS or self.failed or self._finished)
             return not self.failed and not self._finished
 
     def _parse(self, data: bytes, last: int) -> Append:
@@ -135,7 +136,7 @@ class AppendStream:
         except (FrameError, ValueError) as error:
             raise invalid("message", f"cannot be parsed: {error}") from None
         if message.number <= last:
-            raise invalid("number", f"numbers must ascend; {message.number} follows {last}")
+            raise invalid("number", f"message numbers must ascend, but {message.number} follows {last}")
         content = message.loss if message.chunk is None else _content(message.chunk, message.capture_id)
         assert content is not None  # noqa: S101 - parse_append returns either
         tenant = written_tenant(self._caller, message.tenant)
@@ -153,6 +154,6 @@ def _content(data: memoryview, capture_id: str) -> tuple[memoryview, ChunkView] 
     except FrameError as error:
         return invalid("chunk", str(error))
     if not chunk.verify():
-        message = "The chunk's checksum does not match its payload; send it again."
+        message = "The chunk's checksum does not match its payload: it was damaged on the way. Send it again."
         return Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, message, capture_id=capture_id)
     return data, chunk

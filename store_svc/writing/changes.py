@@ -1,4 +1,4 @@
-"""What one write transaction does to captures."""
+"""The changes that one write transaction makes to captures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from svc_common.tokens_file import Limits
 
 @dataclass(frozen=True)
 class Clock:
-    """The time at which a transaction happens."""
+    """The time of a transaction."""
 
     wall: Timestamp
     """The wall clock, for manifests."""
@@ -34,17 +34,17 @@ class Clock:
 
     @classmethod
     def now(cls) -> Clock:
-        """Return the time."""
+        """Return the current time."""
         wall = Timestamp()
         wall.FromNanoseconds(time.time_ns())
         return cls(wall, time.monotonic())
 
 
 class Batch:
-    """The changes of one transaction, invisible until `publish`, which is called after the commit.
+    """The changes of one transaction. They stay invisible until `publish`, which the writer calls after the commit.
 
-    A Batch that is not published leaves no trace, so a transaction that failed may run again in another one.
-    A method that raises Failure has changed nothing.
+    A Batch that is never published has no effect, so a failed transaction can run again with a new Batch. A method that
+    raises Failure has changed nothing.
     """
 
     def __init__(self, txn: Txn, catalog: Catalog, limits_of: Callable[[str], Limits] = lambda _: Limits()) -> None:
@@ -57,7 +57,7 @@ class Batch:
         self._deleted: list[tuple[CaptureName, int]] = []
         self._drafts: dict[int, Capture] = {}
         self._keys: dict[int, list[bytes]] = {}
-        self._growth = 0  # of the memory that open captures take
+        self._growth = 0  # bytes by which the state of open captures grows
         self._ended_ledgers: dict[int, tuple[capture_pb2.CaptureManifest, Ledger]] = {}
 
     @property
@@ -67,11 +67,11 @@ class Batch:
 
     @property
     def deletes(self) -> bool:
-        """Whether it deletes captures, so that there are frames to free."""
+        """Whether the transaction deletes captures, whose frames must then be freed."""
         return bool(self._deleted)
 
     def open(self, description: capture_pb2.CaptureDescription) -> None:
-        """Create a capture, unless there is the same one already.
+        """Create a capture, unless the same capture is open already.
 
         Raises:
             Failure: CAPTURE_EXISTS, LIMIT_REACHED or QUOTA_EXCEEDED.
@@ -80,29 +80,29 @@ class Batch:
         number = self._number(name)
         if number is not None:
             draft = self._draft(number)
-            if draft is None or draft.ended or not draft.is_of(description):
+            if draft is None or draft.ended or not draft.matches(description):
                 raise capture_exists(description.capture_id)
             return
         self._check_catalog()
         self._quotas.open(description.tenant)
         number = self._next_number()
         capture = Capture(number, description, self._clock.wall, self._clock.monotonic)
-        self._growth += capture.account_bytes
+        self._growth += capture.memory_bytes
         self._numbers[name] = number
         self._opened.add(number)
         self._drafts[number] = capture
         self._put_record(capture)
 
     def append(self, name: CaptureName, frame: memoryview, chunk: ChunkView) -> bool:
-        """Store the rows of a chunk that are not there yet.
+        """Store the rows of a chunk that are not stored yet.
 
         Args:
             name: The capture.
             frame: The bytes of the Chunk.
-            chunk: The same, parsed; its checksum has been verified.
+            chunk: The same chunk, parsed; the caller has verified its checksum.
 
         Returns:
-            Whether anything was stored.
+            Whether any row was stored.
 
         Raises:
             Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED, INVALID_FIELD, LIMIT_REACHED or QUOTA_EXCEEDED.
@@ -114,7 +114,7 @@ class Batch:
             return False
         check_chunk(chunk.header, draft.description)
         cells = cells_of(chunk.header)
-        before = draft.account_bytes
+        before = draft.memory_bytes
         groups = draft.ledger.fresh(cells)
         if groups:
             self._check_memory()
@@ -125,12 +125,12 @@ class Batch:
             for positions, layers in groups.items():
                 self._put_part(draft, chunk, cells._replace(layers=layers, positions=positions))
         if groups:
-            self._growth += draft.account_bytes - before
+            self._growth += draft.memory_bytes - before
             self._advance(draft)
         return bool(groups)
 
     def lose(self, name: CaptureName, loss: store_pb2.RowLoss) -> None:
-        """Record rows that will never come. An ended capture does not change any more.
+        """Record lost rows. An ended capture ignores them.
 
         Raises:
             Failure: UNKNOWN_CAPTURE, INVALID_FIELD or LIMIT_REACHED.
@@ -140,17 +140,17 @@ class Batch:
             return
         check_loss(loss, draft.description)
         self._check_memory()
-        before = draft.account_bytes
+        before = draft.memory_bytes
         self._txn.put(Table.LOSSES, pack_loss(draft.number, draft.num_losses), loss.SerializeToString())
         draft.lose(loss, self._clock.monotonic)
-        self._growth += draft.account_bytes - before
+        self._growth += draft.memory_bytes - before
         self._advance(draft)
 
     def seal(self, name: CaptureName, seal: store_pb2.SealCaptureRequest) -> capture_pb2.CaptureManifest:
-        """Seal a capture, unless it was sealed alike already; return its manifest.
+        """Seal a capture and return its manifest. Repeating the same seal changes nothing.
 
         Raises:
-            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED or INVALID_FIELD.
+            Failure: UNKNOWN_CAPTURE or INVALID_FIELD; CAPTURE_ENDED if the capture was sealed differently.
         """
         number = self._require(name)
         draft = self._draft(number)
@@ -163,7 +163,7 @@ class Batch:
         return draft.manifest()
 
     def delete(self, name: CaptureName) -> int:
-        """Delete a capture; its frames are freed bit by bit. Return the bytes of its frames.
+        """Delete a capture and return the bytes of its frames. Later transactions free the frames; see `purge_some`.
 
         Raises:
             Failure: UNKNOWN_CAPTURE.
@@ -182,14 +182,14 @@ class Batch:
         return num_bytes
 
     def time_out(self, number: int, waited: float) -> None:
-        """End a capture whose rows did not come for `waited` seconds, unless it changed in the meantime."""
+        """End a capture that made no progress for `waited` seconds, unless it has changed in the meantime."""
         draft = self._draft(number)
         if draft is not None and not draft.ended and self._clock.monotonic - draft.progress >= waited:
             draft.time_out(self._clock.wall, waited)
             self._put_record(draft)
 
     def publish(self) -> list[Capture]:
-        """Let everyone see the changes; return the captures that changed."""
+        """Make the changes visible in the catalog. Return the captures that changed."""
         for name, number in self._deleted:
             if number not in self._opened:
                 self._catalog.delete(name, number)
@@ -202,7 +202,10 @@ class Batch:
     def _check_catalog(self) -> None:
         limit = self._catalog.limits.max_captures
         if self._catalog.num_captures + len(self._opened) >= limit:
-            message = f"The store keeps {limit} captures; delete some, or let old ones expire (--retain-hours)."
+            message = (
+                f"The store already keeps {limit} captures, its limit (--max-captures). Delete some, or let old ones "
+                "expire (--retain-hours)."
+            )
             raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_captures")
         self._check_memory()
 
@@ -210,7 +213,8 @@ class Batch:
         limit = self._catalog.limits.max_open_bytes
         if self._catalog.open_bytes + self._growth >= limit:
             message = (
-                f"Captures that have not ended take all of {limit >> 20} MiB (--max-open-mib); let some end first."
+                f"The open captures take all {limit >> 20} MiB that the store has for them (--max-open-mib). Wait "
+                "until some have ended."
             )
             raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_open_mib")
 
@@ -232,7 +236,7 @@ class Batch:
         return number
 
     def _draft(self, number: int) -> Capture | None:
-        """Return a capture that this batch may change, or None if it ended before."""
+        """Return the draft of a capture that this batch may change, or None if it had ended before this batch."""
         draft = self._drafts.get(number)
         feed = self._catalog.feed_of(number)
         if draft is None and feed is not None:
@@ -302,7 +306,7 @@ class Batch:
 
 
 def purge_some(txn: Txn, limit: int) -> bool:
-    """Free at most `limit` frames of a deleted capture; tell whether there may be more."""
+    """Free at most `limit` frames of a deleted capture. Return whether there may be more to free."""
     key = txn.next_key(Table.DOOMED, b"")
     if key is None:
         return False
@@ -314,5 +318,5 @@ def purge_some(txn: Txn, limit: int) -> bool:
 def _has_ended(manifest: capture_pb2.CaptureManifest) -> Failure:
     capture_id = manifest.description.capture_id
     state = capture_pb2.CaptureState.Name(manifest.state).removeprefix("CAPTURE_STATE_")
-    message = f"The capture {capture_id!r} is {state} and takes no more of this."
+    message = f"The capture {capture_id!r} is already sealed or ended (state {state}), so it refuses this change."
     return Failure(Reason.ERROR_REASON_CAPTURE_ENDED, message, capture_id=capture_id, state=state)

@@ -1,4 +1,4 @@
-"""What tenants have and may have, as one transaction sees it."""
+"""Enforces tenants' quotas within one transaction."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from svc_common.tokens_file import Limits
 
 
 class Quotas:
-    """Keeps tenants within their limits. What is published counts, and what the transaction has done besides."""
+    """Keeps tenants within their limits. It counts the published captures and the transaction's own changes."""
 
     def __init__(self, catalog: Catalog, limits_of: Callable[[str], Limits]) -> None:
-        """Begin a transaction.
+        """Start counting for one transaction.
 
         Args:
-            catalog: What is published.
-            limits_of: Tells what a tenant may have.
+            catalog: The published captures.
+            limits_of: Returns a tenant's limits.
         """
         self._catalog = catalog
         self._limits_of = limits_of
@@ -30,14 +30,14 @@ class Quotas:
         """Count a capture that is opened.
 
         Raises:
-            Failure: QUOTA_EXCEEDED: the tenant has as many open ones, or bytes, as it may have.
+            Failure: QUOTA_EXCEEDED if the tenant has reached its limit of open captures or of bytes.
         """
         limits = self._of(tenant)
         count = self._catalog.holdings(tenant).num_open + self._open[tenant]
         if limits.max_open_captures is not None and count >= limits.max_open_captures:
             allowed = limits.max_open_captures
             raise _exceeded(
-                f"Your tenant may have {allowed} captures that have not ended, and has {count}; wait until some have.",
+                f"Your tenant has {count} open captures and may have {allowed}. Wait until some have ended.",
                 "max_open_captures",
                 allowed,
             )
@@ -49,10 +49,10 @@ class Quotas:
         self._open[tenant] -= 1
 
     def check_room(self, tenant: str, num_bytes: int) -> None:
-        """Make sure that a tenant may have so many bytes more.
+        """Check that a tenant may store this many more bytes.
 
         Raises:
-            Failure: QUOTA_EXCEEDED.
+            Failure: QUOTA_EXCEEDED if it may not.
         """
         allowed = self._of(tenant).max_bytes
         if allowed is None:
@@ -60,18 +60,18 @@ class Quotas:
         present = self._catalog.holdings(tenant).num_bytes + self._bytes[tenant]
         if present + num_bytes > allowed:
             raise _exceeded(
-                f"Your tenant may have {allowed} bytes in this store, and has {present}; delete captures "
-                "(residuum rm), or ask for more.",
+                f"Your tenant has {present} bytes in this store and may have {allowed}. Delete captures (residuum rm), "
+                "or ask the operator for a higher limit.",
                 "max_bytes",
                 allowed,
             )
 
     def add(self, tenant: str, num_bytes: int) -> None:
-        """Count bytes that are stored."""
+        """Count stored bytes."""
         self._bytes[tenant] += num_bytes
 
     def delete(self, tenant: str, num_bytes: int, *, was_open: bool) -> None:
-        """Count a capture that is deleted, with so many bytes."""
+        """Count the deletion of a capture of this many bytes."""
         self._bytes[tenant] -= num_bytes
         self._open[tenant] -= was_open
 

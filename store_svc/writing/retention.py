@@ -1,4 +1,4 @@
-"""Which captures have been kept for long enough. Decides; the writer deletes."""
+"""Retention: decides which captures to delete, by age and total size. The writer deletes them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from store_svc.captures.capture_names import CaptureName, name_of
 from store_svc.captures.catalog import Catalog
 
-_MOST_AT_ONCE = 1024
-"""Captures that are deleted in one transaction."""
+_MAX_AT_ONCE = 1024
+"""Captures deleted in one transaction."""
 
 _LOOK_AGAIN_SECONDS = 1.0
-"""Pause before captures that were being read are looked at again."""
+"""Pause before retention looks again at captures that were being read."""
 
 _LONGEST_WAIT_SECONDS = 60.0
-"""Ages go by the wall clock, which may be set: so nobody trusts for longer in how long it will take."""
+"""The longest pause before retention looks again. Ages follow the wall clock, which may be set at any time."""
 
 
 @dataclass(frozen=True)
@@ -27,43 +27,43 @@ class RetentionPolicy:
     """How long captures are kept, and how many bytes of them."""
 
     max_age: float | None = None
-    """Seconds after its end for which a capture is kept. None: for ever."""
+    """Seconds for which a capture is kept after it ended; None for ever."""
     max_bytes: int | None = None
-    """Bytes of chunks of all captures together. None: whatever fits."""
+    """Bytes that the chunks of all captures may take together; None for no limit."""
 
 
 @dataclass(frozen=True)
 class Expired:
-    """A capture that is to be deleted."""
+    """A capture to delete."""
 
     number: int
     """Its internal number."""
     name: CaptureName
-    """The capture."""
+    """Its name."""
     num_bytes: int
     """Bytes of its chunks."""
     age: float
     """Seconds since it ended."""
     cause: Literal["age", "size"]
-    """Why: it is too old, or all captures together are too large."""
+    """Why it is deleted: it is too old, or all captures together are too large."""
 
 
 class Retention:
-    """Picks the captures that have to go, the one that ended first before the others.
+    """Picks the captures to delete, in the order in which they ended.
 
-    Two kinds never go: those that have not ended, and those that are being read, for as long as they are; the next in
-    the order goes instead. A capture that was picked is lent to no reader any more, so none is interrupted.
+    It never picks an open capture, nor one that is being read; it picks the next in order instead. No reader can start
+    on a picked capture, so deleting it interrupts none.
 
-    For the writer's thread alone.
+    Only the writer thread may use this class.
     """
 
     def __init__(self, policy: RetentionPolicy, catalog: Catalog, clock: Callable[[], float] = time.time) -> None:
-        """Pick from a catalog.
+        """Create the picker.
 
         Args:
-            policy: What is kept.
-            catalog: The captures.
-            clock: Returns the time since the epoch in seconds.
+            policy: How long, and how much, is kept.
+            catalog: The captures to pick from.
+            clock: Returns the seconds since the epoch.
         """
         self._policy = policy
         self._catalog = catalog
@@ -72,14 +72,14 @@ class Retention:
 
     @property
     def excess(self) -> int:
-        """Bytes of chunks beyond the limit; 0 if there is none."""
+        """Bytes of chunks beyond the policy's limit; 0 without a limit."""
         limit = self._policy.max_bytes
         return max(self._catalog.num_bytes - limit, 0) if limit is not None else 0
 
     def take(self) -> list[Expired]:
-        """Pick captures that have to go now, some of them if they are many. Readers find them gone from here on.
+        """Pick captures to delete now, at most 1024, and hide them from readers.
 
-        Whoever takes them deletes them, or gives them back.
+        The caller must delete the picked captures, or return them with `give_back`.
         """
         now, excess = self._clock(), self.excess
         taken: list[Expired] = []
@@ -90,7 +90,7 @@ class Retention:
             if not is_old and excess <= 0:
                 self._look_after(now, age)
                 break
-            if len(taken) == _MOST_AT_ONCE:
+            if len(taken) == _MAX_AT_ONCE:
                 self._look_at = now
                 break
             if not self._catalog.begin_expiry(number):
@@ -101,17 +101,17 @@ class Retention:
         return taken
 
     def give_back(self, expired: Iterable[Expired]) -> None:
-        """Keep captures that could not be deleted, for now."""
+        """Show captures to readers again that could not be deleted, and pick them again later."""
         for item in expired:
             self._catalog.cancel_expiry(item.number)
         self._look_at = self._clock() + _LOOK_AGAIN_SECONDS
 
     def seconds_to_next(self) -> float | None:
-        """Return after how long to pick again, if nothing is written before; None: there is no need to."""
+        """Return the seconds until `take` should run again if nothing is written; None if it need not run."""
         return None if self._look_at is None else max(self._look_at - self._clock(), 0.0)
 
     def _look_after(self, now: float, age: float) -> None:
-        """Look again when a capture of this age will be too old, unless that is to happen before."""
+        """Plan the next look for when a capture of this age becomes too old, unless one is planned already."""
         if self._policy.max_age is None or self._look_at is not None:
             return
         self._look_at = now + min(self._policy.max_age - age, _LONGEST_WAIT_SECONDS)

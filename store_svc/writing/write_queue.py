@@ -1,4 +1,4 @@
-"""What waits for the writer, and the queue in which it waits."""
+"""The writer's queue, and the work items in it."""
 
 from __future__ import annotations
 
@@ -16,61 +16,61 @@ from store_svc.captures.capture_names import CaptureName
 from store_svc.writing.changes import Batch
 
 _GROUP_BYTES = 32 << 20
-"""Chunks in one transaction. More do not make it faster, and hold up acknowledgements."""
+"""Bytes of chunks in one transaction. Larger transactions are no faster, and delay acknowledgements."""
 
 _QUEUE_BYTES = 64 << 20
-"""Chunks that may wait. Beyond it `append` waits, and by gRPC's flow control so do the clients."""
+"""Bytes of chunks that may wait. At this limit `append` blocks, and gRPC's flow control slows the clients down."""
 
 
 class Acks(Protocol):
-    """The stream that an append came from. The writer calls it in its own thread, so nothing here may block."""
+    """The stream that an append came from. The writer calls these methods in its thread, so they must not block."""
 
     failed: bool
-    """Whether `fail` was called. What is still queued of the stream is dropped."""
+    """Whether `fail` was called. The writer then drops the stream's queued messages."""
 
     def committed(self, number: int, rejections: list[store_pb2.ChunkRejection]) -> None:
-        """Every message up to this number is committed, or rejected."""
+        """Note that every message up to this number is committed or rejected."""
 
     def synced(self, number: int) -> None:
-        """Every message up to this number is synced, or rejected."""
+        """Note that every message up to this number is synced or rejected."""
 
     def fail(self, failure: Failure) -> None:
-        """Nothing after the last acknowledgement was written."""
+        """Note that nothing after the last acknowledgement was written."""
 
     def finished(self) -> None:
-        """Everything that was queued before `WorkQueue.finish` is committed and synced."""
+        """Note that every message queued before `WorkQueue.finish` is committed and synced."""
 
 
 @dataclass
 class Append:
-    """A message of a stream, checked as far as that needs no capture."""
+    """A message of a stream. It passed all checks that do not need its capture."""
 
     stream: Acks
-    """Where it came from."""
+    """The stream that it came from."""
     number: int
     """Its number in the stream."""
     name: CaptureName
     """The capture."""
     content: tuple[memoryview, ChunkView] | store_pb2.RowLoss | Failure
-    """A chunk, as bytes and parsed; or a loss; or why it can never be written."""
+    """A chunk, as bytes and parsed; or a loss; or the reason why the message can never be written."""
     size: int
-    """What it takes of the queue's room, in bytes."""
+    """Bytes that it takes in the queue."""
 
     @property
     def capture_id(self) -> str:
-        """The id of the capture."""
+        """The capture's ID."""
         return self.name.capture_id
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the chunk, as it came."""
+        """Bytes of the chunk as received; 0 if the message carries none."""
         return len(self.content[0]) if isinstance(self.content, tuple) else 0
 
     def apply(self, batch: Batch) -> bool | None:
-        """Do what the message asks for; tell, for a chunk, whether anything was stored.
+        """Apply the message to a batch. For a chunk, return whether any row was stored.
 
         Raises:
-            Failure: It can never be written.
+            Failure: The message can never be written.
         """
         if isinstance(self.content, Failure):
             raise self.content
@@ -83,43 +83,43 @@ class Append:
 
 @dataclass
 class Command:
-    """A change that a call asks for."""
+    """A change that a unary call, or the writer itself, asks for."""
 
     run: Callable[[Batch], Any]
-    """The change; it may run several times, each time in another batch."""
+    """The change. It may run several times, each time with a new batch."""
     capture_id: str
-    """The capture that it is about."""
+    """The capture that it changes."""
     reserve: bool
-    """Whether it may use the room that is kept for ending and deleting captures."""
+    """Whether it may use the space reserved for ending and deleting captures."""
     future: Future[Any] = field(default_factory=Future)
-    """What the change returned, once that is committed."""
+    """Receives the change's result after the commit."""
 
 
 @dataclass
 class Work:
-    """What one transaction is made of."""
+    """The work of one transaction."""
 
     commands: list[Command] = field(default_factory=list)
-    """Changes, which go first."""
+    """Commands, which run first."""
     appends: list[Append] = field(default_factory=list)
     """Messages, in the order of their streams."""
     endings: list[Acks] = field(default_factory=list)
-    """Streams of which these were the last messages."""
+    """Streams whose last messages these were."""
 
     def __bool__(self) -> bool:
         return bool(self.commands or self.appends)
 
     @property
     def capture_ids(self) -> list[str]:
-        """The captures that it is about, once for each piece of it."""
+        """The capture of each command and message."""
         return [*(item.capture_id for item in self.commands), *(item.capture_id for item in self.appends)]
 
     def parts(self) -> list[Work]:
-        """Return the same work as one piece for each command and message."""
+        """Return the work split into one part for each command and message."""
         return [*(Work(commands=[item]) for item in self.commands), *(Work(appends=[item]) for item in self.appends)]
 
     def fail(self, why: Callable[[str], Failure]) -> None:
-        """Tell everyone whose work this is that it was not done; `why` is given the capture."""
+        """Fail every command and stream of this work. `why` returns the Failure for a capture ID."""
         for command in self.commands:
             if not command.future.done():
                 command.future.set_exception(why(command.capture_id))
@@ -130,16 +130,16 @@ class Work:
 
 
 class Waiting(NamedTuple):
-    """What waits in a queue."""
+    """The size of a queue."""
 
     messages: int
-    """Messages of streams."""
+    """Waiting messages."""
     num_bytes: int
-    """What they take of the queue's room."""
+    """Bytes that they take in the queue."""
 
 
 class WorkQueue:
-    """A queue with room for so many bytes. Commands pass the messages that wait."""
+    """A queue that is bounded by bytes. Commands overtake waiting messages."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -152,7 +152,7 @@ class WorkQueue:
         """Queue a command.
 
         Raises:
-            Failure: NOT_SERVING, the queue is closed.
+            Failure: NOT_SERVING if the queue is closed.
         """
         with self._condition:
             self._check_open()
@@ -160,10 +160,10 @@ class WorkQueue:
             self._condition.notify_all()
 
     def append(self, item: Append) -> None:
-        """Queue a message; waits for room.
+        """Queue a message, waiting until there is room.
 
         Raises:
-            Failure: NOT_SERVING, the queue is closed.
+            Failure: NOT_SERVING if the queue is closed.
         """
         with self._condition:
             self._condition.wait_for(lambda: self._bytes < _QUEUE_BYTES or self._closed)
@@ -176,7 +176,7 @@ class WorkQueue:
         """Queue the end of a stream.
 
         Raises:
-            Failure: NOT_SERVING, the queue is closed.
+            Failure: NOT_SERVING if the queue is closed.
         """
         with self._condition:
             self._check_open()
@@ -184,24 +184,24 @@ class WorkQueue:
             self._condition.notify_all()
 
     def waiting(self) -> Waiting:
-        """Return what waits."""
+        """Return how much is waiting."""
         with self._condition:
             return Waiting(len(self._messages), self._bytes)
 
     def close(self) -> None:
-        """Take no more; what is queued can still be taken."""
+        """Accept no more work. Queued work can still be taken."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
 
     def take(self, timeout: float | None) -> Work | None:
-        """Take the work of one transaction.
+        """Take the work of the next transaction, waiting for it if necessary.
 
         Args:
-            timeout: Seconds to wait for it; None waits until there is some.
+            timeout: Seconds to wait; None waits without limit.
 
         Returns:
-            The work, which is empty after the timeout; None if the queue is closed and nothing is left.
+            The work, empty after the timeout; None if the queue is closed and empty.
         """
         with self._condition:
             self._condition.wait_for(lambda: self._commands or self._messages or self._closed, timeout)

@@ -1,4 +1,4 @@
-"""The one thread that writes: it groups what has come into transactions, and acknowledges what is committed."""
+"""The writer: one thread that groups queued work into transactions and acknowledges what it committed."""
 
 from __future__ import annotations
 
@@ -25,61 +25,61 @@ from svc_common.tokens_file import Limits
 _T = TypeVar("_T")
 
 _PURGE_FRAMES = 1024
-"""Frames of deleted captures that are freed in one transaction; more if more were written in the one before, so that
-freeing keeps up with writing."""
+"""Frames of deleted captures that one transaction frees. It frees as many as were just written if these are more, so
+that freeing keeps up with writing."""
 
-_MOST_LATE = 1024
-"""Captures of a kind that are ended in one transaction, when many have waited in vain."""
+_MAX_TIMED_OUT = 1024
+"""Timed-out captures that one transaction ends, for each kind of wait."""
 
 _RETRY_SECONDS = 1.0
-"""Pause before housekeeping is tried again in a full store."""
+"""Pause before a full store tries housekeeping again."""
 
 _log = get_logger(__name__)
 
 
 @dataclass
 class Counters:
-    """What was done since the store started."""
+    """Counts of the writer's work since the store started."""
 
     written: int = 0
-    """Chunks of which rows were stored."""
+    """Chunks with at least one row that was stored."""
     repeated: int = 0
-    """Chunks whose rows were there already."""
+    """Chunks whose rows were stored already."""
     rejected: int = 0
     """Messages that can never be written."""
     bytes_written: int = 0
-    """Bytes of the chunks that were written."""
+    """Bytes of the written chunks."""
     commits: int = 0
-    """Transactions."""
+    """Committed transactions."""
     expired_by_age: int = 0
-    """Captures that were deleted because they had been kept for long enough."""
+    """Captures deleted because they were too old."""
     expired_by_size: int = 0
-    """Captures that were deleted because all together took too many bytes."""
+    """Captures deleted because all captures together took too many bytes."""
     bytes_expired: int = 0
-    """Bytes of the chunks of both."""
+    """Bytes of the chunks of expired captures."""
 
 
 @dataclass(frozen=True)
 class WriterOptions:
-    """How the writer works."""
+    """The writer's options."""
 
     ack_synced: bool
-    """Acknowledge what is synced, not what is committed; the database must then sync every commit wholly."""
+    """Whether commits count as synced at once. The database must then sync every commit's root page (`sync_roots`)."""
     sync_interval: float
-    """Seconds after which what is committed is synced, if nothing else is written."""
+    """Seconds without writes after which the writer syncs what is committed."""
     waits: Mapping[Wait, float]
-    """Seconds without progress after which a capture is ended, by what it waits for."""
+    """Seconds without progress after which a capture times out, by what it waits for."""
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
-    """What is kept of the captures that have ended."""
+    """How long, and how many, ended captures are kept."""
     limits_of: Callable[[str], Limits] = lambda _: Limits()
-    """What a tenant may have."""
+    """Returns a tenant's limits."""
 
 
 class Writer:
-    """Owns every write to the database.
+    """Makes every change to the database, in one thread.
 
-    A transaction takes what has come while the one before was written: groups grow with the load, and a lone chunk
-    waits for nothing.
+    A transaction takes the work that was queued while the previous one was written. So transactions grow with the load,
+    and a single chunk is written at once.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class Writer:
         on_commit: Callable[[float], None] = lambda _: None,
         on_end: Callable[[Capture], None] = lambda _: None,
     ) -> None:
-        """Make a writer; `start` starts it.
+        """Create the writer; `start` starts its thread.
 
         Args:
             db: The database.
-            catalog: Where changes are published.
-            options: How it works.
-            on_death: Called in the writer's thread when it cannot go on; the process should end.
-            on_commit: Called with the seconds that each transaction took.
+            catalog: Where the writer publishes changes.
+            options: The options.
+            on_death: Called in the writer's thread when the writer has failed. The process should then end.
+            on_commit: Called with the duration of each transaction in seconds.
             on_end: Called with each capture that has ended.
         """
         self.counters = Counters()
@@ -112,7 +112,7 @@ class Writer:
         self._retention = Retention(options.retention, catalog)
         self._unsynced: dict[Acks, int] = {}
         self._sync_at: float | None = None
-        self._purging = True  # what was deleted before the last stop may not be freed yet
+        self._purging = True  # captures deleted before the last stop may still have frames to free
         self._full = False
         self._above_limit = False
         self._housekeeping_at = 0.0
@@ -128,15 +128,18 @@ class Writer:
         self._thread.join()
 
     def call(self, capture_id: str, run: Callable[[Batch], _T], *, reserve: bool = False) -> _T:
-        """Run a change in a transaction; return what it returned, once it is committed.
+        """Run a change in a transaction and wait for the commit.
 
         Args:
-            capture_id: The capture that it is about.
-            run: The change; it may run several times, each time in another batch.
-            reserve: It may use the room that is kept for ending and deleting captures.
+            capture_id: The capture that the change is about.
+            run: The change. It may run several times, each time with a new batch.
+            reserve: Whether it may use the space reserved for ending and deleting captures.
+
+        Returns:
+            What the change returned.
 
         Raises:
-            Failure: What the change raised, STORE_FULL, or NOT_SERVING if the store is stopping.
+            Failure: The change raised it; or STORE_FULL; or NOT_SERVING if the store is stopping.
         """
         command = Command(run, capture_id, reserve)
         self.queue.call(command)
@@ -151,12 +154,12 @@ class Writer:
                 self._keep_house(len(work.appends))
                 self._sync_if_due(work.endings)
             self._sync()
-        except Exception:  # noqa: BLE001 - whatever it is, nobody may wait for this thread any more
-            _log.exception("the writer cannot go on")
+        except Exception:  # noqa: BLE001 - whatever failed, callers must not wait for a dead thread
+            _log.exception("the writer has failed")
             self._die(work)
 
     def _die(self, work: Work | None) -> None:
-        text = "The store is stopping: it cannot write any more."
+        text = "The store is stopping: its writer has failed. The store's log says why. Try again after its restart."
         self.queue.close()
         while work is not None:
             work.fail(lambda _: Failure(Reason.ERROR_REASON_NOT_SERVING, text))
@@ -173,17 +176,17 @@ class Writer:
             raise
         except StoreFullError as error:
             self._commit_when_full(work, error)
-        except Exception:  # noqa: BLE001 - a fault of ours; it is logged with the work that meets it
+        except Exception:  # noqa: BLE001 - a bug; _commit_one_by_one logs it with the work that triggers it
             self._commit_one_by_one(work)
         else:
             self._publish(batch)
             self._deliver(work, outcomes)
 
     def _commit_when_full(self, work: Work, error: StoreFullError) -> None:
-        """Write what there is room for: commands before messages, and of these half as many, and again half of those.
+        """Write as much as fits: commands first, then half of the messages, then half of that half, and so on.
 
-        Whoever tries again would else meet the same refusal for ever, because LMDB uses the pages of what was deleted
-        only two transactions later, and the work that waits may be more than the room that is left besides.
+        Otherwise every retry would fail the same way. LMDB reuses the pages of deleted data only two transactions
+        later, and the waiting work may be larger than the remaining space.
         """
         self._note_full(error)
         if work.commands and work.appends:
@@ -212,7 +215,7 @@ class Writer:
             self._deliver(privileged, outcomes)
 
     def _commit_one_by_one(self, work: Work) -> None:
-        """After a fault of ours: let only the work that meets it fail."""
+        """Write each part of the work alone after a bug, so that only the part that triggers it fails."""
         parts = work.parts()
         if len(parts) == 1:
             with request_scope():
@@ -240,7 +243,7 @@ class Writer:
         if batch.wrote:
             self._note_room()
             self.counters.commits += 1
-            # This commit's sync covered the root page of the one before.
+            # This commit's sync also covered the root page of the previous commit.
             self._mark_synced()
         self._purging = self._purging or batch.deletes
         self._sync_at = time.monotonic() + self._options.sync_interval
@@ -300,15 +303,15 @@ class Writer:
         self._unsynced.clear()
 
     def _keep_house(self, just_written: int) -> None:
-        """End captures that wait in vain, delete those that were kept for long enough, and free frames of deleted ones.
+        """End timed-out captures, delete expired captures, and free frames of deleted captures.
 
-        Of each only so much as fits a transaction: what has come meanwhile is written before the rest.
+        Each step does at most one transaction's work, so that newly queued work does not wait for housekeeping.
         """
         if time.monotonic() < self._housekeeping_at:
             return
-        late = [capture for wait in Wait for capture in self._late(wait)]
-        if late:
-            self._commit(Work([self._time_out(capture) for capture in late]))
+        timed_out = [capture for wait in Wait for capture in self._timed_out(wait)]
+        if timed_out:
+            self._commit(Work([self._time_out(capture) for capture in timed_out]))
         self._expire()
         if self._purging:
             limit = max(_PURGE_FRAMES, just_written)
@@ -348,9 +351,9 @@ class Writer:
             )
 
     def _note_excess(self, excess: int) -> None:
-        """Say when nothing more can be deleted and there is still too much; once, until that is over."""
+        """Log once when retention cannot delete enough; log again only after the excess was gone."""
         if excess and not self._above_limit:
-            _log.warning("more is kept than retain-bytes: the rest is open, or being read", excess_bytes=excess)
+            _log.warning("captures exceed retain-bytes: the remaining ones are open or being read", excess_bytes=excess)
         self._above_limit = excess > 0
 
     def _note_full(self, error: StoreFullError) -> None:
@@ -363,12 +366,12 @@ class Writer:
             _log.info("the store has room again")
         self._full = False
 
-    def _late(self, wait: Wait) -> Iterator[Capture]:
+    def _timed_out(self, wait: Wait) -> Iterator[Capture]:
         now = time.monotonic()
-        late = takewhile(lambda capture: self._due(capture) <= now, self._catalog.waiting(wait))
-        return islice(late, _MOST_LATE)
+        timed_out = takewhile(lambda capture: self._deadline(capture) <= now, self._catalog.waiting(wait))
+        return islice(timed_out, _MAX_TIMED_OUT)
 
-    def _due(self, capture: Capture) -> float:
+    def _deadline(self, capture: Capture) -> float:
         return capture.progress + self._options.waits[capture.wait]
 
     def _time_out(self, capture: Capture) -> Command:
@@ -376,9 +379,9 @@ class Writer:
         return Command(run, capture.description.capture_id, reserve=True)
 
     def _seconds_to_next(self) -> float | None:
-        """Return how long to wait for work until something else is to do; None if there is nothing else."""
+        """Return the seconds until housekeeping or a sync is due; None if neither is."""
         first = (capture for wait in Wait for capture in islice(self._catalog.waiting(wait), 1))
-        due = [max(self._due(capture), self._housekeeping_at) for capture in first]
+        due = [max(self._deadline(capture), self._housekeeping_at) for capture in first]
         if self._purging:
             due.append(self._housekeeping_at)
         if self._sync_at is not None:
@@ -398,7 +401,8 @@ def _outcome(run: Callable[[Batch], object], batch: Batch) -> object:
 
 
 def _store_full(error: StoreFullError, capture_id: str) -> Failure:
-    return Failure(Reason.ERROR_REASON_STORE_FULL, f"There is no room: {error}.", capture_id=capture_id)
+    message = f"The store is full: {error}. Delete captures (residuum rm), or raise --max-bytes or the disk's space."
+    return Failure(Reason.ERROR_REASON_STORE_FULL, message, capture_id=capture_id)
 
 
 def _log_ended(capture: Capture) -> None:

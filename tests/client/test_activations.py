@@ -204,9 +204,9 @@ async def test_reading_what_is_not_there(client, arguments, error):
 
 async def test_layers_and_sites_that_are_not_there_are_told_by_name(client):
     reply = await client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[3, 5]))
-    with pytest.raises(residuum.UnknownLayer, match=r"no layer 4; it has 3, 5"):
+    with pytest.raises(residuum.UnknownLayer, match=r"no layer 4\. Choose among its layers: 3, 5"):
         await client.activations(reply.request_id, layers=4)
-    with pytest.raises(residuum.UnknownSite, match=r"no site resid_pre; it has resid_post\."):
+    with pytest.raises(residuum.UnknownSite, match=r"no site resid_pre\. Choose among its sites: resid_post\."):
         await client.activations(reply.request_id, sites="resid_pre")
 
 

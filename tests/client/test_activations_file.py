@@ -84,12 +84,12 @@ def test_nothing_is_left_of_a_file_that_was_not_written(acts, tmp_path):
 
 @pytest.mark.parametrize("look", [lambda a: a[2], lambda a: a.raw(2), lambda a: a.stack([2]), lambda a: a["x"]])
 def test_a_layer_that_is_not_here(acts, look):
-    with pytest.raises(KeyError, match=r"layers: \[1, 4\]"):
+    with pytest.raises(KeyError, match=r"choose among \[1, 4\]"):
         look(acts)
 
 
 def test_a_sequence_or_site_that_is_not_here(acts):
-    with pytest.raises(KeyError, match=r"sequences: \[0, 1\]"):
+    with pytest.raises(KeyError, match=r"choose among sequences \[0, 1\]"):
         acts.select(sequence=2)
     with pytest.raises(KeyError, match="resid_pre"):
         acts.select(site="mlp_out")

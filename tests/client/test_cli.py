@@ -54,7 +54,7 @@ def test_list(cli, captured):
     assert out.split("\t")[:3] == [captured, "complete", "12"]
     assert json.loads(cli("ls", "--json", "-n", 1)[1])["state"]
     assert out.endswith(" UTC\n")
-    assert cli("ls", "--prefix", "nothing-like-it") == (0, "", "no captures like that\n")
+    assert cli("ls", "--prefix", "nothing-like-it") == (0, "", "no captures match\n")
     assert cli("ls", "--prefix", "nothing-like-it", "--json") == (0, "", "")
 
 
@@ -79,7 +79,7 @@ def test_pull_of_some_sites(cli, endpoint, tmp_path):
         assert residuum.Activations.from_safetensors(path).sites == tuple(there)
     code, _, err = cli("pull", name, "--out", path, "--sites", "resid_post,mlp_out", "--force")
     assert code == 1
-    assert "no site mlp_out; it has resid_post, resid_pre." in err
+    assert "no site mlp_out. Choose among its sites: resid_post, resid_pre." in err
 
 
 def test_pull_of_an_incomplete_capture(cli, peer, endpoint, tmp_path):

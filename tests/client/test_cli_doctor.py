@@ -111,7 +111,7 @@ def test_doctor_compares_clocks(cli, peer, seconds, words):
     peer.script.clock_skew = seconds
     code, out, _ = cli("doctor")
     assert code == 0
-    assert f"warn  inference service: clock: is {words} the one here" in out
+    assert f"warn  inference service: clock: is {words} this machine's clock" in out
 
 
 def test_doctor_gets_along_with_older_services(cli, peer, store):
@@ -170,9 +170,9 @@ def test_doctor_compares_versions_of_the_store():
 @pytest.mark.parametrize(
     ("credentials", "endpoint", "tenant", "words"),
     [
-        ({"tls": TLS(cert="c.pem", key="c.key")}, "localhost:1", None, "whoever has a certificate that it accepts"),
-        ({"tls": TLS()}, "store.example:1", None, "whoever reaches it"),
-        ({}, "store.example:1", None, "whoever reaches it"),
+        ({"tls": TLS(cert="c.pem", key="c.key")}, "localhost:1", None, "everyone with a certificate that it accepts"),
+        ({"tls": TLS()}, "store.example:1", None, "everyone who can reach it"),
+        ({}, "store.example:1", None, "everyone who can reach it"),
         ({}, "localhost:1", None, ""),
         ({"tls": TLS(), "token": "an-admins"}, "store.example:1", None, ""),
         ({"tls": TLS(cert="c.pem", key="c.key")}, "store.example:1", "alice", ""),

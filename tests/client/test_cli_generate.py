@@ -61,9 +61,9 @@ def test_generate_captures_sites_before_steering(cli, peer):
 @pytest.mark.parametrize(
     ("sites", "told"),
     [
-        ("all", "'all' is not a site; `residuum info` names all that the server was started with."),
-        ("", "there are resid_post, resid_pre, attn_out, mlp_out."),
-        ("attn_out,attn_out", "each once"),
+        ("all", "'all' is not a site; `residuum info` lists all sites that the server was started with."),
+        ("", "choose among resid_post, resid_pre, attn_out, mlp_out."),
+        ("attn_out,attn_out", "each site once"),
     ],
 )
 def test_sites_that_cannot_be_meant(cli, peer, sites, told):
@@ -118,7 +118,7 @@ def test_steering_by_saved_directions_has_a_vector_for_each_layer(cli, peer, tmp
     assert list(before.layer_digests) == [joy[3].digest]
     assert one.add.digest == joy[3].digest
     code, _, err = cli("generate", "a", "--add", "joy.safetensors@4")
-    assert (code, err) == (1, "residuum: There is no direction for the layers [4]; there are [0, 1, 2, 3].\n")
+    assert (code, err) == (1, "residuum: There is no direction for the layers [4]. Choose among [0, 1, 2, 3].\n")
 
 
 def test_projections_are_replaced_and_norms_kept_where_it_is_said(cli, peer, tmp_path, monkeypatch):
@@ -201,5 +201,5 @@ def test_layers_by_hand_that_cannot_be_meant(text):
 
 
 def test_layers_that_count_down_are_told_so():
-    with pytest.raises(residuum.InvalidRequest, match=r"counts down.*write 1-3"):
+    with pytest.raises(residuum.InvalidRequest, match=r"counts down.*use 1-3"):
         parse_layers("5,3-1")

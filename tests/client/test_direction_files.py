@@ -96,7 +96,7 @@ GOOD = json.dumps(dataclasses.asdict(Origin()))
         ({"origin": GOOD, "resid_post.²": np.ones(2)}, "is not named"),
         ({"origin": GOOD, f"resid_post.{'1' * 5000}": np.ones(2)}, "is not named"),
         ({"origin": GOOD, "resid_post.1\n": np.ones(2)}, "is not named"),
-        ({"origin": GOOD, "resid_post.1": np.ones(2), "resid_post.01": np.ones(2)}, "names a layer once more"),
+        ({"origin": GOOD, "resid_post.1": np.ones(2), "resid_post.01": np.ones(2)}, "repeats a layer"),
         ({"origin": GOOD, "resid_post.1": np.ones((1, 2))}, r"layer 1: .*\[1, 2\]"),
         ({"origin": GOOD, "resid_post.1": np.array([np.nan])}, "layer 1: 1 of 1"),
         ({"origin": GOOD, "resid_post.1": np.ones(2), "resid_post.2": np.ones(3)}, "layer 2 has 3"),

@@ -129,12 +129,12 @@ def test_layers(random):
         assert found.layers == (0, 2)
         close(found, (rows[0] - rows[1])[[0, 2], 3])
     assert directions.difference_of_means(acts[0], acts[1], layers="all").layers == (0, 1, 2)
-    with pytest.raises(residuum.UnknownLayer, match=r"capture req-0: no rows of the layers \[9\]; it has \[0, 1, 2\]"):
+    with pytest.raises(residuum.UnknownLayer, match=r"capture req-0: it lacks the layers \[9\]; it has \[0, 1, 2\]"):
         directions.difference_of_means(acts[0], acts[1], layers=[1, 9])
     fewer = activations(np.zeros((2, 4, HIDDEN)), name="fewer")
-    with pytest.raises(residuum.UnknownLayer, match=r"negative: capture fewer: no rows of the layers \[2\]"):
+    with pytest.raises(residuum.UnknownLayer, match=r"negative: capture fewer: it lacks the layers \[2\]"):
         directions.difference_of_means(acts[0], fewer)
-    with pytest.raises(residuum.InvalidRequest, match=r"the layers \[2\], which those before it have not"):
+    with pytest.raises(residuum.InvalidRequest, match=r"the layers \[2\], which earlier examples lack"):
         directions.difference_of_means(fewer, acts[0])
     assert directions.difference_of_means(fewer, acts[0], layers=[1]).layers == (1,)
 
@@ -145,7 +145,7 @@ def test_the_selected_site_counts(random):
     found = directions.difference_of_means(*chosen)
     close(found, [(chosen[0][0][1] - chosen[1][0][1]).astype(np.float64)])
     assert found.origin.site == "mlp_out"
-    with pytest.raises(residuum.InvalidRequest, match=r"mlp_out selected, and .* resid_post; choose one"):
+    with pytest.raises(residuum.InvalidRequest, match=r"mlp_out selected, but .* resid_post\. Select one"):
         directions.difference_of_means(acts[0], chosen[1])
 
 
@@ -163,11 +163,11 @@ def joy(scale=1.0):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"model": "huge"}, r"of the model 'huge', and positive: capture req of 'tiny'"),
-        ({"steer": [joy()]}, r"was not steered, and negative: capture req captured after it was steered"),
-        ({"steer": [joy()], "before_steering": True}, "captured before it was steered"),
+        ({"model": "huge"}, r"from the model 'huge', but positive: capture req from 'tiny'"),
+        ({"steer": [joy()]}, r"was not steered, but negative: capture req was captured after steering"),
+        ({"steer": [joy()], "before_steering": True}, "captured before steering"),
         ({"before_steering": True}, None),  # of a request that is not steered it says nothing
-        ({"sites": ("resid_pre",)}, "choose one with"),
+        ({"sites": ("resid_pre",)}, "Select one with"),
     ],
 )
 def test_captures_that_do_not_go_together(other, message):
@@ -182,7 +182,7 @@ def test_captures_that_do_not_go_together(other, message):
 def test_captures_of_one_steering_go_together_and_others_do_not():
     found = directions.difference_of_means(zeros(steer=[joy()]), zeros(steer=[joy()]))
     assert found.origin.steered
-    with pytest.raises(residuum.InvalidRequest, match=r"captured after it was steered, and .* steered otherwise"):
+    with pytest.raises(residuum.InvalidRequest, match=r"captured after steering, but .* steered differently"):
         directions.difference_of_means(zeros(steer=[joy()]), zeros(steer=[joy(2.0)]))
     with pytest.raises(residuum.InvalidRequest, match=r"captured before .* captured after"):
         directions.difference_of_means(zeros(steer=[joy()], before_steering=True), zeros(steer=[joy()]))
@@ -203,9 +203,9 @@ def test_hidden_sizes_that_differ():
 def test_empty_sets(method, empty):
     full = {0: np.ones((2, HIDDEN))}
     for sets in ((empty, full), (full, empty)):
-        with pytest.raises(residuum.InvalidRequest, match=r"(positive|negative) (holds no example|has 0 examples)"):
+        with pytest.raises(residuum.InvalidRequest, match=r"(positive|negative) (has no examples|has 0 examples)"):
             method(*sets)
-    with pytest.raises(residuum.InvalidRequest, match="positive holds no example"):
+    with pytest.raises(residuum.InvalidRequest, match="positive has no examples"):
         method([], [])
 
 
@@ -236,9 +236,9 @@ def test_async_iterables():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (np.zeros(HIDDEN), r"mapping 0, layer 0: rows have the shape \[rows, hidden\].*\[6\]"),
-        (np.zeros((1, 1, HIDDEN)), "rows have the shape"),
-        (np.zeros((1, 0)), "rows have the shape"),
+        (np.zeros(HIDDEN), r"mapping 0, layer 0: rows must have the shape \[rows, hidden\].*\[6\]"),
+        (np.zeros((1, 1, HIDDEN)), "rows must have the shape"),
+        (np.zeros((1, 0)), "rows must have the shape"),
         (np.zeros((1, HIDDEN), complex), "complex"),
         ([["a", "b"]], "real numbers"),
         (np.full((2, HIDDEN), np.nan), r"NaN or infinite elements in the layers \[0\]"),
@@ -250,30 +250,30 @@ def test_arrays_that_are_no_rows(rows, message):
 
 
 def test_mappings_that_are_no_examples():
-    with pytest.raises(residuum.InvalidRequest, match="5 rows in layer 0 and 4 in layer 1"):
+    with pytest.raises(residuum.InvalidRequest, match="5 rows in layer 0, but 4 in layer 1"):
         directions.difference_of_means({0: np.zeros((5, 2)), 1: np.zeros((4, 2))}, {})
     with pytest.raises(residuum.InvalidRequest, match="has no layer"):
         directions.difference_of_means({}, {})
-    with pytest.raises(residuum.InvalidRequest, match="layers='last' is not known"):
+    with pytest.raises(residuum.InvalidRequest, match="layers='last' is unknown"):
         directions.difference_of_means({0: np.zeros((1, 2))}, {0: np.zeros((1, 2))}, layers="last")
 
 
 def test_infinite_rows_of_a_capture():
     values = np.zeros((LAYERS, 4, HIDDEN))
     values[1, 3, 0] = np.inf
-    with pytest.raises(residuum.BadVector, match=r"capture req: NaN or infinite elements in the layers \[1\]"):
+    with pytest.raises(residuum.BadVector, match=r"capture req: it has NaN or infinite elements in the layers \[1\]"):
         directions.difference_of_means(activations(values), zeros())
     assert directions.difference_of_means(activations(values), zeros(), positions=0), "at another position"
 
 
 def test_positions_that_were_not_captured():
     replies = zeros(prompt=9, positions=[9, 10, 11, 12], generated=5)
-    with pytest.raises(residuum.InvalidRequest, match=r"'last_prompt' names 8, for which no rows.*rows for 9-12"):
+    with pytest.raises(residuum.InvalidRequest, match=r"'last_prompt' selects 8, but .*rows only for 9-12"):
         directions.difference_of_means(replies, replies)
     some = zeros(prompt=9, positions=[5, 6, 7, 8])
-    with pytest.raises(residuum.InvalidRequest, match=r"'prompt' names 0-4"):
+    with pytest.raises(residuum.InvalidRequest, match=r"'prompt' selects 0-4"):
         directions.difference_of_means(some, some, positions="prompt")
-    with pytest.raises(residuum.InvalidRequest, match="none of its positions is among positions='generated'"):
+    with pytest.raises(residuum.InvalidRequest, match="positions='generated' selects none of its positions"):
         directions.difference_of_means(some, some, positions="generated")
     assert directions.difference_of_means(some, some, positions=range(-4, 0)).hidden_size == HIDDEN
 
@@ -305,7 +305,7 @@ def test_partial_captures_count_by_what_is_there(random):
         rows[0, 2].mean(axis=0),
     ]
     close(found, np.array(expected) - rows[1].mean(axis=1))
-    with pytest.raises(residuum.InvalidRequest, match=r"negative: not one capture has the rows of the layers \[2\]"):
+    with pytest.raises(residuum.InvalidRequest, match=r"negative: no capture has rows of the layers \[2\]"):
         directions.difference_of_means(whole[0], partial, positions=None, allow_partial=True)
 
 
@@ -341,7 +341,7 @@ def paired_rows(random, pairs, hidden, *, lean=2.0):
 def test_pca_is_the_first_component(random, pairs, hidden, method):
     above, below = paired_rows(random, pairs, hidden)
     if pairs == 1 and method == "pca_diff":
-        with pytest.raises(residuum.InvalidRequest, match="Layer 4: 1 pairs of rows, and at least 2"):
+        with pytest.raises(residuum.InvalidRequest, match="Layer 4 has 1 pairs of rows, but at least 2"):
             directions.pca({4: above}, {4: below}, method=method)
         return
     found = directions.pca({4: above}, {4: below}, method=method)
@@ -395,11 +395,11 @@ def test_pca_of_very_large_and_very_small_numbers(random, scale):
 @pytest.mark.parametrize(
     ("differences", "method", "message"),
     [
-        (np.zeros((3, 2)), "pca_center", "Layer 0: no component, because the sets are the same"),
+        (np.zeros((3, 2)), "pca_center", "Layer 0 has no principal component: the sets are the same"),
         (np.zeros((3, 2)), "pca_diff", "the sets are the same"),
         (np.tile([1 / 3, 1e5], (9, 1)), "pca_diff", "all differences are the same; use method='pca_center'"),
-        (np.ones((3, 2)), "umap", "method='umap' is not known"),
-        (np.full((3, 2), 1e39), "pca_center", "more than a float32 can hold"),
+        (np.ones((3, 2)), "umap", "method='umap' is unknown"),
+        (np.full((3, 2), 1e39), "pca_center", "more than float32 can hold"),
     ],
 )
 def test_pca_of_nothing(differences, method, message):
@@ -409,9 +409,9 @@ def test_pca_of_nothing(differences, method, message):
 
 def test_sets_that_are_no_pairs(random):
     above, below = ({0: random.standard_normal((count, HIDDEN))} for count in (20, 17))
-    with pytest.raises(residuum.InvalidRequest, match="negative has 17 examples, and positive has more"):
+    with pytest.raises(residuum.InvalidRequest, match="negative has 17 examples, but positive has more"):
         directions.pca(above, below)
-    with pytest.raises(residuum.InvalidRequest, match="positive has 17 examples, and negative has more"):
+    with pytest.raises(residuum.InvalidRequest, match="positive has 17 examples, but negative has more"):
         directions.pca(below, above)
 
 

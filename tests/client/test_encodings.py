@@ -234,13 +234,13 @@ async def test_saving_keeps_encoded_rows(client, tmp_path):
 
 async def test_directions_need_rows_of_full_width(client):
     acts = await read(client, encoding="rp8", dimensions=4)
-    with pytest.raises(residuum.InvalidRequest, match="captured as 'rp8', 4 numbers each, and a direction has the"):
+    with pytest.raises(residuum.InvalidRequest, match="captured as 'rp8' with 4 elements, but a direction needs the"):
         residuum.directions.difference_of_means([acts], [acts])
 
 
 async def test_only_random_projections_have_a_matrix(client):
     acts = await read(client, encoding="full8")
-    with pytest.raises(residuum.InvalidRequest, match="'full8', which is no random projection"):
+    with pytest.raises(residuum.InvalidRequest, match="'full8', which is not a random projection"):
         acts.projection()
 
 
@@ -278,7 +278,7 @@ async def test_an_encoding_with_impossible_bytes(make, endpoint, flaky, call):
             yield message.SerializeToString()
 
     flaky.change = change
-    with pytest.raises(residuum.ServerFault, match="a row of 8 elements has the index 65535"):
+    with pytest.raises(residuum.ServerFault, match="has the index 65535, but only 8 elements"):
         await getattr(make(endpoint, store=flaky.endpoint, timeout=10), call)(reply.request_id)
 
 
@@ -310,14 +310,14 @@ def test_encodings_as_they_travel():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"encoding": "zip"}, "'zip' is not known; there are raw, fp32, fp16"),
-        ({"reduction": "median"}, "'median' is not known; there are none, last, mean, max, sum"),
-        ({"encoding": "full8", "axis": "column"}, "there are row, dimension"),
-        ({"encoding": "raw", "dimensions": 4}, 'dimensions= goes with encoding="rp8" or encoding="rp"'),
-        ({"encoding": "topk", "seed": 4}, 'seed= goes with encoding="rp8"'),
-        ({"encoding": "rp8", "axis": "row"}, 'axis= goes with encoding="full8"'),
-        ({"encoding": "raw", "vectors": [JOY]}, 'vectors= goes with encoding="project"'),
-        ({"vectors": [JOY]}, 'vectors= goes with encoding="project"'),
+        ({"encoding": "zip"}, "'zip' is unknown; choose among raw, fp32, fp16"),
+        ({"reduction": "median"}, "'median' is unknown; choose among none, last, mean, max, sum"),
+        ({"encoding": "full8", "axis": "column"}, "choose among row, dimension"),
+        ({"encoding": "raw", "dimensions": 4}, 'dimensions= needs encoding="rp8" or encoding="rp"'),
+        ({"encoding": "topk", "seed": 4}, 'seed= needs encoding="rp8"'),
+        ({"encoding": "rp8", "axis": "row"}, 'axis= needs encoding="full8"'),
+        ({"encoding": "raw", "vectors": [JOY]}, 'vectors= needs encoding="project"'),
+        ({"vectors": [JOY]}, 'vectors= needs encoding="project"'),
         ({"encoding": "project"}, "takes 1 to 256 vectors="),
         ({"encoding": "project", "vectors": [JOY, JOY]}, "each vector once"),
         ({"encoding": "rp8", "dimensions": 0}, "at least 1, not 0"),
@@ -339,7 +339,7 @@ def test_encodings_of_the_wrong_kind(fields):
 
 
 async def test_what_only_the_server_can_refuse(client):
-    with pytest.raises(residuum.InvalidRequest, match="rp8 has 1 to 8 dimensions, not 9"):
+    with pytest.raises(residuum.InvalidRequest, match="rp8 takes 1 to 8 dimensions, not 9"):
         await client.generate("a", capture=capturing(encoding="rp8", dimensions=9))
 
 
@@ -362,7 +362,7 @@ def test_the_command_line_asks_for_encodings(cli, peer, tmp_path):
 def test_the_command_line_refuses_encodings_in_its_own_words(cli):
     code, _, err = cli("generate", "a", "--capture", "1", "--encoding", "raw", "--dimensions", 4)
     assert code == 1
-    assert "--dimensions goes with --encoding" in err
+    assert "--dimensions needs --encoding" in err
     with pytest.raises(SystemExit):
         cli("generate", "a", "--encoding", "rp8")
     with pytest.raises(SystemExit):

@@ -205,5 +205,5 @@ def test_a_training_loop_does_not_mix_what_rows_mean(client, endpoint, one, othe
     for options in (one, other):
         replies.append(client.generate("a bb ccc", max_tokens=3, capture=residuum.Capture(layers=[1], **options)))
         client.manifest(replies[-1], wait=True)
-    with pytest.raises(residuum.InvalidRequest, match=rf"differ in {what}: captures of one dataset"):
+    with pytest.raises(residuum.InvalidRequest, match=rf"differ in {what}\. The captures of one dataset"):
         ActivationDataset(endpoint, replies)

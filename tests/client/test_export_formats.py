@@ -204,7 +204,7 @@ async def test_an_export_never_replaces_a_folder_of_something_else(client, reply
     path = tmp_path / "mine"
     path.mkdir()
     (path / "thesis.tex").write_text("years of work")
-    with pytest.raises(FileExistsError, match="not one that was exported"):
+    with pytest.raises(FileExistsError, match="a folder, but not an export"):
         await client.export(reply, path, format=kind_of_file, overwrite=True)
     assert (path / "thesis.tex").read_text() == "years of work"
 
@@ -244,7 +244,7 @@ async def test_an_export_without_room_leaves_nothing(client, reply, tmp_path, ki
 
 
 async def test_an_export_finds_out_that_there_is_no_room_for_rows(client, reply, tmp_path):
-    with no_file_above(100), pytest.raises(OSError, match="no room for 1344 bytes of rows"):
+    with no_file_above(100), pytest.raises(OSError, match="Cannot reserve 1344 bytes for rows"):
         await client.export(reply, tmp_path / "x.npz")
     assert not list(tmp_path.iterdir())
 
@@ -355,12 +355,12 @@ async def test_an_export_to_no_format(client, tmp_path, name):
 
 
 async def test_a_format_that_there_is_not(client, tmp_path):
-    with pytest.raises(residuum.InvalidRequest, match="'csv' is not a format"):
+    with pytest.raises(residuum.InvalidRequest, match="'csv' is not an export format"):
         await client.export("never-asked-for", tmp_path / "x.npz", format="csv")
 
 
 async def test_an_export_into_no_folder(client, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"cannot be written.*no folder"):
+    with pytest.raises(FileNotFoundError, match=r"cannot be written: the folder .* does not exist"):
         await client.export("never-asked-for", tmp_path / "none" / "x.npz")
 
 

@@ -261,11 +261,11 @@ def test_a_worker_tells_what_went_wrong(endpoint):
         ({"captures": []}, "no capture to read"),
         ({"captures": "torch-0"}, "as a list"),
         ({"captures": NAMES, "prefix": "torch-"}, "as a list"),
-        ({"prefix": "torch-", "batch_size": 0}, "batch_size is 0"),
-        ({"prefix": "torch-", "shuffle_buffer": -1}, "shuffle_buffer is -1"),
-        ({"prefix": "torch-", "rank": 2, "world_size": 2}, "rank 2 is not one of 2"),
+        ({"prefix": "torch-", "batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"prefix": "torch-", "shuffle_buffer": -1}, "shuffle_buffer must be at least 0, not -1"),
+        ({"prefix": "torch-", "rank": 2, "world_size": 2}, "rank 2 does not exist"),
         ({"prefix": "torch-", "concurrent_reads": 0}, "concurrent_reads"),
-        ({"prefix": "torch-", "labels": {"torch-1": 1}}, "no label for torch-0, and 3 more of 5"),
+        ({"prefix": "torch-", "labels": {"torch-1": 1}}, "4 of 5 captures have no label; the first is torch-0"),
     ],
 )
 def test_what_cannot_be_meant(endpoint, arguments, message):

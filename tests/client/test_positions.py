@@ -60,7 +60,7 @@ def test_a_step_from_the_prompts_end_says_what_to_write_instead(value):
 
 
 def test_a_range_across_the_prompts_end_says_what_to_write_instead():
-    with pytest.raises(residuum.InvalidRequest, match="in a list"):
+    with pytest.raises(residuum.InvalidRequest, match="into a list"):
         Positions.of(range(-2, 3))
 
 

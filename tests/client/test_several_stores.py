@@ -251,9 +251,9 @@ async def test_where_the_inference_service_put_a_capture_is_remembered(make, end
 @pytest.mark.parametrize(
     ("stores", "told"),
     [
-        (["a=h:1", "a=h:2"], "stands for two stores"),
-        ("h:1,h:1", "stands for two stores"),
-        ("a b=h:1", "is no name for a store"),
+        (["a=h:1", "a=h:2"], "Two stores share the name"),
+        ("h:1,h:1", "Two stores share the name"),
+        ("a b=h:1", "is not a valid store name"),
         ("a=h", "is not an endpoint"),
         ("h:1,", "is not an endpoint"),
     ],

@@ -297,7 +297,7 @@ def test_captures_that_cannot_be_meant(arguments, error):
 def test_all_sites_are_told_where_their_names_are():
     with pytest.raises(residuum.UnknownSite, match=r"sites=client\.info\(\)\.sites"):
         residuum.Capture(sites="all")
-    with pytest.raises(residuum.UnknownSite, match="there are resid_post, resid_pre, attn_out, mlp_out"):
+    with pytest.raises(residuum.UnknownSite, match="choose among resid_post, resid_pre, attn_out, mlp_out"):
         residuum.Capture(sites="resid_post,attn")
 
 

@@ -1,4 +1,4 @@
-"""Fixtures that start what is to fail, and end all of it."""
+"""Fixtures that start the processes which fail, and end them all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
-    """Starts a store in a folder of its own; flags go to it."""
+    """Starts a store with these flags, in its own folder."""
     stores: list[Store] = []
 
     def start(*flags: str, folder: Path = tmp_path) -> Store:
@@ -37,7 +37,7 @@ def control_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_ring(control_path: Path) -> Iterator[Callable[..., Ring]]:
-    """Makes the worker's end; what is acknowledged is remembered."""
+    """Makes the worker's ring, which remembers acknowledgements."""
     rings: list[Ring] = []
 
     def start(ring_bytes: int = 1 << 20) -> Ring:
@@ -53,7 +53,7 @@ def start_ring(control_path: Path) -> Iterator[Callable[..., Ring]]:
 
 @pytest.fixture
 def start_shippers(control_path: Path) -> Iterator[Callable[..., Shippers]]:
-    """Starts shippers with the supervisor that keeps them running; arguments go to each."""
+    """Starts shippers under their supervisor; each gets these arguments."""
     started: list[Shippers] = []
 
     def start(endpoint: str, *arguments: str, count: int = 1) -> Shippers:

@@ -1,11 +1,11 @@
-"""What a loss of power leaves of a database: every write of a store is watched, and any of them can be taken back.
+"""Simulates power failures: records every write of a store, and rebuilds its file with any unsynced writes undone.
 
-`strace` notes what a store writes to its data file, and when it syncs. A disk keeps for certain what was written before
-the last sync that had ended, and what was written with O_DSYNC; of what was written since, it keeps what it likes. So
-`Recording.cut` rebuilds the file as it may be found after a cut at any moment. That the recording is whole is checked:
-all writes together must give the file byte by byte.
+`strace` records a store's writes to its data file, and its syncs. After a power cut, a disk has all writes from before
+the last completed sync, and all writes with O_DSYNC. Of later writes it has an arbitrary subset. `Recording.cut`
+rebuilds the file as it may be after a cut at any moment. To verify the recording, all writes together must reproduce
+the file byte by byte.
 
-It assumes what LMDB assumes of a disk: fdatasync keeps its promise, and a root page's few bytes are not torn.
+This makes LMDB's assumptions about disks: fdatasync keeps its promise, and the few bytes of a root page are not torn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HARMLESS = re.compile(r"openat\(.* = -1 |mmap\(.*PROT_READ, MAP_SHARED|\+\+\+|-
 
 
 def unavailable(folder: Path) -> str | None:
-    """Return why a process cannot be watched here; None if it can. The folder takes a log."""
+    """Return why processes cannot be watched here; None if they can. The folder is for a log."""
     if shutil.which("strace") is None:
         return "strace is not installed"
     log = folder / "strace.log"
@@ -44,7 +44,7 @@ def unavailable(folder: Path) -> str | None:
 
 
 def has_ended(log: Path, pid: int, deadline: float = 20.0) -> bool:
-    """Wait until a log is whole: strace has noted that the process has ended. It writes a little later than that."""
+    """Wait until a log is complete: strace records the process's end slightly after it."""
     end = time.monotonic() + deadline
     last_words = re.compile(rf"^{pid} .*\+\+\+ (exited|killed)", re.MULTILINE)
     while not (log.exists() and last_words.search(log.read_text())):
@@ -55,31 +55,31 @@ def has_ended(log: Path, pid: int, deadline: float = 20.0) -> bool:
 
 
 def watched(data: Path, log: Path) -> list[str]:
-    """Return the words before a command whose writes to a file are to be noted; the process is the command itself."""
+    """Return the command prefix that records writes to a file; the process stays the command itself."""
     file = [*("-P", str(data)), *("-o", str(log))]
     return ["strace", "-D", "-f", "-q", "-ttt", "-y", "-xx", "-s", str(_LONGEST), "-e", f"trace={_CALLS}", *file]
 
 
 @dataclass(frozen=True)
 class Write:
-    """Bytes that were written."""
+    """A write of bytes."""
 
     time: float
     at: int
     data: bytes
     durable: bool
-    """It had reached the disk when the call returned."""
+    """Whether it had reached the disk when the call returned."""
 
 
 @dataclass(frozen=True)
 class Sync:
-    """From here on, everything before is on the disk."""
+    """A sync: everything before it is on the disk."""
 
     time: float
 
 
 class Recording:
-    """What was done to a data file, in order, by one process after the other."""
+    """All changes to a data file, in order, by successive processes."""
 
     def __init__(self, logs: Sequence[Path]) -> None:
         self.events: list[Write | Sync] = []
@@ -87,16 +87,16 @@ class Recording:
             self.events += _parse(log)
 
     def moments(self, since: float) -> Iterator[int]:
-        """Yield every moment at which power may be cut: before each event, and after the last one."""
+        """Yield every moment of a power cut: before each event, and after the last one."""
         yield from (at for at, event in enumerate(self.events) if event.time >= since)
         yield len(self.events)
 
     def time(self, moment: int) -> float:
-        """Return when that is: what was acknowledged before must be there. After the last event: always."""
+        """Return the time of a moment. Anything acknowledged before it must survive."""
         return self.events[moment].time if moment < len(self.events) else float("inf")
 
     def cut(self, moment: int, keep: random.Random | None) -> bytes:
-        """Return the file after a cut: of what was not synced, nothing is kept, or each write at random."""
+        """Return the file after a power cut, with none of the unsynced writes, or a random subset."""
         image = bytearray()
         safe = max((at for at, event in enumerate(self.events[:moment]) if isinstance(event, Sync)), default=0)
         for at, event in enumerate(self.events[:moment]):
@@ -147,7 +147,7 @@ def _write(began: float, call: re.Match[str], at: int, parts: Sequence[str], dur
 
 
 def _calls(log: Path) -> Iterator[tuple[float, str]]:
-    """Yield the calls, whole, in the order in which they ended; the time is that of their beginning."""
+    """Yield the calls in the order in which they ended, with the times at which they began."""
     begun: dict[str, tuple[float, str]] = {}
     for line in log.read_text().splitlines():
         parts = _LINE.match(line)

@@ -1,4 +1,4 @@
-"""A wire between a shipper and its store on which bytes change."""
+"""A proxy between a shipper and its store that changes bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 
 class Proxy:
-    """Passes bytes on, both ways, over a TCP port of its own; those to the store go through `change`."""
+    """Forwards bytes in both directions over its own TCP port. Bytes to the store pass through `change`."""
 
     def __init__(self, port: int, change: Callable[[bytes], bytes]) -> None:
         self._port = port
@@ -51,9 +51,9 @@ class Proxy:
 
 
 class Flipper:
-    """Flips a bit in the first of some rows that it sees whole: in one, or in all that come by for ever.
+    """Flips a bit in the first complete rows of a list that pass: once, or every time.
 
-    A row may be cut by a frame of HTTP/2, or fall between two reads; so name several of one chunk.
+    An HTTP/2 frame or a read may split a row, so pass several rows of one chunk.
     """
 
     def __init__(self, rows: Sequence[bytes], *, once: bool) -> None:

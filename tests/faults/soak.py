@@ -2,10 +2,10 @@
 
     python -m tests.faults.soak --seconds 600 --seed 7
 
-What runs is what runs in earnest, but for the model: a ring in shared memory, shippers under their supervisor, a store
-on LMDB; a few threads publish rows as a worker would, seal, read everything back and compare. A round kills something
-(SIGKILL), at a moment that is counted in acknowledgements and so falls anywhere, and checks that whatever was
-acknowledged by then is there. The exit status is 0 if no row was lost, doubled or changed and nothing got stuck.
+Everything but the model is real: a ring in shared memory, shippers under their supervisor, a store on LMDB. A few
+threads publish rows as a worker does, seal the captures, read everything back and compare. Each round kills a process
+with SIGKILL after some acknowledgements, so at an arbitrary moment. It then checks that all acknowledged rows survived.
+The exit status is 0 if no row was lost, duplicated or changed and nothing got stuck.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.faults.support import COMPLETE, DEADLINE, ENVIRONMENT, Capture, Ring,
 VICTIMS = ("store", "shipper", "both", "starting store")
 _RING_BYTES = 1 << 20
 _MOST_ACKS = 64
-"""Extents that come back between two kills, at most; the ring holds 32."""
+"""The most extents that are acknowledged between two kills; the ring holds 32."""
 
 
 @dataclass
 class Tally:
-    """What a soak has counted."""
+    """The counts of a soak."""
 
     rounds: int = 0
     kills: Counter[str] = field(default_factory=Counter)
@@ -45,19 +45,19 @@ class Tally:
     written: int = 0
     """Rows that were published and read back."""
     lost: int = 0
-    """Rows that were acknowledged, or belong to a sealed capture, and were not there."""
+    """Lost rows: acknowledged, or of a sealed capture, but missing."""
     doubled: int = 0
-    """Rows that a read brought more than once."""
+    """Rows that a read returned more than once."""
     wrong: int = 0
-    """Rows of other bytes than were published."""
+    """Rows whose bytes differ from the published ones."""
     incomplete: int = 0
     """Captures that did not end COMPLETE."""
     troubles: list[str] = field(default_factory=list)
-    """What got stuck or failed."""
+    """What got stuck or failed, in words."""
 
     @property
     def clean(self) -> bool:
-        """Whether nothing at all went wrong."""
+        """Whether nothing went wrong."""
         return not (self.lost or self.doubled or self.wrong or self.incomplete or self.troubles)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Soak:
         self._length = length
         self._lock = threading.Lock()  # guards the tally and the captures
         self._stopping = threading.Event()
-        self._live: dict[str, Capture] = {}  # opened, and not yet on its way to being deleted
+        self._live: dict[str, Capture] = {}  # opened, and not yet being deleted
         self._store = Store(folder, "--log-level", "error")
         self._ring = Ring(folder / "ring", ring_bytes=_RING_BYTES)
         self._ring.start()
@@ -100,7 +100,7 @@ class Soak:
         self._writers = [threading.Thread(target=self._guard, args=(number,)) for number in range(writers)]
 
     def run(self, *, seconds: float = float("inf"), rounds: int | None = None, show: bool = False) -> Tally:
-        """Kill until the time or the rounds are over, let the captures under way end, and return the tally."""
+        """Kill until the time or the rounds are over, let running captures end, and return the tally."""
         end = time.monotonic() + seconds
         for writer in self._writers:
             writer.start()
@@ -114,7 +114,7 @@ class Soak:
         return self.tally
 
     def _round(self) -> None:
-        """Wait for some acknowledgements, kill, and look for what was acknowledged."""
+        """Wait for some acknowledgements, kill, and check all acknowledged rows."""
         if not self._ring.wait_for_acks(self._random.randint(1, _MOST_ACKS)):
             self._trouble(f"no acknowledgements within {DEADLINE:g} s")
             return
@@ -128,7 +128,7 @@ class Soak:
             self._store.kill()
             self._store.start(wait=False)
         if victim == "starting store":
-            self._stopping.wait(self._random.uniform(0, 0.8))  # anywhere in its start, or just after
+            self._stopping.wait(self._random.uniform(0, 0.8))  # during its start, or just after
             self._store.kill()
             self._store.start(wait=False)
         self._store.wait_until_serving()
@@ -143,14 +143,14 @@ class Soak:
             self._shippers.kill(self._random.choice(pids))
 
     def _check(self, capture: Capture, acked: set[tuple[int, int]]) -> None:
-        """Count the acknowledged rows that are not there."""
+        """Count the acknowledged rows that are missing."""
         try:
             found = self._store.read(capture)
         except grpc.RpcError as error:
             with self._lock:
                 gone = capture.name not in self._live
             if gone and error.code() is grpc.StatusCode.NOT_FOUND:
-                return  # checked by its writer, and deleted
+                return  # its writer has checked and deleted it
             raise
         with self._lock:
             self.tally.lost += len(acked - set(found.times))
@@ -192,14 +192,14 @@ class Soak:
             self.tally.troubles.append(text)
 
     def _close(self) -> None:
-        """Let writers end their captures, and everything else after them; whatever is stuck is a trouble."""
+        """Let the writers end their captures, then stop everything else. Report what is stuck."""
         self._stopping.set()
         for writer in self._writers:
             writer.join(DEADLINE)
         if any(writer.is_alive() for writer in self._writers) or not self._ring.drain(DEADLINE):
             self._trouble("rows are still under way")
         self._shippers.stop()
-        self._ring.close()  # and so wakes who waits for room
+        self._ring.close()  # which wakes writers waiting for room
         status = self._store.stop()
         if status:
             self._trouble(f"the store ended with {status}")
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not set(victims) <= set(VICTIMS):
         parser.error(f"--victims: some of {', '.join(VICTIMS)}")
     configure_logs("critical")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: nothing stays behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does, so that no process is left
     seed = options.seed if options.seed is not None else random.randrange(1 << 16)
     print(f"seed {seed}, {options.seconds:g} s, {options.shippers} shippers, {options.writers} writers", flush=True)
     with tempfile.TemporaryDirectory(prefix="residuum-soak-") as folder:

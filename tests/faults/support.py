@@ -1,4 +1,4 @@
-"""What fails here: a store, shippers and a worker's ring as in earnest, and rows that are known to the byte."""
+"""Real stores, shippers and rings for fault tests, and rows whose bytes are known."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from svc_common.launcher import OWN_GROUP
 _T = TypeVar("_T")
 
 DEADLINE = 60.0
-"""For anything that must come to pass: far more than it takes, so that a verdict does not hang on a busy machine."""
+"""A generous timeout for expected events, so that a busy machine does not fail tests."""
 
 LAYERS = (0, 1, 2, 3)
 BLOCK = 32
@@ -48,7 +48,7 @@ Row = tuple[int, int]
 
 
 def wait_until(holds: Callable[[], _T], what: str, deadline: float = DEADLINE) -> _T:
-    """Poll until something holds, for what has no event to wait on; return it."""
+    """Poll until a condition holds, and return its value."""
     end = time.monotonic() + deadline
     while not (result := holds()):
         assert time.monotonic() < end, f"{what}: not within {deadline:g} s"
@@ -58,22 +58,22 @@ def wait_until(holds: Callable[[], _T], what: str, deadline: float = DEADLINE) -
 
 @dataclass(frozen=True)
 class Capture:
-    """A capture of a prompt. The bytes of each row follow from its name and place, and no two are alike."""
+    """A capture of a prompt. Each row's bytes are a function of its capture and cell, and no two rows are equal."""
 
     name: str
     length: int
-    """Positions that are expected."""
+    """Number of expected positions."""
     width: int = 64
-    """float32 elements of a row."""
+    """Number of float32 elements of a row."""
 
     def values(self, layers: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint32]:
-        """Return rows, [layers, positions, width]: four bytes for each element."""
+        """Return rows, [layers, positions, width], as four bytes per element."""
         layer, position, element = np.ix_(layers, positions, range(self.width))
         mixed = (layer * 1_000_003 + position * 7919 + element) * 2_654_435_761 + zlib.crc32(self.name.encode())
         return mixed.astype(np.uint32)
 
     def header(self, positions: Sequence[int], layers: Sequence[int] = LAYERS) -> capture_pb2.ChunkHeader:
-        """Describe rows of it."""
+        """Return the header of some of its rows."""
         return capture_pb2.ChunkHeader(
             site=POST,
             layers=layers,
@@ -84,7 +84,7 @@ class Capture:
         )
 
     def blocks(self) -> Iterator[range]:
-        """Yield its positions, a block at a time."""
+        """Yield its positions, one block at a time."""
         for start in range(0, self.length, BLOCK):
             yield range(start, min(start + BLOCK, self.length))
 
@@ -95,22 +95,22 @@ class Capture:
 
 @dataclass
 class Found:
-    """What a store has of a capture."""
+    """A store's rows of a capture."""
 
     manifest: capture_pb2.CaptureManifest
     times: Counter[Row] = field(default_factory=Counter)
-    """How often each row came."""
+    """How often a read returned each row."""
     wrong: int = 0
-    """Rows of other bytes than were published."""
+    """Rows whose bytes differ from the published ones."""
 
     @property
     def doubled(self) -> int:
-        """Rows that came more than once."""
+        """Rows that a read returned more than once."""
         return sum(times > 1 for times in self.times.values())
 
 
 class Store:
-    """A store service in a process of its own; it can be killed, and started again at the same port."""
+    """A store service in its own process. It can be killed, and restarted on the same port."""
 
     def __init__(self, folder: Path, *flags: str, before: Sequence[str] = ()) -> None:
         self.folder = folder
@@ -128,7 +128,7 @@ class Store:
         return f"127.0.0.1:{self.port}"
 
     def start(self, *, wait: bool = True, before: Sequence[str] = ()) -> None:
-        """Start the process, at the port it had; `before` are words before its command."""
+        """Start the process on its previous port. `before` is a command prefix."""
         self._port_file.unlink(missing_ok=True)
         command = [*before, sys.executable, "-m", "store_svc", "--listen", self.endpoint]
         command += ["--path", str(self.folder / "data"), "--port-file", str(self._port_file), *self.flags]
@@ -138,7 +138,7 @@ class Store:
             self.wait_until_serving()
 
     def wait_until_serving(self) -> None:
-        """The port is written when the store serves."""
+        """Wait until the store is serving, which writes the port file."""
         process = self.process
         assert process is not None
         end = time.monotonic() + DEADLINE
@@ -150,14 +150,14 @@ class Store:
         self.port = int(self._port_file.read_text())
 
     def kill(self) -> None:
-        """End it at once; SIGKILL gives it no time for anything."""
+        """Kill it with SIGKILL."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
-        """Let it do nothing at all for a while, as a machine does that swaps: no connection ends."""
+        """Suspend it for a while, as on a machine that swaps. Its connections stay open."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         try:
@@ -166,7 +166,7 @@ class Store:
             self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> int:
-        """End it politely; return its exit status."""
+        """Stop it with SIGTERM. Return its exit status."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(DEADLINE)
@@ -177,7 +177,7 @@ class Store:
         self.kill()
 
     def call(self, method: str, request: object) -> Any:
-        """Ask until there is an answer, however often the store goes away in between."""
+        """Retry a call until it is answered, however often the store is restarted."""
         end = time.monotonic() + DEADLINE
         while True:
             try:
@@ -201,7 +201,7 @@ class Store:
         self.call("OpenCapture", store_pb2.OpenCaptureRequest(description=description))
 
     def seal(self, capture: Capture) -> None:
-        """Seal as COMPLETE with one generated token, so that the prompt's rows are the expected ones."""
+        """Seal as COMPLETE with one generated token, so that exactly the prompt's rows are expected."""
         outcome = capture_pb2.SequenceOutcome(generated_token_ids=[1], finish_reason="length")
         request = store_pb2.SealCaptureRequest(capture_id=capture.name, sequences=[outcome], outcome=COMPLETE)
         self.call("SealCapture", request)
@@ -213,7 +213,7 @@ class Store:
         return self.call("GetCapture", request).manifest
 
     def delete(self, capture: Capture) -> None:
-        """Delete it; whoever did not hear the answer and asks again hears that there is none."""
+        """Delete it. A retry after a lost answer finds that it does not exist, which is fine."""
         try:
             self.call("DeleteCapture", store_pb2.DeleteCaptureRequest(capture_id=capture.name))
         except grpc.RpcError as error:
@@ -221,7 +221,7 @@ class Store:
                 raise
 
     def read(self, capture: Capture) -> Found:
-        """Read everything, from the start again when the store goes away in the middle."""
+        """Read everything, starting over if the store goes away during the read."""
         end = time.monotonic() + DEADLINE
         request = store_pb2.ReadChunksRequest(capture_id=capture.name)
         while True:
@@ -232,7 +232,7 @@ class Store:
                     raise
 
     def seal_and_check(self, capture: Capture) -> None:
-        """Seal; it must end COMPLETE, and have every row exactly once, as it was published."""
+        """Seal. The capture must end COMPLETE and have every row exactly once, as published."""
         self.seal(capture)
         manifest = self.manifest(capture, wait=True)
         assert manifest.state == COMPLETE, manifest
@@ -243,7 +243,7 @@ class Store:
 
 
 def collect(capture: Capture, answers: Iterator[store_pb2.ReadChunksResponse]) -> Found:
-    """Compare what a read brings with what was published."""
+    """Compare the rows of a read with the published ones."""
     found = Found(capture_pb2.CaptureManifest())
     for answer in answers:
         if answer.HasField("manifest"):
@@ -258,7 +258,7 @@ def collect(capture: Capture, answers: Iterator[store_pb2.ReadChunksResponse]) -
 
 
 def present_rows(manifest: capture_pb2.CaptureManifest) -> set[Row]:
-    """Return the rows that a manifest says are there."""
+    """Return the rows that a manifest lists as present."""
     return named_rows(manifest.present)
 
 
@@ -273,17 +273,17 @@ def named_rows(row_sets: Sequence[capture_pb2.RowSet]) -> set[Row]:
 
 
 class Ring(RingProducer):
-    """A worker's ring that remembers what came back: those rows the store has acknowledged."""
+    """A worker's ring that remembers returned extents, whose rows the store has acknowledged."""
 
     def __init__(self, control_path: Path, *, ring_bytes: int, stores: Sequence[str] = ("",)) -> None:
         super().__init__(control_path, ring_bytes=ring_bytes, stores=stores)
         self._acked: dict[str, set[Row]] = {}
         self._acks = threading.Condition()
         self.num_acked = 0
-        """Extents that came back."""
+        """Number of returned extents."""
 
     def publish_rows(self, capture: Capture, positions: Sequence[int]) -> None:
-        """Publish a block; waits for room, as the policy WAIT does."""
+        """Publish a block, waiting for room as the policy WAIT does."""
         header = capture.header(positions)
         payload = capture.values(LAYERS, positions).tobytes()
         extent = self.acquire(len(payload), block=True, capture_id=capture.name)
@@ -292,17 +292,17 @@ class Ring(RingProducer):
         self.publish(extent, capture.name, [header])
 
     def acked(self, capture: Capture) -> set[Row]:
-        """Return the rows of a capture that are acknowledged."""
+        """Return the acknowledged rows of a capture."""
         with self._acks:
             return set(self._acked.get(capture.name, ()))
 
     def forget(self, capture: Capture) -> None:
-        """Let go of what was remembered of a capture."""
+        """Forget a capture."""
         with self._acks:
             self._acked.pop(capture.name, None)
 
     def wait_for_acks(self, more: int) -> bool:
-        """Wait until that many more extents have come back; tell whether they did in time."""
+        """Wait until this many more extents are returned. Return False on a timeout."""
         with self._acks:
             enough = self.num_acked + more
             return self._acks.wait_for(lambda: self.num_acked >= enough, DEADLINE)
@@ -319,9 +319,9 @@ class Ring(RingProducer):
 
 
 class Shippers:
-    """Shippers under the supervisor that the inference service has, on a thread with an event loop of its own.
+    """Shippers under the inference service's supervisor, which runs in a thread with its own event loop.
 
-    They inherit this process's environment, in which PYTHONPATH should be ENVIRONMENT's.
+    They inherit this process's environment, whose PYTHONPATH must be that of ENVIRONMENT.
     """
 
     def __init__(self, control_path: Path, stores: str | Sequence[str], count: int = 1, *arguments: str) -> None:
@@ -332,7 +332,7 @@ class Shippers:
         self._run(self._supervisor.start())
 
     def pids(self) -> list[int]:
-        """Return those that run now."""
+        """Return the running shippers."""
         return [status.pid for status in self._supervisor.status() if status.pid is not None]
 
     @property
@@ -340,7 +340,7 @@ class Shippers:
         return sum(status.restarts for status in self._supervisor.status())
 
     def kill(self, pid: int) -> bool:
-        """Kill one; False if it had just ended."""
+        """Kill a shipper. Return False if it had already ended."""
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The store and shippers are killed in mid-stream: SIGKILL, which leaves them no time for anything."""
+"""The store and shippers are killed mid-stream with SIGKILL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = {"writers": 2, "length": 1024}
 
 @pytest.fixture
 def soak(tmp_path: Path) -> Iterator[Callable[..., Tally]]:
-    """A few rounds of `make soak`, each time the same choices."""
+    """A few rounds of `make soak` with a fixed seed."""
 
     def run(rounds: int, *victims: str) -> Tally:
         return Soak(tmp_path, seed=rounds, victims=victims, **SMALL).run(rounds=rounds)
@@ -26,7 +26,7 @@ def soak(tmp_path: Path) -> Iterator[Callable[..., Tally]]:
 
 
 def test_a_store_that_is_killed_again_and_again_has_every_row_once(soak: Callable[..., Tally]) -> None:
-    """At each kill, what was acknowledged by then; at the end of each capture, everything, and it is COMPLETE."""
+    """After each kill, all acknowledged rows survive. In the end each capture is COMPLETE with all its rows."""
     tally = soak(5, "store")
     assert tally.clean, tally
     assert tally.kills == {"store": 5}
@@ -50,7 +50,7 @@ def test_shippers_that_are_killed_are_started_again_and_every_row_is_there_once(
 def test_the_only_shipper_is_killed_with_rows_in_hand(
     start_store: Callable[..., Store], start_ring: Callable[..., Ring], start_shippers: Callable[..., Shippers]
 ) -> None:
-    """What the store had acknowledged stays as it is; what was in hand goes to the next shipper."""
+    """Acknowledged rows stay; unacknowledged rows go to the next shipper."""
     store, ring = start_store(), start_ring()
     shippers = start_shippers(store.endpoint)
     capture = Capture("only", 32 * 16)
@@ -62,7 +62,7 @@ def test_the_only_shipper_is_killed_with_rows_in_hand(
             ring.publish_rows(capture, block)
         assert ring.drain(DEADLINE)
         (pid,) = wait_until(shippers.pids, "a running shipper")
-        with store.standing_still():  # it acknowledges nothing
+        with store.standing_still():  # so it acknowledges nothing
             for block in in_hand:
                 ring.publish_rows(capture, block)
             assert shippers.kill(pid)

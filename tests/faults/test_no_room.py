@@ -1,6 +1,6 @@
 """The disk is full, or the map has reached its limit.
 
-What is there can be read, and nothing is acknowledged until there is room; then everything goes on by itself.
+Stored rows stay readable. The store acknowledges nothing until there is room; then everything recovers on its own.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.faults.support import BLOCK, COMPLETE, DEADLINE, LAYERS, Capture, Rin
 MIB = 1 << 20
 DISK_BYTES = 24 * MIB
 WIDE = 4096
-"""Elements of a row: a block of 32 positions is 2 MiB."""
+"""Elements of a row, so that a block of 32 positions is 2 MiB."""
 BLOCK_BYTES = len(LAYERS) * BLOCK * WIDE * 4
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of a few MiB."""
+    """A separate file system of a few MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -39,18 +39,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
             "system cuts short loses nothing is in tests/store/test_db.py, too"
         )
     yield folder
-    libc.umount2(os.fsencode(folder), 2)  # MNT_DETACH: a store that a failed test left may still be there
+    libc.umount2(os.fsencode(folder), 2)  # MNT_DETACH: a failed test may have left a store running
 
 
 def publish_all(ring: Ring, capture: Capture) -> threading.Thread:
-    """Publish a capture as a model would, which waits while the ring is full."""
+    """Publish a capture as a model does, waiting while the ring is full."""
     step = threading.Thread(target=lambda: [ring.publish_rows(capture, block) for block in capture.blocks()])
     step.start()
     return step
 
 
 def refusal(store: Store, capture: Capture) -> Failure | None:
-    """Append the first block of a capture, once; return why the store refused it."""
+    """Append the first block of a capture once. Return why the store refused it."""
     header = capture.header(range(BLOCK), LAYERS[:1])
     payload = capture.values(LAYERS[:1], range(BLOCK)).tobytes()
     chunk = chunk_prefix(header, checksum(payload), len(payload)) + payload
@@ -65,7 +65,7 @@ def refusal(store: Store, capture: Capture) -> Failure | None:
 
 
 def fill(path: Path) -> None:
-    """Write a file until nothing more fits beside it."""
+    """Fill the file system with a file."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(64 << 10))

@@ -1,4 +1,4 @@
-"""The store is away: the model goes on until the ring is full, then waits (WAIT), or drops rows and says so (SHED)."""
+"""In an outage of the store, the model continues until the ring is full. Then it waits (WAIT) or drops rows (SHED)."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from tests.faults.support import (
 )
 
 OUTAGE_SECONDS = float(os.environ.get("OUTAGE_SECONDS", "2"))
-"""How long the store is away, at least. Shippers look for it every 5 s at the latest, and sooner at first."""
+"""The least duration of an outage in seconds. Shippers retry at least every 5 s, and faster at first."""
 
 BLOCK_BYTES = len(LAYERS) * BLOCK * 64 * 4
 RING_BLOCKS = 8
 FULL = (RING_BLOCKS - 1, RING_BLOCKS)
-"""Blocks in a full ring: one may be missing where rows that left before cut the free run in two."""
+"""Blocks in a full ring, or one fewer if earlier rows split the free space."""
 
 
 class Model:
-    """The worker's own sink in front of the ring, fed as the taps feed it: a block when it is full."""
+    """The worker's sink in front of the ring, fed one full block at a time, as by the capture points."""
 
     def __init__(self, ring: Ring, capture: Capture, *, sheds: bool) -> None:
         self.sent = 0
-        """Blocks that have left the pool: into the ring, or nowhere."""
+        """Blocks that have left the pool, into the ring or dropped."""
         everything = selection_pb2.PositionSelection()
         self._plan = plan.Capture(capture.name, 0, LAYERS, everything, sheds=sheds)
         self._capture = capture
@@ -63,7 +63,7 @@ class Model:
 
 
 def stay_away(store: Store, while_away: Callable[[], bool]) -> None:
-    """Keep the store down for the time of the outage, which is what is tested; something must hold all the while."""
+    """Keep the store down for the outage, checking a condition all the time."""
     ended = threading.Event()
     for _ in range(10):
         ended.wait(OUTAGE_SECONDS / 10)

@@ -1,7 +1,7 @@
-"""What an acknowledgement promises against the loss of power: at every moment of a recorded run, any writes undone.
+"""Acknowledgements and power failures: power cuts at every moment of a recorded run, with unsynced writes undone.
 
-*Committed* survives the end of the process; that is tested by killing (test_kills.py). *Synced* survives the loss of
-power as well. `--ack` says which of the two an acknowledgement waits for.
+*Committed* rows survive the death of the process, which test_kills.py tests. *Synced* rows also survive a power
+failure. `--ack` selects which of the two an acknowledgement waits for.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tests.store.support import Cell, Client, OpenStream, Rows, describe, grid, 
 
 LAYERS = [0, 1, 2]
 WIDTH = 1024
-"""A chunk of one position is 12 KiB: more than a page."""
+"""Elements of a row, so that a chunk of one position is 12 KiB, more than a page."""
 NEVER = ("--sync-interval-seconds", "3600")
-"""Nothing is synced for the time alone: what is synced is so for a reason."""
+"""A sync interval so long that no sync happens by time alone."""
 MAP_BYTES = 16 << 20
 
 
@@ -44,20 +44,20 @@ def _strace(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @dataclass
 class Answers:
-    """What the store has told, and when."""
+    """The store's answers, with their times."""
 
     committed: list[tuple[float, set[Cell]]] = field(default_factory=list)
-    """Rows by the time of the acknowledgement that said so first."""
+    """Each row's first acknowledgement time."""
     synced: list[tuple[float, set[Cell]]] = field(default_factory=list)
     ended: float = float("inf")
-    """When the capture was told to be COMPLETE."""
+    """When the store first reported the capture as COMPLETE."""
 
     def before(self, kind: str, moment: float) -> set[Cell]:
         return {cell for told, cells in getattr(self, kind) if told < moment for cell in cells}
 
 
 class Watched:
-    """A store whose every write is recorded, from the first one on; it can be killed and started anew."""
+    """A store of which every write is recorded. It can be killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         self.answers = Answers()
@@ -74,7 +74,7 @@ class Watched:
         return Client(self._store.port)
 
     def append(self, client: Client, positions: range) -> None:
-        """Append position by position, each when the one before is acknowledged; note every answer."""
+        """Append one position at a time, each after the previous acknowledgement. Record every answer."""
         stream = OpenStream(client)
         committed = synced = 0
         sent = [grid(LAYERS, [position]) for position in positions]
@@ -114,7 +114,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 @contextmanager
 def reopened(folder: Path, image: bytes) -> Iterator[tuple[set[Cell], capture_pb2.CaptureManifest | None]]:
-    """Open what a cut has left, as a store does; yields the rows of capture `a`, each checked, and its manifest."""
+    """Open the file after a power cut as a store does. Yields the checked rows of capture `a`, and its manifest."""
     (folder / "data.mdb").write_bytes(image)
     db = Database(folder, MAP_BYTES, sync_roots=False)
     try:
@@ -139,7 +139,7 @@ def reopened(folder: Path, image: bytes) -> Iterator[tuple[set[Cell], capture_pb
 def cut_everywhere(
     watched: Watched, check: Callable[[float, set[Cell], capture_pb2.CaptureManifest | None], None]
 ) -> None:
-    """Cut the power at every moment since the first answer, once with nothing unsynced kept and once at random."""
+    """Cut the power at every moment since the first answer, once losing all unsynced writes and once random ones."""
     recording = watched.recording()
     since = watched.answers.committed[0][0]
     memory = Path("/dev/shm")
@@ -151,7 +151,7 @@ def cut_everywhere(
 
 
 def run(watched: Watched, ack: str) -> None:
-    """Write a capture whose pages take the place of another's, which is deleted meanwhile; seal it; kill the store."""
+    """Write a capture that reuses the pages of a deleted one, seal it, and kill the store."""
     client = watched.start("--ack", ack)
     for name in ("a", "b"):
         client.open(describe(name, layers=LAYERS, prompt=30, width=WIDTH))
@@ -182,7 +182,7 @@ def test_what_is_acknowledged_as_synced_outlives_the_loss_of_power(watched: Watc
 def test_what_is_only_committed_may_be_undone_by_the_loss_of_power_but_nothing_is_damaged(
     watched: Watched,
 ) -> None:
-    """Not more than the last commit; a capture that had ended may be open again, and is never COMPLETE with less."""
+    """At most the last commit is undone. An ended capture may be open again, but is never COMPLETE with fewer rows."""
     run(watched, "committed")
     answers = watched.answers
     undone: set[Cell] = set()
@@ -202,7 +202,7 @@ def test_what_is_only_committed_may_be_undone_by_the_loss_of_power_but_nothing_i
 def test_what_was_only_committed_before_a_crash_is_synced_before_it_is_acknowledged_as_synced(
     watched: Watched,
 ) -> None:
-    """The store before was killed, and its last root page is still in the kernel's memory: a repeat writes nothing."""
+    """A killed store's last root page is only in the kernel's cache, and a repeated append writes nothing."""
     client = watched.start("--ack", "committed")
     client.open(describe("a", layers=LAYERS, prompt=30, width=WIDTH))
     stream = OpenStream(client)

@@ -1,4 +1,4 @@
-"""Readers that are slow, stand still or vanish: they hold up neither writers nor other readers, nor keep pages."""
+"""Slow, suspended and vanished readers do not delay writers or other readers, and pin no pages."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def write(start_ring: Callable[..., Ring], start_shippers: Callable[..., Shipper
 def test_a_slow_reader_keeps_neither_pages_nor_writers(
     start_store: Callable[..., Store], write: Callable[..., None]
 ) -> None:
-    """It reads one chunk and stops. Meanwhile captures come and go, more than fit the map at once."""
+    """A reader reads one chunk and stops, while more captures come and go than fit into the map."""
     store = start_store("--max-bytes", str(40 * MIB))
-    slow = Capture("slow", 5 * BLOCK, WIDE)  # 10 MiB: far more than gRPC keeps under way for a reader
+    slow = Capture("slow", 5 * BLOCK, WIDE)  # 10 MiB, far more than gRPC's read-ahead
     write(store, slow)
     store.seal_and_check(slow)
     answers = store.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id=slow.name), timeout=2 * DEADLINE)
@@ -98,7 +98,7 @@ def test_a_reader_that_vanishes_leaves_its_place_to_another(
     write: Callable[..., None],
     start_reader: Callable[[Store, Capture], subprocess.Popen],
 ) -> None:
-    """There is one place only. A reader that has gone must not keep it, whatever it was doing."""
+    """With a single slot, a vanished reader must free it, whatever it was doing."""
     store = start_store("--max-streams", "1")
     capture = Capture("read", 5 * BLOCK, WIDE if at == "in mid-stream" else 16)
     write(store, capture)
@@ -106,7 +106,7 @@ def test_a_reader_that_vanishes_leaves_its_place_to_another(
     assert reader.stdout
     assert reader.stdout.readline() == b"0\n"
     if at == "in mid-stream":
-        reader.send_signal(signal.SIGSTOP)  # it takes nothing more, and the store waits for it
+        reader.send_signal(signal.SIGSTOP)  # it reads nothing more, and the store waits for it
     with pytest.raises(grpc.RpcError) as refused:
         list(store.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id=capture.name), timeout=DEADLINE))
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,4 +1,4 @@
-"""Several stores, and one of them fails: only its share of captures is touched."""
+"""One of several stores fails, which affects only its own captures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def start_shippers(control_path, stores, monkeypatch):
 
 
 def captures_of(store, count, blocks=8):
-    """Captures that belong to a store."""
+    """Return captures that are placed in a store."""
     names = (f"{store}-{at}" for at in range(1 << 20))
     own = (name for name in names if first_rank(NAMES, name) == store)
     return [Capture(next(own), length=blocks * BLOCK) for _ in range(count)]
@@ -61,7 +61,7 @@ def publish(ring, *captures):
 
 
 def shed_or_publish(ring, capture):
-    """Publish what there is room for, as the policy SHED does; return the blocks that were shed."""
+    """Publish what fits, as the policy SHED does. Return the dropped blocks."""
     shed = []
     for block in capture.blocks():
         header = capture.header(block)
@@ -77,7 +77,7 @@ def shed_or_publish(ring, capture):
 
 @pytest.mark.parametrize("shippers", [1, 2])
 def test_a_store_that_is_killed_in_mid_stream_touches_only_its_captures(stores, ring, start_shippers, shippers):
-    """The others' captures end COMPLETE while it is away, its own when it is back; no row is lost and none doubled."""
+    """During the outage, captures in other stores end COMPLETE; its own do afterwards. No row is lost or duplicated."""
     start_shippers(shippers)
     own = captures_of("b", 2, blocks=4)
     before = {name: captures_of(name, 1, blocks=4)[0] for name in "ac"}
@@ -93,7 +93,7 @@ def test_a_store_that_is_killed_in_mid_stream_touches_only_its_captures(stores, 
     for name, captures in later.items():
         for capture in captures:
             stores[name].open(capture)
-        publish(ring, *captures)  # several times the ring: it goes round although b's share of it is held
+        publish(ring, *captures)  # several times the ring: the ring continues although b's share is occupied
     for name in "ac":
         for capture in [before[name], *later[name]]:
             stores[name].seal_and_check(capture)
@@ -115,7 +115,7 @@ def test_a_store_that_is_away_sheds_only_its_captures_blocks(stores, ring, start
     for name in "ac":
         capture = captures_of(name, 1, blocks=64)[0]
         stores[name].open(capture)
-        publish(ring, capture)  # waits for its own store alone
+        publish(ring, capture)  # waits only for its own store
         stores[name].seal_and_check(capture)
     for block in shed:
         ring.report_loss(lost.name, _loss(lost, block))
@@ -132,7 +132,7 @@ def test_a_store_that_is_away_sheds_only_its_captures_blocks(stores, ring, start
 
 
 def test_a_shipper_that_stops_delivers_to_the_stores_that_answer(stores, ring, start_shippers):
-    """And leaves what is for the other to the next one."""
+    """It leaves the other store's rows to the next shipper."""
     shippers = start_shippers(1, "--grace", "2")
     wait_until(lambda: ring.stats().connected_shippers, "the shipper is there")
     alive, dead = captures_of("a", 1)[0], captures_of("b", 1)[0]

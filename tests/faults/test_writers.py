@@ -1,4 +1,4 @@
-"""What writers can do to a capture that they should not: bytes that change on their way, and two writers at once."""
+"""Faulty writers: bytes that change in transit, and two writers of one capture."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_byte_that_changes_between_shipper_and_store_is_never_stored(
     start_shippers: Callable[..., Shippers],
     start_proxy: Callable[..., Proxy],
 ) -> None:
-    """The store finds the checksum wrong, the shipper sends again from the ring; twice wrong is given up, and named."""
+    """The store rejects a wrong checksum and the shipper sends again; after a second failure it reports a loss."""
     store, ring = start_store(), start_ring()
     capture, other = Capture("changed", 4 * BLOCK), Capture("other", 4 * BLOCK)
     rows = [capture.values([1], [position]).tobytes() for position in range(BLOCK, 2 * BLOCK)]
@@ -76,7 +76,7 @@ def test_a_byte_that_changes_between_shipper_and_store_is_never_stored(
 
 
 def messages(capture: Capture, sender: Capture, cuts: Sequence[range]) -> Iterator[bytes]:
-    """Yield the messages of a stream with rows of one capture, cut so; their values are those of the sender's name."""
+    """Yield a stream's messages with rows of one capture, in these chunks. The values depend on the sender's name."""
     for number, positions in enumerate(cuts, start=1):
         payload = sender.values(LAYERS, positions).tobytes()
         chunk = chunk_prefix(capture.header(positions), checksum(payload), len(payload)) + payload
@@ -86,7 +86,7 @@ def messages(capture: Capture, sender: Capture, cuts: Sequence[range]) -> Iterat
 def test_two_writers_of_one_capture_store_each_row_once_and_the_first_one_stays(
     start_store: Callable[..., Store],
 ) -> None:
-    """Both send every row, differently cut and, which no writer should, of different values."""
+    """Both writers send every row in different chunks and, although no writer should, with different values."""
     store = start_store()
     capture, other = Capture("both", 1024), Capture("another", 1024)
     store.open(capture)
@@ -124,7 +124,7 @@ def test_two_writers_of_one_capture_store_each_row_once_and_the_first_one_stays(
 
 
 def stored_values(store: Store, capture: Capture) -> dict:
-    """Return each row's own values; fails if one comes twice."""
+    """Return each row's values. Fails on a duplicate row."""
     rows = {}
     for answer in store.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id=capture.name)):
         header = answer.chunk.header
@@ -140,7 +140,7 @@ def stored_values(store: Store, capture: Capture) -> dict:
 def test_a_shipper_that_was_given_up_and_goes_on_doubles_nothing(
     start_store: Callable[..., Store], start_ring: Callable[..., Ring], start_shippers: Callable[..., Shippers]
 ) -> None:
-    """Its connection to the worker broke while the store stood still: another sends the same rows, and so does it."""
+    """A shipper loses its worker while the store is suspended. It and its successor send the same rows."""
     store, ring = start_store(), start_ring()
     capture = Capture("twice", 8 * BLOCK)
     store.open(capture)

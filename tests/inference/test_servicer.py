@@ -303,7 +303,7 @@ async def test_a_call_that_sends_nothing_is_ended(method):
     async with running_service(first_message_seconds=0.2) as service:
         failure = await failure_of(service.channel.stream_stream(METHOD + method)().read())
         assert failure.reason_name == "CALLER_STALLED"
-        assert "No message came in 0.2 s" in failure.message
+        assert "No message arrived within 0.2 s" in failure.message
         assert (await service.events(ask()))[-1].HasField("finished")
 
 

@@ -60,7 +60,9 @@ class TestBreaking:
 
     def test_an_addition_is_allowed(self, breaking):
         result = breaking(
-            "capture", "// What a chunk holds.\n", "// A new one.\nmessage New {}\n\n// What a chunk holds.\n"
+            "capture",
+            "// Describes the payload of a chunk.\n",
+            "// A new one.\nmessage New {}\n\n// Describes the payload of a chunk.\n",
         )
         assert result.returncode == 0, result.stdout
 

@@ -1,4 +1,4 @@
-"""Who calls a store with a token of their own."""
+"""Callers of a store, each with its own token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAYERS = [0, 1, 2]
 
 
 class Caller:
-    """The store as one token has it."""
+    """A client of the store with one token."""
 
     def __init__(self, endpoint, token):
         self.channel = open_channel(endpoint, credentials=Credentials(token=token) if token else None)
@@ -34,7 +34,7 @@ class Caller:
         return self.stub.SealCapture(seal_request(name, tenant=tenant), timeout=20).manifest
 
     def write(self, name="a", tenant="", **fields):
-        """Bring a capture to its end."""
+        """Write and seal a capture, so that it ends."""
         self.open(name, tenant, **fields)
         assert self.append(name, tenant) == {}
         assert self.seal(name, tenant).state == capture_pb2.CAPTURE_STATE_COMPLETE
@@ -47,7 +47,7 @@ class Caller:
         return list(self.stub.ReadChunks(request, timeout=20))
 
     def list(self, size=100, **tenant):
-        """All captures as (tenant, id), page by page."""
+        """Return all captures as (tenant, ID), page by page."""
         request = store_pb2.ListCapturesRequest(page_size=size, **tenant)
         found = []
         while True:

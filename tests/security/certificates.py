@@ -1,4 +1,4 @@
-"""Certificates for tests: CAs, and what they sign, as PEM files."""
+"""Certificates for tests: CAs and the certificates they sign, as PEM files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pair:
 
 
 class Authority:
-    """A CA that writes into a folder."""
+    """A CA that writes its files into a folder."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ class Authority:
         self.path.write_bytes(_pem(self._sign(self._name, self._key, 1, (), is_ca=True)))
 
     def issue(self, name: str, *, names: tuple[str, ...] = LOOPBACK, days: int = 1) -> Pair:
-        """Sign a certificate for these host names and addresses that expires after so many days from now."""
+        """Sign a certificate for these host names and addresses that expires after this many days."""
         key = ec.generate_private_key(ec.SECP256R1())
         pair = Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
         pair.cert.write_bytes(_pem(self._sign(_name(name), key, days, names, is_ca=False)))

@@ -21,13 +21,13 @@ def _nothing_in_the_environment(monkeypatch):
 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory):
-    """The CA that services and clients of these tests trust."""
+    """The CA that the tests' services and clients trust."""
     return Authority(tmp_path_factory.mktemp("ca"))
 
 
 @pytest.fixture(scope="session")
 def stranger(tmp_path_factory):
-    """A CA that nobody trusts."""
+    """A CA that no service or client trusts."""
     return Authority(tmp_path_factory.mktemp("stranger"), "stranger")
 
 
@@ -43,7 +43,7 @@ def client_pair(authority):
 
 @pytest.fixture
 def store(tmp_path):
-    """Runs stores in this process: a context manager that takes settings, and gives the endpoint."""
+    """Runs stores in this process: a context manager that takes settings and yields the endpoint."""
 
     @contextmanager
     def run(**settings):
@@ -65,7 +65,7 @@ def tokens(tmp_path):
 
 @pytest.fixture
 async def inference(tmp_path):
-    """Runs inference services without an engine: whatever is admitted is told that the model is loading."""
+    """Runs inference services without an engine: admitted calls fail because the model is loading."""
     running = []
 
     async def run(**settings):
@@ -81,7 +81,7 @@ async def inference(tmp_path):
 
 @pytest.fixture
 def call(store, tokens):
-    """Makes callers of one store: of a tenant, with rights."""
+    """Makes callers of one store, with a tenant and rights."""
     callers = []
     with store(tokens=tokens.path) as endpoint:
 

@@ -1,4 +1,4 @@
-"""Both services with a real engine, by mutual TLS and with tokens, as two tenants and a stranger meet them."""
+"""Both services with a real engine, mutual TLS and tokens, used by two tenants and an unauthorised caller."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_two_tenants_of_one_engine(tiny_llama, tmp_path, tokens, authority, serv
         with pytest.raises(residuum.UnknownCapture):
             alice.manifest("same")
         lines = len(inference.log.read_text().splitlines())
-        for _ in range(KNOCKS):  # a scanner leaves no lines
+        for _ in range(KNOCKS):  # failed handshakes leave no log lines
             noise(int(inference.endpoint.rpartition(":")[2]))
         assert len(inference.log.read_text().splitlines()) < lines + KNOCKS // 2
         with pytest.raises(residuum.Unauthenticated):

@@ -1,4 +1,4 @@
-"""Requests and vectors of the inference service belong to tenants, too."""
+"""Requests and vectors of the inference service belong to tenants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNKNOWN = Reason.ERROR_REASON_UNKNOWN_REQUEST
 
 
 class Tenant:
-    """The service as one token has it."""
+    """A client of the service with one token."""
 
     def __init__(self, channel):
         self.stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -61,7 +61,7 @@ class Tenant:
 
 @pytest.fixture
 async def tenants(tokens):
-    """Alice and Bob at one service, which has a store."""
+    """Clients of Alice and Bob for one service with a store."""
     servicer = FakeStore()
     given = {name: tokens.add(name, "generate") for name in ("alice", "bob")}
     tokens.limit("alice", max_vector_bytes=2 * 16, max_requests=2)
@@ -135,13 +135,13 @@ async def test_limits_of_vectors(tenants):
     _, alice, bob = tenants
     vectors = [vector(number) for number in (1, 2, 3)]
     await alice.put(*vectors)
-    assert await alice.missing(*vectors) == [vectors[0].digest]  # the one that was not used for longest
+    assert await alice.missing(*vectors) == [vectors[0].digest]  # the least recently used one
     await bob.put(*vectors)
     assert await bob.missing(*vectors) == []
 
 
 async def test_limits_of_requests(tenants):
-    """One tenant cannot take the places of another, nor more of the engine than it may."""
+    """A tenant cannot use another's slots, nor more of the engine than its limit."""
     service, alice, bob = tenants
     service.engine.script = stuck_after()
     plain = inference_pb2.RequestSpec()
@@ -160,7 +160,7 @@ async def test_limits_of_requests(tenants):
     while service.places.num_taken > 4:  # noqa: ASYNC110 - nothing else tells of it
         await asyncio.sleep(0)
     service.engine.script = three_tokens
-    assert (await drain(alice.generate("later")))[-1].HasField("finished")  # what was refused is still registered
+    assert (await drain(alice.generate("later")))[-1].HasField("finished")  # the refused request is still registered
     for call in (running[1], *others):
         call.cancel()
 
@@ -178,7 +178,7 @@ async def test_the_same_id_for_both(tenants):
     await store.until(lambda: len(store.seals) == 2)
     assert [(item.tenant, item.capture_id) for item in store.opened] == [("alice", "mine"), ("bob", "mine")]
     assert {(item.tenant, item.capture_id) for item in store.seals} == {("alice", "mine"), ("bob", "mine")}
-    # What the engine, the workers and the shippers call them differs.
+    # The engine, the workers and the shippers use different names for them.
     assert [call.engine_id for call in service.engine.calls] == ["alice/mine#0", "bob/mine#0"]
     assert [call.plan.capture.capture_id for call in service.engine.calls] == ["alice/mine", "bob/mine"]
 
@@ -209,7 +209,7 @@ async def test_tenants_share_no_prefix_cache(tenants):
     for tenant in (alice, alice, bob):
         await drain(tenant.generate(spec=plain))
     first, second, other = (call.cache_salt for call in service.engine.calls)
-    assert first == second  # one's own is shared
+    assert first == second  # a tenant shares its own cached prompt
     assert first
     assert first != other
 
@@ -221,9 +221,9 @@ async def test_where_nobody_is_asked_the_cache_is_shared():
         assert service.engine.calls[0].cache_salt is None
 
 
-@pytest.mark.parametrize(("right", "words"), [(None, "not one that this service knows"), ("read", "'write'")])
+@pytest.mark.parametrize(("right", "words"), [(None, "This service does not know the token"), ("read", "'write'")])
 async def test_a_store_that_refuses_the_service_is_told_as_that(tokens, tmp_path, store, right, words):
-    """Not as a fault of the caller's token, which is good."""
+    """The error must not blame the caller's token, which is valid."""
     own = tmp_path / "own"
     own.write_text(tokens.add("alice", right) if right else "rsd_unknown")
     with store(tokens=tokens.path) as endpoint:

@@ -1,4 +1,4 @@
-"""What a tenant may have: of a store, and of an inference service. Others are not concerned."""
+"""Tenants' limits in a store and in an inference service. One tenant's limits do not affect others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_open_captures(tokens, alice, bob):
     tokens.limit("alice", max_open_captures=2)
     alice.open("a")
     alice.open("b")
-    alice.open("b")  # again: it is there
+    alice.open("b")  # a repeated open adds no capture
     with failing_with(EXCEEDED) as caught:
         alice.open("c")
     assert caught[0].metadata == {"limit": "max_open_captures", "allowed": "2"}
@@ -55,7 +55,7 @@ def test_bytes(tokens, alice, bob):
     tokens.limit("alice", max_bytes=2 * used)
     assert alice.append("a", positions=[2, 3]) == {}
     assert alice.append("a", positions=[4]) == {1: EXCEEDED}
-    assert alice.append("a", positions=[0, 1]) == {}  # there already: it takes nothing
+    assert alice.append("a", positions=[0, 1]) == {}  # repeated rows take no space
     with failing_with(EXCEEDED) as caught:
         alice.open("b")
     assert caught[0].metadata == {"limit": "max_bytes", "allowed": str(2 * used)}
@@ -70,7 +70,7 @@ def test_bytes(tokens, alice, bob):
 
 
 def test_within_one_transaction(tokens, alice):
-    """Chunks that are written together count together."""
+    """Chunks in one transaction count together."""
     alice.open("a")
     alice.append("a", positions=[0])
     used = alice.get("a").num_bytes
@@ -101,7 +101,7 @@ def test_limits_outlast_a_restart(store, tokens):
 
 
 def test_the_account_of_a_tenant_is_right_whatever_happens(store, tokens):
-    """Random work of two tenants, beside what each can count for itself; once more after a restart."""
+    """Random work of two tenants, compared with their own counts, also after a restart."""
     rng = random.Random(7)
     given = {tenant: tokens.add(tenant, "read", "write", "generate") for tenant in ("alice", "bob")}
     tokens.limit("alice", max_open_captures=3)
@@ -134,7 +134,7 @@ def work_at_random(rng, caller):
 
 
 class TestVectors:
-    """In the cache of an inference service."""
+    """Limits of the vector cache of an inference service."""
 
     BYTES = 16  # four elements, as the tests' model has them
 

@@ -1,4 +1,4 @@
-"""What strangers who knock at a TLS port leave in the log of a service: nothing that they could fill a disk with."""
+"""Failed connections to a TLS port leave no log lines, so scanners cannot fill a disk."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ KNOCKS = 100
 
 
 def knock(port, data=b"", tls=None):
-    """Connect, say something, and wait until the server hangs up."""
+    """Connect, send something, and wait until the server closes the connection."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=30)
-    with suppress(OSError):  # it may hang up at any time, also in the middle of the handshake
+    with suppress(OSError):  # the server may close it at any time, even during the handshake
         if tls:
             connection = tls.wrap_socket(connection, server_hostname="localhost")
         connection.sendall(data)
@@ -45,7 +45,7 @@ def without_certificate(port):
 
 @pytest.fixture
 def knocked(tmp_path, authority, server_pair):
-    """Lets strangers knock at a store, and returns the lines of its log once it has ended."""
+    """Lets unauthorised clients connect to a store, and returns its log lines once it has ended."""
 
     def run(*strangers):
         flags = ["--tls-cert", server_pair.cert, "--tls-key", server_pair.key, "--tls-client-ca", authority.path]
@@ -70,12 +70,12 @@ def test_strangers_leave_no_lines(knocked, monkeypatch):
     lines = knocked(plain_http, noise, without_certificate)
     events = [json.loads(line)["event"] for line in lines]
     assert "serving" in events
-    assert "callers have all rights, of all tenants" in events  # it asks for certificates alone
+    assert "callers have all rights, for all tenants" in events  # it requires only certificates
     assert len(lines) < 10, events
 
 
 def test_whoever_asks_grpc_for_more_gets_it(knocked, monkeypatch):
-    """Without it the first test would show nothing: that is how many lines there were."""
+    """Without the setting there are this many lines, so the first test is meaningful."""
     monkeypatch.setenv("GRPC_VERBOSITY", "INFO")
     lines = knocked(plain_http)
     assert sum("Handshake failed" in line for line in lines) == KNOCKS

@@ -1,4 +1,4 @@
-"""The whole way of a row, with processes: worker, shipper, store, reader; by mutual TLS, with tokens, for tenants."""
+"""A row's whole path through real processes: worker, shipper, store, reader, with mutual TLS, tokens and tenants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS, WIDTH, POSITIONS = 4, 64, 8
 
 @pytest.fixture
 def secure_store(tmp_path, tokens, authority, server_pair):
-    """A store in a process of its own; the endpoint."""
+    """Run a store in its own process. Yields its endpoint."""
     port = tmp_path / "port"
     flags = ["--tls-cert", server_pair.cert, "--tls-key", server_pair.key, "--tls-client-ca", authority.path]
     flags += ["--tokens", tokens.path, "--listen", "127.0.0.1:0", "--path", tmp_path / "db", "--port-file", port]
@@ -103,7 +103,7 @@ async def seal(keeper, tenant):
 
 
 async def write(store, own, producer):
-    """Capture under one id for two tenants."""
+    """Capture with the same ID for two tenants."""
     keeper = CaptureKeeper(StoreAddress(store, store), own)
     for value, tenant in enumerate(("alice", "bob"), start=1):
         await keeper.open(describe(tenant))
@@ -128,13 +128,13 @@ def test_rows_come_to_their_tenants(secure_store, own, start_shipper, producer, 
     with residuum.Client("localhost:1", store=secure_store, token=admin, tls=own.tls) as client:
         assert {item.tenant for item in client.captures()} == {"alice", "bob"}
         with pytest.raises(residuum.UnknownCapture):
-            client.manifest("same")  # of the default tenant
+            client.manifest("same")  # the default tenant's
     for secret in (own.token_file.read_text(), admin):
         assert secret not in (tmp_path / "shipper.log").read_text()
 
 
 def test_beyond_its_limit_a_tenants_capture_ends_incomplete(secure_store, own, start_shipper, producer, tokens):
-    """Never silently partial: the manifest says why. The shipper goes on, and others are not concerned."""
+    """The capture is never silently partial: its manifest says why. The shipper goes on with other captures."""
     start_shipper()
     given = {tenant: tokens.add(tenant, "read") for tenant in ("alice", "bob")}
     tokens.limit("alice", max_bytes=1000, max_open_captures=5)
@@ -142,7 +142,7 @@ def test_beyond_its_limit_a_tenants_capture_ends_incomplete(secure_store, own, s
     with residuum.Client("localhost:1", store=secure_store, token=given["alice"], tls=own.tls, timeout=20) as client:
         manifest = client.manifest("same", wait=30)
         assert (manifest.state, manifest.reason) == ("incomplete", "WRITE_FAILED")
-        assert "Your tenant may have 1000 bytes" in manifest.detail
+        assert "in this store and may have 1000." in manifest.detail
         (stats,) = client.stats()
         assert (stats.tenant, stats.tenant_max_bytes, stats.tenant_max_open_captures) == ("alice", 1000, 5)
         assert (stats.num_bytes, stats.max_bytes) == (0, 0)
@@ -151,7 +151,7 @@ def test_beyond_its_limit_a_tenants_capture_ends_incomplete(secure_store, own, s
 
 
 def test_a_shipper_waits_for_a_token_that_works(secure_store, own, start_shipper, producer, tokens, tmp_path):
-    """Nothing is lost meanwhile: the rows stay in the ring."""
+    """No row is lost meanwhile, because the rows stay in the ring."""
     good = own.token_file.read_text()
     own.token_file.write_text("rsd_not-yet-there")
     shipper = start_shipper()

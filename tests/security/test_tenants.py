@@ -1,4 +1,4 @@
-"""Captures belong to tenants: to others they do not exist, in any method of the store."""
+"""Captures belong to tenants. For other tenants they do not exist, in any method of the store."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_tenants_use_the_same_id_and_never_meet(writer, alice, bob):
 
 
 def calls_about_a_capture():
-    """Every method of the store whose request names a capture, and how to make it of alice's."""
+    """All methods whose request names a capture, each with a call about alice's capture."""
     calls = {
         "SealCapture": lambda caller, tenant: caller.seal(**tenant),
         "GetCapture": lambda caller, tenant: caller.get(**tenant),
@@ -74,7 +74,7 @@ def calls_about_a_capture():
 @pytest.mark.parametrize("state", ["open", "complete"])
 @pytest.mark.parametrize("named", [{}, {"tenant": "alice"}, {"tenant": ""}, {"tenant": "nobody"}])
 def test_the_capture_of_another_tenant_does_not_exist(call, writer, alice, method, state, named):
-    """What bob hears of alice's capture is what he hears of one that never was, to the letter."""
+    """Bob gets exactly the same answers for alice's capture as for one that never existed."""
     bob = call("bob", "generate", "read", "write")
     heard = []
     for there in (False, True):
@@ -126,7 +126,7 @@ def test_a_page_token_is_its_tenants_own(writer, alice, bob, admin):
 
 
 def test_page_tokens_do_not_count_the_captures_of_others(call, writer, alice):
-    """Numbers of captures ascend over all tenants; as many must not be seen in what alice is handed."""
+    """Internal numbers ascend over all tenants, so alice's page tokens must not reveal them."""
     raw = []
     for _ in range(2):
         writer.open(f"x{len(raw)}", "alice")
@@ -135,7 +135,7 @@ def test_page_tokens_do_not_count_the_captures_of_others(call, writer, alice):
         raw.append(page.next_page_token)
         for number in range(3):
             writer.open(f"b{len(raw)}-{number}", "bob")
-    assert all(a[:6] != b[:6] for a, b in pairwise(raw))  # the high bytes of small numbers, if they were shown
+    assert all(a[:6] != b[:6] for a, b in pairwise(raw))  # high bytes of small numbers would be equal if visible
 
 
 def test_an_admin_sees_and_may_do_everything(writer, admin):
@@ -143,7 +143,7 @@ def test_an_admin_sees_and_may_do_everything(writer, admin):
     assert admin.get(tenant="alice").description.tenant == "alice"
     assert len(admin.read(tenant="alice")) == 3
     with failing_with(UNKNOWN):
-        admin.get()  # of the default tenant
+        admin.get()  # the default tenant's
     assert admin.delete(tenant="alice") > 0
 
 
@@ -151,7 +151,7 @@ def test_an_admin_of_a_tenant_is_one_of_the_store(call, writer):
     carol = call("carol", "admin")
     carol.write()
     writer.write(tenant="alice")
-    assert carol.get().description.tenant == "carol"  # if it names none, its own
+    assert carol.get().description.tenant == "carol"  # if it names no tenant, its own
     assert carol.list() == [("alice", "a"), ("carol", "a")]
 
 
@@ -162,7 +162,7 @@ def test_a_writer_of_one_tenant(call):
     assert reader.list() == [("alice", "b"), ("alice", "a")]
     with failing_with(DENIED) as caught:
         writer.open("c", "bob")
-    assert "does not act for the tenant 'bob'" in caught[0].message
+    assert "may not act for the tenant 'bob'" in caught[0].message
 
 
 def test_who_writes_does_not_read_and_who_reads_does_not_write(call, writer):
@@ -199,7 +199,7 @@ def test_figures(call, writer, alice, bob, admin):
     assert whole.num_bytes == alice.get().num_bytes
     assert whole.commits > 0
     assert not whole.HasField("tenant")
-    for caller in (writer, call("alice", "generate")):  # enough to see that the store is there
+    for caller in (writer, call("alice", "generate")):  # enough rights to see that the store answers
         assert {field.name for field, _ in caller.stats().ListFields()} == told - {"captures", "num_bytes"}
 
 
@@ -215,7 +215,7 @@ def anonymous(path, **settings):
 
 
 def test_what_was_made_where_nobody_was_asked(tmp_path, tokens):
-    """It is the default tenant's, which tokens may be of; and the names survive restarts."""
+    """Captures without authentication belong to the default tenant, which tokens may name. Names survive restarts."""
     with anonymous(tmp_path / "db") as caller:
         caller.write("old")
         caller.open("live")

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS: who gets through, and what the others are told."""
+"""TLS and mutual TLS: which callers connect, and which errors the others get."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_credentials_in_the_environment(store, stats, authority, server_pair, cl
     with store(tls_cert=server_pair.cert, tls_key=server_pair.key, tls_client_ca=authority.path) as endpoint:
         assert stats(endpoint)[0].num_bytes == 0
         with pytest.raises(residuum.Unreachable):
-            stats(endpoint, tls=False)  # an argument goes before the environment
+            stats(endpoint, tls=False)  # an argument overrides the environment
 
 
 def test_the_command_line(store, authority, server_pair, client_pair, capsys):
@@ -77,7 +77,7 @@ def test_health_takes_no_token_and_so_none_is_sent(store, tmp_path, monkeypatch,
         assert main(["health", "--endpoint", endpoint]) == 0
     assert (
         main(["health", "--endpoint", "192.0.2.1:1", "--timeout", "0.2"]) == 1
-    )  # not refused: there is nothing to hide
+    )  # not refused, because no token is sent
     assert "UNREACHABLE" in capsys.readouterr().out
 
 
@@ -132,7 +132,7 @@ def test_certificates_are_renewed_while_the_service_runs(store, tmp_path, author
             stats_sync(endpoint, tls=tls)
         key.write_text("in the middle of being replaced")
         with pytest.raises(residuum.Unreachable, match="has expired"):
-            stats_sync(endpoint, tls=tls)  # what cannot be used changes nothing
+            stats_sync(endpoint, tls=tls)  # unusable files change nothing
         shutil.copy(server_pair.key, key)
         shutil.copy(server_pair.cert, cert)
         assert stats_sync(endpoint, tls=tls)
@@ -150,7 +150,7 @@ def test_files_that_cannot_be_used_are_told_at_the_start(store, tmp_path, author
     for settings in bad:
         with pytest.raises(SecurityError, match="tls"), store(**settings):
             pass
-    with store():  # the database was closed each time
+    with store():  # so the database was closed each time
         pass
 
 
@@ -183,7 +183,7 @@ def test_a_token_is_not_sent_in_plain_text_to_another_machine(endpoint, authorit
     assert "secret-of-mine" not in str(raised.value)
     client = residuum.Client("localhost:1", store=endpoint, token="secret-of-mine")
     with pytest.raises(residuum.BadCredentials, match="in plain text"):
-        client.stats()  # wherever the inference service says that the store is
+        client.stats()  # also at the address that the inference service advertises
     residuum.Client(endpoint, token="t", insecure=True).close()
     residuum.Client(endpoint, token="t", tls=residuum.TLS(ca=authority.path)).close()
 
@@ -203,8 +203,8 @@ def test_a_token_is_in_no_repr():
     [
         ("localhost:1", {}, False, "plain text, with no token"),
         ("localhost:1", {"token": "t"}, False, "plain text, with a token"),
-        ("192.0.2.1:1", {}, True, "can read all that is sent; --tls-ca encrypts it"),
-        ("192.0.2.1:1", {"token": "t", "insecure": True}, True, "can read the token, and all that is sent,"),
+        ("192.0.2.1:1", {}, True, "can read all traffic; --tls-ca encrypts it"),
+        ("192.0.2.1:1", {"token": "t", "insecure": True}, True, "can read the token and all traffic"),
         ("192.0.2.1:1", {"token": "t", "tls": True}, False, "TLS, trusting public CAs, with a token"),
     ],
 )
@@ -230,7 +230,7 @@ def test_beyond_loopback_a_service_wants_tls_and_callers_who_say_who_they_are(ad
     assert "--insecure" in result.stderr
     result = start("--listen", address, "--tls-cert", str(server_pair.cert), "--tls-key", str(server_pair.key))
     assert result.returncode == 1
-    assert "asks nobody who they are" in result.stderr
+    assert "does not authenticate callers" in result.stderr
 
 
 def test_a_container_is_asked_for_as_much_as_its_published_port_needs(server_pair, tokens, tmp_path):
@@ -258,14 +258,14 @@ def test_published_beyond_loopback_it_does_not_help_to_listen_on_it():
 def test_published_on_loopback_alone_nobody_is_warned(store, capfd):
     with store(listen="0.0.0.0:0", published_on="127.0.0.1") as endpoint:
         assert stats_sync(endpoint)
-    assert "whoever is on this machine" in "".join(capfd.readouterr())
+    assert "every process on this machine" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--tls-cert", "a.pem"], "--tls-cert and --tls-key go together"),
-        (["--tls-client-ca", "a.pem"], "--tls-client-ca is for TLS"),
+        (["--tls-client-ca", "a.pem"], "--tls-client-ca requires TLS"),
     ],
 )
 def test_settings_that_do_not_go_together(flags, words):
@@ -277,7 +277,7 @@ def test_settings_that_do_not_go_together(flags, words):
 def test_told_so_it_listens_everywhere(store, capfd):
     with store(listen="0.0.0.0:0", insecure=True) as endpoint:
         assert stats_sync(endpoint)
-    assert "whoever reaches 0.0.0.0:0" in "".join(capfd.readouterr())
+    assert "every caller that reaches 0.0.0.0:0" in "".join(capfd.readouterr())
 
 
 def test_without_tokens_every_certificate_may_do_everything_and_that_is_said(
@@ -292,11 +292,11 @@ def test_without_tokens_every_certificate_may_do_everything_and_that_is_said(
             return [finding.detail for finding in doctor._rights(client.credentials, stats)]
 
     with store(**mutual) as endpoint:
-        assert "whoever has a certificate that it accepts may do everything" in rights(endpoint)[0]
-    assert "callers have all rights, of all tenants" in "".join(capfd.readouterr())
+        assert "everyone with a certificate that it accepts has all rights" in rights(endpoint)[0]
+    assert "callers have all rights, for all tenants" in "".join(capfd.readouterr())
     token = tokens.add("alice", "read")
     with store(**mutual, tokens=tokens.path) as endpoint:
-        with pytest.raises(residuum.Unauthenticated):  # a certificate is no token
+        with pytest.raises(residuum.Unauthenticated):  # a certificate does not replace a token
             rights(endpoint)
         assert rights(endpoint, token=token) == []
     assert "callers have all rights" not in "".join(capfd.readouterr())

@@ -27,15 +27,18 @@ BAD = {
         "token.1.hash: String should match",
     ),
     "no tenant": (f'[[token]]\nhash = "{HASH}"\nrights = ["read"]', "token.1.tenant: Field required"),
-    "a bad tenant": (f'[[token]]\nhash = "{HASH}"\ntenant = "a/SECRET"\nrights = ["read"]', "a tenant's name is"),
+    "a bad tenant": (f'[[token]]\nhash = "{HASH}"\ntenant = "a/SECRET"\nrights = ["read"]', "a tenant's name must"),
     "no rights": (f'[[token]]\nhash = "{HASH}"\ntenant = "a"\nrights = []', "token.1.rights"),
     "an unknown right": (f'[[token]]\nhash = "{HASH}"\ntenant = "a"\nrights = ["SECRET"]', "token.1.rights"),
-    "any tenant, to read": (f'[[token]]\nhash = "{HASH}"\ntenant = "*"\nrights = ["read"]', r"the tenant '\*' is for"),
+    "any tenant, to read": (f'[[token]]\nhash = "{HASH}"\ntenant = "*"\nrights = ["read"]', r"tenant '\*' may have"),
     "a time of nowhere": (
         f'[[token]]\nhash = "{HASH}"\ntenant = "a"\nrights = ["read"]\nexpires = 2030-01-01T00:00:00',
         "token.1.expires: Input should have timezone info",
     ),
-    "twice": (f'[[token]]\nhash = "{HASH}"\ntenant = "a"\nrights = ["read"]\n' * 2, "token 2 stands there twice"),
+    "twice": (
+        f'[[token]]\nhash = "{HASH}"\ntenant = "a"\nrights = ["read"]\n' * 2,
+        "token 2 repeats the hash of an earlier token",
+    ),
     "an unknown key": (
         f'[[token]]\nhash = "{HASH}"\ntenant = "a"\nrights = ["read"]\nright = "SECRET"',
         "token.1.right",
@@ -43,7 +46,7 @@ BAD = {
     "an unknown limit": ("[tenant.a]\nbytes = 1", "tenant.a.bytes: Extra inputs are not permitted"),
     "a bad limit": ('[tenant.a]\nmax_bytes = "many"', "tenant.a.max_bytes"),
     "a negative limit": ("[tenant.a]\nmax_open_captures = -1", "tenant.a.max_open_captures"),
-    "limits of nobody": ('[tenant."a/b"]\nmax_bytes = 1', "is no tenant's name"),
+    "limits of nobody": ('[tenant."a/b"]\nmax_bytes = 1', "is not a valid tenant name"),
 }
 
 
@@ -74,11 +77,11 @@ def test_tokens_come_and_go_while_the_service_runs(store, tokens, capfd):
         second = tokens.add("alice", "read")
         assert ask(endpoint, second)
         tokens.replace("[[token")
-        assert ask(endpoint, first)  # what cannot be used changes nothing
+        assert ask(endpoint, first)  # an unusable file changes nothing
         entry = f'[[token]]\nhash = "{token_hash(second)}"\ntenant = "alice"\nrights = ["read"]\n'
         tokens.replace(entry)
         assert ask(endpoint, second)
-        with pytest.raises(residuum.Unauthenticated, match="not one that this service knows"):
+        with pytest.raises(residuum.Unauthenticated, match="This service does not know the token"):
             ask(endpoint, first)
         tokens.replace("")
         with pytest.raises(residuum.Unauthenticated):
@@ -115,7 +118,7 @@ def test_where_the_command_finds_it(store, tokens, tmp_path, monkeypatch, capsys
         monkeypatch.delenv("RESIDUUM_TOKEN_FILE", raising=False)
         capsys.readouterr()
         assert main(["stats", "--endpoint", "localhost:1", "--store", endpoint]) == 1
-    assert "This service asks for a token" in capsys.readouterr().err
+    assert "This service requires a token" in capsys.readouterr().err
 
 
 def test_figures_of_the_whole_store_are_for_admins(store, tokens, capsys, monkeypatch):
@@ -208,5 +211,5 @@ def test_what_the_command_refuses(flags, capsys):
 
 def test_tokens_differ_and_their_hash_does_not():
     assert make_token() != make_token()
-    # A rule that other languages can follow: the SHA-256 of the token's ASCII bytes.
+    # Other languages can compute the hash: it is the SHA-256 of the token's ASCII bytes.
     assert token_hash("abc") == "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

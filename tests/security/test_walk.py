@@ -1,4 +1,4 @@
-"""Every method of both services, found by their descriptors: who may call it, and what the others are told."""
+"""Every method of both services, from their descriptors: which rights may call it, and the errors for others."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXPECTED = {
     f"/{HEALTH}/Watch": OPEN,
     f"/{HEALTH}/List": OPEN,
 }
-"""What is decided, written down a second time: a change of the table is noticed here."""
+"""A second copy of the table of rights, so that every change of the table must be made twice."""
 
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
@@ -60,7 +60,7 @@ def test_every_method_is_in_the_list():
     assert health_pb2.DESCRIPTOR
     assert reflection_pb2.DESCRIPTOR
     found = set(methods_of(STORE, INFERENCE, HEALTH, REFLECTION))
-    assert found | {f"/{HEALTH}/List"} == set(EXPECTED)  # which older versions of the health service do not have
+    assert found | {f"/{HEALTH}/List"} == set(EXPECTED)  # which older versions of the health service lack
     files = (inference_pb2.DESCRIPTOR, store_pb2.DESCRIPTOR)
     ours = {service.full_name for file in files for service in file.services_by_name.values()}
     assert ours == {STORE, INFERENCE}
@@ -69,13 +69,13 @@ def test_every_method_is_in_the_list():
 def test_a_method_that_nobody_decided_about_fails_at_the_start(monkeypatch):
     check_table([STORE, INFERENCE], EXPECTED)
     monkeypatch.delitem(access.RIGHTS, f"/{STORE}/ReadChunks")
-    with pytest.raises(RuntimeError, match=r"nobody has decided who may call .*ReadChunks"):
+    with pytest.raises(RuntimeError, match=r"ReadChunks has no required right"):
         Access(None, [STORE])
     Access(None, [INFERENCE])
 
 
 async def outcome(endpoint, name, method, token):
-    """What comes of a call with an empty message: its code, and the reason in its details."""
+    """Call a method with an empty message. Return the gRPC code and the reason."""
     credentials = Credentials(token=token) if token else None
     async with open_aio_channel(endpoint, credentials=credentials) as channel:
         kinds = {
@@ -102,7 +102,7 @@ async def outcome(endpoint, name, method, token):
 
 @pytest.fixture(params=["store", "inference"])
 async def service(request, tokens, store, inference):
-    """An endpoint that asks for tokens, and its methods."""
+    """An endpoint that requires tokens, and its methods."""
     if request.param == "inference":
         yield await inference(tokens=tokens.path), methods_of(INFERENCE, HEALTH, REFLECTION)
     else:
@@ -135,7 +135,7 @@ async def test_who_has_one_right(service, tokens, right):
 
 
 async def test_several_at_once(service, tokens):
-    """Calls of several callers, in the same threads and the same loop, are told apart."""
+    """The server tells callers apart whose calls share threads and the event loop."""
     endpoint, methods = service
     given = {right: tokens.add("alice", right) for right in RIGHTS}
 

@@ -9,7 +9,7 @@ from residuum.wire.tokens import make_token, token_hash
 
 
 class Tokens:
-    """A tokens file, and the tokens that are in it."""
+    """A tokens file and its tokens."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,7 +33,7 @@ class Tokens:
             file.write(text)
 
     def replace(self, text: str) -> None:
-        """As an editor, or whoever mounts files, does it: another file under the same name."""
+        """Replace the file by another with the same name, as editors and mounts do."""
         part = self.path.with_suffix(".part")
         part.write_text(text)
         part.replace(self.path)

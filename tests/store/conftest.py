@@ -16,7 +16,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """Starts stores as processes, one after the other, over the same folder."""
+    """Starts store processes one after another, all with the same folder."""
     processes: list[Process] = []
 
     def start(*flags: str) -> Process:

@@ -1,4 +1,4 @@
-"""What the store's tests share: small captures whose every value follows from its place, and a plain client."""
+"""Shared by the store's tests: small captures whose values are functions of their cells, and a plain client."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def describe(
 
 
 def row(cell: Cell, width: int = WIDTH) -> np.ndarray:
-    """The row of a cell, float32 [width]: each cell has another one."""
+    """Return the row of a cell, float32 [width]. Every cell's row is different."""
     sequence, site, layer, position = cell
     return (np.arange(width) + 10 * position + 10_000 * layer + 100_000 * site + 1_000_000 * sequence).astype("<f4")
 
@@ -103,7 +103,7 @@ def wait_request(seconds: float, capture_id: str = "a") -> store_pb2.GetCaptureR
 
 
 def cells_of(row_sets: Iterable[capture_pb2.RowSet]) -> set[Cell]:
-    """The cells that a manifest's row sets name; fails if one is named twice."""
+    """Return the cells that a manifest's row sets name. Fails if a cell is named twice."""
     cells = [
         (item.sequence, item.site, layer, position)
         for item in row_sets
@@ -121,7 +121,7 @@ def grid(layers: Iterable[int], positions: Iterable[int], sequence: int = 0, sit
 
 
 class Rows:
-    """The rows of a ReadChunks call: takes chunks, fails on a row that comes twice or has a wrong value."""
+    """Collects the rows of a ReadChunks call. Fails on a duplicate row or a wrong value."""
 
     def __init__(self) -> None:
         self.cells: set[Cell] = set()
@@ -140,7 +140,7 @@ class Rows:
 
 
 class Client:
-    """The store as any language's stub meets it, and a stream that takes ready bytes."""
+    """A plain gRPC client of the store, with an append stream that takes serialised messages."""
 
     def __init__(self, port: int) -> None:
         self.target = f"127.0.0.1:{port}"
@@ -172,7 +172,7 @@ class Client:
         return self.stub.GetCapture(wait_request(wait, capture_id), timeout=60).manifest
 
     def read(self, capture_id: str = "a", **fields: object) -> tuple[set[Cell], capture_pb2.CaptureManifest]:
-        """Read rows; return the cells that came, each once and with its right value, and the last manifest."""
+        """Read rows and check their values. Return the cells, each of which came once, and the last manifest."""
         request = store_pb2.ReadChunksRequest(capture_id=capture_id, **fields)
         answers = list(self.stub.ReadChunks(request, timeout=30))
         assert [answer.WhichOneof("content") for answer in (answers[0], answers[-1])] == ["manifest", "manifest"]
@@ -186,7 +186,7 @@ class Client:
 
 
 class OpenStream:
-    """A stream of a writer that stays open and waits for acknowledgements."""
+    """A writer stream that stays open and waits for acknowledgements."""
 
     def __init__(self, client: Client, seconds: float = 30) -> None:
         self._messages: queue.Queue[bytes | None] = queue.Queue()
@@ -211,13 +211,13 @@ class OpenStream:
 
 
 def rejections(answers: Iterable[store_pb2.AppendChunksResponse]) -> dict[int, int]:
-    """The reason of each message that was rejected."""
+    """Return the reason of each rejected message."""
     return {item.number: item.error.reason for answer in answers for item in answer.rejections}
 
 
 @contextmanager
 def failing_with(reason: int) -> Iterator[list[Failure]]:
-    """Expect a call to fail with this reason."""
+    """Expect a call to fail with a reason."""
     caught: list[Failure] = []
     with pytest.raises(grpc.RpcError) as info:
         yield caught
@@ -232,7 +232,7 @@ def failing_with(reason: int) -> Iterator[list[Failure]]:
 def serving(
     path: Path, on_death: Callable[[], None] = lambda: None, **fields: object
 ) -> Iterator[tuple[Store, Client]]:
-    """A store in this process."""
+    """Run a store in this process."""
     settings = StoreSettings(listen="127.0.0.1:0", path=path, **{"grace_seconds": 1.0, **fields})
     store = Store(settings, on_death)
     client = Client(store.port)
@@ -244,7 +244,7 @@ def serving(
 
 
 class Process:
-    """A store in a process of its own."""
+    """A store in its own process."""
 
     def __init__(self, path: Path, *flags: str) -> None:
         port_file = path.with_name("port")
@@ -260,14 +260,14 @@ class Process:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         deadline = time.monotonic() + 30
-        while not port_file.exists():  # written when the port is open: there is nothing else to wait on
+        while not port_file.exists():  # the store writes it once its port is open
             assert self.process.poll() is None, self.log_path.read_text()
             assert time.monotonic() < deadline, "the store did not start"
             time.sleep(0.02)
         self.client = Client(int(port_file.read_text()))
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal, and return the exit status."""
+        """Send a signal and return the exit status."""
         self.process.send_signal(number)
         status = self.process.wait(timeout=30)
         self.client.close()

@@ -1,4 +1,4 @@
-"""Making the next item of a stream while the one before is dealt with."""
+"""Prefetching the next items of a stream while the consumer handles the current one."""
 
 from __future__ import annotations
 

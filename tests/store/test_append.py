@@ -1,4 +1,4 @@
-"""Streams of writers: acknowledgements, repeats, and chunks that cannot be written."""
+"""Writer streams: acknowledgements, repeats, and chunks that cannot be written."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_chunks_that_overlap_leave_each_row_once(client: Client, chunks: list[tu
     client.append([make_chunk(layers, positions) for layers, positions in chunks], "overlap")
     cells = set().union(*(grid(layers, positions) for layers, positions in chunks))
     assert cells_of(client.get("overlap").present) == cells
-    assert client.read("overlap")[0] == cells  # read() fails on a row that comes twice or is another
+    assert client.read("overlap")[0] == cells  # read() fails on duplicate or wrong rows
     client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="overlap"))
 
 
@@ -142,7 +142,7 @@ def test_a_wrong_checksum_is_rejected_alone(client: Client) -> None:
 
 
 def chunk_with(**header: object) -> bytes:
-    """Two rows of one layer, with a header that says something else."""
+    """Make a chunk of two rows of one layer, with some header fields wrong."""
     chunk = capture_pb2.Chunk.FromString(make_chunk([0], [0, 1]))
     for name in header:
         chunk.header.ClearField(name)
@@ -268,7 +268,7 @@ def test_the_stock_stub_is_a_writer(client: Client) -> None:
 def test_a_client_that_goes_away_leaves_nothing_behind(tmp_path: Path) -> None:
     with serving(tmp_path / "store", max_writers=1) as (_, client):
         client.open()
-        for position in range(5):  # more than there are streams: each must have been given back
+        for position in range(5):  # more calls than slots, so each slot must be freed
             stream = OpenStream(client)
             stream.until_acked(stream.send(make_chunk(LAYERS, [position])))
             stream.cancel()
@@ -277,7 +277,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def wait_until_released(client: Client) -> None:
-    """Open a stream, again and again, until it is not refused."""
+    """Open a stream, retrying until the store accepts it."""
     for _ in range(500):
         with suppress(grpc.RpcError):
             client.send([])

@@ -1,4 +1,4 @@
-"""Descriptions, seals and page tokens that make no sense."""
+"""Invalid descriptions, seals and page tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From open to ended, through a real server."""
+"""The lifecycle of captures, through a real server."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_sequence_and_site_counts(client: Client) -> None:
 def test_only_wanted_positions_are_expected(client: Client) -> None:
     every_third = selection_pb2.PositionSelection(every=3)
     client.open(describe(layers=[0], positions=every_third))
-    client.append([make_chunk([0], [0, 3, 4, 6])])  # 4 was not asked for
+    client.append([make_chunk([0], [0, 3, 4, 6])])  # position 4 was not selected
     manifest = client.seal(generated=[4])
     assert manifest.state == COMPLETE
     assert cells_of(manifest.present) == grid([0], [0, 3, 6])
@@ -120,14 +120,14 @@ ENDINGS = [{"outcome": ABORTED}, {"outcome": INCOMPLETE, "incomplete_reason": DI
 
 @pytest.fixture
 def patient(tmp_path: Path) -> Iterator[Client]:
-    """A store that waits for rows under way longer than any test takes."""
+    """A store that waits for rows in flight longer than any test takes."""
     with serving(tmp_path / "store", ending_timeout_seconds=60) as (_, client):
         yield client
 
 
 @pytest.fixture
 def hasty(tmp_path: Path) -> Iterator[Client]:
-    """A store that waits only a moment for rows under way, and long for other rows."""
+    """A store that waits only briefly for rows in flight, and long for other rows."""
     with serving(tmp_path / "store", ending_timeout_seconds=0.2) as (_, client):
         yield client
 
@@ -215,7 +215,7 @@ def test_a_loss_makes_it_incomplete_once_the_rest_is_there(client: Client, seale
 def test_a_loss_that_does_not_matter_is_no_loss(client: Client) -> None:
     client.open()
     client.send([loss_message(1, "a", loss_of([2, 17])), message(2, "a", make_chunk(LAYERS, range(5)))])
-    assert client.seal(generated=[2]).state == COMPLETE  # 2 came all the same, 17 was never expected
+    assert client.seal(generated=[2]).state == COMPLETE  # lost row 2 arrived after all, and 17 was never expected
 
 
 def test_rows_that_do_not_come_time_out(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_lists_come_newest_first_in_pages(client: Client) -> None:
     assert listed(client, states=[ABORTED]) == (["a2"], "")
     page, token = listed(client, prefix="a", page_size=2)
     assert page == ["a3", "a2"]
-    client.open(describe("a4"))  # what is new does not disturb the pages
+    client.open(describe("a4"))  # new captures do not disturb the pages
     assert listed(client, prefix="a", page_size=2, page_token=token) == (["a1"], "")
     for wrong in ({"prefix": "b"}, {"prefix": "a", "states": [ABORTED]}):
         with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
@@ -383,7 +383,7 @@ def test_whether_an_id_is_free_is_told_and_nothing_created(client: Client) -> No
         check("a")
     assert listed(client) == ([], "")
     client.open(describe("a"))
-    for changes in ({}, {"prompt": 0}):  # the very same description is as much a capture as another
+    for changes in ({}, {"prompt": 0}):  # even an equal description is an existing capture here
         with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
             check("a", **changes)
     check("b")

@@ -59,7 +59,7 @@ def test_the_file_never_outgrows_its_limit(tmp_path: Path, size: int) -> None:
     assert 16 * MIB < count * size < 24 * MIB
     db.write(put(b"end", 10_000), reserve=True)
     db.write(lambda txn: txn.delete_some(Table.META, b"", 10_000), reserve=True)
-    db.write(put(b"format", 1), reserve=True)  # pages are used again two transactions after they were freed
+    db.write(put(b"format", 1), reserve=True)  # LMDB reuses pages two transactions after they were freed
     for again in range(count):
         db.write(put(b"%d" % again, size))
     assert (tmp_path / "db" / "data.mdb").stat().st_size <= 24 * MIB
@@ -89,7 +89,7 @@ def test_a_folder_belongs_to_one_store(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_made_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file whose name is lost with the power is as good as not synced."""
+    """A synced file is lost if a power failure removes its name, so folders are synced, too."""
     synced = []
 
     def fsync(descriptor: int) -> None:
@@ -106,7 +106,7 @@ def test_folders_that_are_made_are_synced(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_folder_that_cannot_be_synced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "bad disk")))
-    with pytest.raises(DamagedError, match="cannot sync"):
+    with pytest.raises(DamagedError, match="Cannot sync"):
         Database(tmp_path / "db", 16 * MIB, sync_roots=False)
 
 
@@ -122,7 +122,7 @@ WIDE = MIB // 4
 
 
 def wide_chunk(position: int) -> bytes:
-    """One row of 1 MiB."""
+    """Return one row of 1 MiB."""
     payload = np.full(WIDE, position, dtype="<f4").tobytes()
     header = capture_pb2.ChunkHeader(site=POST, layers=[0], positions=[position], dtype=1, width=WIDE)
     return chunk_prefix(header, checksum(payload), len(payload)) + payload
@@ -154,7 +154,7 @@ def try_to_append(client: Client, name: str, position: int) -> Failure | None:
 
 
 def append_when_there_is_room(client: Client, name: str) -> None:
-    """LMDB uses freed pages again two transactions later: try until then, as the contract says."""
+    """Retry as the contract says: LMDB reuses freed pages only two transactions later."""
     for _ in range(20):
         failure = try_to_append(client, name, 0)
         if failure is None:
@@ -199,7 +199,7 @@ def test_a_stream_that_meets_a_full_store_says_how_far_it_came(tmp_path: Path) -
 
 
 def append_as_one_group(store: Store, client: Client, name: str, count: int) -> int:
-    """Append rows that wait together for the writer; return how many were acknowledged."""
+    """Append rows that wait for the writer together. Return how many were acknowledged."""
     waiting, gate = threading.Event(), threading.Event()
 
     def hold_up(_: Batch) -> None:
@@ -213,7 +213,7 @@ def append_as_one_group(store: Store, client: Client, name: str, count: int) -> 
         stream.send(wide_chunk(position), name)
     stream.half_close()
     end = time.monotonic() + 20
-    while len(store._writer.queue._messages) <= count:  # the end of the stream is one, too
+    while len(store._writer.queue._messages) <= count:  # the stream's end is also queued as a message
         assert time.monotonic() < end
         time.sleep(0.01)
     gate.set()
@@ -236,7 +236,7 @@ def test_as_much_of_a_large_group_is_written_as_there_is_room_for(tmp_path: Path
 
 
 def test_a_large_group_takes_the_room_of_what_was_deleted(tmp_path: Path) -> None:
-    """LMDB uses freed pages again two transactions later; the first of these must fit what else there is."""
+    """LMDB reuses freed pages only two transactions later, and the first of these must fit into the remaining space."""
     with serving(tmp_path / "store", max_bytes=32 * MIB) as (store, client):
         for name in ("a", "b"):
             open_wide(client, name)
@@ -253,7 +253,7 @@ def test_a_full_disk_loses_nothing_and_recovers(start: Callable[..., Process]) -
     open_wide(client, "a")
     client.append([wide_chunk(900)], "a")
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (8 * MIB, limits[1]))  # a write past it fails as on a full disk
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (8 * MIB, limits[1]))  # writes beyond it fail as on a full disk
     count = append_until_full(client, "a")
     assert 3 <= count <= 8
     assert sorted(positions_of(client, "a")) == [*range(count), 900]

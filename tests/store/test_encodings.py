@@ -1,4 +1,4 @@
-"""Captures of every encoding, and reduced ones, over real gRPC: kept, repeated, cut and read."""
+"""Captures of every encoding and reduction over real gRPC: stored, repeated, sliced and read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def frame(form: RowFormat, layers: list[int], positions: list[int], seed: int = 
 
 
 def decoded(chunk: ChunkView) -> dict[tuple[int, int], np.ndarray]:
-    """The rows of a chunk by layer and position."""
+    """Return the rows of a chunk by layer and position."""
     values = chunk.rows()
     header = chunk.header
     return {
@@ -45,7 +45,7 @@ def decoded(chunk: ChunkView) -> dict[tuple[int, int], np.ndarray]:
 
 
 def stored(client: Client, **query: object) -> dict[tuple[int, int], np.ndarray]:
-    """What a reader gets; a row that comes twice fails."""
+    """Read all rows. Fails on a duplicate row."""
     found: dict[tuple[int, int], np.ndarray] = {}
     answers = list(client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", **query), timeout=30))
     for answer in answers[1:-1]:
@@ -57,7 +57,7 @@ def stored(client: Client, **query: object) -> dict[tuple[int, int], np.ndarray]
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_of_every_encoding_come_back_as_they_were(client: Client, name: str) -> None:
-    """Two overlapping chunks: of the second only what is new is kept, with what stands before it."""
+    """Of two overlapping chunks, the store keeps only the second's new rows, with their prefix."""
     form = FORMATS[name]
     client.open(describe_format(form))
     first, second = frame(form, [0, 1, 2], [0, 1, 2, 3, 4]), frame(form, [1, 2], [3, 4, 5, 6, 7, 8], seed=1)
@@ -109,14 +109,14 @@ def test_bytes_that_do_not_fit_the_encoding_are_rejected(client: Client) -> None
     head = header_of(form, [0], [0, 1])
     answers = client.append([chunk_prefix(head, checksum(payload), len(payload)) + payload])
     (rejection,) = (item for answer in answers for item in answer.rejections)
-    assert "describes 64 bytes, its payload has 63" in rejection.error.message
+    assert "describes 64 bytes, but its payload has 63" in rejection.error.message
 
 
 # Reductions
 
 
 def test_a_reduced_encoding_expects_the_last_row_of_each_phase(client: Client) -> None:
-    """Rows at earlier positions of generated tokens are there while nobody knows the end, and do not count after it."""
+    """Rows at earlier positions of generated tokens are valid until the length is known, and invalid afterwards."""
     form = FORMATS["fp32"]
     client.open(describe_format(form, reduction=capture_pb2.REDUCTION_MEAN))
     client.append([frame(form, [0, 1, 2], [PROMPT - 1]), frame(form, [0, 1, 2], [7, 8, 9], seed=1)])

@@ -47,7 +47,7 @@ def test_rows_come_as_they_are_committed(client: Client) -> None:
 
 
 def test_each_row_comes_once_while_several_write(client: Client) -> None:
-    """Writers repeat each other's rows in other groupings; readers start at any time, with and without a filter."""
+    """Writers repeat each other's rows in other groupings. Readers start at any time, with and without a filter."""
     length = 60
     client.open(describe(prompt=length))
     started = threading.Barrier(6)
@@ -102,7 +102,7 @@ def test_it_ends_with_the_deletion(client: Client) -> None:
     answers = follow(client)
     next(answers)
     client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
-    client.open()  # another capture of the same name is not this one
+    client.open()  # a new capture with the same name is a different one
     with failing_with(Reason.ERROR_REASON_UNKNOWN_CAPTURE):
         list(answers)
 
@@ -125,7 +125,7 @@ def test_readers_that_go_away_are_let_go(tmp_path: Path) -> None:
 
 
 def until_accepted(client: Client) -> grpc.Call:
-    """Follow, again and again while the reader before still holds the only stream."""
+    """Follow, retrying while the previous reader still holds the only slot."""
     for _ in range(500):
         answers = follow(client)
         with suppress(grpc.RpcError):

@@ -1,4 +1,4 @@
-"""The ledger against sets of cells."""
+"""The ledger, compared with a model that uses sets of cells."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plain(many: list[Cells]) -> set[Cell]:
 
 
 class Model:
-    """The same by sets of cells."""
+    """The same ledger with plain sets of cells."""
 
     def __init__(self, selection: selection_pb2.PositionSelection, reduction: int) -> None:
         self.wanted = set(np.flatnonzero(wanted_positions(selection, PROMPT, 0, LONGEST + 1)).tolist())
@@ -67,7 +67,7 @@ class Model:
         return max(self.wanted & set(phase), default=None)
 
     def counting(self, length: int) -> set[int | None]:
-        """The positions that count, of a sequence of so many rows."""
+        """Return the valid positions of a sequence with this many rows."""
         if self.reduced:
             return {self.last(range(PROMPT)), self.last(range(PROMPT, length))} - {None}
         return self.wanted & set(range(length))

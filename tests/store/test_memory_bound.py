@@ -1,4 +1,4 @@
-"""The sum of a store's limits is the one that ARCHITECTURE.md explains; `tests/hostile` compares it with a store."""
+"""The store's memory bound is the sum in ARCHITECTURE.md. `tests/hostile` compares it with a real store."""
 
 from __future__ import annotations
 

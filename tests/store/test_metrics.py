@@ -1,4 +1,4 @@
-"""What the store shows to Prometheus, as a scrape of its process sees it, and whose request a log line is about."""
+"""The store's metrics, scraped from its process, and the request IDs in its log lines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def log_of(process: Process) -> list[dict[str, object]]:
 
 
 def scrape(port: object) -> Samples:
-    """The samples, by their names and the values of their labels."""
+    """Return the samples by name and label values."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         text = answer.read().decode()
@@ -92,7 +92,7 @@ def test_what_a_store_shows(process: Process, look: Callable[[], Samples]) -> No
         ("residuum_store_queue_bytes",): 0,
         ("residuum_store_append_streams",): 0,
         ("residuum_store_reads",): 0,
-        ("residuum_store_read_chunks_total",): 4,  # two manifests with them
+        ("residuum_store_read_chunks_total",): 4,  # including two manifests
         ("residuum_store_retain_bytes",): 1 << 20,
         ("residuum_store_expired_captures_total", "size"): 0,
         ("residuum_store_max_bytes",): 64 << 30,
@@ -195,7 +195,7 @@ def test_a_fault_is_logged_with_its_request(tmp_path: Path, monkeypatch: pytest.
         with failing_with(Reason.ERROR_REASON_INTERNAL):
             list(client.raw_append(iter([message(1, "c", make_chunk(LAYERS, [0]))]), timeout=10))
         monkeypatch.setattr(StoreServicer, "_retention_stats", fail)
-        for _ in range(40):  # whichever thread answers, nothing is left of the calls before
+        for _ in range(40):  # no thread keeps the request ID of an earlier call
             with pytest.raises(grpc.RpcError):
                 client.stub.GetStats(store_pb2.GetStatsRequest())
     faults = [line.get("request_id", "") for line in lines if line["event"] == "call failed"]

@@ -1,4 +1,4 @@
-"""The store against a dict, by random steps: append, lose, seal, read, delete, expire, stop or die, and start again."""
+"""The store compared with a dict in random steps: append, lose, seal, read, delete, expire, stop, crash, restart."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Model:
         self.sealed_with: tuple[int, bool] | None = None
 
     def append(self, cells: set[Cell]) -> bool:
-        """Store cells; tell whether that is not too late."""
+        """Store cells. Return False if the capture has ended."""
         if self.state != OPEN:
             return not cells & self.missing
         self.stored |= cells
@@ -68,7 +68,7 @@ class Model:
         self.advance()
 
     def advance(self) -> None:
-        """End it if it is sealed and nothing is outstanding; from then on it does not change."""
+        """End the capture if it is sealed and no row is outstanding. It never changes afterwards."""
         if self.expected is not None and self.missing <= self.lost:
             self.state = ABORTED if self.aborted else INCOMPLETE if self.missing else COMPLETE
 
@@ -136,7 +136,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
     @rule(name=names, generated=st.integers(0, 4), aborted=st.booleans())
     def seal_again(self, name: str, generated: int, aborted: bool) -> None:
-        """The same seal is answered as before, another is refused; neither changes anything."""
+        """Repeating a seal succeeds, another seal is refused, and neither changes anything."""
         model = self.captures.get(name)
         if model is None or model.sealed_with is None:
             return
@@ -149,7 +149,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
     @rule(name=names)
     def open_again(self, name: str) -> None:
-        """The same description is answered as before, as long as the capture has not ended."""
+        """Opening with the same description succeeds until the capture has ended."""
         model = self.captures.get(name)
         if model is None:
             return
@@ -184,7 +184,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @precondition(lambda self: any(model.state != OPEN for model in self.captures.values()))
     @rule()
     def expire(self) -> None:
-        """Keep nothing that has ended, for a while: it goes, and only that."""
+        """Let every ended capture expire, and check that no others do."""
         kept = {name for name, model in self.captures.items() if model.state == OPEN}
         self.start_again(retain_hours=1e-9)
         end = time.monotonic() + 30
@@ -196,7 +196,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @precondition(lambda self: self.captures)
     @rule()
     def die(self) -> None:
-        """Start again from what is committed at this moment, and never from what a stop would write."""
+        """Restart from the commits at this moment, without what a clean stop would still write."""
         before, self.folder = self.folder, Path(tempfile.mkdtemp(prefix="store-model-"))
         (self.folder / "db").mkdir()
         self.store._db._env.copy(str(self.folder / "db"))

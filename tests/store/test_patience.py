@@ -1,4 +1,4 @@
-"""Callers that send nothing, or do not read; and limits of what is kept in memory."""
+"""Callers that send nothing or do not read, and limits on memory."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.store.support import (
 
 LIMIT = Reason.ERROR_REASON_LIMIT_REACHED
 HASTY = {"first_message_seconds": 0.6, "stall_seconds": 0.6}
-"""Long enough for those who do not dawdle, also on a busy machine."""
+"""Long enough for callers that do not stall, even on a busy machine."""
 
 
 class Silence(Iterator[bytes]):
-    """Messages that never come, until `end`."""
+    """An iterator of messages that blocks until `end`."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -79,7 +79,7 @@ def test_those_who_wait_for_something_may_wait(tmp_path: Path) -> None:
         writer.until_acked(writer.send(make_chunk([0], [0])))
         follower = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", follow=True), timeout=30)
         assert [next(follower).WhichOneof("content") for _ in range(2)] == ["manifest", "chunk"]
-        for _ in range(3):  # each takes longer than anybody may be silent at first
+        for _ in range(3):  # each pause is longer than the first-message timeout
             call_and_say_nothing(client, "GetStats")
         writer.until_acked(writer.send(make_chunk([0], [1])))
         assert list(next(follower).chunk.header.positions) == [1]
@@ -191,7 +191,7 @@ def test_only_so_many_captures_are_kept(tmp_path: Path) -> None:
         with failing_with(LIMIT) as caught:
             client.open(describe("c"))
         assert caught[0].metadata == {"limit": "max_captures"}
-        client.open(describe("a"))  # the same again is no other
+        client.open(describe("a"))  # a repeated open adds no capture
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
         client.open(describe("c"))
 
@@ -214,7 +214,7 @@ def test_open_captures_take_only_so_much_memory(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_far_apart_count_as_what_they_take(tmp_path: Path) -> None:
-    """A row in each block of positions takes a hundred times the memory of as many in one block."""
+    """One row per block takes a hundred times the memory of the same rows in one block."""
     with serving(tmp_path / "store", max_open_mib=1) as (store, client):
         client.open(describe("near", layers=range(16)))
         client.open(describe("far", layers=range(16)))
@@ -224,7 +224,7 @@ def test_rows_that_are_far_apart_count_as_what_they_take(tmp_path: Path) -> None
         assert store._catalog.open_bytes > near + (700 << 10)
         more = [make_chunk(range(16), range(first, 131_072, 1024)) for first in (1, 2)]
         assert rejections(client.append(more, "near")) == {2: LIMIT}
-        assert rejections(client.append(more[:1], "near")) == {}  # what is there already takes nothing
+        assert rejections(client.append(more[:1], "near")) == {}  # repeated rows take no memory
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="far"))
         assert rejections(client.append(more[1:], "near")) == {}
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="near"))

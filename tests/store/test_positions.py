@@ -57,5 +57,5 @@ def test_where_takes_the_true_ones(mask: list[bool]) -> None:
 @settings(deadline=None)
 @given(sets)
 def test_that_keeps_what_is_wanted(a: set[int]) -> None:
-    kept = positions(a).that(lambda first, count: np.arange(first, first + count) % 3 == 0)
+    kept = positions(a).filter(lambda first, count: np.arange(first, first + count) % 3 == 0)
     assert numbers(kept) == {number for number in a if number % 3 == 0}

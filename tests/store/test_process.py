@@ -46,7 +46,7 @@ Start = Callable[..., Process]
 
 
 def write_until_killed(process: Process, chunks: list[bytes], acks_before_kill: int) -> int:
-    """Send chunks, kill the store after some acks; return how many chunks were acknowledged."""
+    """Send chunks and kill the store after some acknowledgements. Return how many chunks were acknowledged."""
     acked = 0
     messages = (message(number, "a", chunk) for number, chunk in enumerate(chunks, start=1))
     answers = process.client.raw_append(messages, timeout=30)
@@ -63,7 +63,7 @@ def write_until_killed(process: Process, chunks: list[bytes], acks_before_kill: 
 
 
 def test_what_was_acknowledged_outlives_a_kill(start: Start) -> None:
-    """Chunks are large enough that a transaction takes a while: the kill comes while one is under way."""
+    """Chunks are large, so transactions are long and the kill hits one in progress."""
     chooser = random.Random(7)
     length, width = 1200, 1 << 13
     chunks = [make_chunk(LAYERS, [position], width=width) for position in range(length)]
@@ -153,7 +153,7 @@ def test_the_wait_for_rows_starts_anew_after_a_restart(start: Start) -> None:
 
 
 def test_frames_of_a_deleted_capture_are_freed_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("store_svc.writing.writer._PURGE_FRAMES", 0)  # a store that never comes to it
+    monkeypatch.setattr("store_svc.writing.writer._PURGE_FRAMES", 0)  # so the store never frees frames
     with serving(tmp_path / "store") as (_, client):
         client.open()
         client.append([make_chunk(LAYERS, [position]) for position in range(50)])
@@ -162,7 +162,7 @@ def test_frames_of_a_deleted_capture_are_freed_after_a_restart(tmp_path: Path, m
     monkeypatch.setattr("store_svc.writing.writer._PURGE_FRAMES", 7)
     with serving(tmp_path / "store") as (_, client):
         for _ in range(10):
-            client.open(describe("b"))  # each answer comes after another transaction
+            client.open(describe("b"))  # each answer follows another transaction
             client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="b"))
         assert client.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks == 0
 
@@ -216,7 +216,7 @@ def test_the_help_explains_every_setting() -> None:
     text = run("--help").stdout
     for name in StoreSettings.model_fields:
         assert "--" + name.replace("_", "-") in text
-    assert "the loss of power" in " ".join(text.split())
+    assert "`synced` rows a power failure" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -252,14 +252,14 @@ def test_settings_come_from_the_environment_and_a_file(tmp_path: Path, monkeypat
 
 
 def test_a_misspelt_variable_ends_the_process_and_any_other_is_logged(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()  # no folder can be made in it: so the process ends by itself, after the settings
+    (tmp_path / "file").touch()  # a folder cannot be created in it, so the process exits after reading its settings
     flags = ["--path", str(tmp_path / "file" / "db"), "--listen", "127.0.0.1:0"]
     done = run(*flags, RESIDUUM_RETAIN_HOUR="1")
     assert done.returncode == 1
-    assert "RESIDUUM_RETAIN_HOUR: there is no such setting; is RESIDUUM_RETAIN_HOURS" in done.stderr
+    assert "RESIDUUM_RETAIN_HOUR: unknown setting. Did you mean RESIDUUM_RETAIN_HOURS" in done.stderr
     done = run(*flags, RESIDUUM_XYZZY="1", RESIDUUM_CACHE="", RESIDUUM_RING_MIB="7", RESIDUUM_STORE_TLS_CA="ca.pem")
     assert "cannot start" in done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if "nobody reads" in line)
+    (line,) = (line for line in done.stderr.splitlines() if "unknown environment variables" in line)
     assert json.loads(line)["variables"] == ["RESIDUUM_XYZZY"]
 
 

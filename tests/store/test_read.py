@@ -1,4 +1,4 @@
-"""Reading rows back: filters, slices and damage."""
+"""Reading rows: filters, slices and damaged chunks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LENGTH = PROMPT + GENERATED - 1
 
 
 def fill(client: Client, capture_id: str = "a") -> None:
-    """Write a capture of two sequences and two sites, the layers in groups, the positions by 32."""
+    """Write a capture of two sequences and two sites, in groups of layers and blocks of 32 positions."""
     client.open(describe(capture_id, layers=LAYERS, sites=[POST, PRE], prompt=PROMPT, sequences=2))
     chunks = [
         make_chunk(layers, range(first, min(first + 32, LENGTH + 1)), sequence=sequence, site=site)
@@ -170,7 +170,7 @@ def test_what_the_capture_does_not_have_is_refused(client: Client) -> None:
 
 @pytest.mark.parametrize("state", [OPEN, COMPLETE])
 def test_a_capture_that_is_deleted_while_it_is_read(client: Client, state: int) -> None:
-    """A reader that does not read on while the capture is deleted: most of it cannot be in the pipe yet."""
+    """The reader stops reading while the capture is deleted. Most of it is not in gRPC's buffers yet."""
     description = describe(layers=[0], prompt=64)
     description.hidden_size = width = 1 << 17
     client.open(description)

@@ -1,4 +1,4 @@
-"""What is kept of captures that have ended: by age, by size, and never at the cost of who reads or writes."""
+"""Retention by age and by size, which never affects readers or writers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def summary(name: str, num_bytes: int, ended: float) -> store_pb2.CaptureSummary
 
 
 def catalog_of(*sizes: int) -> Catalog:
-    """Captures "1", "2", ... of these sizes, ended at 1, 2, ... seconds."""
+    """Make captures "1", "2", ... of these sizes that ended at 1, 2, ... seconds."""
     catalog = Catalog()
     for number, size in enumerate(sizes, start=1):
         catalog.open_ended(number, summary(str(number), size, number))
@@ -103,7 +103,7 @@ def test_what_is_read_is_passed_over() -> None:
     with catalog.reading(CaptureName("", "1")), catalog.reading(CaptureName("", "1")):
         assert names(retention) == ["2", "3"]
         assert retention.seconds_to_next() == 1.0, "its reader may go"
-    with pytest.raises(Failure) as caught:  # which the writer has not deleted yet
+    with pytest.raises(Failure) as caught:  # although the writer has not deleted it yet
         catalog.require(CaptureName("", "2"))
     assert caught.value.reason == Reason.ERROR_REASON_UNKNOWN_CAPTURE
     with pytest.raises(Failure), catalog.reading(CaptureName("", "2")):
@@ -124,14 +124,14 @@ def test_many_go_in_several_passes() -> None:
 
 
 class Captures:
-    """A catalog that is driven at random, beside a plain account of what must be in it."""
+    """A catalog under random operations, with a plain model of its contents."""
 
     def __init__(self, limit: int) -> None:
         self.catalog = Catalog()
         self.retention = Retention(RetentionPolicy(max_bytes=limit), self.catalog, lambda: 1e6)
         self.limit = limit
         self.open: dict[int, int] = {}
-        self.ended: list[tuple[int, int]] = []  # in the order of their ends
+        self.ended: list[tuple[int, int]] = []  # in the order in which they ended
         self.readers: dict[int, ExitStack] = {}
         self.next = 1
         self.now = 1
@@ -167,7 +167,7 @@ class Captures:
     def expire(self, _size: int) -> None:
         taken = [(item.number, item.num_bytes) for item in self.retention.take()]
         free = [item for item in self.ended if item[0] not in self.readers]
-        assert taken == free[: len(taken)], "in the order of their ends, but for those that are read"
+        assert taken == free[: len(taken)], "in the order in which they ended, but for those that are read"
         for number, _ in taken:
             self.catalog.delete(CaptureName("", str(number)), number)
         kept = [item for item in self.ended if item not in taken]
@@ -195,7 +195,7 @@ def test_after_a_pass_there_is_never_too_much_while_something_may_go(limit: int,
 
 
 def make(client: Client, name: str, *, sealed: bool = True, positions: int = 1) -> int:
-    """A capture of so many wide positions; return its bytes."""
+    """Write a capture of this many wide rows. Return its bytes."""
     client.open(describe(name, prompt=positions, width=WIDE))
     client.append([make_chunk(LAYERS, [at], width=WIDE) for at in range(positions)], name)
     if sealed:
@@ -204,7 +204,7 @@ def make(client: Client, name: str, *, sealed: bool = True, positions: int = 1) 
 
 
 def listed(client: Client) -> list[str]:
-    """All captures, the oldest first."""
+    """Return all captures, oldest first."""
     answer = client.stub.ListCaptures(store_pb2.ListCapturesRequest(page_size=1000))
     return [item.capture_id for item in reversed(answer.captures)]
 
@@ -246,7 +246,7 @@ def test_by_size_the_newest_and_the_open_stay(start: Start) -> None:
 
 
 def test_by_age_all_that_ended_go_and_the_open_stay(start: Start) -> None:
-    process = start("--retain-hours", "0.0008")  # some three seconds
+    process = start("--retain-hours", "0.0008")  # about three seconds
     client = process.client
     make(client, "open", sealed=False)
     for name in "abc":
@@ -265,7 +265,7 @@ def test_ages_go_on_while_the_store_is_away(start: Start) -> None:
     process = start()
     for name in "ba":
         make(process.client, name)
-    process.end()  # and another one takes longer to start than captures are kept
+    process.end()  # the next start takes longer than the retention time
     client = start("--retain-hours", str(0.01 / 3600)).client
     until(lambda: not listed(client))
 
@@ -292,12 +292,12 @@ def test_a_capture_larger_than_the_limit_goes_when_it_has_ended(start: Start) ->
     assert client.seal("large", generated=[1]).state == COMPLETE
     until(lambda: not listed(client))
     process.end()
-    warnings = [line for line in process.log_path.read_text().splitlines() if "more is kept than retain-bytes" in line]
+    warnings = [line for line in process.log_path.read_text().splitlines() if "captures exceed retain-bytes" in line]
     assert len(warnings) == 1
 
 
 def test_freed_pages_are_used_again(start: Start) -> None:
-    """Ten times the map goes through it, and nothing is ever refused."""
+    """The store accepts ten times the map's size in total and refuses nothing."""
     client = start("--retain-bytes", "6MiB", "--max-bytes", "16MiB").client
     above = 0
     for number in range(110):
@@ -314,7 +314,7 @@ def test_freed_pages_are_used_again(start: Start) -> None:
 
 
 def test_a_reader_keeps_what_it_reads(tmp_path: Path) -> None:
-    """It took the first message and dawdles; what it reads is more than gRPC takes ahead of it."""
+    """The reader takes one message and stalls. The capture is larger than gRPC's read-ahead."""
     with serving(tmp_path / "store", retain_bytes=20 << 20) as (_, client):
         make(client, "slow", positions=400)
         answers = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="slow"), timeout=60)
@@ -350,7 +350,7 @@ def test_a_follower_has_every_row_of_what_expires_at_its_end(tmp_path: Path) -> 
 
 def test_a_caller_may_delete_what_is_read_and_the_reader_hears_of_it(tmp_path: Path) -> None:
     with serving(tmp_path / "store", retain_hours=1) as (_, client):
-        make(client, "a", positions=400)  # more than gRPC takes ahead of its reader
+        make(client, "a", positions=400)  # more than gRPC's read-ahead
         answers = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a"), timeout=60)
         next(answers)
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))

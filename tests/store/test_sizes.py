@@ -1,4 +1,4 @@
-"""The longest messages of a capture, against gRPC's limit."""
+"""The longest messages of a capture stay below gRPC's limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.store.support import ABORTED, COMPLETE, describe
 SITES = [site for site in capture_pb2.Site.values() if site]
 LAYERS = range(8)
 MOST_DIGESTS = 8192
-"""What one request's steering may name: as many as a server of these grants entries of its tables."""
+"""The most vectors that one request's steering can name, limited by the entries of a server's tables."""
 LARGEST_TOKEN = (1 << 21) - 1
 NOW = Timestamp(seconds=1_800_000_000, nanos=999_999_999)
 
@@ -28,7 +28,7 @@ NOW = Timestamp(seconds=1_800_000_000, nanos=999_999_999)
 def test_the_longest_manifest_fits_a_message_with_its_steering(
     sequences: int, prompt_share: float, stored: str
 ) -> None:
-    """Every second position at every site: the selection with the most runs of positions."""
+    """Select every second position at every site, which gives the most ranges of positions."""
     each = MAX_CAPTURE_TOKENS // sequences
     prompt = int(each * prompt_share)
     selection = selection_pb2.PositionSelection(every=2)

@@ -1,4 +1,4 @@
-"""Changes of the steering come with the seal, and are kept with the manifest."""
+"""Steering changes arrive with the seal and are kept in the manifest."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def change(*firsts: int, operations: int = 1, digests: int = 1) -> steering_pb2.
 
 
 def of_size(size: int) -> steering_pb2.SteeringChange:
-    """A change of one sequence that has so many bytes."""
+    """Return a change of one sequence with this many bytes."""
     message = change(5)
-    message.steering.operations[0].add.digest = b"x" * (size - 100)  # no service would send that: its length counts
+    message.steering.operations[0].add.digest = b"x" * (size - 100)  # only its length matters here
     message.steering.operations[0].add.digest += b"x" * (size - message.ByteSize())
     assert message.ByteSize() == size
     return message
@@ -41,7 +41,7 @@ def test_changes_of_steering_are_in_the_manifest_in_their_order(client: Client) 
 
 @pytest.mark.parametrize("rows", ["all there", "some missing"])
 def test_changes_of_steering_outlive_a_restart(tmp_path: Path, rows: str) -> None:
-    """With the seal while rows are outstanding, and with the manifest once it has ended."""
+    """The store keeps changes with the seal while rows are outstanding, and with the manifest afterwards."""
     changes = [change(4), change(5, operations=0)]
     with serving(tmp_path / "store") as (_, client):
         client.open(describe(layers=[0], prompt=3))
@@ -53,7 +53,7 @@ def test_changes_of_steering_outlive_a_restart(tmp_path: Path, rows: str) -> Non
     with serving(tmp_path / "store") as (_, client):
         manifest = client.get()
         assert (manifest.state, list(manifest.steering_changes)) == (state, changes)
-        assert client.seal(generated=[2], steering_changes=changes).state == state  # again, and alike
+        assert client.seal(generated=[2], steering_changes=changes).state == state  # a repeated seal succeeds
         if rows == "some missing":
             client.append([make_chunk([0], range(4))])
             assert list(client.get().steering_changes) == changes

@@ -1,4 +1,4 @@
-"""Which capture has waited for longest: by the clock that the tests bring."""
+"""The order of captures by their last progress, with the tests' own clock."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def change(catalog: Catalog, number: int, step: Callable[[Capture, float], None]
 
 @pytest.fixture
 def catalog() -> Catalog:
-    """Three captures, opened at the seconds 1, 2 and 3."""
+    """Three captures, opened at seconds 1, 2 and 3."""
     catalog = Catalog()
     for number in (1, 2, 3):
         catalog.open(Capture(number, describe(f"c{number}"), NOW, float(number)), [])

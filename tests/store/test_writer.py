@@ -1,4 +1,4 @@
-"""What writers are told, and when: the thread that writes and the streams, without a server between them."""
+"""What writer streams are told, and when: the writer thread and the streams, without a server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = 3600.0
 
 
 class Stream:
-    """A stream that notes what the writer tells it."""
+    """A stream that records what the writer tells it."""
 
     def __init__(self, *, failed: bool = False) -> None:
         self.failed = failed
@@ -66,7 +66,7 @@ def catalog() -> Catalog:
 
 @pytest.fixture
 def writer(tmp_path: Path, catalog: Catalog) -> Iterator[Writer]:
-    """A writer that is not started, and would never sync for the time alone. It has a capture to open first."""
+    """A writer that is not started and never syncs by time. Its first work opens a capture."""
     db = Database(tmp_path / "db", 64 << 20, sync_roots=False)
     options = WriterOptions(ack_synced=False, sync_interval=LONG, waits=dict.fromkeys(Wait, LONG))
     writer = Writer(db, catalog, options, on_death=lambda: None)
@@ -77,13 +77,13 @@ def writer(tmp_path: Path, catalog: Catalog) -> Iterator[Writer]:
 
 
 def append(writer: Writer, stream: Stream, number: int) -> None:
-    """Queue the chunk whose position is its number."""
+    """Queue a chunk at the position equal to its number."""
     frame = memoryview(make_chunk(LAYERS, [number]))
     writer.queue.append(Append(stream, number, CaptureName("", "a"), (frame, parse_chunk(frame)), len(frame)))
 
 
 def test_what_is_queued_of_a_failed_stream_is_dropped(writer: Writer, catalog: Catalog) -> None:
-    """Its client was told that nothing after the last acknowledgement was written."""
+    """The stream has failed, so its client knows that nothing after the last acknowledgement was written."""
     failed, good = Stream(failed=True), Stream()
     append(writer, failed, 1)
     append(writer, good, 2)

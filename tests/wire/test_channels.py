@@ -1,4 +1,4 @@
-"""Options that gRPC knows, and limits that the protos state."""
+"""Channel options exist in gRPC, and the protos document the limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROTOS = Path(__file__).parents[2] / "protos" / "residuum" / "v1"
 
 @pytest.fixture(scope="module")
 def library():
-    """The bytes of gRPC's own library: the names it compares options with stand in it."""
+    """Return the bytes of gRPC's library, which contains the names of all options."""
     return Path(cygrpc.__file__).read_bytes()
 
 

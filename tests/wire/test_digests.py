@@ -1,4 +1,4 @@
-"""Digests are those of the contract's test vectors."""
+"""Digests match the contract's test vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random projections: the rule of the contract, and that norms and inner products are kept as it says."""
+"""Random projections follow the contract's rule, and preserve norms and inner products as it says."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_matrix_is_the_signs_by_the_factor():
 
 @pytest.mark.parametrize("seed", [0, 1, MODULUS - 1])
 def test_signs_are_as_independent_as_coins(seed):
-    """All 20000 means of rows, of columns, and of products of neighbours lie within six standard deviations of 0."""
+    """All 20000 means of rows, columns and products of adjacent entries lie within six standard deviations of 0."""
     signs = projection_signs(seed, 1024, 512).astype(np.float64)
     for products in (
         signs,
@@ -99,7 +99,7 @@ def test_norms_and_inner_products_are_kept_as_the_contract_says(dimensions):
         (products, cosine, limits[1]),
     ]:
         assert abs(values.mean() - mean) < 5 * math.sqrt(limit / trials)
-        assert values.var() < limit * 1.2  # the estimate of a variance from 2000 trials is right to 3 %
+        assert values.var() < limit * 1.2  # the variance of 2000 trials has a standard error of 3 %
     for part in (0.1, 0.3, 0.5):
         bound = 2 * math.exp(-dimensions * (part**2 / 4 - part**3 / 6))
         share = (np.abs(squares - 1) > part).mean()

@@ -1,4 +1,4 @@
-"""Encodings: the bytes of capture.proto, the bounds of round trips, and rows that are odd."""
+"""Encodings: the byte layouts of capture.proto, round-trip error bounds, and unusual rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.encoding_cases import B16, F16, F32, FORMATS, WIDTH, basis, rows
 
 FINITE = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
 TINY = 1e-36
-"""What may be lost where numbers are so small that float32 has no more bits for them."""
+"""The error allowed for numbers so small that float32 lacks the bits."""
 
 
 def round_trip(form: RowFormat, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -51,7 +51,7 @@ def round_trip(form: RowFormat, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def rounding(values: np.ndarray) -> np.ndarray:
-    """What a list of numbers may lose to float32 itself on its way through eight bits."""
+    """Return the error that float32 arithmetic alone may add to quantised numbers."""
     return 4e-7 * np.abs(values).max(axis=-1, keepdims=True) + TINY
 
 
@@ -98,7 +98,7 @@ def test_full8_along_dimensions_by_hand():
 
 def test_topk_by_hand():
     row = np.array([[[0.5, -7.0, 3.0, -3.0, 0.0, 3.0]]], np.float32)
-    expected = struct.pack("<3H3f", 1, 2, 3, -7.0, 3.0, -3.0)  # of the equal ones those that come first
+    expected = struct.pack("<3H3f", 1, 2, 3, -7.0, 3.0, -3.0)  # among equal magnitudes the first win
     assert RowFormat(TOPK, 6, F32, dimensions=3).encode(row) == expected
     scale = np.float32(10) / np.float32(255)
     expected = struct.pack("<ff3H3B", scale, -7.0, 1, 2, 3, 0, 255, 102)
@@ -116,7 +116,7 @@ def test_projections_by_hand():
     form = RowFormat(RP, 4, F32, dimensions=4)
     signs = np.array(
         [[-1, -1, -1, -1], [1, -1, -1, -1], [-1, -1, -1, 1], [1, -1, -1, 1]]
-    )  # of the test vectors, seed 0
+    )  # from the test vectors, seed 0
     expected = (values.astype(np.float64) @ signs / 2).astype(np.float32)
     assert form.encode(values, basis(form, seed=0)) == expected.tobytes()
     form = RowFormat(PROJECT, 4, F32, dimensions=2)
@@ -130,7 +130,7 @@ def test_payloads_are_read_where_they_lie():
     prefixes, encoded = form.split(buffer, 2, 3)
     assert np.shares_memory(encoded, np.frombuffer(buffer, np.uint8))
     assert np.shares_memory(prefixes, np.frombuffer(buffer, np.uint8))
-    with pytest.raises(EncodingError, match="2 layers and 4 positions"):
+    with pytest.raises(EncodingError, match="2 layers of 4 positions"):
         form.split(buffer, 2, 4)
 
 
@@ -216,7 +216,7 @@ def test_rows_that_are_all_the_same_come_back_exactly():
         assert (decoded[kept] == -2.75).all()
 
 
-# What is not finite
+# Values that are not finite
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf], ids=str)
@@ -246,7 +246,7 @@ def test_what_is_not_finite_stays_visible_and_stays_where_it_is(name, odd):
         assert (encoded["q"][1, 2] == 0).all()
     if form.encoding == TOPK8:
         assert encoded["index"][1, 2].tolist() == [0, 1, 2, 3, 4]
-    if form.encoding == TOPK:  # it takes the place of another
+    if form.encoding == TOPK:  # it displaces another element
         touched[1, 2] = True
     np.testing.assert_array_equal(decoded[~touched], clean[~touched])
 
@@ -272,12 +272,12 @@ def test_an_index_beyond_the_row_is_refused(name):
     form = FORMATS[name]
     _, encoded = form.split(bytearray(form.encode(rows(form.dtype))), 2, 3)
     encoded["index"][1, 2, 4] = WIDTH
-    with pytest.raises(EncodingError, match="a row of 24 elements has the index 24"):
+    with pytest.raises(EncodingError, match="has the index 24, but only 24 elements"):
         form.decode(encoded)
     assert form.decode(encoded[:1]).shape == (1, 3, WIDTH)
 
 
-# What does not go together
+# Inconsistent formats
 
 
 @pytest.mark.parametrize(
@@ -285,13 +285,13 @@ def test_an_index_beyond_the_row_is_refused(name):
     [
         ({"encoding": 99}, "unknown encoding 99; known: raw, fp32"),
         ({"width": 0}, "at least one element"),
-        ({"encoding": RP8}, "rp8 has 1 to 24 dimensions, not 0"),
-        ({"encoding": RP, "dimensions": 25}, "rp has 1 to 24 dimensions, not 25"),
-        ({"encoding": TOPK, "dimensions": 25}, "topk has 1 to 24 dimensions, not 25"),
+        ({"encoding": RP8}, "rp8 takes 1 to 24 dimensions, not 0"),
+        ({"encoding": RP, "dimensions": 25}, "rp takes 1 to 24 dimensions, not 25"),
+        ({"encoding": TOPK, "dimensions": 25}, "topk takes 1 to 24 dimensions, not 25"),
         ({"encoding": TOPK8, "dimensions": 5, "width": 65537}, "topk8 takes rows of at most 65536 elements"),
         ({"encoding": PROJECT}, "project needs at least one vector"),
-        ({"encoding": FULL8, "dimensions": 3}, "full8 has no dimensions to choose"),
-        ({"encoding": RAW, "axis": BY_ROW}, "raw has no quantization axis; full8 has"),
+        ({"encoding": FULL8, "dimensions": 3}, "full8 takes no dimensions"),
+        ({"encoding": RAW, "axis": BY_ROW}, "raw takes no quantization axis; only full8 does"),
         ({"encoding": FULL8, "axis": 7}, "unknown quantization axis 7"),
         ({"dtype": 0}, "unknown element type 0"),
     ],

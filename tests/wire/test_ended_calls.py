@@ -1,4 +1,4 @@
-"""What is left in memory of the calls of an asyncio server that have ended: nothing that waits for a collection."""
+"""Ended calls of an asyncio server leave nothing in memory for the garbage collector."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from svc_common.stall_timeouts import AioPatienceInterceptor
 CALLS = 20
 DEADLINE = 20.0
 OF_A_CALL = ("RPCState", "_ServicerContext", "_MessageReceiver")
-"""gRPC's own objects: as long as they are there, its core keeps the call."""
+"""gRPC's objects of a call. While they exist, gRPC's core keeps the call."""
 
 
 class Servicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -107,7 +107,7 @@ def in_memory():
 
 
 async def until_few_are_left():
-    """Wait for the last calls, which are on their way out."""
+    """Wait until the last calls have ended."""
     while in_memory() >= CALLS:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0.1)
 

@@ -1,4 +1,4 @@
-"""The error catalogue, and its passage through real servers of both kinds."""
+"""The error catalogue, through real servers of both gRPC APIs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHODS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
 
 
 def codes_in_the_comments():
-    """Reason -> gRPC code, as errors.proto says it: `// CODE: words` above `ERROR_REASON_NAME = n;`."""
+    """Return reason -> gRPC code as documented in errors.proto: `// CODE: words` above `ERROR_REASON_NAME = n;`."""
     text = PROTO.read_text()
     found = {}
     for comment, name in re.findall(r"((?:  //[^\n]*\n)+)  (ERROR_REASON_\w+) = \d+;", text):
@@ -49,7 +49,7 @@ FAILURE = Failure(Reason.ERROR_REASON_UNKNOWN_LAYER, "Kein Layer 31 — es gibt 
 
 
 def handlers(behave, *, aio):
-    """Methods of each kind that call `behave`, under /residuum.test/."""
+    """Return methods of each kind under /residuum.test/ that call `behave`."""
 
     def plain(request, context):
         behave()
@@ -75,7 +75,7 @@ def handlers(behave, *, aio):
 
 
 def call(channel, method):
-    """Call a method to its end; the gRPC error that it ends with."""
+    """Call a method to its end. Return its gRPC error."""
     request = iter([b"x"]) if method.startswith("stream") else b"x"
     try:
         list(getattr(channel, method)(f"/residuum.test/{method}")(request, timeout=10))
@@ -107,7 +107,7 @@ class Log:
 
 @pytest.fixture
 def served():
-    """Serves `behave` on a sync server in threads: (endpoint, log)."""
+    """Serve `behave` on a sync server. Yields (endpoint, log)."""
     behaviour, log = [], Log()
 
     def behave():
@@ -212,7 +212,7 @@ def test_the_interceptors_take_the_services_own_log():
 
 @pytest.mark.parametrize("letter", ["x", "é", "\U0001f600", "\0"])
 def test_whatever_was_asked_for_the_answer_arrives(served, letter):
-    """Headers have 8 KiB: a status that is longer would be lost, and with it the reason."""
+    """Headers have at most 8 KiB; a longer status would be lost, with its reason."""
     endpoint, behaviour, _ = served
     long = letter * 100_000
     failure = Failure(Reason.ERROR_REASON_UNKNOWN_REQUEST, f"There is no request {long}.", request_id=long, other=long)

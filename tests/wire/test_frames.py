@@ -1,4 +1,4 @@
-"""Frames made and parsed by hand are protobuf's own, byte for byte, and never crash on anything else."""
+"""Hand-written and protobuf's serialisation agree byte for byte, and the parser survives arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -145,10 +145,10 @@ def test_headers_that_do_not_describe_their_payload(change):
         b"",
         b"\xff",
         b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",  # a length of more than ten bytes
-        b"\x0a\x05ab",  # ends before the field does
-        b"\x0b",  # a group, which proto3 has not
-        b"\x0d\x01\x02",  # a fixed32 cut off
-        b"\x0a\x01\xff",  # the header is no message
+        b"\x0a\x05ab",  # ends within the field
+        b"\x0b",  # a group, which proto3 lacks
+        b"\x0d\x01\x02",  # a truncated fixed32
+        b"\x0a\x01\xff",  # the header is not a message
     ],
 )
 def test_bytes_that_are_no_frame(data):
@@ -177,7 +177,7 @@ def test_noise_is_refused_or_is_what_protobuf_says(data):
         try:
             kind.FromString(data)
         except DecodeError:
-            # Ours looks only at the top level and at the fields it knows: what it takes may hold a bad string inside.
+            # Our parser looks only at the top level and known fields, so it accepts messages with bad strings inside.
             continue
 
 

@@ -1,4 +1,4 @@
-"""What services log: one form for their own lines and for those of libraries, and never a reason to fail."""
+"""Logs: one format for our own lines and those of libraries, and no failures because of logging."""
 
 from __future__ import annotations
 

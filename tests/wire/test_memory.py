@@ -1,4 +1,4 @@
-"""What services do to keep their memory; in processes of their own, for it holds for the whole of a process."""
+"""Memory management of services, tested in separate processes because it affects the whole process."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import resource
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(100):
-        [bytearray(3 << 19) for _ in range(4)]  # chunks' buffers, zeroed, so touched
+        [bytearray(3 << 19) for _ in range(4)]  # buffers like those of chunks; zeroing touches them
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 {}
@@ -52,7 +52,7 @@ libc.malloc.restype = ctypes.c_void_p
 there = threading.Barrier({threads})
 
 def allocate():
-    libc.malloc(1000)  # a thread's first takes an arena
+    libc.malloc(1000)  # a thread's first allocation takes an arena
     there.wait()
 
 threads = [threading.Thread(target=allocate) for _ in range({threads})]

@@ -1,4 +1,4 @@
-"""A capture's store is the one that the contract's rule names, and a list of stores may grow."""
+"""Placement follows the contract's rule, and adding a store keeps the order of the others."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_stores_get_equal_shares(names):
     ids = [f"req-{number}" for number in range(1000)]
     shares = Counter(first_rank(names, capture_id) for capture_id in ids)
     expected = len(ids) / len(names)
-    # Six standard deviations of a binomial share: what chance would exceed about once in a thousand million.
+    # Six standard deviations of a binomial share, which random results exceed about once in 10^9 runs.
     slack = 6 * (expected * (1 - 1 / len(names))) ** 0.5
     assert all(abs(shares[name] - expected) <= slack for name in names), shares
 
@@ -81,14 +81,14 @@ def test_how_stores_are_written():
 @pytest.mark.parametrize(
     ("texts", "told"),
     [
-        (["a=h:1", "a=h:2"], "the name 'a' stands for two stores"),
-        (["a=h:1", "b=h:1"], "the endpoint 'h:1' stands for two stores"),
-        (["h:1", "h:1"], "the name 'h:1' stands for two stores"),
-        (["=h:1"], "'' is no name"),
-        (["-a=h:1"], "'-a' is no name"),
-        (["a b=h:1"], "'a b' is no name"),
-        (["a=b=h:1"], "'a=b' is no name"),
-        (["x" * 129 + "=h:1"], "is no name"),
+        (["a=h:1", "a=h:2"], "two stores share the name 'a'"),
+        (["a=h:1", "b=h:1"], "two stores share the endpoint 'h:1'"),
+        (["h:1", "h:1"], "two stores share the name 'h:1'"),
+        (["=h:1"], "'' is not a valid store name"),
+        (["-a=h:1"], "'-a' is not a valid store name"),
+        (["a b=h:1"], "'a b' is not a valid store name"),
+        (["a=b=h:1"], "'a=b' is not a valid store name"),
+        (["x" * 129 + "=h:1"], "is not a valid store name"),
     ],
 )
 def test_bad_lists_of_stores(texts, told):

@@ -1,4 +1,4 @@
-"""Selections mean what selection.proto says, compared with a slow reading of its words."""
+"""Selections follow selection.proto, compared with a slow reference implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `residuum` command."""
+"""The `residuum` command-line program."""
 
 from residuum.cli.main import main
 

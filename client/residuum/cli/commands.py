@@ -1,4 +1,4 @@
-"""The commands, but for `doctor` and `health`."""
+"""The commands, except `doctor`, `health` and `token`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from residuum.values.steering import Operation
 from residuum.values.vector import load_vectors
 
 SAMPLING: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "tokens to generate at most (default: 16)"),
-    "temperature": (float, "how freely tokens are chosen, up to 2 (default: 0, greedy)"),
-    "top_p": (float, "choose among the most likely tokens of this total probability (default: 1)"),
-    "top_k": (int, "choose among so many most likely tokens (default: 0, all)"),
-    "seed": (int, "makes what is chosen repeatable (default: it is not)"),
-    "min_tokens": (int, "tokens to generate at least (default: 0)"),
-    "n": (int, "how many replies to generate, at most 64 (default: 1)"),
+    "max_tokens": (int, "the most tokens to generate (default: 16)"),
+    "temperature": (float, "the sampling temperature, up to 2 (default: 0, greedy)"),
+    "top_p": (float, "sample from the most likely tokens with this total probability (default: 1)"),
+    "top_k": (int, "sample from this many most likely tokens (default: 0, all)"),
+    "seed": (int, "the random seed, which makes sampling repeatable (default: none)"),
+    "min_tokens": (int, "the fewest tokens to generate (default: 0)"),
+    "n": (int, "the number of replies, at most 64 (default: 1)"),
 }
-"""The sampling parameters that are plain numbers, with their help texts."""
+"""The numeric sampling parameters, with their help texts."""
 
 CALL_SECONDS = 30.0
-"""How long a call may take if the command line does not say."""
+"""The default timeout of a call."""
 
 
 def open_client(options: argparse.Namespace) -> residuum.Client:
-    """Return a client for the endpoints of a command line."""
+    """Return a client for the command line's endpoints and credentials."""
     return residuum.Client(
         options.endpoint,
         store=options.store,
@@ -49,10 +49,10 @@ def open_client(options: argparse.Namespace) -> residuum.Client:
 
 
 def credentials_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the credentials of a command line as the arguments of a client; what it does not name is None.
+    """Return the command line's credentials as arguments of a client; None for those not given.
 
     Raises:
-        BadCredentials: They do not go together.
+        BadCredentials: The credentials contradict each other.
     """
     files = {
         "ca": options.tls_ca,
@@ -66,7 +66,7 @@ def credentials_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def _tls_of(
     files: dict[str, str | None],
-    flag: bool | None,  # noqa: FBT001 - as argparse has it
+    flag: bool | None,  # noqa: FBT001 - the value of a flag
 ) -> residuum.TLS | bool | None:
     if not any(files.values()):
         return flag
@@ -77,7 +77,7 @@ def _tls_of(
 
 
 def info(options: argparse.Namespace, output: Output) -> int:
-    """Show what is served."""
+    """Show the served model and the limits."""
     with open_client(options) as client:
         facts = dataclasses.asdict(client.info())
     if output.is_terminal:
@@ -101,11 +101,11 @@ _WHOLE_STORE = {
     "expired_by_size",
     "bytes_expired",
 }
-"""What a store tells of itself to admins alone: for others it is not 0, but not known."""
+"""Statistics that a store gives only to admins. For other callers they are unknown, not 0, so they are not shown."""
 
 
 def stats(options: argparse.Namespace, output: Output) -> int:
-    """Show what the stores hold, keep and have deleted: each by itself, and several together as well."""
+    """Show each store's statistics, and their total if there are several stores."""
     with open_client(options) as client, _silent_stores(output) as silent:
         found = client.stats(allow_partial=True)
     for item in [*found, residuum.StoreStats.total(found)] if len(found) > 1 else found:
@@ -131,17 +131,17 @@ _CAPTURE_FLAGS = [
     "onto",
     "reduction",
 ]
-"""What says more of a capture."""
+"""Flags that need --capture."""
 
 
 def generate(options: argparse.Namespace, output: Output) -> int:
-    """Generate, printing the text as it is made."""
+    """Generate text and print it as it arrives."""
     if options.capture is None:
         for flag in _CAPTURE_FLAGS:
             if getattr(options, flag) not in (None, False):
-                options.usage_error(f"--{flag.replace('_', '-')} says what --capture captures; give both")
+                options.usage_error(f"--{flag.replace('_', '-')} needs --capture; give both")
     if not options.steer and (options.steer_positions or options.keep_norm):
-        options.usage_error("--steer-positions and --keep-norm say how it is steered; give --add or another, too")
+        options.usage_error("--steer-positions and --keep-norm need --add, --ablate, --cap or --replace; give both")
     where = {"positions": options.steer_positions, "keep_norm": options.keep_norm}
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     sampling: Any = {name: value for name in (*SAMPLING, "stop") if (value := getattr(options, name)) is not None}
@@ -156,19 +156,19 @@ def generate(options: argparse.Namespace, output: Output) -> int:
         )
         with stream:
             for delta in stream:
-                if sampling.get("n", 1) == 1:  # several would be mixed up
+                if sampling.get("n", 1) == 1:  # texts of several sequences would interleave
                     output.write(delta.text)
         _show_reply(stream.reply, output)
     return 0
 
 
 def list_captures(options: argparse.Namespace, output: Output) -> int:
-    """List captures; those of stores that answer if others do not, and then fail."""
+    """List captures. If a store does not answer, list those of the others and return 1."""
     columns = ["capture_id", "state", "num_rows", "num_bytes", "model", "open_time"]
     with open_client(options) as client, _silent_stores(output) as silent:
         if len(client.store_endpoints()) > 1:
             columns.append("store")
-        if client.credentials.has_token and options.tenant is None:  # for admins, it is everybody's
+        if client.credentials.has_token and options.tenant is None:  # admins see the captures of all tenants
             columns.append("tenant")
         summaries = client.captures(prefix=options.prefix, states=options.state, allow_partial=True)
         shown = output.rows(
@@ -177,7 +177,7 @@ def list_captures(options: argparse.Namespace, output: Output) -> int:
             shrink=[name for name in ("model", "open_time", "store") if name in columns],
         )
     if not shown and not silent:
-        output.note("no captures" + (" like that" if options.prefix or options.state else ""))
+        output.note("no captures" + (" match" if options.prefix or options.state else ""))
     return 1 if silent else 0
 
 
@@ -211,14 +211,14 @@ def pull(options: argparse.Namespace, output: Output) -> int:
 
 
 def _file_format(options: argparse.Namespace) -> str:
-    """Return the format that the command line names, or the file that it names, or else safetensors."""
+    """Return the format: that of --format, else that of the suffix of --out, else safetensors."""
     suffix = Path(options.out or "").suffix[1:]
     named: str | None = options.format
     return named or (suffix if suffix in FORMATS else "safetensors")
 
 
 def manifest(options: argparse.Namespace, output: Output) -> int:
-    """Print what is known of a capture, as one JSON document."""
+    """Print a capture's manifest as one JSON document."""
     with open_client(options) as client:
         found = client.manifest(options.id, wait=(options.timeout or True) if options.wait else False)
     print(found.to_json(indent=None if output.as_json else 2))
@@ -226,11 +226,11 @@ def manifest(options: argparse.Namespace, output: Output) -> int:
 
 
 _ABOUT_ONE_CAPTURE = (residuum.NotFound, residuum.InvalidRequest, residuum.Unavailable, residuum.DeadlineExceeded)
-"""Failures that say nothing of other captures, which may be in other stores."""
+"""Failures that concern one capture only. Others may be in other stores, so their deletion is still tried."""
 
 
 def remove(options: argparse.Namespace, output: Output) -> int:
-    """Delete captures; go on after one that is not there, or whose store does not answer, and fail at the end."""
+    """Delete captures. Continue after one that is missing or whose store does not answer, and return 1 at the end."""
     failed = 0
     with open_client(options) as client:
         for name in options.ids:
@@ -248,7 +248,7 @@ def remove(options: argparse.Namespace, output: Output) -> int:
 
 
 def put_vectors(options: argparse.Namespace, output: Output) -> int:
-    """Send the vectors of files that the server lacks."""
+    """Send the files' vectors that the server lacks."""
     vectors = _load(options.files)
     with open_client(options) as client:
         result = client.put_vectors(vectors.values())
@@ -262,7 +262,7 @@ def put_vectors(options: argparse.Namespace, output: Output) -> int:
 
 
 def find_vectors(options: argparse.Namespace, output: Output) -> int:
-    """Say which vectors of files the server has; fail if one is missing."""
+    """Show which of the files' vectors the server has. Return 1 if it lacks one."""
     vectors = _load(options.files)
     with open_client(options) as client:
         missing = set(client.find_missing_vectors(vectors.values()))
@@ -277,14 +277,14 @@ def find_vectors(options: argparse.Namespace, output: Output) -> int:
 
 
 _LAYER = re.compile(r"[0-9]{1,5}")
-"""A layer's number. More digits, and a range would be longer than any model, and than a message may be."""
+"""A layer's number. The digits are limited because a range with more would exceed the size of a message."""
 
 
 def parse_layers(text: str) -> LayersLike:
-    """Return the layers of a text such as "all", "12" or "0,5,10-20" (both ends included).
+    """Return the layers of a text such as "all", "12" or "0,5,10-20" (both ends inclusive).
 
     Raises:
-        InvalidRequest: It is something else.
+        InvalidRequest: The text has another form.
     """
     if text == "all":
         return "all"
@@ -292,9 +292,9 @@ def parse_layers(text: str) -> LayersLike:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not _LAYER.fullmatch(first) or (dash and not _LAYER.fullmatch(last)):
-            raise residuum.InvalidRequest(f"{text!r} does not name layers; write all, 12 or 0,5,10-20.")
+            raise residuum.InvalidRequest(f"{text!r} does not name layers; use all, 12 or 0,5,10-20.")
         if dash and int(last) < int(first):
-            raise residuum.InvalidRequest(f"{part.strip()!r} counts down and names no layer; write {last}-{first}.")
+            raise residuum.InvalidRequest(f"{part.strip()!r} counts down and names no layer; use {last}-{first}.")
         layers.extend(range(int(first), int(last or first) + 1))
     return layers
 
@@ -326,7 +326,8 @@ def _scaled(kind: type[residuum.Add | residuum.Ablate], text: str, where: dict[s
 
 
 def _bounds(text: str, where: dict[str, Any]) -> residuum.Cap:
-    vector, bounds = _with_numbers(text, 2, f"--cap {text}: write VECTOR@LAYERS:MIN:MAX; one may be left empty.")
+    advice = f"--cap {text}: use VECTOR@LAYERS:MIN:MAX; either bound may be left empty."
+    vector, bounds = _with_numbers(text, 2, advice)
     try:
         low, high = (float(bound) if bound else None for bound in bounds)
         return residuum.Cap(**vector, **where, min=low, max=high)
@@ -335,7 +336,7 @@ def _bounds(text: str, where: dict[str, Any]) -> residuum.Cap:
 
 
 def _replacement(text: str, where: dict[str, Any]) -> residuum.Replace:
-    vector, (value,) = _with_numbers(text, 1, f"--replace {text}: write VECTOR@LAYERS:VALUE.")
+    vector, (value,) = _with_numbers(text, 1, f"--replace {text}: use VECTOR@LAYERS:VALUE.")
     try:
         return residuum.Replace(**vector, **where, value=float(value))
     except ValueError as error:
@@ -348,11 +349,11 @@ _OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
     "cap": _bounds,
     "replace": _replacement,
 }
-"""How each kind of steering is read from the command line, given what is said of all of them."""
+"""Parses the argument of each steering flag. The second argument holds the fields that all operations share."""
 
 
 def _with_numbers(text: str, count: int, advice: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the vector, with its layers, and the numbers behind them, of VECTOR@LAYERS:NUMBER..."""
+    """Parse VECTOR@LAYERS:NUMBER... Return the vector with its layers, and the numbers."""
     source, at, rest = text.rpartition("@")
     layers, *numbers = rest.split(":")
     if at and len(numbers) != count:
@@ -361,10 +362,10 @@ def _with_numbers(text: str, count: int, advice: str) -> tuple[dict[str, Any], l
 
 
 def _placed(text: str) -> dict[str, Any]:
-    """Return the vector and layers of VECTOR@LAYERS, as the operations take them."""
+    """Parse VECTOR@LAYERS. Return the vector and the layers as keyword arguments of an operation."""
     source, at, layers = text.rpartition("@")
     if not at:
-        raise residuum.InvalidRequest(f"{text!r} does not say where; write VECTOR@LAYERS, such as joy.npy@12.")
+        raise residuum.InvalidRequest(f"{text!r} names no layers; use VECTOR@LAYERS, such as joy.npy@12.")
     path, colon, name = source.rpartition(":")
     directions = None if colon else saved_directions(source)
     if directions is not None:
@@ -373,7 +374,7 @@ def _placed(text: str) -> dict[str, Any]:
     if not colon and len(vectors) == 1:
         return {"vector": next(iter(vectors.values())), "layers": parse_layers(layers)}
     if name not in vectors or not colon:
-        raise residuum.InvalidRequest(f"{source}: name one of its vectors: {', '.join(vectors)}.")
+        raise residuum.InvalidRequest(f"{source}: choose one of its vectors: {', '.join(vectors)}.")
     return {"vector": vectors[name], "layers": parse_layers(layers)}
 
 
@@ -390,13 +391,13 @@ def _show_reply(reply: residuum.Reply, output: Output) -> None:
     else:
         output.say("")
     if reply.captured:
-        # On stderr, so that a pipe gets the text alone.
+        # Print to stderr, so that a pipe gets only the text.
         print(f"captured: residuum pull {reply.request_id}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _silent_stores(output: Output) -> Iterator[list[str]]:
-    """Give a list that is filled, at the end, with what there is to say of stores that could not be asked; say it."""
+    """Print the warnings about stores that did not answer. The yielded list holds them once the context has ended."""
     silent: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", residuum.SilentStoreWarning)

@@ -1,6 +1,6 @@
-"""`residuum doctor`: every step of the way to both services and between them, in order, with what to do if one fails.
+"""`residuum doctor`: checks each step of the connections to and between the services, with advice for failures.
 
-What works today, and will not for long, is a warning: it does not make the command fail.
+A problem that does not stop anything yet is a warning. Warnings do not make the command fail.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from residuum.rpc.credentials import Credentials, is_loopback
 from residuum.transport.connection_settings import describe
 
 _CONNECT_SECONDS = 5.0
-_MOST_SKEW_SECONDS = 2.0
-"""By how much clocks may differ: ages and times in manifests are by the services' own."""
+_MAX_SKEW_SECONDS = 2.0
+"""The largest accepted difference of clocks. Ages and times in manifests follow the services' clocks."""
 _FILLING, _FULL = 0.85, 0.98
-"""How much of its room a store may have used before that is told, and before it is as good as full."""
+"""The used fractions of a store's space from which on it gets a warning, and counts as full."""
 _LITTLE_DISK = 1 << 30
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]")  # noqa: S104 - names to warn about
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
-    """What was looked at."""
+    """The name of the check."""
     ok: bool
-    """Whether it is as it should be."""
+    """Whether the check passed."""
     detail: str
-    """What was seen, and what to do if it is not."""
+    """What the check found, and what to do if it did not pass."""
     warning: bool = False
-    """Whether it is so now, and should be looked after."""
+    """Whether a passed check needs attention."""
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
-    """Run the checks; 1 if one of them failed."""
+    """Run the checks. Return 1 if one failed, else 0."""
     failed = False
     with open_client(options) as client:
         for finding in _examine(client, named_store=options.store is not None):
@@ -61,7 +61,7 @@ def _show(finding: Finding, output: Output) -> None:
 
 
 def _examine(client: residuum.Client, *, named_store: bool) -> Iterator[Finding]:
-    """Yield findings; what builds on a failed check is left out."""
+    """Yield findings. Checks that depend on a failed one are skipped."""
     reachable = yield from _endpoint("inference service", client.endpoint)
     if not reachable:
         return
@@ -75,7 +75,7 @@ def _examine(client: residuum.Client, *, named_store: bool) -> Iterator[Finding]
         yield Finding("model", ok=False, detail=str(error))
     else:
         yield from _examine_info(info, started)
-    if info is not None or named_store:  # otherwise nobody could say where the store is: not its fault
+    if info is not None or named_store:  # otherwise the store's address is unknown
         yield from _examine_stores(client)
 
 
@@ -84,7 +84,7 @@ def _examine_info(info: residuum.ModelInfo, started: float) -> Iterator[Finding]
     yield _versions("versions", info.server_version, f", vLLM {info.vllm_version}")
     yield from _clock("inference service", info.server_time, started)
     if info.store_reachable is not None:
-        advice = "" if info.store_reachable else " Can the machine of the inference service reach it, under that name?"
+        advice = "" if info.store_reachable else " Check that the inference service's machine can reach that address."
         yield Finding("inference service: store", ok=info.store_reachable, detail=info.store_detail + advice)
 
 
@@ -106,7 +106,7 @@ def _examine_stores(client: residuum.Client) -> Iterator[Finding]:
         yield _health(f"store {endpoint}", health.stores[endpoint])
     started = time.time()
     answers, failure = _ask(client)
-    if failure and len(answers) < len(reachable):  # of the others it is said already
+    if failure and len(answers) < len(reachable):  # unreachable stores have their own findings
         yield Finding("store answers", ok=False, detail=failure)
     if answers:
         yield Finding("store answers", ok=True, detail="; ".join(map(_contents, answers)))
@@ -116,7 +116,7 @@ def _examine_stores(client: residuum.Client) -> Iterator[Finding]:
 
 
 def _ask(client: residuum.Client) -> tuple[list[residuum.StoreStats], str]:
-    """Return what stores answer, and why others do not."""
+    """Return the statistics of stores that answer, and the reasons why others do not."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", residuum.SilentStoreWarning)
         try:
@@ -130,22 +130,22 @@ def _examine_stats(stats: residuum.StoreStats, started: float) -> Iterator[Findi
     name = f"store {stats.endpoint}"
     yield _versions(f"{name}: versions", stats.server_version)
     yield from _clock(name, stats.server_time, started)
-    if stats.append_limit_bytes:  # otherwise it is older than what follows
+    if stats.append_limit_bytes:  # older stores do not report space
         yield _room(name, stats)
         yield _disk(name, stats)
 
 
 def _rights(credentials: Credentials, stats: residuum.StoreStats) -> Iterator[Finding]:
-    """Warn of a store that gives all rights to whoever it lets in: it tells a caller without a token of all tenants."""
+    """Warn about a store that gives all rights to every caller: it shows callers without a token all tenants."""
     if credentials.has_token or stats.tenant is not None:
         return
     shows_certificate = credentials.tls is not None and credentials.tls.cert is not None
     if not shows_certificate and is_loopback(stats.endpoint.rpartition(":")[0]):
         return
-    who = "whoever has a certificate that it accepts" if shows_certificate else "whoever reaches it"
+    who = "everyone with a certificate that it accepts" if shows_certificate else "everyone who can reach it"
     detail = (
-        f"{who} may do everything there, to all tenants' captures: it asks for no token. Start it with --tokens, and "
-        "the inference service, too, if callers are to be told apart"
+        f"{who} has all rights there, for all tenants' captures, because it requires no token. To give callers "
+        "different rights, start it and the inference service with --tokens"
     )
     yield Finding(f"store {stats.endpoint}: rights", ok=True, warning=True, detail=detail)
 
@@ -156,12 +156,12 @@ def _clock(name: str, theirs: datetime.datetime | None, started: float) -> Itera
         return
     now, at = time.time(), theirs.timestamp()
     skew = max(started - at, 0.0) - max(at - now, 0.0)
-    if abs(skew) <= _MOST_SKEW_SECONDS:
-        yield Finding(f"{name}: clock", ok=True, detail="agrees with the one here")
+    if abs(skew) <= _MAX_SKEW_SECONDS:
+        yield Finding(f"{name}: clock", ok=True, detail="agrees with this machine's clock")
         return
     detail = (
-        f"is {abs(skew):.0f} s {'behind' if skew > 0 else 'ahead of'} the one here; times in manifests, and the ages "
-        "by which captures expire, go by the services' own. Is a time service running on both machines?"
+        f"is {abs(skew):.0f} s {'behind' if skew > 0 else 'ahead of'} this machine's clock; times in manifests, and "
+        "the ages at which captures expire, follow the services' clocks. Run a time service on both machines"
     )
     yield Finding(f"{name}: clock", ok=True, warning=True, detail=detail)
 
@@ -171,14 +171,14 @@ def _room(name: str, stats: residuum.StoreStats) -> Finding:
     detail = f"{size(stats.used_bytes)} of {size(stats.append_limit_bytes)} in use ({fill:.0%}); {_kept(stats)}"
     if fill >= _FILLING:
         detail += (
-            f". When it is full, captures end INCOMPLETE or requests wait: delete some (residuum rm), start the store "
-            f"with --retain-hours or --retain-bytes, or with more than --max-bytes {stats.max_bytes}"
+            f". When it is full, captures end INCOMPLETE or requests wait. Delete captures (residuum rm), start the "
+            f"store with --retain-hours or --retain-bytes, or with more than --max-bytes {stats.max_bytes}"
         )
     return Finding(f"{name}: room", ok=fill < _FULL, warning=_FILLING <= fill < _FULL, detail=detail)
 
 
 def _kept(stats: residuum.StoreStats) -> str:
-    """Say what the store keeps."""
+    """Return which captures the store keeps, in words."""
     limits = []
     if stats.retain_seconds is not None:
         limits.append(f"for {stats.retain_seconds / 3600:g} h")
@@ -192,66 +192,66 @@ def _disk(name: str, stats: residuum.StoreStats) -> Finding:
     short = stats.free_disk_bytes < min(growth, _LITTLE_DISK)
     detail = f"{size(stats.free_disk_bytes)} free"
     if short:
-        detail += f", and the store may still grow by {size(growth)}: the disk will be full before"
+        detail += f", but the store may still grow by {size(growth)}: the disk will be full first. Free some space"
     return Finding(f"{name}: disk", ok=True, warning=short, detail=detail)
 
 
 def _endpoint(name: str, endpoint: str, hint: str = "") -> Generator[Finding, None, bool]:
-    """Look up the name and connect; the generator returns whether both worked."""
+    """Resolve the host's name and connect. The generator returns whether both succeeded."""
     host, _, port = endpoint.rpartition(":")
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        yield Finding(f"{name}: address", ok=False, detail=f"{host} has no address ({error}). Is the name right?{hint}")
+        yield Finding(f"{name}: address", ok=False, detail=f"{host} has no address ({error}). Check the name.{hint}")
         return False
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
         detail = (
-            f"{endpoint} ({addresses[0][4][0]}) takes no connection: {error}. Is the service running and listening on "
-            f"an address that is reachable from here, and does no firewall stand between?{hint}"
+            f"{endpoint} ({addresses[0][4][0]}) accepts no connection: {error}. Check that the service is running, "
+            f"that it listens on an address reachable from here, and that no firewall blocks it.{hint}"
         )
         yield Finding(f"{name}: connection", ok=False, detail=detail)
         return False
-    yield Finding(f"{name}: connection", ok=True, detail=f"{endpoint} ({addresses[0][4][0]}) takes connections")
+    yield Finding(f"{name}: connection", ok=True, detail=f"{endpoint} ({addresses[0][4][0]}) accepts connections")
     return True
 
 
 def _hint(store: str, inference: str) -> str:
-    """Say what is probably wrong when the store's address is one of another machine's own."""
+    """Return advice if the store's address is a loopback address of the inference service's machine."""
     near, far = store.rpartition(":")[0], inference.rpartition(":")[0]
     if near in _LOOPBACK and far not in _LOOPBACK:
         return (
-            f" The inference service at {inference} says that its store is at {store}, which from here means this "
-            "machine; start it with an address that clients can reach, or name the store with --store."
+            f" The inference service at {inference} says that its store is at {store}, which here means this machine. "
+            "Start it with a store address that clients can reach, or name the store with --store."
         )
     return ""
 
 
 def _credentials(client: residuum.Client) -> Iterator[Finding]:
-    """Say what the client shows, and warn of a token that others may read."""
+    """Report the client's credentials, and warn about traffic that others may read."""
     credentials, host = client.credentials, client.endpoint.rpartition(":")[0]
     exposed = credentials.tls is None and not is_loopback(host)
     detail = f"{describe(credentials)}"
     if exposed:
-        secret = "the token, and all that is sent," if credentials.has_token else "all that is sent"
-        detail += f": whoever is on the way to {client.endpoint} can read {secret}; --tls-ca encrypts it"
+        secret = "the token and all traffic" if credentials.has_token else "all traffic"
+        detail += f": anyone on the network path to {client.endpoint} can read {secret}; --tls-ca encrypts it"
     yield Finding("credentials", ok=True, warning=exposed, detail=detail)
 
 
 def _health(name: str, status: str) -> Finding:
     advice = {
-        "SERVING": "it serves",
-        "NOT_SERVING": "it is loading or stopping; wait, and look into its log if that takes long",
-        "UNREACHABLE": "something listens, but does not speak gRPC or does not answer; is it the right port?",
+        "SERVING": "it is serving",
+        "NOT_SERVING": "it is loading or stopping; wait, and read its log if that takes long",
+        "UNREACHABLE": "something listens, but does not speak gRPC or does not answer; check the port",
     }
     return Finding(f"{name}: health", ok=status == "SERVING", detail=advice.get(status, status))
 
 
 def _versions(check: str, theirs: str, more: str = "") -> Finding:
     ours = residuum.__version__
-    fits = _series(ours) == _series(theirs) or "source" in ours or theirs in {"", "unknown"}  # from a checkout
-    advice = "" if fits else "; they should agree up to the second number: upgrade the older one"
+    fits = _series(ours) == _series(theirs) or "source" in ours or theirs in {"", "unknown"}  # run from a checkout
+    advice = "" if fits else "; the first two numbers should match: upgrade the older one"
     return Finding(check, ok=fits, detail=f"client {ours}, server {theirs}{more}{advice}")
 
 

@@ -1,4 +1,4 @@
-"""`residuum health`: one question to one service, for a container's health check. `doctor` is for people."""
+"""`residuum health`: checks one service's health, for health checks of containers. `doctor` is for people."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 SECONDS = 5.0
-"""How long an answer may take if the command line does not say."""
+"""The default timeout of the check."""
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
-    """Print the health of the service at the endpoint; 0 if it serves, else 1."""
+    """Print the health of the service at the endpoint. Return 0 if it is serving, else 1."""
     status = _ask(options.endpoint, options.service, options.timeout, _credentials(options))
     if output.as_json:
         output.json({"endpoint": options.endpoint, "status": status})
@@ -35,13 +35,13 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 
 def _credentials(options: argparse.Namespace) -> Credentials:
-    """Return how to connect. Health takes no token, so none is sent."""
+    """Return the credentials without a token, which health checks do not need."""
     return resolve_credentials(**{**credentials_of(options), "token": ""})
 
 
 def _ask(endpoint: str, service: str, timeout: float, credentials: Credentials) -> str:
-    # Not through Client: it would ask the inference service for its stores, whose health is not this service's, and
-    # whose advertised address need not work from inside its container.
+    # This does not use Client, which would also ask the inference service for its stores. Their health is not this
+    # service's, and their advertised addresses may not work inside its container.
     check_endpoint(endpoint)
     with open_channel(endpoint, credentials=credentials) as channel:
         check: Callable[..., bytes] = channel.unary_unary(health.CHECK)

@@ -1,4 +1,4 @@
-"""What a command prints: tables on a terminal, plain lines in a pipe, JSON for programs."""
+"""Output of commands: tables on a terminal, plain lines in a pipe, JSON for programs."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ _WORDS = {
     "seed= ": "--encoding-seed ",
     'encoding="': '--encoding "',
     "client.info().num_layers": "num_layers of `residuum info`",
-    "sites=client.info().sites names": "`residuum info` names",
+    "use sites=client.info().sites for all": "`residuum info` lists all",
 }
-"""What exceptions advise in Python, and how the command line says it."""
+"""Python advice in error messages, and its equivalent on the command line."""
 
 
 class Output:
-    """Where a command's answer goes."""
+    """Prints a command's output."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
         self.is_terminal = sys.stdout.isatty() and not as_json
 
     def rows(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, shrink: Sequence[str] = ()) -> int:
-        """Show things that have the same columns: a table, tab-separated lines, or a JSON object a line.
+        """Print rows as a table, as tab-separated lines, or as one JSON object per line.
 
         Args:
-            columns: What to show of each.
-            rows: The things.
-            shrink: The columns that give way on a narrow terminal, the first one first.
+            columns: The columns to print. JSON always has all fields.
+            rows: The rows.
+            shrink: The columns that may shrink on a narrow terminal, in this order.
 
         Returns:
-            How many there were.
+            The number of rows.
         """
         if self.is_terminal:
             cells = [[text(row[column]) for column in columns] for row in rows]
@@ -66,7 +66,7 @@ class Output:
         return count
 
     def facts(self, facts: Mapping[str, Any]) -> None:
-        """Show what there is to say about one thing."""
+        """Print named values of one thing."""
         if self.as_json:
             self.json(facts)
         elif self.is_terminal:
@@ -76,12 +76,12 @@ class Output:
                 print(f"{name}\t{text(value)}")
 
     def say(self, line: str) -> None:
-        """Print a line for a person; programs that asked for JSON get none."""
+        """Print a line for a person; with --json nothing is printed."""
         if not self.as_json:
             print(line, flush=True)
 
     def write(self, part: str) -> None:
-        """Print a part of a line at once."""
+        """Print a part of a line immediately; with --json nothing is printed."""
         if not self.as_json:
             print(part, end="", flush=True)
 
@@ -90,25 +90,25 @@ class Output:
         print(json.dumps(value, default=_plain, ensure_ascii=False), flush=True)
 
     def error(self, message: str) -> None:
-        """Print one line on stderr, in the words of the command line."""
+        """Print one line on stderr, with Python advice translated to flags."""
         for python, ours in _WORDS.items():
             message = message.replace(python, ours)
         print(f"residuum: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:
-        """Print one line for a person on stderr, where it is in no program's way."""
+        """Print one line for a person on stderr, so that it does not mix with the output; nothing with --json."""
         if not self.as_json:
             print(message, file=sys.stderr, flush=True)
 
 
-_LEAST_WIDTH = 12
-"""Characters that a column keeps when it gives way: a time of day, or enough of a name to know it again."""
+_MIN_WIDTH = 12
+"""Characters that a column keeps when it shrinks: enough for a time of day, or to recognise a name."""
 _GAP = 2
 """Characters between two columns."""
 
 
 def _print_rows(columns: Sequence[str], cells: Sequence[Sequence[str]], shrink: Sequence[str]) -> None:
-    """Print a table. What is still too wide when columns gave way is left to the terminal to wrap: ids stay whole."""
+    """Print a table. IDs are never cut: if shrinking columns is not enough, the terminal wraps the lines."""
     from rich.console import Console
     from rich.table import Table
 
@@ -116,7 +116,7 @@ def _print_rows(columns: Sequence[str], cells: Sequence[Sequence[str]], shrink: 
     widths = {name: max(map(len, (name, *column))) for name, *column in zip(columns, *cells, strict=True)}
     excess = sum(widths.values()) + _GAP * (len(columns) - 1) - console.width
     for name in shrink:
-        less = max(min(excess, widths[name] - _LEAST_WIDTH), 0)
+        less = max(min(excess, widths[name] - _MIN_WIDTH), 0)
         widths[name] -= less
         excess -= less
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -141,7 +141,7 @@ def _print_facts(facts: Mapping[str, str]) -> None:
 
 
 def text(value: object) -> str:
-    """Return a value as a person reads it, on one line."""
+    """Return a value as readable text on one line."""
     if isinstance(value, datetime.datetime):
         return value.astimezone(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     if isinstance(value, Mapping):
@@ -154,7 +154,7 @@ def text(value: object) -> str:
 
 
 def size(count: int) -> str:
-    """Return bytes as a person reads them, such as "2.5 MiB"."""
+    """Return a number of bytes as readable text, such as "2.5 MiB"."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:  # noqa: PLR2004 - the step between the units

@@ -1,4 +1,4 @@
-"""`residuum token`: makes a token, for the one who keeps the services' tokens file. It calls nobody."""
+"""`residuum token`: creates a token, for operators who maintain a tokens file. It contacts no service."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from residuum.wire.tokens import ANY_TENANT, RIGHTS, is_valid_tenant, make_token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
-    whose = "whose captures it is for; * is any tenant's (no default: name it)"
-    parser.add_argument("--tenant", required=True, type=_tenant, metavar="NAME", help=whose)
-    which = f"what it allows, separated by commas: {', '.join(RIGHTS)} (no default: name them)"
-    parser.add_argument("--rights", required=True, type=_rights, metavar="RIGHTS", help=which)
-    parser.add_argument("--days", type=_days, metavar="N", help="let it expire after so many days (default: never)")
+    """Add the command's arguments."""
+    tenant = "the tenant that the token acts for; * for any tenant (no default: required)"
+    parser.add_argument("--tenant", required=True, type=_tenant, metavar="NAME", help=tenant)
+    rights = f"the token's rights, separated by commas: {', '.join(RIGHTS)} (no default: required)"
+    parser.add_argument("--rights", required=True, type=_rights, metavar="RIGHTS", help=rights)
+    parser.add_argument("--days", type=_days, metavar="N", help="expire after this many days (default: never)")
     parser.add_argument(
-        "--name", default="", type=_note, help="a note for people: whose it is, and where (default: none)"
+        "--name", default="", type=_note, help="a note for people, such as the token's owner (default: none)"
     )
-    parser.add_argument("--append", metavar="FILE", help="add the entry to this tokens file (default: print it)")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs (default: for people)")
+    parser.add_argument("--append", metavar="FILE", help="append the entry to this tokens file (default: print it)")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, for programs (default: text for people)"
+    )
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
-    """Make a token, and show it, this once."""
+    """Create a token and print it. It is never shown again."""
     if options.tenant == ANY_TENANT and not set(options.rights) <= {"write", "admin"}:
-        options.usage_error("--tenant '*' is for the rights write and admin alone")
+        options.usage_error("--tenant '*' may have only the rights write and admin; name a tenant")
     token = make_token()
     entry = _entry(options, token)
     if options.append:
@@ -37,11 +39,11 @@ def run(options: argparse.Namespace, output: Output) -> int:
     if output.as_json:
         output.json({"token": token, "entry": None if options.append else entry})
     elif options.append:
-        output.say(token)  # and nothing else, so that it can be sent into a file
+        output.say(token)  # nothing else, so that it can be redirected into a file
     else:
-        output.say("# The token. It is shown this once: give it to whoever is to call, and to nobody else.")
+        output.say("# The token. It is shown only this once: give it to its user, and to nobody else.")
         output.say(token)
-        output.say("\n# Its entry in the tokens file of the services (--tokens FILE). It does not tell the token.")
+        output.say("\n# Its entry for the services' tokens file (--tokens FILE). It does not contain the token itself.")
         output.say(entry)
     return 0
 
@@ -62,12 +64,12 @@ def _entry(options: argparse.Namespace, token: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a TOML string. What JSON escapes, TOML does likewise, but for pairs of surrogates and for DEL."""
+    """Return a TOML string. TOML escapes as JSON does, except for surrogate pairs and DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _note(text: str) -> str:
-    if any("\ud800" <= character <= "\udfff" for character in text):  # bytes of the command line that are no text
+    if any("\ud800" <= character <= "\udfff" for character in text):  # bytes that Python could not decode
         raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8")
     return text
 
@@ -75,7 +77,7 @@ def _note(text: str) -> str:
 def _tenant(text: str) -> str:
     if text != ANY_TENANT and not is_valid_tenant(text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} names no tenant: take 1 to 128 of a-z A-Z 0-9 . _ -, with no dot or dash first"
+            f"{text!r} is not a valid tenant name: use 1 to 128 of a-z A-Z 0-9 . _ - and do not start with . or -"
         )
     return text
 
@@ -84,7 +86,7 @@ def _rights(text: str) -> list[str]:
     rights = [name.strip() for name in text.split(",")]
     for name in rights:
         if name not in RIGHTS:
-            raise argparse.ArgumentTypeError(f"{name!r} is no right; there are {', '.join(RIGHTS)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not a right; choose among {', '.join(RIGHTS)}")
     return rights
 
 
@@ -93,6 +95,6 @@ def _days(text: str) -> float:
         days = float(text)
     except ValueError:
         days = 0.0
-    if not 0 < days <= 36_500:  # noqa: PLR2004 - a century; datetime ends somewhere
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days above 0")
+    if not 0 < days <= 36_500:  # noqa: PLR2004 - a century, within datetime's range
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days from above 0 to 36500")
     return days

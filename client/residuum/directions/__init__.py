@@ -1,8 +1,8 @@
-"""Directions of the residual stream: made from two sets of captures, kept in files, used to steer.
+"""Directions of the residual stream: computed from two sets of captures, saved in files, used to steer.
 
-A direction is what tells two kinds of text apart inside the model: prompts that are happy and sad, replies that refuse
-and comply. `difference_of_means` and `pca` find one for each layer, and `Directions` keeps them with where they came
-from.
+A direction separates two kinds of text inside the model, such as happy and sad prompts, or replies that refuse and
+replies that comply. `difference_of_means` and `pca` compute one for each layer. `Directions` holds them with their
+origin.
 
 Example:
     >>> capture = residuum.Capture(layers="all", positions="last_prompt")

@@ -1,4 +1,4 @@
-"""The examples that directions are made of: rows of captures, or of plain arrays, taken one after the other. No I/O."""
+"""Reads the examples from which directions are computed: rows of captures, or of plain arrays. It does no I/O."""
 
 from __future__ import annotations
 
@@ -22,50 +22,51 @@ ExampleSet = Union[Mapping[int, npt.ArrayLike], Iterable[Mapping[int, npt.ArrayL
 DEFAULT_POSITIONS: Literal["last_prompt"] = "last_prompt"
 
 _BATCH = 16
-"""Examples of a plain mapping that are converted to float64 at a time: with 80 layers of 8192, 84 MB."""
+"""Examples of a plain mapping that are converted to float64 at once: 84 MB with 80 layers of 8192 elements."""
 
 Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some examples: one row for each layer."""
+    """Some examples, each with one row per layer."""
 
     values: Float64Array
     """The rows, [examples, layers, hidden]; 0 where `present` is false."""
     present: npt.NDArray[np.bool_]
-    """Which rows there are, [examples, layers]. All true unless partial captures were allowed."""
+    """Which rows are present, [examples, layers]. All true unless partial captures were allowed."""
 
     def __len__(self) -> int:
         return len(self.values)
 
     def part(self, start: int, stop: int | None = None) -> Batch:
-        """Return the examples from `start` to before `stop`."""
+        """Return the examples from `start` up to, but not including, `stop`."""
         return Batch(self.values[start:stop], self.present[start:stop])
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the captures of both sets must have in common; read off the first one."""
+    """Properties that the captures of both sets must share; taken from the first capture."""
 
     name: str
     model: str
     site: str
     steering: tuple[str, bytes]
-    """In words how the rows relate to steering, and the steering itself."""
+    """How the rows relate to steering, in words; and the serialised steering."""
 
 
 class ExampleReader:
-    """Reads the examples of both sets, and sees that they go together: the same layers, width, model, site, steering.
+    """Reads the examples of both sets, and checks that they share layers, width, model, site and steering.
 
-    One capture is one example: the mean of its rows at the chosen positions. Of a plain mapping each row is one.
+    Each capture is one example: the mean of its rows at the chosen positions. Each row of a plain mapping is one
+    example.
     """
 
     def __init__(self, layers: LayersLike | None, positions: PositionsLike, *, allow_partial: bool) -> None:
         self._layers = None if layers is None or isinstance(layers, str) else tuple(layer_list(layers))
         self._asked_for_layers = self._layers is not None
         if isinstance(layers, str) and layers != "all":
-            raise InvalidRequest(f"layers={layers!r} is not known; write 'all', a number, or a list of numbers.")
+            raise InvalidRequest(f"layers={layers!r} is unknown; use 'all', a number, or a list of numbers.")
         self._positions = Positions.of(positions)
         self._words = positions if isinstance(positions, str) else str(self._positions) if self._chooses else "all"
         self._allow_partial = allow_partial
@@ -74,27 +75,27 @@ class ExampleReader:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers, ascending; known once an example was read."""
+        """The layers, ascending; known once an example has been read."""
         return self._layers or ()
 
     @property
     def model(self) -> str:
-        """The model of the captures; empty if there was none."""
+        """The captures' model; empty without captures."""
         return self._facts.model if self._facts else ""
 
     @property
     def site(self) -> str:
-        """The site of the captures, or the usual one."""
+        """The captures' site; "resid_post" without captures."""
         return self._facts.site if self._facts else "resid_post"
 
     @property
     def positions(self) -> str:
-        """The chosen positions in words; empty if there was no capture."""
+        """The chosen positions in words; empty without captures."""
         return self._words if self._facts else ""
 
     @property
     def steered(self) -> bool:
-        """Whether the captures were of steered requests."""
+        """Whether the captured requests were steered."""
         return bool(self._facts and self._facts.steering[1])
 
     @property
@@ -102,16 +103,17 @@ class ExampleReader:
         return self._positions != Positions()
 
     def batches(self, side: str, examples: ExampleSet) -> Iterator[Batch]:
-        """Yield a set's examples, in order. What is given is taken one at a time and not kept.
+        """Yield a set's examples in order. The reader takes one item at a time and keeps none.
 
         Args:
-            side: What the set is called in messages.
+            side: The set's name in error messages.
             examples: The set.
 
         Raises:
-            TypeError: It is something else than a set of examples.
-            InvalidRequest: An example does not go together with those before it, or holds no number to go by.
-            CaptureNotComplete: A capture is not complete, and partial ones were not allowed.
+            TypeError: The value is not a set of examples.
+            InvalidRequest: An example differs from earlier ones, or lacks the needed rows; BadVector if its rows
+                cannot be used.
+            CaptureNotComplete: A capture is not complete, and partial captures are not allowed.
         """
         for number, item in enumerate(_items(side, examples)):
             if isinstance(item, Activations):
@@ -128,8 +130,8 @@ class ExampleReader:
         self._check_layers(name, acts.layers)
         if acts.width != acts.hidden_size:
             raise InvalidRequest(
-                f"{name}: its rows were captured as {acts.encoding!r}, {acts.width} numbers each, and a direction has "
-                f"the model's {acts.hidden_size}. Capture them with an encoding of full width: 'full8', or 'raw'.",
+                f"{name}: its rows were captured as {acts.encoding!r} with {acts.width} elements, but a direction "
+                f"needs the model's {acts.hidden_size}. Capture them with an encoding of full width: 'full8' or 'raw'.",
                 reason="INVALID_FIELD",
             )
         self._check_width(name, acts.hidden_size)
@@ -145,7 +147,7 @@ class ExampleReader:
         return Batch(values, present)
 
     def _columns(self, name: str, acts: Activations) -> npt.NDArray[np.intp]:
-        """Return which rows of a capture count, as indices."""
+        """Return the indices of the capture's rows that make up the example."""
         held = acts.positions
         if not self._chooses:
             columns = np.arange(len(held))
@@ -156,14 +158,14 @@ class ExampleReader:
             wanted[held] = False
             if wanted.any() and not self._allow_partial:
                 raise InvalidRequest(
-                    f"{name}: positions={self._words!r} names {_runs(np.flatnonzero(wanted))}, for which no rows are "
-                    f"here. There are rows for {_runs(held)}: say which of these with positions=, None for all.",
+                    f"{name}: positions={self._words!r} selects {_runs(np.flatnonzero(wanted))}, but the capture has "
+                    f"rows only for {_runs(held)}. Choose among these with positions=, or None for all.",
                     reason="INVALID_FIELD",
                 )
         if not len(columns) and not self._allow_partial:
             raise InvalidRequest(
-                f"{name}: none of its positions is among positions={self._words!r}; the prompt has "
-                f"{acts.prompt_tokens} tokens, and there are rows for {_runs(held)}.",
+                f"{name}: positions={self._words!r} selects none of its positions. The prompt has "
+                f"{acts.prompt_tokens} tokens, and the capture has rows for {_runs(held)}. Choose among these.",
                 reason="INVALID_FIELD",
             )
         return columns
@@ -171,20 +173,20 @@ class ExampleReader:
     def _of_mapping(self, name: str, mapping: Mapping[int, npt.ArrayLike]) -> Iterator[Batch]:
         if self._chooses and self._positions != Positions.of(DEFAULT_POSITIONS):
             raise InvalidRequest(
-                f"{name}: positions= chooses rows of captures; of a plain mapping every row is an example. Leave it "
-                "out, and pick the rows before.",
+                f"{name}: positions= selects rows of captures only; in a plain mapping every row is an example. Leave "
+                "it out, and select the rows beforehand.",
                 reason="INVALID_FIELD",
             )
         if not mapping:
-            raise InvalidRequest(f"{name} has no layer.", reason="INVALID_FIELD")
+            raise InvalidRequest(f"{name} has no layer. Give at least one.", reason="INVALID_FIELD")
         self._check_layers(name, tuple(layer_list(mapping)))
         arrays = [_rows_of(f"{name}, layer {layer}", mapping[layer]) for layer in self.layers]
         for layer, array in zip(self.layers, arrays, strict=True):
             self._check_width(f"{name}, layer {layer}", array.shape[1])
             if len(array) != len(arrays[0]):
                 raise InvalidRequest(
-                    f"{name} has {len(arrays[0])} rows in layer {self.layers[0]} and {len(array)} in layer {layer}; "
-                    "row i must be of the same example in every layer.",
+                    f"{name} has {len(arrays[0])} rows in layer {self.layers[0]}, but {len(array)} in layer {layer}. "
+                    "Row i must belong to the same example in every layer.",
                     reason="INVALID_FIELD",
                 )
         for start in range(0, len(arrays[0]), _BATCH):
@@ -192,20 +194,20 @@ class ExampleReader:
             self._check_finite(name, values)
             yield Batch(values, np.ones(values.shape[:2], dtype=np.bool_))
 
-    def _check_layers(self, name: str, there: tuple[int, ...]) -> None:
+    def _check_layers(self, name: str, present: tuple[int, ...]) -> None:
         if self._layers is None:
-            self._layers = there
-        missing = sorted(set(self._layers) - set(there))
+            self._layers = present
+        missing = sorted(set(self._layers) - set(present))
         if missing:
             raise UnknownLayer(
-                f"{name}: no rows of the layers {missing}; it has {list(there)}. Every example needs the same layers: "
-                "name with layers= those that all of them have.",
+                f"{name}: it lacks the layers {missing}; it has {list(present)}. Every example needs the same layers: "
+                "choose those that all examples have with layers=.",
                 reason="UNKNOWN_LAYER",
             )
-        more = sorted(set(there) - set(self._layers))
+        more = sorted(set(present) - set(self._layers))
         if more and not self._asked_for_layers:
             raise InvalidRequest(
-                f"{name}: it has the layers {more}, which those before it have not; name the layers with layers=.",
+                f"{name}: it has the layers {more}, which earlier examples lack; choose the layers with layers=.",
                 reason="INVALID_FIELD",
             )
 
@@ -214,8 +216,8 @@ class ExampleReader:
             self._width = (name, width)
         if width != self._width[1]:
             raise BadVector(
-                f"{name}: its rows have {width} elements, and those of {self._width[0]} have {self._width[1]}. Are "
-                "they of one model?",
+                f"{name}: its rows have {width} elements, but those of {self._width[0]} have {self._width[1]}. Use "
+                "examples of one model.",
                 reason="WRONG_LENGTH",
             )
 
@@ -223,21 +225,21 @@ class ExampleReader:
         first = self._facts = self._facts or facts
         if facts.model != first.model:
             raise InvalidRequest(
-                f"{facts.name} is of the model {facts.model!r}, and {first.name} of {first.model!r}: a direction means "
-                "something in one model only.",
+                f"{facts.name} comes from the model {facts.model!r}, but {first.name} from {first.model!r}. A "
+                "direction is meaningful in one model only: use captures of one model.",
                 reason="INVALID_FIELD",
             )
         if facts.site != first.site:
             raise InvalidRequest(
-                f"{facts.name} has the site {facts.site} selected, and {first.name} {first.site}; choose one with "
+                f"{facts.name} has the site {facts.site} selected, but {first.name} has {first.site}. Select one with "
                 "acts.select(site=...).",
                 reason="INVALID_FIELD",
             )
         if facts.steering != first.steering:
-            other = facts.steering[0] if facts.steering[0] != first.steering[0] else "steered otherwise"
+            other = facts.steering[0] if facts.steering[0] != first.steering[0] else "steered differently"
             raise InvalidRequest(
-                f"{first.name} was {first.steering[0]}, and {facts.name} {other}: the steering itself would be in the "
-                "direction. If you want that, give plain mappings, as in {layer: acts[layer]}.",
+                f"{first.name} was {first.steering[0]}, but {facts.name} was {other}: the direction would include the "
+                "steering itself. If you want that, pass plain mappings, as in {layer: acts[layer]}.",
                 reason="INVALID_FIELD",
             )
 
@@ -245,11 +247,11 @@ class ExampleReader:
         finite = np.isfinite(values).all(axis=(0, 2))
         if not finite.all():
             layers = [self.layers[index] for index in np.flatnonzero(~finite)]
-            raise BadVector(f"{name}: NaN or infinite elements in the layers {layers}.", reason="BAD_VALUES")
+            raise BadVector(f"{name}: it has NaN or infinite elements in the layers {layers}.", reason="BAD_VALUES")
 
 
 def paired(positives: Iterator[Batch], negatives: Iterator[Batch]) -> Iterator[tuple[Batch, Batch]]:
-    """Yield both sets in equal steps, the i-th example of one beside the i-th of the other.
+    """Yield batches of both sets with equal numbers of examples, so that example i of one set meets that of the other.
 
     Raises:
         InvalidRequest: One set has more examples than the other, or both have none.
@@ -265,8 +267,8 @@ def paired(positives: Iterator[Batch], negatives: Iterator[Batch]) -> Iterator[t
     if left is not None or right is not None:
         more, fewer = ("positive", "negative") if left is not None else ("negative", "positive")
         raise InvalidRequest(
-            f"{fewer} has {pairs} examples, and {more} has more: they are taken in pairs, the first of one with the "
-            "first of the other. difference_of_means needs no pairs.",
+            f"{fewer} has {pairs} examples, but {more} has more: this method pairs the examples of both sets in order. "
+            "Give as many of each, or use difference_of_means, which needs no pairs.",
             reason="INVALID_FIELD",
         )
     if not pairs:
@@ -275,16 +277,16 @@ def paired(positives: Iterator[Batch], negatives: Iterator[Batch]) -> Iterator[t
 
 def no_examples(side: str) -> InvalidRequest:
     """Return the exception for an empty set."""
-    return InvalidRequest(f"{side} holds no example.", reason="INVALID_FIELD")
+    return InvalidRequest(f"{side} has no examples. Give at least one.", reason="INVALID_FIELD")
 
 
 def _items(side: str, examples: ExampleSet) -> Iterator[Mapping[int, npt.ArrayLike]]:
-    given: object = examples  # as it came, whatever its annotation says
+    given: object = examples  # typed as object, because users may pass anything
     if isinstance(given, Mapping):
         yield given
         return
     if hasattr(given, "__aiter__"):
-        raise TypeError(f"{side} is read from a plain iterable: await it first, as in [acts async for acts in ...].")
+        raise TypeError(f"{side} must not be an async iterable. Await it first, as in [acts async for acts in ...].")
     if isinstance(given, (str, bytes)) or hasattr(given, "__array__") or not isinstance(given, Iterable):
         raise TypeError(_not_examples(side, given))
     for item in given:
@@ -301,21 +303,22 @@ def _not_examples(side: str, given: object) -> str:
 
 
 def _rows_of(name: str, array: Any) -> npt.NDArray[Any]:
-    if hasattr(array, "detach"):  # a torch tensor, without importing torch: numpy knows neither CUDA nor bfloat16
+    if hasattr(array, "detach"):  # a torch tensor; numpy supports neither CUDA nor bfloat16
         tensor = array.detach().cpu()
         array = tensor.numpy() if tensor.is_complex() else tensor.float().numpy()
     rows = np.asarray(array)
     if rows.ndim != 2 or not rows.shape[1]:  # noqa: PLR2004 - [rows, hidden]
         raise BadVector(
-            f"{name}: rows have the shape [rows, hidden], but this array has {list(rows.shape)}.", reason="WRONG_LENGTH"
+            f"{name}: rows must have the shape [rows, hidden], but this array has {list(rows.shape)}.",
+            reason="WRONG_LENGTH",
         )
     if np.iscomplexobj(rows) or not np.can_cast(rows.dtype, np.float64, "same_kind"):
-        raise BadVector(f"{name}: rows are real numbers, not {rows.dtype}.", reason="WRONG_DTYPE")
+        raise BadVector(f"{name}: rows must be real numbers, not {rows.dtype}.", reason="WRONG_DTYPE")
     return rows
 
 
 def _rows(acts: Activations) -> int:
-    """How many positions the selected sequence has, as far as is known."""
+    """Return how many positions the selected sequence has, as far as is known."""
     outcomes = acts.manifest.sequences
     generated = len(outcomes[acts.sequence].generated_token_ids) if acts.sequence < len(outcomes) else 0
     return expected_rows(acts.prompt_tokens, generated)
@@ -324,9 +327,9 @@ def _rows(acts: Activations) -> int:
 def _steering(manifest: Manifest) -> tuple[str, bytes]:
     if not manifest.steered:
         return "not steered", b""
-    what = manifest.proto.description
-    when = "before it was steered" if what.spec.before_steering else "after it was steered"
-    return f"captured {when}", what.steering.SerializeToString(deterministic=True)
+    description = manifest.proto.description
+    when = "before steering" if description.spec.before_steering else "after steering"
+    return f"captured {when}", description.steering.SerializeToString(deterministic=True)
 
 
 def _runs(positions: npt.NDArray[np.integer]) -> str:

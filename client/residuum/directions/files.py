@@ -1,4 +1,4 @@
-"""Directions in files: safetensors, and GGUF as repeng and llama.cpp keep control vectors."""
+"""Reads and writes directions: safetensors, and GGUF as repeng and llama.cpp use it for control vectors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from residuum.rpc.extras import install_extra
 from residuum.values.selections import LayersLike
 
 FORMAT = "residuum.directions.v1"
-"""What the file says it is, in its metadata under "format"."""
+"""The value of "format" in the metadata of safetensors files."""
 
 _ARCHITECTURE = "controlvector"
-"""What a GGUF file says it is, in `general.architecture`."""
+"""The value of `general.architecture` in GGUF files."""
 
 _Path = str | os.PathLike[str]
 
@@ -45,16 +45,16 @@ def load(path: _Path) -> Directions:
 
 
 def saved_directions(path: _Path) -> Directions | None:
-    """Return the directions of a file that `Directions.save` wrote; None of any other, or if there is no such file."""
+    """Return the directions of a file that `Directions.save` wrote; None for any other file, or if it is missing."""
     try:
         is_ours = read_safetensors(path)[1].get("format") == FORMAT
-    except (OSError, InvalidRequest):  # told in their own words by who reads it as something else
+    except (OSError, InvalidRequest):  # the caller reads the file in another way, which reports its own errors
         return None
     return load(path) if is_ours else None
 
 
 def _origin(path: _Path, text: str) -> Origin:
-    """Return what the metadata says; what a newer version may say besides is passed over."""
+    """Return the origin in the metadata. Fields of a newer version are ignored."""
     try:
         facts = json.loads(text)
         known = {field.name: facts[field.name] for field in dataclasses.fields(Origin) if field.name in facts}
@@ -77,8 +77,8 @@ def from_gguf(path: _Path) -> Directions:
         arrays = {tensor.name: _values(gguf, tensor) for tensor in tensors}
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001 - the package checks little: bad bytes surface as whatever they break
-        raise _refusal(path, f"it is not a GGUF file, or a damaged one ({type(error).__name__}: {error})") from None
+    except Exception as error:  # noqa: BLE001 - the package checks little, so bad bytes raise any exception
+        raise _refusal(path, f"it is not a GGUF file, or is damaged ({type(error).__name__}: {error})") from None
     if architecture != _ARCHITECTURE:
         raise _refusal(path, f"it is a GGUF file, but of architecture {architecture!r} and not a control vector")
     return _directions(path, arrays, "direction", Origin(method="control_vector", model=hint))
@@ -90,7 +90,7 @@ def _text(reader: Any, name: str) -> str:
 
 
 def _values(gguf: ModuleType, tensor: Any) -> npt.NDArray[Any]:
-    """Return a tensor's elements in memory of their own: the reader maps the file."""
+    """Return a copy of a tensor's elements, because the reader only maps the file."""
     if tensor.data.dtype.kind == "f":
         return np.array(tensor.data)
     return np.array(gguf.dequantize(tensor.data, tensor.tensor_type))
@@ -101,7 +101,7 @@ def to_gguf(directions: Directions, path: _Path, layers: LayersLike | None, mode
     placed = directions.placed(layers)
     if any(place == 0 for _, place, _ in placed):
         raise UnknownLayer(
-            "llama.cpp cannot steer after layer 0, and refuses a file that has a direction for it; leave it out with "
+            "llama.cpp cannot steer after layer 0, and refuses a file with a direction for it. Leave it out with "
             f"layers={[layer for layer, place, _ in placed if place]}.",
             reason="UNKNOWN_LAYER",
         )
@@ -127,14 +127,14 @@ def _gguf() -> ModuleType:
 
 
 def _directions(path: _Path, arrays: dict[str, npt.NDArray[Any]], prefix: str, origin: Origin) -> Directions:
-    """Make directions of tensors that are named PREFIX.LAYER."""
+    """Return directions from tensors that are named PREFIX.LAYER."""
     if not arrays:
-        raise _refusal(path, "it holds no direction")
+        raise _refusal(path, "it has no tensors of directions")
     layers: dict[int, npt.NDArray[Any]] = {}
     for name, array in arrays.items():
         match = re.fullmatch(rf"{re.escape(prefix)}\.(\d{{1,9}})", name, re.ASCII)
         if match is None or int(match[1]) in layers:
-            raise _refusal(path, f"its tensor {name!r} is not named {prefix}.LAYER, or names a layer once more")
+            raise _refusal(path, f"its tensor {name!r} is not named {prefix}.LAYER, or repeats a layer")
         layers[int(match[1])] = array
     try:
         return Directions(layers, origin=origin)

@@ -1,4 +1,4 @@
-"""Directions from two sets of examples. What is read, and why, is told by `residuum.directions`."""
+"""Methods that compute directions from two sets of examples. `residuum.directions` lists their sources."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ def difference_of_means(
     positions: PositionsLike = DEFAULT_POSITIONS,
     allow_partial: bool = False,
 ) -> Directions:
-    """Return the mean of the positive examples minus that of the negative ones, in each layer.
+    """Return the mean of the positive examples minus the mean of the negative examples, for each layer.
 
-    The plainest direction, and often the best for steering (Marks & Tegmark, arXiv:2310.06824, §5; Rimsky et al.,
-    arXiv:2312.06681, who take it at the last token of prompts that differ in it; Chen et al., arXiv:2507.21509, who
-    take it over the tokens of replies: `positions="generated"`). It keeps its length: `scale=1` goes the whole way
-    from one mean to the other. `.normalized()` makes that 1.
+    This is the simplest direction, and often the best for steering (Marks & Tegmark, arXiv:2310.06824, §5). Rimsky et
+    al. (arXiv:2312.06681) take it at the last token of prompts that differ in that token. Chen et al.
+    (arXiv:2507.21509) take it over the tokens of replies, as with `positions="generated"`. The direction keeps its
+    length, so `scale=1` moves one mean to the other. `.normalized()` gives it length 1.
 
-    **An example** is one capture: the mean of its rows at the chosen positions, so that a long one counts no more than
-    a short one. Of a plain mapping, each row is an example. The sets may differ in size, and neither is kept: sums are
-    float64, and a generator that reads one capture after the other needs the room of one.
+    **An example** is one capture: the mean of its rows at the chosen positions. So long captures count no more than
+    short ones. In a plain mapping, each row is an example. The sets may differ in size. Sums are float64, and no
+    example is kept, so a generator that reads captures one by one needs memory for one.
 
-    Of Activations the selected sequence and site count; give `acts.select(sequence=1)` beside `acts` to have both.
+    Of Activations, the selected sequence and site are used. To use both sequences, pass `acts` and
+    `acts.select(sequence=1)`.
 
     Args:
-        positive: What the direction leads to: Activations, or a mapping layer -> [rows, hidden], or an iterable of
-            either.
-        negative: What it leads away from; likewise.
-        layers: Only these layers; None or "all" means those of the examples, which must then all have the same.
-        positions: The rows of a capture that count, see `Positions.of`; None for all that there are. By default the
-            last prompt token's, where the model has read everything and not yet answered. The first token's rows are
-            better left out: in many models they are far longer than all others, whatever the text.
-        allow_partial: Take captures that are not complete. Rows that are missing are left out.
+        positive: The examples that the direction points to: Activations, or a mapping layer -> [rows, hidden], or an
+            iterable of either.
+        negative: The examples that the direction points away from, in the same forms.
+        layers: Use only these layers. None or "all" means the layers of the examples, which must then be the same.
+        positions: The rows of a capture to use, see `Positions.of`; None for all. By default that of the last prompt
+            token, where the model has read everything and not yet answered. Leave out the first token's row: in many
+            models it is far longer than all others, whatever the text.
+        allow_partial: Use captures that are not complete, without their missing rows.
 
     Returns:
-        Directions whose origin says of what they were made.
+        Directions whose origin describes the examples.
 
     Raises:
         InvalidRequest: A set is empty; or captures differ in layers (UnknownLayer), hidden size (BadVector), model,
-            site or steering, or lack rows at `positions`. Also for steered captures of which some were taken before
-            and some after steering.
+            site or steering, or lack rows at `positions`; or some were captured before and some after steering.
         CaptureNotComplete: A capture is not complete, and `allow_partial` is false.
-        BadVector: An example has NaN or infinite elements, or is no array [rows, hidden].
+        BadVector: An example has NaN or infinite elements, or is not an array [rows, hidden].
 
     Example:
         >>> happy = (client.activations(reply) for reply in happy_replies)
@@ -76,35 +76,35 @@ def pca(
     positions: PositionsLike = DEFAULT_POSITIONS,
     allow_partial: bool = False,
 ) -> Directions:
-    """Return the first principal component of paired examples, in each layer: length 1, positive examples lie higher.
+    """Return the first principal component of paired examples for each layer, as a vector of length 1.
 
-    Example i of one set is paired with example i of the other: prompts that differ in nothing but what the direction is
-    to mean. This is the reading of Zou et al. (arXiv:2310.01405, §3.1), in the two forms that repeng has:
+    Example i of one set is paired with example i of the other. Use pairs of prompts that differ only in what the
+    direction should mean. This is the method of Zou et al. (arXiv:2310.01405, §3.1), in the two forms of repeng:
 
-    * "pca_center": both rows of a pair are centred on their middle. That is the component of the differences
-      themselves, about 0: what the differences have in common counts.
-    * "pca_diff": the differences are centred on their mean, as repeng's default does through scikit-learn. What all
-      differences share is taken away, and what is found is along which line they *vary*. If they hardly vary, that can
-      be far from where they point.
+    * "pca_center" centres both rows of a pair on their midpoint. This gives the component of the differences
+      themselves, so what the differences have in common counts.
+    * "pca_diff" centres the differences on their mean, as repeng's default does through scikit-learn. This removes what
+      all differences share, and finds the line along which they *vary*. If they hardly vary, that line can be far from
+      the direction in which they point.
 
-    The sign is such that in most pairs the positive example lies higher, as in repeng.
+    The sign is chosen so that in most pairs the positive example has the higher projection, as in repeng.
 
-    Room for pairs × layers × hidden × 4 bytes is needed; read fewer `layers` at a time if that is too much. The work
-    grows with the third power of the smaller of pairs and hidden size.
+    This needs memory for pairs × layers × hidden × 4 bytes; read fewer `layers` at a time if that is too much. The time
+    grows with the cube of the number of pairs or of the hidden size, whichever is smaller.
 
     Args:
-        positive: What the direction leads to; as for `difference_of_means`.
-        negative: What it leads away from, pair by pair.
-        method: What is centred on what.
+        positive: The examples that the direction points to; as for `difference_of_means`.
+        negative: The examples that the direction points away from, in the same order.
+        method: How the pairs are centred.
         layers: As for `difference_of_means`.
         positions: As for `difference_of_means`.
-        allow_partial: Take captures that are not complete. Where a row is missing, its pair is left out.
+        allow_partial: Use captures that are not complete. A layer leaves out pairs of which a row is missing.
 
     Raises:
-        InvalidRequest: As for `difference_of_means`; or the sets are not of one size, there are too few pairs, or in
-            some layer nothing varies.
+        InvalidRequest: As for `difference_of_means`; or the sets differ in size, there are too few pairs, or nothing
+            varies in a layer.
         CaptureNotComplete: A capture is not complete, and `allow_partial` is false.
-        BadVector: An example has NaN or infinite elements, or is no array [rows, hidden]; or a difference is beyond
+        BadVector: An example has NaN or infinite elements, or is not an array [rows, hidden]; or a difference is beyond
             float32.
 
     Example:
@@ -112,18 +112,18 @@ def pca(
         1.0
     """
     if method not in ("pca_center", "pca_diff"):
-        raise InvalidRequest(f"method={method!r} is not known; write 'pca_center' or 'pca_diff'.")
+        raise InvalidRequest(f"method={method!r} is unknown; use 'pca_center' or 'pca_diff'.")
     reader = ExampleReader(layers, positions, allow_partial=allow_partial)
     differences: list[npt.NDArray[np.float32]] = []
     present: list[npt.NDArray[np.bool_]] = []
     for above, below in paired(reader.batches("positive", positive), reader.batches("negative", negative)):
-        with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused by name
+        with np.errstate(over="ignore"):  # overflow gives infinity, which _component refuses
             differences.append((above.values - below.values).astype(np.float32))
         present.append(above.present & below.present)
     vectors = {}
     for index, layer in enumerate(reader.layers):
         rows = np.concatenate(
-            [batch[there[:, index], index] for batch, there in zip(differences, present, strict=True)]
+            [batch[rows_present[:, index], index] for batch, rows_present in zip(differences, present, strict=True)]
         )
         vectors[layer] = _component(layer, rows.astype(np.float64), centred=method == "pca_diff")
     pairs = sum(len(batch) for batch in differences)
@@ -145,7 +145,9 @@ def _mean(reader: ExampleReader, side: str, examples: ExampleSet) -> tuple[Float
         raise no_examples(side)
     if not counts.all():
         bare = [layer for layer, count in zip(reader.layers, counts, strict=True) if not count]
-        raise InvalidRequest(f"{side}: not one capture has the rows of the layers {bare}.", reason="INVALID_FIELD")
+        raise InvalidRequest(
+            f"{side}: no capture has rows of the layers {bare}. Leave them out with layers=.", reason="INVALID_FIELD"
+        )
     return total / counts[:, None], number
 
 
@@ -154,19 +156,20 @@ def _component(layer: int, differences: Float64Array, *, centred: bool) -> Float
     least = 2 if centred else 1
     if len(differences) < least:
         raise InvalidRequest(
-            f"Layer {layer}: {len(differences)} pairs of rows, and at least {least} are needed.", reason="INVALID_FIELD"
+            f"Layer {layer} has {len(differences)} pairs of rows, but at least {least} are needed.",
+            reason="INVALID_FIELD",
         )
     rows = differences - differences.mean(axis=0) if centred else differences
     length = np.linalg.norm(rows)
     if not np.isfinite(length):
-        raise BadVector(f"Layer {layer}: examples differ by more than a float32 can hold.", reason="BAD_VALUES")
-    # Below this it is what float32 makes of numbers that are the same, and points anywhere.
+        raise BadVector(f"Layer {layer}: the examples differ by more than float32 can hold.", reason="BAD_VALUES")
+    # Below this threshold the differences are only float32 rounding errors, which have no meaningful direction.
     if length <= 1e-6 * np.linalg.norm(differences):
         why = "all differences are the same; use method='pca_center'" if differences.any() else "the sets are the same"
-        raise InvalidRequest(f"Layer {layer}: no component, because {why}.", reason="INVALID_FIELD")
-    rows = rows / length  # so that no square overflows or vanishes
+        raise InvalidRequest(f"Layer {layer} has no principal component: {why}.", reason="INVALID_FIELD")
+    rows = rows / length  # so that no square overflows or underflows
     component: Float64Array
-    if len(rows) <= rows.shape[1]:  # whichever of the two products of the matrix with itself is the smaller
+    if len(rows) <= rows.shape[1]:  # decompose the smaller of the two Gram matrices
         component = rows.T @ np.linalg.eigh(rows @ rows.T)[1][:, -1]
     else:
         component = np.linalg.eigh(rows.T @ rows)[1][:, -1]

@@ -1,4 +1,4 @@
-"""Directions: one vector for each layer, with where they came from."""
+"""Directions: one vector for each layer, with their origin."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ Float64Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where directions came from. Everything but `site` is for people; unknown facts are empty or 0."""
+    """How directions were made. Only `site` affects steering; unknown facts are empty or 0."""
 
     method: str = ""
-    """How they were made: "difference_of_means", "pca_center", "pca_diff", or "control_vector" if read from GGUF."""
+    """The method: "difference_of_means", "pca_center", "pca_diff", or "control_vector" for GGUF files."""
     model: str = ""
-    """The model that was captured; of a GGUF file its `model_hint`, which names an architecture, such as "llama"."""
+    """The captured model; for a GGUF file, its `model_hint`, which names an architecture such as "llama"."""
     site: str = "resid_post"
-    """The site whose rows they were made of."""
+    """The site of the examples' rows."""
     positions: str = ""
-    """The positions whose rows they were made of, such as "last_prompt"."""
+    """The positions of the examples' rows, such as "last_prompt"."""
     positive_examples: int = 0
-    """How many positive examples there were."""
+    """Number of positive examples."""
     negative_examples: int = 0
-    """How many negative examples there were."""
+    """Number of negative examples."""
     steered: bool = False
     """Whether the captured requests were steered."""
 
 
 class Directions(Mapping[int, Vector]):
-    """One direction for each of some layers: layer -> Vector, all of one length. Immutable.
+    """An immutable map from layer to direction. All its vectors have the model's hidden size.
 
     Args:
-        vectors: By layer: a Vector, or anything that `Vector.from_array` takes, [hidden].
-        origin: Where they came from.
+        vectors: Layer -> a Vector, or anything that `Vector.from_array` takes, [hidden].
+        origin: How the directions were made.
 
     Raises:
-        BadVector: A vector cannot be used, or they differ in length; the message names the layer.
+        InvalidRequest: There are no vectors.
+        BadVector: A vector cannot be used, or their lengths differ; the message names the layer.
         UnknownLayer: A layer is below 0.
         UnknownSite: The origin's site does not exist.
 
@@ -57,28 +58,28 @@ class Directions(Mapping[int, Vector]):
         Directions(30 layers × 576, difference_of_means of 8 + 8 examples, resid_post of 'SmolLM2-135M-Instruct')
         >>> joy[12]
         Vector(576 elements, norm 3.21, digest 5c0ffee0…)
-        >>> client.put_vectors(joy)  # before they are needed; otherwise they are sent when they first are
+        >>> client.put_vectors(joy)  # optional: sends them now instead of with the first request that uses them
     """
 
     def __init__(self, vectors: Mapping[int, Vector | npt.ArrayLike], *, origin: Origin | None = None) -> None:
         if not vectors:
-            raise InvalidRequest("Directions have at least one layer, and none is given.", reason="INVALID_FIELD")
+            raise InvalidRequest("Directions need at least one layer, but none is given.", reason="INVALID_FIELD")
         self._origin = origin or Origin()
         if self._origin.site not in SITES:
-            raise UnknownSite(f"{self._origin.site!r} is not a site; there are {', '.join(SITES)}.")
+            raise UnknownSite(f"{self._origin.site!r} is not a site; choose among {', '.join(SITES)}.")
         self._vectors = {layer: _vector(layer, vectors[layer]) for layer in layer_list(vectors)}
         first, *others = self._vectors.items()
         for layer, vector in others:
             if len(vector) != len(first[1]):
                 raise BadVector(
-                    f"The direction of layer {layer} has {len(vector)} elements, and that of layer {first[0]} has "
-                    f"{len(first[1])}; all must have the model's hidden size.",
+                    f"The direction of layer {layer} has {len(vector)} elements, but that of layer {first[0]} has "
+                    f"{len(first[1])}. All must have the model's hidden size.",
                     reason="WRONG_LENGTH",
                 )
 
     @property
     def origin(self) -> Origin:
-        """Where they came from."""
+        """How the directions were made."""
         return self._origin
 
     @property
@@ -88,11 +89,11 @@ class Directions(Mapping[int, Vector]):
 
     @property
     def hidden_size(self) -> int:
-        """Elements of each vector."""
+        """Number of elements of each vector."""
         return len(next(iter(self._vectors.values())))
 
     def normalized(self) -> Directions:
-        """Return the same directions with length 1 in every layer, so that `scale` is a length in units of the stream.
+        """Return the same directions scaled to length 1, so that `scale` is a length in units of the residual stream.
 
         Raises:
             BadVector: A vector is zero; the message names its layer.
@@ -100,20 +101,20 @@ class Directions(Mapping[int, Vector]):
         return Directions({layer: self._unit(layer) for layer in self}, origin=self._origin)
 
     def project(self, rows: Mapping[int, npt.ArrayLike]) -> dict[int, Float64Array]:
-        """Return how far rows lie along the directions: x·v̂, with v̂ = v / |v|, in the units of the rows.
+        """Return the projections of rows onto the directions: x·v̂, with v̂ = v / |v|, in the units of the rows.
 
-        It tells how well a layer separates examples, what a sensible bound of `cap` is, and what steering did.
+        Projections show how well a layer separates examples, which bounds suit `cap`, and what steering changed.
 
         Args:
             rows: Activations, or a mapping layer -> [..., hidden].
 
         Returns:
-            By layer, float64 [...]: for each layer that both have. NaN for rows that a partial capture lacks.
+            Layer -> float64 [...], for each layer that both have. NaN for rows that a partial capture lacks.
 
         Raises:
-            TypeError: The rows are a bare array, which does not say of which layer.
-            InvalidRequest: They have no layer in common, or the activations are of another site.
-            BadVector: Their hidden sizes differ, or a direction is zero.
+            TypeError: The rows are a bare array, which does not name its layer.
+            InvalidRequest: Directions and rows have no layer in common, or the activations have another site selected.
+            BadVector: The hidden sizes differ, or a direction is zero.
 
         Example:
             >>> joy.project(acts)[12].round(1)
@@ -123,14 +124,14 @@ class Directions(Mapping[int, Vector]):
             raise TypeError(f"project() takes Activations, or a mapping layer -> rows, not {type(rows).__name__}.")
         if isinstance(rows, Activations) and rows.site != self._origin.site:
             raise InvalidRequest(
-                f"These are directions of {self._origin.site}, and the activations have {rows.site} selected; use "
-                f"acts.select(site={self._origin.site!r}).",
+                f"The directions are for the site {self._origin.site}, but the activations have {rows.site} selected. "
+                f"Use acts.select(site={self._origin.site!r}).",
                 reason="INVALID_FIELD",
             )
         layers = [layer for layer in self if layer in rows]
         if not layers:
             raise InvalidRequest(
-                f"There are directions for the layers {list(self)}, and rows of none of them.", reason="INVALID_FIELD"
+                f"There are directions for the layers {list(self)}, but rows of none of these.", reason="INVALID_FIELD"
             )
         return {layer: self._projection(layer, rows[layer]) for layer in layers}
 
@@ -144,25 +145,25 @@ class Directions(Mapping[int, Vector]):
     ) -> list[Add]:
         """Return operations for `steer=` that add each direction at its own layer: x + scale·v.
 
-        Layers of the same scale are one operation: with one scale for all of them, this is
+        Layers with the same scale share one operation. With one scale for all layers, this is
         `[residuum.Add(joy, scale=scale)]`.
 
-        What is added at one layer is still there in those after it, so that many layers add up: name a few, or take
-        a small scale. With a difference of means, scale=1 at one layer moves the mean of the negative examples to that
-        of the positive ones.
+        What one layer adds stays in the stream of later layers, so the effects of many layers add up: choose few layers
+        or a small scale. With a difference of means, scale=1 at one layer moves the mean of the negative examples to
+        the mean of the positive examples.
 
-        Rows are steered after a layer. So directions of resid_post, attn_out and mlp_out are placed after their own
-        layer, and those of resid_pre, the stream before it, after the layer before.
+        Steering is applied after a layer. So directions of resid_post, attn_out and mlp_out apply after their own
+        layer. Those of resid_pre, the stream before a layer, apply after the previous layer.
 
         Args:
-            scale: The factor, for all layers or by layer; below 0 it steers away.
-            layers: Only these layers; None means all that there are.
-            positions: Where it is applied; see `Positions.of`.
-            keep_norm: Scale each row, after the operation, to the norm that it had before.
+            scale: The factor, for all layers or by layer; a negative factor steers away.
+            layers: Use only these layers; None means all layers with a direction.
+            positions: The positions at which it is applied; see `Positions.of`.
+            keep_norm: Scale each row back to the norm that it had before the operation.
 
         Raises:
-            UnknownLayer: There is no direction for a layer, or it stands for the stream before the first layer, which
-                cannot be steered.
+            UnknownLayer: A layer has no direction, or its direction applies before the first layer, which cannot be
+                steered.
 
         Example:
             >>> client.generate("Hello", steer=joy.add(0.5, layers=range(10, 15)))
@@ -182,13 +183,13 @@ class Directions(Mapping[int, Vector]):
     ) -> list[Ablate]:
         """Return operations for `steer=` that remove each direction at its own layer: x - scale·(x·v̂)v̂.
 
-        Arditi et al. (arXiv:2406.11717) remove the direction of one layer from all of them instead: that is
-        `residuum.Ablate(refusal[15], layers="all")`.
+        Arditi et al. (arXiv:2406.11717) instead remove the direction of one layer from all layers, as
+        `residuum.Ablate(refusal[15], layers="all")` does.
 
         Args:
-            scale: How much of the projection is removed, for all layers or by layer.
-            layers: Only these layers; None means all that there are. `add` says after which layer they work.
-            positions: Where it is applied; see `Positions.of`.
+            scale: The fraction of the projection to remove, for all layers or by layer.
+            layers: Use only these layers; None means all layers with a direction. `add` says where they apply.
+            positions: The positions at which it is applied; see `Positions.of`.
             keep_norm: As for `add`.
 
         Raises:
@@ -211,13 +212,13 @@ class Directions(Mapping[int, Vector]):
     ) -> list[Cap]:
         """Return operations for `steer=` that keep the projection onto each direction within bounds.
 
-        Projections differ from layer to layer, and so should bounds: `project` tells what is usual.
+        Projections differ between layers, and so should bounds. Use `project` to find typical values.
 
         Args:
-            min: The least projection x·v̂ that stays as it is, in units of x; for all layers or by layer.
-            max: The greatest one.
-            layers: Only these layers; None means all that there are. `add` says after which layer they work.
-            positions: Where it is applied; see `Positions.of`.
+            min: The lower bound of the projection x·v̂, in units of x; for all layers or by layer.
+            max: The upper bound.
+            layers: Use only these layers; None means all layers with a direction. `add` says where they apply.
+            positions: The positions at which it is applied; see `Positions.of`.
             keep_norm: As for `add`.
 
         Raises:
@@ -244,12 +245,12 @@ class Directions(Mapping[int, Vector]):
     ) -> list[Replace]:
         """Return operations for `steer=` that set the projection onto each direction: x + (value - x·v̂)v̂.
 
-        Whatever a row said along the direction, it then says `value`; `project` tells what is usual in a layer.
+        Use `project` to find typical values of a layer.
 
         Args:
-            value: What the projection x·v̂ becomes, in units of x; for all layers or by layer.
-            layers: Only these layers; None means all that there are. `add` says after which layer they work.
-            positions: Where it is applied; see `Positions.of`.
+            value: The new projection x·v̂, in units of x; for all layers or by layer.
+            layers: Use only these layers; None means all layers with a direction. `add` says where they apply.
+            positions: The positions at which it is applied; see `Positions.of`.
             keep_norm: As for `add`.
 
         Raises:
@@ -266,10 +267,10 @@ class Directions(Mapping[int, Vector]):
         ]
 
     def placed(self, layers: LayersLike | None = None) -> list[tuple[int, int, Vector]]:
-        """Return (layer, the layer after which it is steered, vector) for some layers; `add` explains the places.
+        """Return (layer, the layer after which it applies, vector) for some layers; `add` explains the difference.
 
         Args:
-            layers: Which; None means all that there are.
+            layers: The layers; None means all layers with a direction.
 
         Raises:
             UnknownLayer: As for `add`.
@@ -278,13 +279,13 @@ class Directions(Mapping[int, Vector]):
         missing = [layer for layer in chosen if layer not in self._vectors]
         if missing:
             raise UnknownLayer(
-                f"There is no direction for the layers {missing}; there are {list(self)}.", reason="UNKNOWN_LAYER"
+                f"There is no direction for the layers {missing}. Choose among {list(self)}.", reason="UNKNOWN_LAYER"
             )
         shift = 1 if self._origin.site == "resid_pre" else 0
         if shift and chosen[0] == 0:
             raise UnknownLayer(
-                "resid_pre of layer 0 is the stream before the first layer, where nothing can be steered; leave layer "
-                "0 out with layers=.",
+                "The direction of layer 0 cannot be applied: resid_pre of layer 0 is the stream before the first "
+                "layer, and steering applies after layers. Leave layer 0 out with layers=.",
                 reason="UNKNOWN_LAYER",
             )
         return [(layer, layer - shift, self._vectors[layer]) for layer in chosen]
@@ -292,18 +293,18 @@ class Directions(Mapping[int, Vector]):
     def _alike(
         self, layers: LayersLike | None, **numbers: float | Mapping[int, float] | None
     ) -> list[tuple[tuple[Any, ...], dict[int, Vector]]]:
-        """Return the layers with equal numbers together: (their numbers, place -> vector)."""
+        """Group the layers by their numbers: return (numbers, the layer after which it applies -> vector)."""
         alike: dict[str, tuple[tuple[Any, ...], dict[int, Vector]]] = {}
         for layer, place, vector in self.placed(layers):
             own = tuple(_of_layer(name, given, layer) for name, given in numbers.items())
-            # By how they are written: what is no number at all is told by the operation, in its own words.
+            # Group by repr, because values that are not numbers may not be hashable; the operation refuses them later.
             alike.setdefault(repr(own), (own, {}))[1][place] = vector
         return list(alike.values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file: a tensor `SITE.LAYER`, float32 [hidden], for each layer.
 
-        The origin stands in its metadata. safetensors' own loaders and `residuum.load_vectors` read it, too.
+        The metadata holds the origin. safetensors' own loaders and `residuum.load_vectors` can also read the file.
 
         Raises:
             OSError: The file cannot be written.
@@ -314,11 +315,11 @@ class Directions(Mapping[int, Vector]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Directions:
-        """Read a file that `save` wrote: the same vectors, bit for bit, and the same origin.
+        """Read a file that `save` wrote. The vectors and the origin are exactly those that were saved.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            InvalidRequest: It is not such a file; BadVector if its vectors cannot be used.
+            FileNotFoundError: The file does not exist.
+            InvalidRequest: `save` did not write the file; BadVector if its vectors cannot be used.
         """
         from residuum.directions.files import load
 
@@ -328,13 +329,13 @@ class Directions(Mapping[int, Vector]):
     def from_gguf(cls, path: str | os.PathLike[str]) -> Directions:
         """Read a control vector that repeng or llama.cpp wrote. Needs the extra `gguf`.
 
-        `direction.N` becomes layer N, the stream after layer N counted from 0: there both repeng (`set_control`, which
-        wraps `model.layers[N]`) and llama.cpp (`build_cvec`, on `l_out-N`) add it, so that `add(scale)` does what
-        their strength of the same number does. repeng takes its rows there, too, but for the last layer: those it
-        takes behind the model's final norm, as transformers hands them out.
+        `direction.N` becomes layer N, the stream after layer N, counted from 0. Both repeng (`set_control`, which wraps
+        `model.layers[N]`) and llama.cpp (`build_cvec`, on `l_out-N`) add it there, so `add(scale)` has the same effect
+        as the same strength in these programs. repeng also computes its directions from rows at this place, except for
+        the last layer: those rows it takes after the model's final norm, as transformers returns them.
 
         Raises:
-            FileNotFoundError: There is no such file.
+            FileNotFoundError: The file does not exist.
             InvalidRequest: It is not a control vector; BadVector if its vectors cannot be used.
             ImportError: The package gguf is not installed.
 
@@ -349,18 +350,18 @@ class Directions(Mapping[int, Vector]):
     def to_gguf(self, path: str | os.PathLike[str], *, layers: LayersLike | None = None, model_hint: str = "") -> None:
         """Write a control vector that repeng and llama.cpp read. Needs the extra `gguf`.
 
-        Each direction becomes `direction.N`, N being the layer after which `add` would place it.
+        Each direction becomes `direction.N`, where N is the layer after which `add` would apply it.
 
         Args:
             path: The file.
-            layers: Only these layers; None means all that there are.
-            model_hint: The model's architecture as transformers calls it (`config.model_type`), such as "llama";
-                repeng warns when those of two vectors differ. By default the origin's model, or "unknown": repeng
-                reads no file without.
+            layers: Use only these layers; None means all layers with a direction.
+            model_hint: The model's architecture as transformers names it (`config.model_type`), such as "llama".
+                repeng warns if the hints of two vectors differ. By default the origin's model, or "unknown", because
+                repeng does not read files without a hint.
 
         Raises:
             OSError: The file cannot be written.
-            UnknownLayer: As for `add`; or it would be placed after layer 0, for which llama.cpp refuses a whole file.
+            UnknownLayer: As for `add`; or a direction applies after layer 0, and llama.cpp would refuse the file.
             ImportError: The package gguf is not installed.
         """
         from residuum.directions.files import to_gguf
@@ -371,7 +372,8 @@ class Directions(Mapping[int, Vector]):
         try:
             return self._vectors[layer]
         except (KeyError, TypeError):
-            raise KeyError(f"There is no direction for layer {layer!r}; layers: {list(self._vectors)}") from None
+            message = f"There is no direction for layer {layer!r}. Choose among {list(self._vectors)}"
+            raise KeyError(message) from None
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._vectors)
@@ -391,16 +393,19 @@ class Directions(Mapping[int, Vector]):
         return hash((self._origin, tuple(self._vectors.items())))
 
     def __repr__(self) -> str:
-        what = self._origin
-        counts = f" of {what.positive_examples} + {what.negative_examples} examples" if what.positive_examples else ""
-        made = f", {what.method}{counts}" if what.method else ""
-        model = f" of {what.model!r}" if what.model else ""
-        return f"Directions({len(self)} layers × {self.hidden_size}{made}, {what.site}{model})"
+        origin = self._origin
+        examples = f"{origin.positive_examples} + {origin.negative_examples} examples"
+        counts = f" of {examples}" if origin.positive_examples else ""
+        made = f", {origin.method}{counts}" if origin.method else ""
+        model = f" of {origin.model!r}" if origin.model else ""
+        return f"Directions({len(self)} layers × {self.hidden_size}{made}, {origin.site}{model})"
 
     def _unit(self, layer: int) -> Float64Array:
         vector = self._vectors[layer]
         if not vector.norm:
-            raise BadVector(f"The direction of layer {layer} is zero: it points nowhere.", reason="BAD_VALUES")
+            raise BadVector(
+                f"The direction of layer {layer} is zero, so nothing projects onto it.", reason="BAD_VALUES"
+            )
         unit: Float64Array = vector.values.astype(np.float64) / vector.norm
         return unit
 
@@ -408,8 +413,8 @@ class Directions(Mapping[int, Vector]):
         values = np.asarray(rows, dtype=np.float64)
         if not values.ndim or values.shape[-1] != self.hidden_size:
             raise BadVector(
-                f"The rows of layer {layer} have the shape {list(values.shape)}, and the direction has "
-                f"{self.hidden_size} elements; rows have the shape [..., hidden].",
+                f"The rows of layer {layer} have the shape {list(values.shape)}, but must have [..., "
+                f"{self.hidden_size}], as the direction has {self.hidden_size} elements.",
                 reason="WRONG_LENGTH",
             )
         projection: Float64Array = np.asarray(values @ self._unit(layer))
@@ -430,7 +435,7 @@ def _of_layer(name: str, given: float | Mapping[int, float] | None, layer: int) 
         return given
     if layer not in given:
         raise InvalidRequest(
-            f"{name} says nothing of layer {layer}; name only the layers that you want with layers=.",
+            f"{name} has no entry for layer {layer}. Add one, or choose other layers with layers=.",
             reason="INVALID_FIELD",
         )
     return given[layer]
@@ -438,5 +443,5 @@ def _of_layer(name: str, given: float | Mapping[int, float] | None, layer: int) 
 
 def _not_a_word(layers: LayersLike) -> int | Iterable[int]:
     if isinstance(layers, str):
-        raise InvalidRequest(f"layers={layers!r} is not known; write 'all', a number, or a list of numbers.")
+        raise InvalidRequest(f"layers={layers!r} is unknown; use 'all', a number, or a list of numbers.")
     return layers

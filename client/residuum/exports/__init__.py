@@ -1,1 +1,1 @@
-"""Activations as files of other formats, written in pieces: what is in memory at once is bounded, not a capture."""
+"""Exports of activations to files. They are written in slices, so memory is bounded for captures of any size."""

@@ -1,4 +1,4 @@
-"""The formats that activations are written in."""
+"""The file formats of exports."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
     from residuum.values.activations import Activations
 
 Advance = Callable[[int], None]
-"""Says that so many more bytes of rows are written."""
+"""Called with the number of further bytes of rows that were written."""
 
 Write = Callable[["Activations", Path, Advance], None]
-"""Writes activations to a path where nothing is, a slice of rows at a time."""
+"""Writes activations to a new path, one slice of rows at a time."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format of files."""
+    """A file format."""
 
     name: str
-    """What it is called."""
+    """The format's name."""
     package: str | None = None
-    """The package that it needs besides the client's own, which is also the name of the extra that brings it."""
+    """The package that it needs beyond the client's own dependencies; None if it needs none."""
     extra: str = ""
-    """The extra that brings the package."""
+    """The extra that installs the package."""
 
     @property
     def suffix(self) -> str:
-        """How such files are named."""
+        """The suffix of its files."""
         return f".{self.name}"
 
     def writer(self) -> Write:
-        """Return what writes it.
+        """Return the function that writes this format.
 
         Raises:
             ImportError: The package that it needs is not installed; the message says what to install.
@@ -67,18 +67,18 @@ FORMATS = {
 
 
 def format_of(path: Path, name: str | None) -> Format:
-    """Return the format of a name, or else of the path's suffix.
+    """Return the format with a name, or without a name that of the path's suffix.
 
     Raises:
-        InvalidRequest: There is no such format, or the path says of none.
+        InvalidRequest: The format does not exist, or there is no name and the suffix is unknown.
     """
     if name is None and path.suffix[1:] not in FORMATS:
         raise InvalidRequest(
-            f"{path} does not say by its name in which format to write; name it .{', .'.join(FORMATS)}, or give "
-            "format=.",
+            f"The suffix of {path} names no export format. Use .{', .'.join(FORMATS)}, or give format=.",
             reason="INVALID_FIELD",
         )
     wanted = path.suffix[1:] if name is None else name
     if wanted not in FORMATS:
-        raise InvalidRequest(f"{wanted!r} is not a format; there are {', '.join(FORMATS)}.", reason="INVALID_FIELD")
+        message = f"{wanted!r} is not an export format; choose among {', '.join(FORMATS)}."
+        raise InvalidRequest(message, reason="INVALID_FIELD")
     return FORMATS[wanted]

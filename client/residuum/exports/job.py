@@ -1,4 +1,4 @@
-"""One export: what is asked for, where it goes, and what came of it. Both clients use it."""
+"""One export, from its arguments to its result. Both clients use this."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Export:
-    """What was exported."""
+    """The result of an export."""
 
     path: Path
-    """The file; for Zarr the folder."""
+    """The file; for Zarr, the folder."""
     format: str
     """"safetensors", "npz", "zarr" or "parquet"."""
     manifest: Manifest
-    """What was captured, and whether all of it is there."""
+    """The capture's manifest: what was captured, what is missing, and why."""
     layers: tuple[int, ...]
-    """The layers that were exported."""
+    """The exported layers."""
     sites: tuple[str, ...]
-    """The sites that were exported."""
+    """The exported sites."""
     sequences: tuple[int, ...]
-    """The sequences that were exported."""
+    """The exported sequences."""
     num_positions: int
-    """The positions of the first sequence."""
+    """Number of positions of the first sequence."""
     num_rows: int
-    """Rows, counted once for each sequence, site and layer."""
+    """Exported rows, counted once for each sequence, site and layer."""
     num_missing: int
-    """Rows of these positions that are missing: none unless partial rows were allowed."""
+    """Missing rows at these positions: 0 unless partial captures were allowed."""
     num_bytes: int
     """Bytes of the file, or of the folder's files."""
 
     def __str__(self) -> str:
-        what = self.manifest
+        manifest = self.manifest
         more = f", {len(self.sequences)} sequences" if len(self.sequences) > 1 else ""
         more += f", sites {', '.join(self.sites)}" if self.sites != ("resid_post",) else ""
-        more += ", before steering" if what.before_steering else ""
-        more += f", {self.num_missing} rows missing ({what.describe_missing()})" if self.num_missing else ""
-        shape = f"{len(self.layers)} layers × {self.num_positions} positions × {what.width}"
-        return f"{what.capture_id} as {self.format}, {what.state}: {shape}{more}"
+        more += ", before steering" if manifest.before_steering else ""
+        more += f", {self.num_missing} rows missing ({manifest.describe_missing()})" if self.num_missing else ""
+        shape = f"{len(self.layers)} layers × {self.num_positions} positions × {manifest.width}"
+        return f"{manifest.capture_id} as {self.format}, {manifest.state}: {shape}{more}"
 
 
 class StoppedError(Exception):
-    """The export was told to stop."""
+    """The export was stopped before it was complete."""
 
 
 class ExportJob:
-    """An export that has not been made. Everything that can be refused by itself is refused here."""
+    """An export. Creating it checks all arguments that can be checked before the capture is read."""
 
     def __init__(
         self, path: str | os.PathLike[str], format_name: str | None, *, overwrite: bool, progress: bool
     ) -> None:
-        """Check what is asked for.
+        """Check the arguments.
 
         Raises:
-            InvalidRequest: There is no such format.
+            InvalidRequest: The format does not exist.
             ImportError: The format's package is not installed.
-            FileExistsError: Something is there, and may not be replaced.
-            FileNotFoundError: There is no such folder.
+            FileExistsError: The path exists and may not be replaced.
+            FileNotFoundError: The path's folder does not exist.
         """
         self.path = Path(path)
         self._format: Format = format_of(self.path, format_name)
@@ -84,14 +84,14 @@ class ExportJob:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[tuple[Workplace, Scratch]]:
-        """Make a place to work in; what `write` made in it stands at the path when the block has ended well."""
+        """Yield a workplace. If the block succeeds, the result that `write` made in it is moved to the path."""
         with workplace(self.path, overwrite=self._overwrite) as place:
             yield place, Scratch(place.scratch)
 
     def run(self, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:
-        """Do `write` in a thread, which no interrupt reaches; an interrupt of this one stops it, and waits for that.
+        """Run `write` in a thread, which no KeyboardInterrupt reaches. An interrupt here stops it and waits for it.
 
-        Otherwise zarr's own threads would still be writing when the place to work in is removed.
+        Without this, zarr's threads would still be writing while the workplace is removed.
         """
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(self.write, acts, place, touch)
@@ -102,19 +102,20 @@ class ExportJob:
                 raise
 
     def stop(self) -> None:
-        """Have `write` end with the slice that it is at, by a StoppedError."""
+        """Make `write` raise StoppedError after its current slice."""
         self._stopped.set()
 
     def write(self, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:
-        """Write activations into the place to work in.
+        """Write activations into the workplace.
 
         Args:
             acts: The activations.
-            place: Where to write.
-            touch: Is told of the bytes of rows that were read.
+            place: The workplace.
+            touch: Called with the number of bytes of rows that were read.
 
         Raises:
-            OSError: It cannot be written, as when the disk is full.
+            OSError: The export cannot be written, such as on a full disk.
+            StoppedError: `stop` was called.
         """
         label = f"writing {self.path.name}"
         with progress_bar(label, acts.nbytes, enabled=self._progress, of_bytes=True) as advance:
@@ -148,14 +149,14 @@ class ExportJob:
 def export_activations(
     acts: Activations, path: str | os.PathLike[str], format_name: str | None, *, overwrite: bool
 ) -> Export:
-    """Write activations that are in memory; see `Activations.export`."""
+    """Export activations that are in memory; see `Activations.export`."""
     job = ExportJob(path, format_name, overwrite=overwrite, progress=False)
     with job.begin() as (place, _):
         return job.run(acts, place, _ignore)
 
 
 def _sync(path: Path) -> None:
-    """Have a file's bytes on the disk before its name is: else a loss of power may leave a name for nothing."""
+    """Sync a file before it is renamed: otherwise a power failure may leave an empty file under the final name."""
     if path.is_file():
         with path.open("rb+") as file:
             os.fsync(file.fileno())
@@ -167,4 +168,4 @@ def _size(path: Path) -> int:
 
 
 def _ignore(count: int) -> None:
-    """Take note of nothing."""
+    """Do nothing; rows in memory need no accounting."""

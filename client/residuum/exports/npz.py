@@ -1,4 +1,4 @@
-"""numpy's own `.npz`, for numpy alone: rows of bfloat16, which it does not know, become float32."""
+"""numpy's `.npz` format. numpy lacks bfloat16, so rows of bfloat16 become float32."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from residuum.values.activations import Activations
 
 
-_npy: Any = np.lib.format  # public, and without types
+_npy: Any = np.lib.format  # a public module without type stubs
 
 
 def write(acts: Activations, path: Path, advance: Advance) -> None:
-    """Write the arrays that a safetensors file has, and `manifest`."""
+    """Write the same arrays as a safetensors file has, and `manifest`."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         _write_small(archive, "manifest", np.array(acts.manifest.to_json()))
         for selection in selections(acts):

@@ -1,7 +1,7 @@
-"""Parquet, as Hugging Face's datasets have it: a row of the file for each captured row.
+"""Parquet, laid out as in Hugging Face datasets: one file row for each captured row.
 
-Ordered by sequence, site, layer and position, so that the statistics of row groups let a reader of one layer skip the
-others. Rows that are missing are not in the file; its metadata has the manifest, which tells which.
+Rows are ordered by sequence, site, layer and position, so that a reader of one layer can skip the others by the row
+groups' statistics. Missing rows are left out of the file; the manifest in its metadata lists them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
             pa.field("site", pa.string()),
             pa.field("layer", pa.int32()),
             pa.field("position", pa.int32()),
-            pa.field("token_id", pa.int64()),  # null where it is not known
+            pa.field("token_id", pa.int64()),  # null if unknown
             pa.field("activation", pa.list_(pa.from_numpy_dtype(dtype), acts.width)),
         ],
         metadata={"residuum.format": FORMAT, "residuum.manifest": acts.manifest.to_json()},
@@ -47,8 +47,8 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
         compression_level=1,
         use_dictionary=["capture_id", "site"],
         write_statistics=list(_KEYS),
-        # Each of an element's bytes in a stream of its own: signs and exponents are alike, and what was bfloat16 has
-        # two streams of zeros, which take no room.
+        # Byte-stream split stores each byte of an element in its own stream. Signs and exponents are similar, so they
+        # compress well; former bfloat16 elements have two streams of zeros, which take almost no space.
         use_byte_stream_split=["activation.list.element"],
     ) as file:
         for selection in selections(acts):
@@ -64,17 +64,17 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
 def _batch(selection: Selection, index: int, part: slice, token_ids: npt.NDArray[np.int64], schema: Any) -> Any:
     import pyarrow as pa
 
-    acts, there = selection.acts, selection.block.present[index, part]
+    acts, present = selection.acts, selection.block.present[index, part]
     rows = selection.rows(index, part)
-    if not there.all():
-        rows = rows[there]
-    count, tokens = len(rows), token_ids[there]
+    if not present.all():
+        rows = rows[present]
+    count, tokens = len(rows), token_ids[present]
     columns = {
         "capture_id": [acts.manifest.capture_id] * count,
         "sequence": np.full(count, acts.sequence, np.int32),
         "site": [acts.site] * count,
         "layer": np.full(count, acts.layers[index], np.int32),
-        "position": acts.positions[part][there].astype(np.int32),
+        "position": acts.positions[part][present].astype(np.int32),
         "token_id": pa.array(tokens, mask=tokens < 0),
         "activation": pa.FixedSizeListArray.from_arrays(
             pa.array(rows.astype(portable(rows.dtype), copy=False).reshape(-1)), acts.width

@@ -1,4 +1,4 @@
-"""Going through activations a slice of rows at a time."""
+"""Iterates over activations one slice of rows at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from residuum.values.activations import Activations
 
 SLICE_BYTES = 4 << 20
-"""Rows of about this size are in memory at once."""
+"""The approximate size of the rows that are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Selection:
     """The rows of one sequence at one site."""
 
     name: str
-    """`SITE`, or `sequence1/SITE` and so on after the first sequence."""
+    """`SITE` for the first sequence, `sequence1/SITE` and so on for the others."""
     acts: Activations
     """The activations, with this sequence and site selected."""
     block: AnyBlock
@@ -31,15 +31,15 @@ class Selection:
 
     @property
     def kept_bytes(self) -> float:
-        """Bytes that a row takes where it is kept."""
+        """Bytes that a row takes in memory."""
         return self.block.nbytes / max(self.block.present.size, 1)
 
     def rows(self, index: int, part: slice) -> npt.NDArray[Any]:
-        """Return the decoded rows of a layer at some positions; NaN where there is none."""
+        """Return the decoded rows of a layer at a slice of positions; NaN for missing rows."""
         return self.block.part(part).layer(index)
 
     def small_arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return what belongs to the rows besides them, and is small."""
+        """Return the small arrays that describe the rows: positions, token IDs and, if any is missing, `present`."""
         arrays: dict[str, npt.NDArray[Any]] = {"positions": self.acts.positions, "token_ids": self.acts.token_ids}
         if not self.acts.present.all():
             arrays["present"] = self.acts.present
@@ -48,19 +48,19 @@ class Selection:
 
 @dataclass(frozen=True)
 class Stored:
-    """An array of a layer's rows as they were captured: the rows themselves, or a part of their encoding."""
+    """An array of a layer's rows as captured: the rows themselves, or one field of their encoding."""
 
     name: str
     """`SITE.LAYER`, or `SITE.LAYER.FIELD`."""
     values: npt.NDArray[Any]
-    """The array; its first axis is the positions, but for what rows share that were encoded together."""
+    """The array. Its first axis is the positions; for fields that rows encoded together share, it is the groups."""
     present: npt.NDArray[np.bool_] | None
-    """Which of the rows there are; None if all are, or if it has no row for each position."""
+    """Which rows are present; None if all are, or if the first axis is not the positions."""
     kept_bytes: float
-    """Bytes that one entry takes where it is kept."""
+    """Bytes that one entry takes in memory."""
 
     def slices(self) -> Iterator[tuple[npt.NDArray[Any], int]]:
-        """Yield the array in contiguous slices, and how many bytes of what is kept each is."""
+        """Yield contiguous slices of the array, each with the number of bytes that it takes in memory."""
         count = len(self.values)
         for part in slices(count, self.values.nbytes // max(count, 1)):
             values = np.ascontiguousarray(self.values[part])
@@ -71,13 +71,13 @@ class Stored:
 
 
 def selections(acts: Activations) -> Iterator[Selection]:
-    """Yield each sequence and site."""
+    """Yield the selection of each sequence and site."""
     for (sequence, site), block in acts.blocks().items():
         yield Selection(prefix(sequence) + site, acts.select(sequence=sequence, site=site), block)
 
 
 def stored(selection: Selection) -> Iterator[Stored]:
-    """Yield the arrays of a selection's rows as they were captured, by layer; see `Activations.encoded`."""
+    """Yield the arrays of a selection's rows as captured, layer by layer; see `Activations.encoded`."""
     acts, block = selection.acts, selection.block
     for index, layer in enumerate(acts.layers):
         name, present = f"{selection.name}.{layer}", block.present[index]
@@ -92,17 +92,17 @@ def stored(selection: Selection) -> Iterator[Stored]:
 
 
 def prefix(sequence: int) -> str:
-    """Return what stands before the names of a sequence's arrays: nothing for the first."""
+    """Return the prefix of the names of a sequence's arrays, which is empty for the first sequence."""
     return f"sequence{sequence}/" if sequence else ""
 
 
 def slices(count: int, row_bytes: int, *, multiple: int = 1) -> Iterator[slice]:
-    """Yield the slices of so many rows, each of about SLICE_BYTES and a multiple of so many rows."""
+    """Yield slices that cover `count` rows, each of about SLICE_BYTES and a multiple of `multiple` rows."""
     step = max(SLICE_BYTES // max(row_bytes, 1) // multiple, 1) * multiple
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
 def portable(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which numbers are written for readers that know no bfloat16: float32 then, without loss."""
+    """Return the dtype to write for readers without bfloat16: float32 for bfloat16, which is lossless."""
     return dtype if dtype.kind in "fiub" else np.dtype(np.float32)

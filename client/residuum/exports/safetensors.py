@@ -1,6 +1,7 @@
-"""safetensors: the rows as they were captured, also those that are encoded, with the manifest in the metadata.
+"""safetensors: the rows as captured, without decoding, with the manifest in the metadata.
 
-The library's own writer has all of a file in memory, twice; the format is a length, a JSON header and the arrays.
+The library's writer holds the whole file in memory twice, so this module writes the format itself: a length, a JSON
+header and the arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from residuum.values.activations import Activations
 
 FORMAT = "residuum.activations.v1"
-"""What the file says it is, in its metadata under "format"."""
+"""The value of "format" in the file's metadata."""
 
 _ALIGNMENT = 8
 _DTYPES = {
@@ -36,7 +37,7 @@ _DTYPES = {
 
 def write(acts: Activations, path: Path, advance: Advance) -> None:
     """Write activations; see `Activations.to_safetensors`."""
-    tensors = sorted(_tensors(acts), key=lambda tensor: -tensor.values.dtype.itemsize)  # so each begins at its multiple
+    tensors = sorted(_tensors(acts), key=lambda tensor: -tensor.values.dtype.itemsize)  # keeps all aligned
     with path.open("wb") as file:
         file.write(_header(acts, tensors))
         for tensor in tensors:

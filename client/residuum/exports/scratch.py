@@ -1,4 +1,4 @@
-"""Arrays in files: what does not fit memory lies on the disk that the export goes to, too."""
+"""File-backed arrays, on the disk of the export, for rows that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 _RESIDENT_BYTES = 32 << 20
-"""How much of the arrays may be in this process's memory before it is let go."""
+"""Bytes of the arrays that may be resident before their pages are released."""
 
 
 class Scratch:
-    """Makes arrays that lie in files of a folder, and keeps what of them is in memory below a bound.
+    """Allocates arrays in files of a folder, and bounds how much of them is resident in memory.
 
-    The files have no room of their own in memory: the kernel writes them out as it sees fit. Still every page that was
-    touched counts as this process's, and containers are ended by that count; so it is let go of from time to time.
+    The kernel can write mapped pages to the files at any time. But every touched page counts towards this process's
+    memory, and containers are killed by that count. So this class releases the pages regularly.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -28,10 +28,10 @@ class Scratch:
         self._touched = 0
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Make an array of undefined elements.
+        """Return a new array with undefined elements. Its disk space is reserved now, so writing to it cannot fail.
 
         Raises:
-            OSError: There is no room on the disk. Later there will be: it is reserved here.
+            OSError: The disk has no room.
         """
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if not size:
@@ -41,25 +41,25 @@ class Scratch:
                 _reserve(file.fileno(), size)
                 self._maps.append(mmap.mmap(file.fileno(), size))
         except OSError as error:
-            raise OSError(f"There is no room for {size} bytes of rows in {self._folder.parent}: {error}") from None
+            raise OSError(f"Cannot reserve {size} bytes for rows in {self._folder.parent}: {error}") from None
         return np.frombuffer(self._maps[-1], dtype=dtype).reshape(shape)
 
     def touch(self, count: int) -> None:
-        """Say that so many bytes of the arrays were read or written."""
+        """Count bytes of the arrays that were read or written, and release memory at the limit."""
         self._touched += count
         if self._touched >= _RESIDENT_BYTES:
             self._touched = 0
-            self.let_go()
+            self.release()
 
-    def let_go(self) -> None:
-        """Give back the memory that the arrays take at the moment. They keep what they hold: it is in their files."""
+    def release(self) -> None:
+        """Release the memory of the arrays. Their contents remain in the files."""
         for area in self._maps:
-            with contextlib.suppress(AttributeError):  # not on every system; then the kernel does it when it must
+            with contextlib.suppress(AttributeError):  # madvise is missing on some systems
                 area.madvise(mmap.MADV_DONTNEED)
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Give a file its size, and the room for it: a mapped file that finds none later ends the process."""
+    """Set a file's size and reserve its disk space. Writing to a mapped file without space would kill the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
     else:

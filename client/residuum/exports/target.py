@@ -1,4 +1,4 @@
-"""The place that an export goes to: it has all of it in the end, or is as it was before."""
+"""The target of an export. An export replaces it completely, or leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER_MARK = "zarr.json"
-"""By this file a folder is known as an export, which another may take the place of."""
+"""The file that marks a folder as an export, which another export may replace."""
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where an export is made, on the disk that it goes to."""
+    """A temporary folder for an export, on the disk of its target."""
 
     scratch: Path
-    """A folder for whatever is needed meanwhile."""
+    """A folder for temporary files."""
     result: Path
-    """Where the file or folder is to be written."""
+    """Where the exported file or folder is written first."""
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
-    """Check that something may be written in this place.
+    """Check that an export may be written to a path.
 
     Raises:
-        FileExistsError: Something is there, and may not be replaced.
-        FileNotFoundError: There is no such folder.
+        FileExistsError: The path exists and may not be replaced.
+        FileNotFoundError: The path's folder does not exist.
     """
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}.")
+        raise FileNotFoundError(f"{path} cannot be written: the folder {path.parent} does not exist. Create it first.")
     if not os.path.lexists(path):
         return
     if not overwrite:
-        raise FileExistsError(f"{path} is there already; name another file, or replace it with overwrite=True.")
+        raise FileExistsError(f"{path} already exists. Choose another path, or replace it with overwrite=True.")
     if path.exists() and not path.is_dir() and not path.is_file():
-        raise FileExistsError(f"{path} is a device or a pipe, in whose place no file is put; name a file.")
+        raise FileExistsError(f"{path} is a device or a pipe, and an export does not replace these. Choose a file.")
     if path.is_dir() and not (path / FOLDER_MARK).is_file():
-        raise FileExistsError(f"{path} is a folder, and not one that was exported: it is not replaced. Name another.")
+        message = f"{path} is a folder, but not an export, so it is not replaced. Choose another path."
+        raise FileExistsError(message)
 
 
 @contextlib.contextmanager
 def workplace(path: Path, *, overwrite: bool) -> Iterator[Workplace]:
-    """Make a place to work in; when the block has ended well, what it made stands at `path`, else nothing does.
+    """Yield a workplace, and move its result to `path` if the block succeeds. Otherwise `path` is left unchanged.
 
-    What it takes the place of keeps its permissions, and is there until then.
+    A replaced file stays in place until the move, and the new file gets its permissions.
 
     Raises:
-        FileExistsError: Something is there, and may not be replaced.
-        OSError: It cannot be written there.
+        FileExistsError: The path exists and may not be replaced.
+        OSError: The path cannot be written.
     """
     check_free(path, overwrite=overwrite)
     try:
@@ -63,7 +64,7 @@ def workplace(path: Path, *, overwrite: bool) -> Iterator[Workplace]:
     try:
         place = Workplace(folder, folder / "result")
         yield place
-        check_free(path, overwrite=overwrite)  # somebody else may have written meanwhile
+        check_free(path, overwrite=overwrite)  # check again: another process may have written meanwhile
         _move(place.result, path, aside=folder / "replaced")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""safetensors files, and activations in them."""
+"""Reads and writes safetensors files, and reads activations from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def write_safetensors(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[str, str]) -> None:
-    """Write arrays and metadata, or leave nothing behind.
+    """Write arrays and metadata to a file. A failure leaves no new file behind.
 
     Raises:
         OSError: The file cannot be written.
@@ -36,19 +36,19 @@ def write_safetensors(path: str | os.PathLike[str], arrays: Arrays, metadata: di
     try:
         with _permissions_of(path):
             save_file(arrays, os.fspath(path), metadata=metadata)
-    except (SafetensorError, OSError) as error:  # its name for whatever the file system says
+    except (SafetensorError, OSError) as error:  # safetensors wraps errors of the file system
         raise OSError(f"{os.fspath(path)} cannot be written: {error}") from None
 
 
 @contextlib.contextmanager
 def _permissions_of(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Give the file that the block writes the permissions that it had, or those of any new file.
+    """Keep the permissions of the file that the block replaces; a new file gets the default ones.
 
-    safetensors writes another file and puts it in this one's place; that other file is for its owner alone.
+    safetensors writes a temporary file that only its owner may read, and renames it to the target.
     """
     target = Path(path)
     existed = target.exists()
-    with target.open("ab") as file:  # makes it as the umask says; only this tells what that is, without changing it
+    with target.open("ab") as file:  # creates it with the umask, which cannot be read without changing it
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     try:
         yield
@@ -65,7 +65,10 @@ def load(path: str | os.PathLike[str]) -> Activations:
 
     arrays, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:
-        raise InvalidRequest(f"{path} was not written by Activations.to_safetensors.", reason="INVALID_FIELD")
+        raise InvalidRequest(
+            f"{path} was not written by Activations.to_safetensors. Read it with safetensors' own loaders.",
+            reason="INVALID_FIELD",
+        )
     keys = sorted(_key(name) for name in arrays if name.endswith(".positions"))
     layers = _layers(arrays, keys[0])
     manifest = Manifest.from_json(metadata["manifest"])
@@ -81,7 +84,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, st
     """Read a file's arrays and its metadata.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         InvalidRequest: It is not a safetensors file.
     """
     from safetensors import SafetensorError, safe_open
@@ -111,7 +114,7 @@ def _block(arrays: Arrays, key: tuple[int, str], layers: tuple[int, ...], manife
 
 
 def _prefixes(arrays: Arrays, names: list[str], dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-    """Return what rows share that were encoded together, of all layers, and which of it goes with which row."""
+    """Return the prefixes of all layers, and the index of each row's prefix, [layers, positions]."""
     counts = [len(arrays[f"{name}.scale"]) for name in names]
     prefixes = np.empty(sum(counts), dtype)
     for field in dtype.names or ():

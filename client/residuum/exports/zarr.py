@@ -1,8 +1,8 @@
-"""Zarr, format 3: an array [layers, positions, width] for each sequence and site, in chunks of a block's positions.
+"""Zarr format 3: an array [layers, positions, width] for each sequence and site, in chunks of one block's positions.
 
-Chunks lie in shards, so that a capture is a few files, and a reader of some positions of one layer fetches just their
-chunks. Codecs and dtypes are those of the core specification, which has no bfloat16: it becomes float32, whose second
-half is zeros that the compressor takes away.
+Chunks are grouped into shards. So a capture takes only a few files, and a reader of some positions of one layer fetches
+just their chunks. Codecs and dtypes are those of the core specification. It lacks bfloat16, so bfloat16 becomes
+float32, whose lower half is zeros that compress away.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from residuum.values.activations import Activations
 
 CHUNK_POSITIONS = 32
-"""Positions in a chunk: as many as a capture block of generated tokens has."""
+"""Positions in a Zarr chunk: as many as a block has."""
 
 
 def write(acts: Activations, path: Path, advance: Advance) -> None:
@@ -54,13 +54,13 @@ def _write_rows(group: Any, selection: Selection, advance: Advance) -> None:
         dimension_names=("layer", "position", "width"),
     )
     for index in range(layers):
-        for start in range(0, count, shard):  # a whole shard at a time: one that is added to is written anew
+        for start in range(0, count, shard):  # write whole shards: zarr rewrites a shard to add to it
             part = slice(start, min(start + shard, count))
             array[index, part] = selection.rows(index, part).astype(dtype, copy=False)
             advance(int((part.stop - start) * selection.kept_bytes))
 
 
 def _shard_positions(count: int, row_bytes: int) -> int:
-    """Return how many positions a shard has: a multiple of a chunk's, about SLICE_BYTES, and no more than there are."""
+    """Return a shard's number of positions: about SLICE_BYTES or all of `count`, rounded up to whole chunks."""
     first: int = next(slices(max(count, 1), row_bytes, multiple=CHUNK_POSITIONS)).stop
     return -(-first // CHUNK_POSITIONS) * CHUNK_POSITIONS

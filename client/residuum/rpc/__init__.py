@@ -1,1 +1,1 @@
-"""What every process that speaks the contract shares: channels, serving, errors and logs."""
+"""gRPC code shared by clients and services: channels, credentials, errors and interceptors."""

@@ -1,7 +1,7 @@
-"""Sending a bearer token with each call.
+"""Sends a bearer token with each call.
 
-Over TLS by gRPC's own call credentials, which it never sends over anything else. A connection in plain text has none,
-so there interceptors put the token into the metadata; whether that may be is decided before (`Credentials`).
+Over TLS it uses gRPC's call credentials, which gRPC never sends in plain text. On a plain-text connection, interceptors
+put the token into the metadata. `Credentials.check_endpoint` has then decided that this is allowed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 HEADER = "authorization"
-"""The name of the metadata that carries the token."""
+"""The metadata key of the token."""
 
 SCHEME = "Bearer "
-"""What its value begins with."""
+"""The prefix of the metadata value, before the token."""
 
 
 def call_credentials(source: TokenSource) -> grpc.CallCredentials:
-    """Return what sends a token over TLS."""
+    """Return call credentials that send a token over TLS."""
     return grpc.metadata_call_credentials(_Plugin(source), name="residuum-token")
 
 
 def interceptor(source: TokenSource) -> grpc.UnaryUnaryClientInterceptor:
-    """Return what sends a token over a sync channel in plain text."""
+    """Return an interceptor that sends a token over a plain-text sync channel."""
 
     def send(continuation: Callable[..., Any], details: Any, request: Any) -> Any:
         return continuation(with_metadata(details, [_metadata(source)]), request)
@@ -39,7 +39,7 @@ def interceptor(source: TokenSource) -> grpc.UnaryUnaryClientInterceptor:
 
 
 def aio_interceptors(source: TokenSource) -> Sequence[grpc.aio.ClientInterceptor]:
-    """Return what sends a token over an asyncio channel in plain text."""
+    """Return interceptors that send a token over a plain-text asyncio channel."""
 
     async def send(continuation: Callable[..., Any], details: Any, request: Any) -> Any:
         return await continuation(with_aio_metadata(details, [_metadata(source)]), request)

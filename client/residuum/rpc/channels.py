@@ -1,7 +1,7 @@
-"""Channels: how a client of either service connects.
+"""Channels to either service, and the options of channels and servers.
 
-gRPC ignores an option whose name it does not know, silently. So every option stands here, with its reason, and a test
-compares the names with those of gRPC's own header.
+gRPC silently ignores options with unknown names. So all options are listed here, with reasons, and a test compares
+their names with gRPC's own header.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _RETRIED = {
     "residuum.v1.InferenceService": ("GetModelInfo", "RegisterRequest", "FindMissingVectors"),
     "residuum.v1.StoreService": ("OpenCapture", "SealCapture", "GetCapture", "ListCaptures", "GetStats"),
 }
-"""Idempotent unary calls. Streams resume in the application; DeleteCapture twice would answer NOT_FOUND."""
+"""Idempotent unary calls, which gRPC may retry. The application resumes streams. A repeated DeleteCapture would fail
+with NOT_FOUND."""
 
 _SERVICE_CONFIG = {
     "methodConfig": [
@@ -44,21 +45,21 @@ _SERVICE_CONFIG = {
 }
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
-    # A chunk is at most 2 MiB; a larger message is a mistake and must be loud.
+    # A chunk has at most 2 MiB, so a larger message is a bug and must fail.
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer that vanished without a word is found within 80 s even on a quiet stream. The servers allow this rate.
+    # Detects within 80 s, even on an idle stream, that a peer is gone. The servers allow this ping rate.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # A service that restarts is found again within seconds; gRPC's own back-off grows to two minutes.
+    # Reconnects to a restarted service within seconds; gRPC's default backoff grows to two minutes.
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # In spite of its name: how long a connection may take to come about. A busy service greets late, and is there.
+    # Despite its name, this is the timeout for connecting. A busy service may be slow to complete the handshake.
     ("grpc.min_reconnect_backoff_ms", 10_000),
-    # gRPC's own retries, for idempotent unary calls that found the service away.
+    # gRPC retries idempotent unary calls while the service is unavailable.
     ("grpc.enable_retries", 1),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-    # Channels to the same address must not share one connection: a bulk read would hold up the unary calls.
+    # Channels to one address must not share a connection: a bulk read would delay the unary calls.
     ("grpc.use_local_subchannel_pool", 1),
 )
 """Options of every client channel."""
@@ -66,36 +67,39 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Allow the clients' keepalive pings; the default minimum of five minutes would end their connections.
+    # Allow the clients' keepalive pings. The default minimum of five minutes would close their connections.
     ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # Who connects must speak HTTP/2 within this time, and a connection without a call is closed after a while: the next
-    # call of its client opens another.
+    # A new connection must complete its HTTP/2 handshake in time. A connection without calls is closed after 10
+    # minutes; its client's next call opens another.
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.max_connection_idle_ms", 600_000),
-    # What a caller's headers may have, tokens and trace included; gRPC's own limits, kept so that no other holds.
+    # Limits on a caller's headers, tokens and trace included. These are gRPC's defaults, fixed against changes.
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
-    # No compressed messages (bit 0 is "none"): gRPC unpacks one before it looks at its size, and 4 MiB unpack to 4 GiB.
+    # No compression (only bit 0, "none"). gRPC decompresses before it checks the size, and 4 MiB can expand to 4 GiB.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    # Two servers must never share a port: the second has to fail, not to take half of the calls.
+    # Two servers must never share a port: the second must fail instead of taking half of the calls.
     ("grpc.so_reuseport", 0),
 )
 """Options of every server."""
 
 
 SERVER_NAME = "grpc.ssl_target_name_override"
-"""The option that says which name the server's certificate must have."""
+"""The channel option for the name that the server's certificate must have."""
 
 
 def open_channel(
     endpoint: str, *, credentials: Credentials | None = None, options: Sequence[tuple[str, Any]] = ()
 ) -> grpc.Channel:
-    """Open a channel to host:port. It connects when it is first used; open it after any fork.
+    """Open a channel to a service. It connects on first use. Open it after any fork.
 
-    `options` go before those of every channel.
+    Args:
+        endpoint: The service's address, host:port.
+        credentials: TLS and token; None for neither.
+        options: gRPC options that override `CHANNEL_OPTIONS`.
 
     Raises:
         CredentialsError: The credentials cannot be used, or not with this endpoint.
@@ -115,9 +119,12 @@ def open_channel(
 def open_aio_channel(
     endpoint: str, *, credentials: Credentials | None = None, options: Sequence[tuple[str, Any]] = ()
 ) -> grpc.aio.Channel:
-    """Open an asyncio channel to host:port, for use in the running event loop.
+    """Open an asyncio channel to a service, for use in the running event loop.
 
-    `options` go before those of every channel.
+    Args:
+        endpoint: The service's address, host:port.
+        credentials: TLS and token; None for neither.
+        options: gRPC options that override `CHANNEL_OPTIONS`.
 
     Raises:
         CredentialsError: The credentials cannot be used, or not with this endpoint.
@@ -138,7 +145,7 @@ def _intercepted(channel: grpc.Channel, interceptors: Sequence[grpc.UnaryUnaryCl
 
 
 def _channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials | None:
-    """Return what a TLS channel is opened with; None: it is to be in plain text."""
+    """Return the credentials of a TLS channel; None for plain text."""
     if credentials.tls is None:
         return None
     channel = credentials.tls.channel_credentials()
@@ -148,6 +155,6 @@ def _channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials | 
 
 
 def _with_defaults(options: Sequence[tuple[str, Any]], credentials: Credentials) -> list[tuple[str, Any]]:
-    # Each name once: of two values, gRPC takes the first.
+    # Pass each name once: of two values for one name, gRPC takes the first.
     name = credentials.tls.server_name if credentials.tls else None
     return list({**dict(CHANNEL_OPTIONS), **({SERVER_NAME: name} if name else {}), **dict(options)}.items())

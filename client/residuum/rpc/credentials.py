@@ -1,7 +1,7 @@
-"""What a channel shows to a service, and what it wants to see: TLS and a bearer token.
+"""A client's credentials: TLS and a bearer token.
 
-A token goes over TLS alone, unless the service is on this machine, or the caller says otherwise (`insecure`): whoever
-reads it on its way may use it.
+The client sends a token only over TLS, because anyone who reads the token can use it. There are two exceptions: a
+service on this machine, and `insecure=True`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FilePath = Union[str, "os.PathLike[str]"]
 
 
 class CredentialsError(ValueError):
-    """Credentials cannot be used as they are given. The text says why, and what to do."""
+    """Credentials cannot be used as given. The message says why, and what to do."""
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host, as it stands in host:port, is this machine's own: nobody else can listen to it, or call it.
+    """Tell whether a host, as written in host:port, is a loopback address, which no other machine can reach.
 
-    Names are not looked up: only `localhost` is known to be so.
+    Names are not resolved: `localhost` is the only name that counts.
     """
     host = host.strip("[]")
     try:
@@ -36,32 +36,32 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class TLS:
-    """How a client's connections are encrypted, and who is trusted. All files are PEM; they are read when it connects.
+    """TLS settings of a client. All files are PEM; they are read when the client connects.
 
     Example:
-        TLS()                                                     # a certificate of a public CA
-        TLS(ca="ca.pem")                                          # of your own
-        TLS(ca="ca.pem", cert="client.pem", key="client.key")     # mutual TLS: the service asks for yours, too
+        TLS()                                                     # the service's certificate is from a public CA
+        TLS(ca="ca.pem")                                          # ... from your own CA
+        TLS(ca="ca.pem", cert="client.pem", key="client.key")     # mutual TLS: the service requires yours, too
     """
 
     ca: FilePath | None = None
-    """The CAs that are trusted; None: the public ones that gRPC brings (or GRPC_DEFAULT_SSL_ROOTS_FILE_PATH)."""
+    """The trusted CAs; None for the public CAs that gRPC ships (or GRPC_DEFAULT_SSL_ROOTS_FILE_PATH)."""
     cert: FilePath | None = None
-    """The client's own certificate, and those between it and its CA. Set with `key`, or not at all."""
+    """The client's certificate chain. Set both `cert` and `key`, or neither."""
     key: FilePath | None = None
     """The private key of `cert`."""
     server_name: str | None = None
-    """The name that the service's certificate must have, if it is not the one in the endpoint."""
+    """The name that the service's certificate must have, if it differs from the endpoint's host."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
-            raise CredentialsError("A client certificate takes two files: give both cert and key, or neither.")
+            raise CredentialsError("A client certificate needs two files. Give both cert and key, or neither.")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Read the files.
+        """Read the files and return gRPC's channel credentials.
 
         Raises:
-            CredentialsError: One cannot be read, or holds nothing of the kind.
+            CredentialsError: A file cannot be read, or is not PEM.
         """
         ca, cert, key = (path and _read_pem(path) for path in (self.ca, self.cert, self.key))
         return grpc.ssl_channel_credentials(ca or None, key or None, cert or None)
@@ -69,16 +69,16 @@ class TLS:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a client of either service connects with."""
+    """Credentials of a client of either service."""
 
     tls: TLS | None = None
-    """How the connection is encrypted; None: it is not."""
+    """TLS settings; None for a plain-text connection."""
     token: str = field(default="", repr=False)
-    """The bearer token; empty: that of `token_file`, or none."""
+    """The bearer token; empty to use `token_file`, or no token."""
     token_file: FilePath | None = None
-    """A file that holds the token and nothing else. It is read again when it changes, so tokens rotate."""
+    """A file that holds only the token. It is read again when it changes, so tokens can be rotated."""
     insecure: bool = False
-    """Send a token without TLS to another machine, too. Whoever is on the way can read it, and use it."""
+    """Send a token without TLS to other machines, too. Anyone on the network path can then read and use it."""
 
     def __post_init__(self) -> None:
         if self.token:
@@ -86,43 +86,43 @@ class Credentials:
 
     @property
     def has_token(self) -> bool:
-        """Whether a token is sent."""
+        """Whether the client sends a token."""
         return bool(self.token or self.token_file)
 
     def token_source(self) -> TokenSource:
-        """Return where each call finds its token.
+        """Return the source of each call's token.
 
         Raises:
-            CredentialsError: The file cannot be read, or holds something else.
+            CredentialsError: The token file cannot be read, or does not hold a token.
         """
         return TokenSource(self.token, self.token_file)
 
     def check_files(self) -> None:
-        """Make sure that the files can be used, before the first connection needs them.
+        """Check that the files can be used, before the first connection needs them.
 
         Raises:
-            CredentialsError: They cannot.
+            CredentialsError: A file cannot be used.
         """
         if self.tls is not None:
             self.tls.channel_credentials()
         self.token_source()
 
     def check_endpoint(self, endpoint: str) -> None:
-        """Make sure that no token would be sent where others can read it.
+        """Check that no token would be sent in plain text to another machine.
 
         Raises:
-            CredentialsError: It would.
+            CredentialsError: A token would be sent that way, and `insecure` is not set.
         """
         host = endpoint.rpartition(":")[0]
         if self.has_token and self.tls is None and not self.insecure and not is_loopback(host):
             raise CredentialsError(
-                f"The token would go to {endpoint} in plain text, where others on the way can read it. Connect with "
-                "TLS (tls=TLS(ca='ca.pem')), or if the way is safe, as within a tunnel, say insecure=True."
+                f"The token would go to {endpoint} in plain text, where others on the network path can read it. "
+                "Connect with TLS (tls=TLS(ca='ca.pem')). If the path is safe, such as a tunnel, set insecure=True."
             )
 
 
 class TokenSource:
-    """The token of each call: fixed, or from a file that may change. Safe for threads."""
+    """Provides the token of each call: a fixed token, or that of a file that may change. It is thread-safe."""
 
     def __init__(self, token: str = "", path: FilePath | None = None) -> None:
         self._token = token
@@ -132,10 +132,10 @@ class TokenSource:
         self.get()
 
     def get(self) -> str:
-        """Return the token.
+        """Return the current token.
 
         Raises:
-            CredentialsError: The file cannot be read, or holds something else.
+            CredentialsError: The file cannot be read, or does not hold a token.
         """
         if self._path is None:
             return self._token
@@ -150,23 +150,23 @@ class TokenSource:
 
 
 def file_stamp(path: FilePath) -> tuple[int, ...]:
-    """Return what changes when a file does.
+    """Return a value that changes when the file changes: its modification time, inode and size.
 
     Raises:
-        OSError: It is not there.
+        OSError: The file does not exist or cannot be accessed.
     """
     status = Path(path).stat()
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _check_token(text: str, where: str) -> str:
-    """Return a token that can stand in a header. The text itself is never shown.
+    """Return the token if it can be sent in a header. Error messages never show the token.
 
     Raises:
-        CredentialsError: It is none.
+        CredentialsError: The text cannot be a token.
     """
     if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise CredentialsError(f"{where} must be one word of printable ASCII, as `residuum token` makes it.")
+        raise CredentialsError(f"{where} must be one word of printable ASCII. `residuum token` creates such tokens.")
     return text
 
 
@@ -176,5 +176,5 @@ def _read_pem(path: FilePath) -> bytes:
     except OSError as error:
         raise CredentialsError(f"{path} cannot be read: {error.strerror or error}") from None
     if b"-----BEGIN " not in data:
-        raise CredentialsError(f"{path} is not a PEM file: nothing in it begins with -----BEGIN.")
+        raise CredentialsError(f"{path} is not a PEM file: it has no -----BEGIN line.")
     return data

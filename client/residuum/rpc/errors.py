@@ -1,8 +1,8 @@
-"""The one error catalogue: every way a call can fail, its gRPC code, and its passage over the wire.
+"""The error catalogue: every reason why a call can fail, with its gRPC code, and how failures travel.
 
-A server raises `Failure`; an interceptor of `svc_common.serving` turns it into a `google.rpc.Status` with an
-`ErrorInfo`. The receiving side gets it back with `failure_from_rpc_error`. Anything else that a handler raises becomes
-INTERNAL with an incident number: the text is logged, never sent.
+A handler raises `Failure`. An interceptor of `svc_common.serving` turns it into a `google.rpc.Status` with an
+`ErrorInfo`, and the client gets the Failure back with `failure_from_rpc_error`. Any other exception becomes INTERNAL
+with an incident number: the server logs its text and never sends it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 DOMAIN = "residuum.dev"
-"""The `domain` of every ErrorInfo that these services send."""
+"""The `domain` of every ErrorInfo from these services."""
 
 Reason = errors_pb2.ErrorReason
 
@@ -55,31 +55,35 @@ CODES: dict[errors_pb2.ErrorReason.ValueType, grpc.StatusCode] = {
     errors_pb2.ERROR_REASON_QUOTA_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors_pb2.ERROR_REASON_CALLER_STALLED: grpc.StatusCode.CANCELLED,
 }
-"""The gRPC code of every reason. errors.proto states the same beside each value; a test compares the two."""
+"""The gRPC code of every reason. errors.proto documents the same codes; a test compares the two."""
 
 _PREFIX = "ERROR_REASON_"
 
 _MESSAGE_BYTES = 1024
 _DETAIL_BYTES = 4600
-"""A status must fit the 8 KiB that gRPC's peers take in headers: the message in it twice, once with each byte written
-as three, and all of the rest as base64. Else the caller is told nothing of it at all."""
+"""Size limit of a failure's message (counted twice) and metadata. A status must fit into the 8 KiB of headers that gRPC
+peers accept; otherwise the caller learns nothing of it. The status holds the message twice, once percent-encoded (three
+bytes for one), and everything else in base64."""
 
 
-class Failure(Exception):  # noqa: N818 - it is an outcome of a call before it is anybody's error
-    """A failure of the contract's own kind.
+class Failure(Exception):  # noqa: N818 - on the server it is the outcome of a call, not an error
+    """A failure with a reason of the contract.
 
     Example:
-        raise Failure(Reason.ERROR_REASON_UNKNOWN_LAYER, "The model has 30 layers, 0 to 29; 31 is not one.", layer=31)
+        raise Failure(
+            Reason.ERROR_REASON_UNKNOWN_LAYER,
+            "Layer 31 does not exist: the model has layers 0 to 29. Choose among these.",
+            layer=31,
+        )
     """
 
     def __init__(self, reason: errors_pb2.ErrorReason.ValueType, message: str, **metadata: object) -> None:
-        """Make a failure.
+        """Create a failure.
 
         Args:
-            reason: The cause; it fixes the gRPC code.
-            message: What is wrong and what to do, for a person. Whatever was asked for, an answer is short: it is cut
-                off after 1 KiB.
-            metadata: Whatever in the message is dynamic, for programs. Values are sent as text, 4 KiB of them at most.
+            reason: The reason; it determines the gRPC code.
+            message: What is wrong and what to do, for a person. It is truncated to 1 KiB.
+            metadata: The message's variable parts, for programs. They are sent as text, about 4 KiB in all at most.
         """
         message = _cut(message, _MESSAGE_BYTES)
         super().__init__(message)
@@ -98,7 +102,7 @@ class Failure(Exception):  # noqa: N818 - it is an outcome of a call before it i
 
     @property
     def reason_name(self) -> str:
-        """The reason as it stands in ErrorInfo, such as "UNKNOWN_LAYER"."""
+        """The reason as in ErrorInfo, such as "UNKNOWN_LAYER"."""
         return errors_pb2.ErrorReason.Name(self.reason).removeprefix(_PREFIX)
 
     def to_item_error(self) -> errors_pb2.ItemError:
@@ -106,7 +110,7 @@ class Failure(Exception):  # noqa: N818 - it is an outcome of a call before it i
         return errors_pb2.ItemError(reason=self.reason, message=self.message)
 
     def to_status(self) -> grpc.Status:
-        """Return the failure as grpc carries it: code, text and the details in the trailing metadata."""
+        """Return the failure as a gRPC status: code, message, and the ErrorInfo in the trailing metadata."""
         info = error_details_pb2.ErrorInfo(reason=self.reason_name, domain=DOMAIN, metadata=self.metadata)
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
         status.details.add().Pack(info)
@@ -114,7 +118,7 @@ class Failure(Exception):  # noqa: N818 - it is an outcome of a call before it i
 
 
 def _cut(text: str, size: int) -> str:
-    """Return a text of at most `size` bytes of UTF-8. Its last character says if something was cut off."""
+    """Return a text truncated to at most `size` bytes of UTF-8. A truncated text ends with an ellipsis."""
     data = text[: size + 1].encode("utf-8", "replace")
     if len(data) <= size:
         return data.decode()
@@ -123,14 +127,14 @@ def _cut(text: str, size: int) -> str:
 
 
 def failure_from_rpc_error(error: grpc.RpcError) -> Failure | None:
-    """Return the Failure that a server raised, or None if the error is not of the contract's own kind."""
+    """Return the Failure that a server raised, or None if the error carries no reason that this version knows."""
     info = _error_info(error)
     if info is None:
         return None
     try:
         reason = errors_pb2.ErrorReason.Value(_PREFIX + info.reason)
     except ValueError:
-        return None  # a newer server's reason: its gRPC code still tells the kind
+        return None  # a newer server's reason; the caller falls back to the gRPC code
     return Failure(reason, error.details() or "", **dict(info.metadata))
 
 
@@ -144,7 +148,7 @@ def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
 
 
 def _status_from_metadata(error: grpc.RpcError) -> status_pb2.Status | None:
-    # rpc_status.from_call serves grpc.Call alone; an AioRpcError has the same metadata but is no Call.
+    # rpc_status.from_call takes only a grpc.Call. An AioRpcError has the same metadata but is no Call.
     metadata: Mapping[str, object] = dict(cast("Iterable[tuple[str, object]]", error.trailing_metadata() or ()))
     data = metadata.get("grpc-status-details-bin")
     return status_pb2.Status.FromString(data) if isinstance(data, bytes) else None

@@ -1,10 +1,10 @@
-"""How what is not there is installed. It is in no index: who runs from a checkout has to name that."""
+"""How to install what is missing. No package index has it, so the advice names a checkout."""
 
 from __future__ import annotations
 
 
 def install_extra(name: str) -> str:
-    """Return what to do about an extra that is not there, for the end of a message."""
+    """Return the advice to install a missing extra, for the end of an error message."""
     return f"install residuum's extra {name!r} (from a checkout: pip install '.[{name}]')"
 
 

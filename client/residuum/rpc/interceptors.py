@@ -1,4 +1,4 @@
-"""One function around every call that a client makes: gRPC has a class for each kind of call, in both of its APIs."""
+"""Wraps every call of a client in one function. gRPC has a class for each kind of call, in each of its two APIs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Around = Callable[[Callable[..., Any], Any, Any], Any]
-"""Is called with what makes the call, its details, and its request or requests; returns the call."""
+"""Called as around(continuation, details, request); returns the call that the continuation makes. `request` is one
+message or an iterator of messages."""
 
 AioAround = Callable[[Callable[..., Any], Any, Any], Awaitable[Any]]
-"""The same in asyncio."""
+"""The same for asyncio."""
 
 
 def around_calls(around: Around) -> grpc.UnaryUnaryClientInterceptor:
-    """Return the interceptor of a sync channel that does something around calls of every kind."""
+    """Return an interceptor of sync channels that wraps calls of every kind."""
     return _Interceptor(around)
 
 
 def around_aio_calls(around: AioAround) -> Sequence[grpc.aio.ClientInterceptor]:
-    """Return the interceptors of an asyncio channel that do so. It knows an interceptor for one kind of call."""
+    """Return interceptors of asyncio channels that wrap calls of every kind: one for each kind of call."""
     return [_AioUnaryUnary(around), _AioUnaryStream(around), _AioStreamUnary(around), _AioStreamStream(around)]
 
 
 def with_metadata(details: Any, more: Iterable[tuple[str, str | bytes]]) -> grpc.ClientCallDetails:
-    """Return the details of a sync call with more metadata."""
+    """Return the details of a sync call with metadata added."""
     wait, compression = getattr(details, "wait_for_ready", None), getattr(details, "compression", None)
     metadata = [*(details.metadata or ()), *more]
     sent: Any = _Details(details.method, details.timeout, metadata, details.credentials, wait, compression)
@@ -37,13 +38,13 @@ def with_metadata(details: Any, more: Iterable[tuple[str, str | bytes]]) -> grpc
 
 
 def with_aio_metadata(details: Any, more: Iterable[tuple[str, str | bytes]]) -> grpc.aio.ClientCallDetails:
-    """Return the details of an asyncio call with more metadata."""
+    """Return the details of an asyncio call with metadata added."""
     changed: grpc.aio.ClientCallDetails = details._replace(metadata=grpc.aio.Metadata(*(details.metadata or ()), *more))
     return changed
 
 
 class _Details(NamedTuple):
-    """grpc.ClientCallDetails is a face without a constructor."""
+    """Details of a call; grpc.ClientCallDetails is an interface without a constructor."""
 
     method: str
     timeout: float | None
@@ -80,16 +81,16 @@ class _AioInterceptor:
 
 
 class _AioUnaryUnary(_AioInterceptor, grpc.aio.UnaryUnaryClientInterceptor):
-    intercept_unary_unary: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's
+    intercept_unary_unary: Any = _AioInterceptor._intercept  # noqa: SLF001 - inherited
 
 
 class _AioUnaryStream(_AioInterceptor, grpc.aio.UnaryStreamClientInterceptor):
-    intercept_unary_stream: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's
+    intercept_unary_stream: Any = _AioInterceptor._intercept  # noqa: SLF001 - inherited
 
 
 class _AioStreamUnary(_AioInterceptor, grpc.aio.StreamUnaryClientInterceptor):
-    intercept_stream_unary: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's
+    intercept_stream_unary: Any = _AioInterceptor._intercept  # noqa: SLF001 - inherited
 
 
 class _AioStreamStream(_AioInterceptor, grpc.aio.StreamStreamClientInterceptor):
-    intercept_stream_stream: Any = _AioInterceptor._intercept  # noqa: SLF001 - its base's
+    intercept_stream_stream: Any = _AioInterceptor._intercept  # noqa: SLF001 - inherited

@@ -1,11 +1,11 @@
-"""What methods are called on the wire."""
+"""Names of gRPC methods."""
 
 from __future__ import annotations
 
 
 def is_ours(method: str) -> bool:
-    """Tell whether a full name, as "/residuum.v1.StoreService/GetStats", is that of a method of ours.
+    """Tell whether a full method name, such as "/residuum.v1.StoreService/GetStats", belongs to our services.
 
-    Those of others are health and reflection.
+    The other methods are health checks and reflection.
     """
     return method.startswith("/residuum.")

@@ -27,13 +27,13 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class GetModelInfoRequest(_message.Message):
-    """Asks what is served."""
+    """Requests information about the served model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECK_STORE_FIELD_NUMBER: _builtins.int
     check_store: _builtins.bool
-    """Ask the stores, too, whether they answer; `store_checks` says what came of it. Takes up to 5 s if one does not."""
+    """Also check whether the stores answer; `store_checks` has the results. Takes up to 5 s if a store does not answer."""
     def __init__(
         self,
         *,
@@ -49,7 +49,7 @@ Global___GetModelInfoRequest: _TypeAlias = GetModelInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetModelInfoResponse(_message.Message):
-    """What is served."""
+    """The served model, and the server's limits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -75,9 +75,9 @@ class GetModelInfoResponse(_message.Message):
     model: _builtins.str
     """The name that clients may check with `model` in a spec."""
     num_layers: _builtins.int
-    """Decoder layers; layers are numbered from 0."""
+    """Number of decoder layers; layers are numbered from 0."""
     hidden_size: _builtins.int
-    """Elements in a row of the residual stream."""
+    """Elements of a row of the residual stream."""
     dtype: _tensor_pb2.DataType.ValueType
     """The element type of the residual stream, and so of raw rows."""
     vllm_version: _builtins.str
@@ -87,32 +87,32 @@ class GetModelInfoResponse(_message.Message):
     eager: _builtins.bool
     """Whether the model runs in eager mode, without compiled graphs."""
     default_encoding: _capture_pb2.Encoding.ValueType
-    """How rows are encoded if a capture does not say so. Unset: the server is older than this field, and encodes them RAW."""
+    """The encoding of captures that request none. Unset: the server is older than this field and uses RAW."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Site.ValueType]:
         """The capture sites that the server was started with."""
 
     @_builtins.property
     def steering_operations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The names of the steering operations: fields of SteeringOperation.operation."""
+        """The names of the known steering operations: fields of SteeringOperation.operation."""
 
     @_builtins.property
     def encodings(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Encoding.ValueType]:
-        """The encodings that a capture may ask for."""
+        """The encodings that a capture may request."""
 
     @_builtins.property
     def limits(self) -> Global___Limits:
-        """What the server allows."""
+        """The server's limits."""
 
     @_builtins.property
     def store_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Where clients reach the stores that captures go to, as host:port: the endpoints of `stores`. Empty: the server
-        captures nothing.
+        """The addresses at which clients reach the stores, host:port: the endpoints of `stores`. Empty: the server captures
+        nothing.
         """
 
     @_builtins.property
     def layout(self) -> _capture_pb2.ParallelLayout:
-        """How the model is spread over devices."""
+        """How the model is distributed over devices."""
 
     @_builtins.property
     def server_time(self) -> _timestamp_pb2.Timestamp:
@@ -120,23 +120,23 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def store_check(self) -> Global___StoreCheck:
-        """The first of `store_checks` that has an error, or else the first. Unset: nobody asked, the server captures nothing,
-        or is older than this field.
+        """The first of `store_checks` with an error, or else the first. Unset: no check was requested, the server captures
+        nothing, or it is older than this field.
         """
 
     @_builtins.property
     def reductions(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Reduction.ValueType]:
-        """The reductions that a capture may ask for. Empty: the server is older than this field, and reduces nothing."""
+        """The reductions that a capture may request. Empty: the server is older than this field and supports none."""
 
     @_builtins.property
     def stores(self) -> _containers.RepeatedCompositeFieldContainer[_placement_pb2.StoreAddress]:
-        """The stores that captures go to. Empty, and `store_endpoints` not: the server is older than this field, and each
-        store is called by its endpoint.
+        """The stores of captures. If it is empty but `store_endpoints` is not, the server is older than this field, and each
+        store is named after its endpoint.
         """
 
     @_builtins.property
     def store_checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreCheck]:
-        """The way from here to each store, in the order of `stores`. Empty: as `store_check` is unset."""
+        """The result of checking each store, in the order of `stores`. Empty when `store_check` is unset."""
 
     def __init__(
         self,
@@ -180,14 +180,14 @@ class StoreCheck(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
-    """The store, as the inference service knows it: not always the address that clients are told."""
+    """The address at which the inference service reaches the store; clients may be told another."""
     server_version: _builtins.str
     """The version of the store, if it answered."""
     store: _builtins.str
     """The store's name. Empty: the server is older than this field."""
     @_builtins.property
     def error(self) -> _errors_pb2.ItemError:
-        """Why it could not be asked. Unset: it answered."""
+        """Why the store could not be reached. Unset: it answered."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ Global___StoreCheck: _TypeAlias = StoreCheck  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
-    """What a server allows."""
+    """A server's limits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -223,7 +223,7 @@ class Limits(_message.Message):
     RING_BYTES_FIELD_NUMBER: _builtins.int
     TABLE_BYTES_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
-    """Tokens in prompt and reply together."""
+    """Tokens of prompt and reply together."""
     max_message_bytes: _builtins.int
     """The longest message that the server accepts, in bytes."""
     max_operations: _builtins.int
@@ -231,20 +231,20 @@ class Limits(_message.Message):
     max_vectors: _builtins.int
     """Vectors that the server keeps."""
     max_active_vectors: _builtins.int
-    """Different vectors that running requests may use at once."""
+    """Distinct vectors that running requests may use at once."""
     max_running_requests: _builtins.int
-    """Requests that the engine runs at once; more wait."""
+    """Requests that the engine runs at once; others wait."""
     max_registrations: _builtins.int
     """Registrations that may wait for their Generate."""
     max_sequences: _builtins.int
     """Sequences in one request."""
     capture_pool_bytes: _builtins.int
-    """Memory on the device that holds capture blocks, in bytes."""
+    """Device memory for capture blocks, in bytes."""
     ring_bytes: _builtins.int
-    """Shared memory between the engine and the shippers, in bytes."""
+    """The rings: shared memory between the engine and the shippers, in bytes."""
     table_bytes: _builtins.int
-    """Memory on the device that holds steering vectors, and what the taps read of each row and request, in bytes. 0: the
-    server is older than this field.
+    """Device memory for steering vectors, and for the tables of rows and requests that the capture points read, in bytes.
+    0: the server is older than this field.
     """
     def __init__(
         self,
@@ -271,7 +271,7 @@ Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class RequestSpec(_message.Message):
-    """What a request captures and how it is steered."""
+    """A request's capture and steering."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -280,18 +280,18 @@ class RequestSpec(_message.Message):
     STEERING_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The name of the request and of its capture: 1 to 128 of the characters a-z A-Z 0-9 . _ - and not starting with a
-    dot or a dash. Empty: the server makes one.
+    """The ID of the request and of its capture: 1 to 128 of the characters a-z A-Z 0-9 . _ - and not starting with a dot
+    or a dash. Empty: the server chooses one.
     """
     model: _builtins.str
-    """The model that the client expects. Empty: any. Another than the one served is refused with UNKNOWN_MODEL."""
+    """The model that the client expects. Empty: any. The server refuses other names than its own with UNKNOWN_MODEL."""
     @_builtins.property
     def capture(self) -> _capture_pb2.CaptureSpec:
-        """What is captured. Unset: nothing."""
+        """What the request captures. Unset: nothing."""
 
     @_builtins.property
     def steering(self) -> _steering_pb2.SteeringSpec:
-        """How it is steered. Unset: not at all."""
+        """The request's steering. Unset: none."""
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class RegisterRequestRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spec(self) -> Global___RequestSpec:
-        """What is registered."""
+        """The request's spec."""
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ Global___RegisterRequestRequest: _TypeAlias = RegisterRequestRequest  # noqa: Y0
 
 @_typing.final
 class RegisterRequestResponse(_message.Message):
-    """The registration."""
+    """A registration."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -344,18 +344,18 @@ class RegisterRequestResponse(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The name of the request: the client's, or one that the server made."""
+    """The ID of the request: the client's, or the server's choice."""
     @_builtins.property
     def missing_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Digests of the vectors that must be sent before Generate."""
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When the registration lapses if it is not used."""
+        """When the registration expires if it is not used."""
 
     @_builtins.property
     def time_to_live(self) -> _duration_pb2.Duration:
-        """How long that is from now."""
+        """The time from the answer until then."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ Global___RegisterRequestResponse: _TypeAlias = RegisterRequestResponse  # noqa: 
 
 @_typing.final
 class FindMissingVectorsRequest(_message.Message):
-    """Asks which vectors are missing."""
+    """Asks which vectors the server lacks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -399,14 +399,14 @@ Global___FindMissingVectorsRequest: _TypeAlias = FindMissingVectorsRequest  # no
 
 @_typing.final
 class FindMissingVectorsResponse(_message.Message):
-    """Which vectors are missing."""
+    """The vectors that the server lacks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MISSING_DIGESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def missing_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Those of the request's digests that the server lacks, each once, in their order."""
+        """The digests of the vectors that the server lacks, each once, in the order of the request."""
 
     def __init__(
         self,
@@ -447,14 +447,14 @@ Global___PutVectorsRequest: _TypeAlias = PutVectorsRequest  # noqa: Y015
 
 @_typing.final
 class PutVectorsResponse(_message.Message):
-    """What became of the vectors."""
+    """The results of PutVectors."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___PutVectorResult]:
-        """One result for each vector sent, in their order."""
+        """One result for each vector sent, in order."""
 
     def __init__(
         self,
@@ -471,17 +471,17 @@ Global___PutVectorsResponse: _TypeAlias = PutVectorsResponse  # noqa: Y015
 
 @_typing.final
 class PutVectorResult(_message.Message):
-    """What became of one vector."""
+    """The result for one vector."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DIGEST_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """The digest as the client named it."""
+    """The digest that the client sent."""
     @_builtins.property
     def error(self) -> _errors_pb2.ItemError:
-        """Why it was refused: DIGEST_MISMATCH, WRONG_LENGTH, WRONG_DTYPE or BAD_VALUES. Unset: it was accepted."""
+        """Why the server refused it: DIGEST_MISMATCH, WRONG_LENGTH, WRONG_DTYPE or BAD_VALUES. Unset: it was accepted."""
 
     def __init__(
         self,
@@ -499,7 +499,7 @@ Global___PutVectorResult: _TypeAlias = PutVectorResult  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """Asks for a generation."""
+    """Requests a generation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -510,16 +510,16 @@ class GenerateRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """A registered request, which this call uses up."""
+    """The ID of a registration, which this call uses up."""
     text: _builtins.str
-    """Text, tokenised by the server with the model's special tokens."""
+    """Text, which the server tokenises with the model's special tokens."""
     @_builtins.property
     def spec(self) -> Global___RequestSpec:
-        """The spec itself, in one round trip. May be empty: then nothing is captured or steered."""
+        """An inline spec, which saves a round trip. May be empty: then nothing is captured or steered."""
 
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Token ids, used as they are."""
+        """Token IDs, used as given."""
 
     @_builtins.property
     def chat(self) -> Global___Chat:
@@ -527,7 +527,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters:
-        """How tokens are chosen. Unset: the defaults."""
+        """The sampling parameters. Unset: the defaults."""
 
     def __init__(
         self,
@@ -556,14 +556,14 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
-    """Token ids of a prompt."""
+    """Token IDs of a prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids, each below the size of the vocabulary."""
+        """IDs, each below the size of the vocabulary."""
 
     def __init__(
         self,
@@ -587,7 +587,7 @@ class Chat(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """What was said, in order. At least one."""
+        """The messages, in order. At least one."""
 
     def __init__(
         self,
@@ -604,16 +604,16 @@ Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: "system", "user" or "assistant"."""
+    """The role of its author: "system", "user" or "assistant"."""
     content: _builtins.str
-    """What is said."""
+    """The text."""
     def __init__(
         self,
         *,
@@ -630,7 +630,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class SamplingParameters(_message.Message):
-    """How tokens are chosen."""
+    """Sampling parameters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -644,24 +644,24 @@ class SamplingParameters(_message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Tokens to generate at most in each sequence; at least 1. Unset: 16."""
+    """The most tokens to generate in each sequence; at least 1. Unset: 16."""
     temperature: _builtins.float
-    """0 is greedy. Unset: 0. From 0 to 2."""
+    """The temperature, from 0 to 2; 0 is greedy. Unset: 0."""
     top_p: _builtins.float
-    """Sample from the most likely tokens whose probabilities add up to this. Unset: 1. Above 0, at most 1."""
+    """Sample from the most likely tokens whose probabilities add up to this; above 0, at most 1. Unset: 1."""
     top_k: _builtins.int
     """Sample from this many most likely tokens. Unset or 0: all."""
     seed: _builtins.int
-    """Makes sampling repeatable. Sequence i uses seed + i. Unset: a fresh one."""
+    """The random seed, which makes sampling repeatable. Sequence i uses seed + i. Unset: a random seed."""
     ignore_eos: _builtins.bool
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     num_sequences: _builtins.int
-    """How many sequences to generate from the prompt. Unset: 1."""
+    """Number of sequences to generate from the prompt. Unset: 1."""
     min_tokens: _builtins.int
-    """Tokens to generate at least before the end-of-sequence token or a stop text may end a sequence. Unset: 0."""
+    """The fewest tokens to generate before the end-of-sequence token or a stop text may end a sequence. Unset: 0."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Generation stops when one of these texts appears; it is left out of the reply. At most 16."""
+        """Generation stops when one of these texts appears; the reply leaves it out. At most 16."""
 
     def __init__(
         self,
@@ -759,14 +759,14 @@ class GenerationStarted(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CAPTURE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The name of the request."""
+    """The ID of the request."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt as the model sees it."""
+        """The prompt's token IDs as the model sees them."""
 
     @_builtins.property
     def capture(self) -> Global___CaptureHandle:
-        """Where the capture is. Unset: nothing is captured."""
+        """The request's capture. Unset: nothing is captured."""
 
     def __init__(
         self,
@@ -785,7 +785,7 @@ Global___GenerationStarted: _TypeAlias = GenerationStarted  # noqa: Y015
 
 @_typing.final
 class CaptureHandle(_message.Message):
-    """Where a capture is."""
+    """A capture's ID and store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -793,9 +793,9 @@ class CaptureHandle(_message.Message):
     STORE_ENDPOINT_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
-    """The name of the capture: the request id."""
+    """The ID of the capture, which is the request's ID."""
     store_endpoint: _builtins.str
-    """The store that holds it, as host:port."""
+    """The address of the store that holds it, host:port."""
     store: _builtins.str
     """The name of that store. Empty: the server is older than this field."""
     def __init__(
@@ -828,7 +828,7 @@ class TokenDelta(_message.Message):
     """The new text. May be empty while a character is incomplete."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The new token ids."""
+        """The new token IDs."""
 
     def __init__(
         self,
@@ -860,11 +860,11 @@ class GenerationFinished(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What it took."""
+        """The request's token counts."""
 
     @_builtins.property
     def capture(self) -> Global___CaptureHandle:
-        """Where the capture is. Unset: nothing is captured."""
+        """The request's capture. Unset: nothing was captured."""
 
     def __init__(
         self,
@@ -891,11 +891,11 @@ class SequenceFinish(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    """Why: "stop" (end of sequence or a stop text) or "length"."""
+    """The reason: "stop" (end of sequence or a stop text) or "length"."""
     stop_reason: _builtins.str
-    """The stop text that ended it. Empty: none."""
+    """The stop text that ended the sequence. Empty: none."""
     generated_tokens: _builtins.int
-    """Tokens generated."""
+    """Number of generated tokens."""
     def __init__(
         self,
         *,
@@ -913,7 +913,7 @@ Global___SequenceFinish: _TypeAlias = SequenceFinish  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """What a request took."""
+    """The token counts of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -922,7 +922,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     generated_tokens: _builtins.int
-    """Tokens generated, all sequences together."""
+    """Generated tokens of all sequences together."""
     def __init__(
         self,
         *,
@@ -946,10 +946,10 @@ class UpdateSteeringRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     STEERING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request."""
+    """The ID of the request."""
     @_builtins.property
     def steering(self) -> _steering_pb2.SteeringSpec:
-        """The steering from now on, in place of what was before. No operations: none. `updatable` is ignored."""
+        """The new steering, which replaces the old. Without operations, steering stops. `updatable` is ignored."""
 
     def __init__(
         self,
@@ -974,7 +974,7 @@ class UpdateSteeringResponse(_message.Message):
     FIRST_POSITIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def first_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of each sequence, in order, the first position that is steered so. The number of its tokens, if it had ended."""
+        """For each sequence, in order, the first position with the new steering; the number of its tokens if it had ended."""
 
     def __init__(
         self,
@@ -991,13 +991,13 @@ Global___UpdateSteeringResponse: _TypeAlias = UpdateSteeringResponse  # noqa: Y0
 
 @_typing.final
 class AbortRequest(_message.Message):
-    """Stops a request."""
+    """Aborts a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request."""
+    """The ID of the request."""
     def __init__(
         self,
         *,
@@ -1013,7 +1013,7 @@ Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 
 @_typing.final
 class AbortResponse(_message.Message):
-    """The request is stopped."""
+    """The request is aborted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -29,12 +29,12 @@ class InferenceServiceStub:
     """Generates text with a language model, captures its activations and steers it.
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
-    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health is SERVING.
 
-    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
-    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
-    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
-    exist.
+    A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
+    grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the right `generate`
+    with PERMISSION_DENIED; for GetModelInfo any right suffices. Requests and vectors belong to the token's tenant; for
+    other tenants they do not exist.
     """
 
     def __init__(self, channel):
@@ -84,16 +84,16 @@ class InferenceServiceServicer:
     """Generates text with a language model, captures its activations and steers it.
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
-    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health is SERVING.
 
-    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
-    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
-    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
-    exist.
+    A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
+    grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the right `generate`
+    with PERMISSION_DENIED; for GetModelInfo any right suffices. Requests and vectors belong to the token's tenant; for
+    other tenants they do not exist.
     """
 
     def GetModelInfo(self, request, context):
-        """Returns what is served and within which limits.
+        """Returns the served model and the server's limits.
 
         Errors:
         * UNAVAILABLE, NOT_SERVING: the model is still loading.
@@ -103,15 +103,15 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RegisterRequest(self, request, context):
-        """Validates a spec in full and keeps it under a request id, to be used by one Generate.
+        """Validates a whole spec and registers it under a request ID, for use by one Generate.
 
-        Idempotent: the same id with the same spec is answered as before; the lapse is then counted anew. A registration
-        that is not used lapses after the time in the answer.
+        Idempotent: repeating the call with the same ID and spec succeeds and restarts the expiry time. An unused
+        registration expires after the time in the answer.
 
         Errors:
-        * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
-        * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
-        * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
+        * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that is invalid (the reason says which).
+        * ALREADY_EXISTS, REQUEST_EXISTS: the ID is registered with another spec, or was used before.
+        * UNAVAILABLE, STORE_UNREACHABLE: the spec asks for a capture, and its store does not answer.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -119,7 +119,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FindMissingVectors(self, request, context):
-        """Returns which of some vectors the server lacks. Those that it has are kept for another while.
+        """Returns those of the given vectors that the server lacks. The server keeps the others for another while.
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: a digest is not 32 bytes long, or there are more than 1024.
@@ -129,8 +129,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PutVectors(self, request_iterator, context):
-        """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
-        itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
+        """Stores vectors under their digests, one in each message, at most 4096 in a call. The server accepts or refuses each
+        vector separately. The answer has one result for each message, in order. Sending a vector again is harmless.
 
         Example:
 
@@ -140,9 +140,9 @@ class InferenceServiceServicer:
         server: {results: [A accepted, B BAD_VALUES]}
 
         Errors:
-        * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+        * INVALID_ARGUMENT, INVALID_FIELD: there are more than 4096 vectors; the first 4096 may have been accepted.
 
-        A refused vector is a result, and the call is OK.
+        A refused vector is reported in its result, and the call succeeds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,45 +152,46 @@ class InferenceServiceServicer:
         """Generates text from a prompt. The events come in this order:
 
         server: {started}              the request is accepted; its capture exists and can be followed
-        server: {delta} ...            new tokens, of any sequence, as they are made
+        server: {delta} ...            new tokens of any sequence, as they are generated
         server: {finished}             after the last token of every sequence
         server: OK
 
-        The request ends when the stream ends. If the client drops the stream, or calls Abort, the engine stops at once and
-        the capture ends ABORTED with what was captured until then.
+        The request ends when the stream ends. If the client drops the stream or calls Abort, the engine stops at once, and
+        the capture ends ABORTED with the rows captured until then.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_REQUEST: there is no registration of this id (never was, was used, or lapsed).
+        * NOT_FOUND, UNKNOWN_REQUEST: the registration does not exist: it was never made, was used, or has expired.
         * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
-        refused as RegisterRequest would.
-        * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-        * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
-        * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
-        the active ones for too long; or too many requests run or wait.
-        * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
-        and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
-        * CANCELLED, ABORTED: somebody called Abort.
+        invalid, as for RegisterRequest.
+        * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+        * ALREADY_EXISTS: the ID of the inline spec is taken, or a store holds a capture with this ID.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: the request uses more vectors than can be kept or active, or waited too long
+        for room among the active ones; or too many requests are running or waiting.
+        * UNAVAILABLE: STORE_UNREACHABLE (the request asks for a capture, and its store does not answer; or the client
+        chose the ID, and another store that may hold a capture with this ID does not answer), NOT_SERVING or
+        ENGINE_DEAD.
+        * CANCELLED, ABORTED: a client called Abort.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateSteering(self, request, context):
-        """Changes the steering of a request that is generating, from the next step of the engine on: other factors, other
-        vectors, or none. The request must have been registered as `updatable`, and have begun: its `started` event was
-        sent. The manifest of its capture says from which position each change holds.
+        """Changes the steering of a generating request from the engine's next step on: other factors, other vectors, or none.
+        The request must have been registered as `updatable`, and have started: its `started` event was sent. The manifest
+        of its capture says from which position on each change applies.
 
-        Rows keep the steering that they were computed with: if the engine computes earlier positions again (it preempted
-        the request), it steers them as they were steered the first time.
+        Computed rows keep their steering. If the engine preempts the request and computes earlier positions again, it
+        steers them as it did the first time.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_REQUEST: no such request is generating.
-        * FAILED_PRECONDITION, NOT_UPDATABLE: it was not registered as `updatable`.
-        * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-        * INVALID_ARGUMENT: the steering is refused as RegisterRequest would.
-        * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors, or the request was changed so often
-        that its manifest would become too long: 256 times, or 256 KiB of changes; or all the different steering that it
-        had takes more room than a server grants one request, which must be able to compute it again.
+        * NOT_FOUND, UNKNOWN_REQUEST: no request with this ID is generating.
+        * FAILED_PRECONDITION, NOT_UPDATABLE: the request was not registered as `updatable`.
+        * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+        * INVALID_ARGUMENT: the steering is invalid, as for RegisterRequest.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors; or the request's changes would make
+        its manifest too long (256 changes, or 256 KiB of them); or the request's steering, old and new, takes more
+        memory than the server grants one request. It keeps all of it to be able to compute rows again.
         * UNAVAILABLE, ENGINE_DEAD.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -198,10 +199,11 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Stops a running request, or drops a registration. Its capture ends ABORTED. Stopping what has ended is OK.
+        """Aborts a running request, or drops a registration. The request's capture ends ABORTED. Aborting an ended request
+        succeeds.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_REQUEST: there is no such request or registration.
+        * NOT_FOUND, UNKNOWN_REQUEST: the request or registration does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -257,12 +259,12 @@ class InferenceService:
     """Generates text with a language model, captures its activations and steers it.
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
-    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health is SERVING.
 
-    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
-    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
-    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
-    exist.
+    A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
+    grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the right `generate`
+    with PERMISSION_DENIED; for GetModelInfo any right suffices. Requests and vectors belong to the token's tenant; for
+    other tenants they do not exist.
     """
 
     @staticmethod

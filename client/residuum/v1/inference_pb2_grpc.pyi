@@ -30,12 +30,12 @@ class InferenceServiceStub:
     """Generates text with a language model, captures its activations and steers it.
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
-    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health is SERVING.
 
-    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
-    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
-    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
-    exist.
+    A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
+    grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the right `generate`
+    with PERMISSION_DENIED; for GetModelInfo any right suffices. Requests and vectors belong to the token's tenant; for
+    other tenants they do not exist.
     """
 
     @_typing.overload
@@ -43,32 +43,32 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]
-    """Returns what is served and within which limits.
+    """Returns the served model and the server's limits.
 
     Errors:
     * UNAVAILABLE, NOT_SERVING: the model is still loading.
     """
     RegisterRequest: _grpc.UnaryUnaryMultiCallable[_inference_pb2.RegisterRequestRequest, _inference_pb2.RegisterRequestResponse]
-    """Validates a spec in full and keeps it under a request id, to be used by one Generate.
+    """Validates a whole spec and registers it under a request ID, for use by one Generate.
 
-    Idempotent: the same id with the same spec is answered as before; the lapse is then counted anew. A registration
-    that is not used lapses after the time in the answer.
+    Idempotent: repeating the call with the same ID and spec succeeds and restarts the expiry time. An unused
+    registration expires after the time in the answer.
 
     Errors:
-    * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
-    * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
-    * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
+    * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that is invalid (the reason says which).
+    * ALREADY_EXISTS, REQUEST_EXISTS: the ID is registered with another spec, or was used before.
+    * UNAVAILABLE, STORE_UNREACHABLE: the spec asks for a capture, and its store does not answer.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
     """
     FindMissingVectors: _grpc.UnaryUnaryMultiCallable[_inference_pb2.FindMissingVectorsRequest, _inference_pb2.FindMissingVectorsResponse]
-    """Returns which of some vectors the server lacks. Those that it has are kept for another while.
+    """Returns those of the given vectors that the server lacks. The server keeps the others for another while.
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: a digest is not 32 bytes long, or there are more than 1024.
     """
     PutVectors: _grpc.StreamUnaryMultiCallable[_inference_pb2.PutVectorsRequest, _inference_pb2.PutVectorsResponse]
-    """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
-    itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
+    """Stores vectors under their digests, one in each message, at most 4096 in a call. The server accepts or refuses each
+    vector separately. The answer has one result for each message, in order. Sending a vector again is harmless.
 
     Example:
 
@@ -78,56 +78,58 @@ class InferenceServiceStub:
         server: {results: [A accepted, B BAD_VALUES]}
 
     Errors:
-    * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+    * INVALID_ARGUMENT, INVALID_FIELD: there are more than 4096 vectors; the first 4096 may have been accepted.
 
-    A refused vector is a result, and the call is OK.
+    A refused vector is reported in its result, and the call succeeds.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates text from a prompt. The events come in this order:
 
         server: {started}              the request is accepted; its capture exists and can be followed
-        server: {delta} ...            new tokens, of any sequence, as they are made
+        server: {delta} ...            new tokens of any sequence, as they are generated
         server: {finished}             after the last token of every sequence
         server: OK
 
-    The request ends when the stream ends. If the client drops the stream, or calls Abort, the engine stops at once and
-    the capture ends ABORTED with what was captured until then.
+    The request ends when the stream ends. If the client drops the stream or calls Abort, the engine stops at once, and
+    the capture ends ABORTED with the rows captured until then.
 
     Errors:
-    * NOT_FOUND, UNKNOWN_REQUEST: there is no registration of this id (never was, was used, or lapsed).
+    * NOT_FOUND, UNKNOWN_REQUEST: the registration does not exist: it was never made, was used, or has expired.
     * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
-      refused as RegisterRequest would.
-    * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-    * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
-    * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
-      the active ones for too long; or too many requests run or wait.
-    * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
-      and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
-    * CANCELLED, ABORTED: somebody called Abort.
+      invalid, as for RegisterRequest.
+    * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+    * ALREADY_EXISTS: the ID of the inline spec is taken, or a store holds a capture with this ID.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: the request uses more vectors than can be kept or active, or waited too long
+      for room among the active ones; or too many requests are running or waiting.
+    * UNAVAILABLE: STORE_UNREACHABLE (the request asks for a capture, and its store does not answer; or the client
+      chose the ID, and another store that may hold a capture with this ID does not answer), NOT_SERVING or
+      ENGINE_DEAD.
+    * CANCELLED, ABORTED: a client called Abort.
     """
     UpdateSteering: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UpdateSteeringRequest, _inference_pb2.UpdateSteeringResponse]
-    """Changes the steering of a request that is generating, from the next step of the engine on: other factors, other
-    vectors, or none. The request must have been registered as `updatable`, and have begun: its `started` event was
-    sent. The manifest of its capture says from which position each change holds.
+    """Changes the steering of a generating request from the engine's next step on: other factors, other vectors, or none.
+    The request must have been registered as `updatable`, and have started: its `started` event was sent. The manifest
+    of its capture says from which position on each change applies.
 
-    Rows keep the steering that they were computed with: if the engine computes earlier positions again (it preempted
-    the request), it steers them as they were steered the first time.
+    Computed rows keep their steering. If the engine preempts the request and computes earlier positions again, it
+    steers them as it did the first time.
 
     Errors:
-    * NOT_FOUND, UNKNOWN_REQUEST: no such request is generating.
-    * FAILED_PRECONDITION, NOT_UPDATABLE: it was not registered as `updatable`.
-    * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-    * INVALID_ARGUMENT: the steering is refused as RegisterRequest would.
-    * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors, or the request was changed so often
-      that its manifest would become too long: 256 times, or 256 KiB of changes; or all the different steering that it
-      had takes more room than a server grants one request, which must be able to compute it again.
+    * NOT_FOUND, UNKNOWN_REQUEST: no request with this ID is generating.
+    * FAILED_PRECONDITION, NOT_UPDATABLE: the request was not registered as `updatable`.
+    * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+    * INVALID_ARGUMENT: the steering is invalid, as for RegisterRequest.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors; or the request's changes would make
+      its manifest too long (256 changes, or 256 KiB of them); or the request's steering, old and new, takes more
+      memory than the server grants one request. It keeps all of it to be able to compute rows again.
     * UNAVAILABLE, ENGINE_DEAD.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
-    """Stops a running request, or drops a registration. Its capture ends ABORTED. Stopping what has ended is OK.
+    """Aborts a running request, or drops a registration. The request's capture ends ABORTED. Aborting an ended request
+    succeeds.
 
     Errors:
-    * NOT_FOUND, UNKNOWN_REQUEST: there is no such request or registration.
+    * NOT_FOUND, UNKNOWN_REQUEST: the request or registration does not exist.
     """
 
 @_typing.type_check_only
@@ -135,42 +137,42 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Generates text with a language model, captures its activations and steers it.
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
-    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health is SERVING.
 
-    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
-    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
-    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
-    exist.
+    A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
+    grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the right `generate`
+    with PERMISSION_DENIED; for GetModelInfo any right suffices. Requests and vectors belong to the token's tenant; for
+    other tenants they do not exist.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]  # type: ignore[assignment]
-    """Returns what is served and within which limits.
+    """Returns the served model and the server's limits.
 
     Errors:
     * UNAVAILABLE, NOT_SERVING: the model is still loading.
     """
     RegisterRequest: _aio.UnaryUnaryMultiCallable[_inference_pb2.RegisterRequestRequest, _inference_pb2.RegisterRequestResponse]  # type: ignore[assignment]
-    """Validates a spec in full and keeps it under a request id, to be used by one Generate.
+    """Validates a whole spec and registers it under a request ID, for use by one Generate.
 
-    Idempotent: the same id with the same spec is answered as before; the lapse is then counted anew. A registration
-    that is not used lapses after the time in the answer.
+    Idempotent: repeating the call with the same ID and spec succeeds and restarts the expiry time. An unused
+    registration expires after the time in the answer.
 
     Errors:
-    * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
-    * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
-    * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
+    * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that is invalid (the reason says which).
+    * ALREADY_EXISTS, REQUEST_EXISTS: the ID is registered with another spec, or was used before.
+    * UNAVAILABLE, STORE_UNREACHABLE: the spec asks for a capture, and its store does not answer.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
     """
     FindMissingVectors: _aio.UnaryUnaryMultiCallable[_inference_pb2.FindMissingVectorsRequest, _inference_pb2.FindMissingVectorsResponse]  # type: ignore[assignment]
-    """Returns which of some vectors the server lacks. Those that it has are kept for another while.
+    """Returns those of the given vectors that the server lacks. The server keeps the others for another while.
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: a digest is not 32 bytes long, or there are more than 1024.
     """
     PutVectors: _aio.StreamUnaryMultiCallable[_inference_pb2.PutVectorsRequest, _inference_pb2.PutVectorsResponse]  # type: ignore[assignment]
-    """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
-    itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
+    """Stores vectors under their digests, one in each message, at most 4096 in a call. The server accepts or refuses each
+    vector separately. The answer has one result for each message, in order. Sending a vector again is harmless.
 
     Example:
 
@@ -180,68 +182,70 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
         server: {results: [A accepted, B BAD_VALUES]}
 
     Errors:
-    * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+    * INVALID_ARGUMENT, INVALID_FIELD: there are more than 4096 vectors; the first 4096 may have been accepted.
 
-    A refused vector is a result, and the call is OK.
+    A refused vector is reported in its result, and the call succeeds.
     """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates text from a prompt. The events come in this order:
 
         server: {started}              the request is accepted; its capture exists and can be followed
-        server: {delta} ...            new tokens, of any sequence, as they are made
+        server: {delta} ...            new tokens of any sequence, as they are generated
         server: {finished}             after the last token of every sequence
         server: OK
 
-    The request ends when the stream ends. If the client drops the stream, or calls Abort, the engine stops at once and
-    the capture ends ABORTED with what was captured until then.
+    The request ends when the stream ends. If the client drops the stream or calls Abort, the engine stops at once, and
+    the capture ends ABORTED with the rows captured until then.
 
     Errors:
-    * NOT_FOUND, UNKNOWN_REQUEST: there is no registration of this id (never was, was used, or lapsed).
+    * NOT_FOUND, UNKNOWN_REQUEST: the registration does not exist: it was never made, was used, or has expired.
     * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
-      refused as RegisterRequest would.
-    * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-    * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
-    * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
-      the active ones for too long; or too many requests run or wait.
-    * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
-      and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
-    * CANCELLED, ABORTED: somebody called Abort.
+      invalid, as for RegisterRequest.
+    * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+    * ALREADY_EXISTS: the ID of the inline spec is taken, or a store holds a capture with this ID.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: the request uses more vectors than can be kept or active, or waited too long
+      for room among the active ones; or too many requests are running or waiting.
+    * UNAVAILABLE: STORE_UNREACHABLE (the request asks for a capture, and its store does not answer; or the client
+      chose the ID, and another store that may hold a capture with this ID does not answer), NOT_SERVING or
+      ENGINE_DEAD.
+    * CANCELLED, ABORTED: a client called Abort.
     """
     UpdateSteering: _aio.UnaryUnaryMultiCallable[_inference_pb2.UpdateSteeringRequest, _inference_pb2.UpdateSteeringResponse]  # type: ignore[assignment]
-    """Changes the steering of a request that is generating, from the next step of the engine on: other factors, other
-    vectors, or none. The request must have been registered as `updatable`, and have begun: its `started` event was
-    sent. The manifest of its capture says from which position each change holds.
+    """Changes the steering of a generating request from the engine's next step on: other factors, other vectors, or none.
+    The request must have been registered as `updatable`, and have started: its `started` event was sent. The manifest
+    of its capture says from which position on each change applies.
 
-    Rows keep the steering that they were computed with: if the engine computes earlier positions again (it preempted
-    the request), it steers them as they were steered the first time.
+    Computed rows keep their steering. If the engine preempts the request and computes earlier positions again, it
+    steers them as it did the first time.
 
     Errors:
-    * NOT_FOUND, UNKNOWN_REQUEST: no such request is generating.
-    * FAILED_PRECONDITION, NOT_UPDATABLE: it was not registered as `updatable`.
-    * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-    * INVALID_ARGUMENT: the steering is refused as RegisterRequest would.
-    * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors, or the request was changed so often
-      that its manifest would become too long: 256 times, or 256 KiB of changes; or all the different steering that it
-      had takes more room than a server grants one request, which must be able to compute it again.
+    * NOT_FOUND, UNKNOWN_REQUEST: no request with this ID is generating.
+    * FAILED_PRECONDITION, NOT_UPDATABLE: the request was not registered as `updatable`.
+    * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+    * INVALID_ARGUMENT: the steering is invalid, as for RegisterRequest.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors; or the request's changes would make
+      its manifest too long (256 changes, or 256 KiB of them); or the request's steering, old and new, takes more
+      memory than the server grants one request. It keeps all of it to be able to compute rows again.
     * UNAVAILABLE, ENGINE_DEAD.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
-    """Stops a running request, or drops a registration. Its capture ends ABORTED. Stopping what has ended is OK.
+    """Aborts a running request, or drops a registration. The request's capture ends ABORTED. Aborting an ended request
+    succeeds.
 
     Errors:
-    * NOT_FOUND, UNKNOWN_REQUEST: there is no such request or registration.
+    * NOT_FOUND, UNKNOWN_REQUEST: the request or registration does not exist.
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates text with a language model, captures its activations and steers it.
 
     The service also serves grpc.health.v1 (NOT_SERVING while it loads, tests itself and drains) and server reflection.
-    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health says SERVING.
+    Every call but GetModelInfo fails with UNAVAILABLE (NOT_SERVING) until the health is SERVING.
 
-    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
-    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED unless it has the
-    right `generate`, or for GetModelInfo any. Requests and vectors belong to the token's tenant: to others they do not
-    exist.
+    A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
+    grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the right `generate`
+    with PERMISSION_DENIED; for GetModelInfo any right suffices. Requests and vectors belong to the token's tenant; for
+    other tenants they do not exist.
     """
 
     @_abc_1.abstractmethod
@@ -250,7 +254,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetModelInfoResponse, _abc.Awaitable[_inference_pb2.GetModelInfoResponse]]:
-        """Returns what is served and within which limits.
+        """Returns the served model and the server's limits.
 
         Errors:
         * UNAVAILABLE, NOT_SERVING: the model is still loading.
@@ -262,15 +266,15 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.RegisterRequestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.RegisterRequestResponse, _abc.Awaitable[_inference_pb2.RegisterRequestResponse]]:
-        """Validates a spec in full and keeps it under a request id, to be used by one Generate.
+        """Validates a whole spec and registers it under a request ID, for use by one Generate.
 
-        Idempotent: the same id with the same spec is answered as before; the lapse is then counted anew. A registration
-        that is not used lapses after the time in the answer.
+        Idempotent: repeating the call with the same ID and spec succeeds and restarts the expiry time. An unused
+        registration expires after the time in the answer.
 
         Errors:
-        * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that cannot be (the reason says which).
-        * ALREADY_EXISTS, REQUEST_EXISTS: the id is registered with another spec, or was used before.
-        * UNAVAILABLE, STORE_UNREACHABLE: a capture is asked for and its store does not answer.
+        * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that is invalid (the reason says which).
+        * ALREADY_EXISTS, REQUEST_EXISTS: the ID is registered with another spec, or was used before.
+        * UNAVAILABLE, STORE_UNREACHABLE: the spec asks for a capture, and its store does not answer.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
         """
 
@@ -280,7 +284,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.FindMissingVectorsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.FindMissingVectorsResponse, _abc.Awaitable[_inference_pb2.FindMissingVectorsResponse]]:
-        """Returns which of some vectors the server lacks. Those that it has are kept for another while.
+        """Returns those of the given vectors that the server lacks. The server keeps the others for another while.
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: a digest is not 32 bytes long, or there are more than 1024.
@@ -292,8 +296,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_inference_pb2.PutVectorsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.PutVectorsResponse, _abc.Awaitable[_inference_pb2.PutVectorsResponse]]:
-        """Stores vectors under their digests, one in each message, at most 4096 in a call. Each is accepted or refused by
-        itself; the answer has one result for each message, in their order. Sending a vector again is harmless.
+        """Stores vectors under their digests, one in each message, at most 4096 in a call. The server accepts or refuses each
+        vector separately. The answer has one result for each message, in order. Sending a vector again is harmless.
 
         Example:
 
@@ -303,9 +307,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
             server: {results: [A accepted, B BAD_VALUES]}
 
         Errors:
-        * INVALID_ARGUMENT, INVALID_FIELD: there were more than 4096; the first 4096 may have been accepted.
+        * INVALID_ARGUMENT, INVALID_FIELD: there are more than 4096 vectors; the first 4096 may have been accepted.
 
-        A refused vector is a result, and the call is OK.
+        A refused vector is reported in its result, and the call succeeds.
         """
 
     @_abc_1.abstractmethod
@@ -317,24 +321,25 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generates text from a prompt. The events come in this order:
 
             server: {started}              the request is accepted; its capture exists and can be followed
-            server: {delta} ...            new tokens, of any sequence, as they are made
+            server: {delta} ...            new tokens of any sequence, as they are generated
             server: {finished}             after the last token of every sequence
             server: OK
 
-        The request ends when the stream ends. If the client drops the stream, or calls Abort, the engine stops at once and
-        the capture ends ABORTED with what was captured until then.
+        The request ends when the stream ends. If the client drops the stream or calls Abort, the engine stops at once, and
+        the capture ends ABORTED with the rows captured until then.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_REQUEST: there is no registration of this id (never was, was used, or lapsed).
+        * NOT_FOUND, UNKNOWN_REQUEST: the registration does not exist: it was never made, was used, or has expired.
         * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
-          refused as RegisterRequest would.
-        * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-        * ALREADY_EXISTS: the id of the inline spec is taken, or a store holds a capture of this id.
-        * RESOURCE_EXHAUSTED, LIMIT_REACHED: it uses more vectors than can be kept or be active, or there was no room among
-          the active ones for too long; or too many requests run or wait.
-        * UNAVAILABLE: STORE_UNREACHABLE (a capture is asked for, and its store does not answer; or the client chose its id,
-          and another store does not answer that may hold one of this id), NOT_SERVING or ENGINE_DEAD.
-        * CANCELLED, ABORTED: somebody called Abort.
+          invalid, as for RegisterRequest.
+        * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+        * ALREADY_EXISTS: the ID of the inline spec is taken, or a store holds a capture with this ID.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: the request uses more vectors than can be kept or active, or waited too long
+          for room among the active ones; or too many requests are running or waiting.
+        * UNAVAILABLE: STORE_UNREACHABLE (the request asks for a capture, and its store does not answer; or the client
+          chose the ID, and another store that may hold a capture with this ID does not answer), NOT_SERVING or
+          ENGINE_DEAD.
+        * CANCELLED, ABORTED: a client called Abort.
         """
 
     @_abc_1.abstractmethod
@@ -343,21 +348,21 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.UpdateSteeringRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.UpdateSteeringResponse, _abc.Awaitable[_inference_pb2.UpdateSteeringResponse]]:
-        """Changes the steering of a request that is generating, from the next step of the engine on: other factors, other
-        vectors, or none. The request must have been registered as `updatable`, and have begun: its `started` event was
-        sent. The manifest of its capture says from which position each change holds.
+        """Changes the steering of a generating request from the engine's next step on: other factors, other vectors, or none.
+        The request must have been registered as `updatable`, and have started: its `started` event was sent. The manifest
+        of its capture says from which position on each change applies.
 
-        Rows keep the steering that they were computed with: if the engine computes earlier positions again (it preempted
-        the request), it steers them as they were steered the first time.
+        Computed rows keep their steering. If the engine preempts the request and computes earlier positions again, it
+        steers them as it did the first time.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_REQUEST: no such request is generating.
-        * FAILED_PRECONDITION, NOT_UPDATABLE: it was not registered as `updatable`.
-        * FAILED_PRECONDITION, MISSING_VECTORS: send the vectors that are named, then call again.
-        * INVALID_ARGUMENT: the steering is refused as RegisterRequest would.
-        * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors, or the request was changed so often
-          that its manifest would become too long: 256 times, or 256 KiB of changes; or all the different steering that it
-          had takes more room than a server grants one request, which must be able to compute it again.
+        * NOT_FOUND, UNKNOWN_REQUEST: no request with this ID is generating.
+        * FAILED_PRECONDITION, NOT_UPDATABLE: the request was not registered as `updatable`.
+        * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+        * INVALID_ARGUMENT: the steering is invalid, as for RegisterRequest.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: there is no room for more active vectors; or the request's changes would make
+          its manifest too long (256 changes, or 256 KiB of them); or the request's steering, old and new, takes more
+          memory than the server grants one request. It keeps all of it to be able to compute rows again.
         * UNAVAILABLE, ENGINE_DEAD.
         """
 
@@ -367,10 +372,11 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.AbortResponse, _abc.Awaitable[_inference_pb2.AbortResponse]]:
-        """Stops a running request, or drops a registration. Its capture ends ABORTED. Stopping what has ended is OK.
+        """Aborts a running request, or drops a registration. The request's capture ends ABORTED. Aborting an ended request
+        succeeds.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_REQUEST: there is no such request or registration.
+        * NOT_FOUND, UNKNOWN_REQUEST: the request or registration does not exist.
         """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

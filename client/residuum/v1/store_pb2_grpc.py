@@ -26,22 +26,21 @@ if _version_not_supported:
 
 
 class StoreServiceStub:
-    """Keeps captures and serves them by id.
+    """Stores captures and serves them by ID.
 
-    A capture is opened by the inference service, written by shippers, sealed by the inference service when the request
-    has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
-    last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
-    service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
-    changes, until it is deleted: by a caller, or because it has *expired*, if the store is told to keep captures only for
-    so long, or only so many bytes of them (see RetentionStats).
+    The inference service opens a capture, shippers write it, and the inference service seals it when the request has
+    ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
+    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
+    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
+    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
-    What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
-    chunks survive the loss of power. Both are reported.
+    Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
+    survive a power failure.
 
-    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
-    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED if it lacks the
-    right: `write` to open, append and seal; `read` to get, list and read; `generate` to delete. Any will do for GetStats,
-    and `admin` for everything. A capture belongs to a tenant: to others it does not exist.
+    A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
+    grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
+    with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
+    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -95,46 +94,45 @@ class StoreServiceStub:
 
 
 class StoreServiceServicer:
-    """Keeps captures and serves them by id.
+    """Stores captures and serves them by ID.
 
-    A capture is opened by the inference service, written by shippers, sealed by the inference service when the request
-    has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
-    last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
-    service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
-    changes, until it is deleted: by a caller, or because it has *expired*, if the store is told to keep captures only for
-    so long, or only so many bytes of them (see RetentionStats).
+    The inference service opens a capture, shippers write it, and the inference service seals it when the request has
+    ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
+    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
+    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
+    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
-    What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
-    chunks survive the loss of power. Both are reported.
+    Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
+    survive a power failure.
 
-    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
-    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED if it lacks the
-    right: `write` to open, append and seal; `read` to get, list and read; `generate` to delete. Any will do for GetStats,
-    and `admin` for everything. A capture belongs to a tenant: to others it does not exist.
+    A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
+    grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
+    with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
+    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
 
     def OpenCapture(self, request, context):
-        """Creates a capture. Idempotent: the same description is answered as before. Until something was written or sealed,
-        one that differs only in `request_time` is the same, and the first one stands: a caller that did not get the answer
-        may try again.
+        """Creates a capture. Idempotent: repeating the call with the same description succeeds and changes nothing. Until the
+        capture is written to or sealed, a description that differs only in `request_time` counts as the same, and the
+        first one is kept. So a caller that got no answer may retry.
 
         Errors:
-        * ALREADY_EXISTS, CAPTURE_EXISTS: there is a capture of this id with another description, or it has ended; with
-        `check_only`: there is one.
+        * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended; with `check_only`:
+        a capture with this ID exists.
         * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
-        * RESOURCE_EXHAUSTED, STORE_FULL: there is no room.
-        * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or those that have not ended take too much memory.
-        * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has as many open captures, or bytes, as it may have.
-        * PERMISSION_DENIED: the token does not write for this tenant.
+        * RESOURCE_EXHAUSTED, STORE_FULL: the store is full.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or open captures take too much memory.
+        * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has reached its limit of open captures or of bytes.
+        * PERMISSION_DENIED: the token may not write for this tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AppendChunks(self, request_iterator, context):
-        """Appends chunks, of any captures, and acknowledges them.
+        """Appends chunks of any captures and acknowledges them.
 
         Example:
 
@@ -147,20 +145,20 @@ class StoreServiceServicer:
         store:  {committed_through: 3, synced_through: 3}
         store:  OK
 
-        The first write of a row, named by capture, sequence, site, layer and position, wins: a repeat is acknowledged and
-        dropped. So a writer that lost its stream opens another and sends again what was not acknowledged; nothing is lost
-        and nothing doubled. A chunk that can never be written is rejected by itself, in `rejections`, and counts as
-        acknowledged; the stream goes on.
+        A row is identified by capture, sequence, site, layer and position. The first write of a row wins; the store
+        acknowledges and drops repeats. So a writer that lost its stream opens another and sends everything again that was
+        not acknowledged; no row is lost or duplicated. The store rejects a chunk that can never be written, in
+        `rejections`, and counts it as acknowledged; the stream goes on.
 
-        Rejections: UNKNOWN_CAPTURE (never opened, or deleted, or of a tenant that the token does not write for),
-        CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has as many bytes as it may have),
-        LIMIT_REACHED (captures that have not ended take too much memory). A stream of which the store hears nothing at
-        first, or whose answers nobody reads, is cancelled after a while.
+        Rejections: UNKNOWN_CAPTURE (never opened, deleted, or of a tenant that the token may not write for),
+        CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has reached its limit of bytes),
+        LIMIT_REACHED (open captures take too much memory). The store cancels a stream that sends no first message in time,
+        or does not read its answers for too long.
 
         Errors:
-        * INVALID_ARGUMENT, INVALID_FIELD: a message cannot be parsed, or numbers do not ascend.
-        * RESOURCE_EXHAUSTED, STORE_FULL: there is no room; nothing after the last acknowledgement was written. Try again
-        when there is room.
+        * INVALID_ARGUMENT, INVALID_FIELD: a message cannot be parsed, or message numbers do not ascend.
+        * RESOURCE_EXHAUSTED, STORE_FULL: the store is full; nothing after the last acknowledgement was written. Retry when
+        there is room.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -168,27 +166,27 @@ class StoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SealCapture(self, request, context):
-        """Says how a request ended: its tokens, and so which rows are expected. The capture stays OPEN, whatever the outcome,
-        until every expected row is there, or the rest was reported lost, or none came for a while (the store's settings
-        say how long: longer after the outcome COMPLETE than after the others). Then it takes its final state. One of which
-        nothing is outstanding ends at once.
+        """Seals a capture: reports how its request ended, with its tokens, which determine the expected rows. For any outcome
+        the capture stays OPEN until every expected row is stored, or the others are reported lost, or no expected row has
+        come for a while (a setting of the store; it waits longer after the outcome COMPLETE). Then the capture takes its
+        final state. A capture without outstanding rows ends at once.
 
-        Idempotent: sealing again with the same outcome is answered with the manifest as it is.
+        Idempotent: repeating the same seal returns the current manifest.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture.
-        * FAILED_PRECONDITION, CAPTURE_ENDED: it was sealed with another outcome, or ended without a seal.
-        * INVALID_ARGUMENT, INVALID_FIELD: the outcome is malformed.
+        * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+        * FAILED_PRECONDITION, CAPTURE_ENDED: the capture was sealed differently, or ended without a seal.
+        * INVALID_ARGUMENT, INVALID_FIELD: the seal is malformed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCapture(self, request, context):
-        """Returns the manifest of a capture, at once or when it has ended.
+        """Returns the manifest of a capture, at once or after waiting for the capture to end.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture.
+        * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,27 +196,27 @@ class StoreServiceServicer:
         """Lists captures, newest first.
 
         Errors:
-        * INVALID_ARGUMENT, INVALID_FIELD: the page token is not one of this store's, or goes with another filter.
+        * INVALID_ARGUMENT, INVALID_FIELD: the page token comes from another store, or belongs to another filter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadChunks(self, request, context):
-        """Sends the rows of a capture. With `follow` it goes on until the capture has ended, sending rows as they come.
+        """Sends the rows of a capture. With `follow` it continues until the capture has ended, and sends rows as they come.
 
-        store: {manifest}              as it is now
-        store: {chunk} ...             in no particular order; every wanted row exactly once
-        store: {manifest}              as it is after the last chunk; with `follow` it is final
+        store: {manifest}              the current manifest
+        store: {chunk} ...             in no particular order; every selected row exactly once
+        store: {manifest}              the manifest after the last chunk; with `follow` it is final
         store: OK
 
-        While a capture is open it may hold rows past the request's last token; with `follow` they may be sent. The last
-        manifest tells which rows count.
+        An open capture may hold rows past the request's last token, and with `follow` the store may send them. The last
+        manifest tells which rows are valid.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture, or a caller deleted it while it was read. It does not expire
-        meanwhile.
-        * INVALID_ARGUMENT: a layer or a site is not one of the capture's.
+        * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist, or a caller deleted it during the read. A capture cannot
+        expire while it is being read.
+        * INVALID_ARGUMENT: the capture does not have a selected layer or site.
         * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
         """
@@ -227,17 +225,17 @@ class StoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteCapture(self, request, context):
-        """Deletes a capture, whatever its state. Chunks of it that are still under way are rejected.
+        """Deletes a capture in any state. The store then rejects chunks of it that are still in flight.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_CAPTURE: there is no such capture.
+        * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Returns what the store holds and has done.
+        """Returns the store's statistics.
 
         Errors:
         * There are no method-specific errors.
@@ -298,22 +296,21 @@ def add_StoreServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StoreService:
-    """Keeps captures and serves them by id.
+    """Stores captures and serves them by ID.
 
-    A capture is opened by the inference service, written by shippers, sealed by the inference service when the request
-    has ended, and ends by itself: as soon as every row that was asked for is there, whichever comes last, the seal or the
-    last chunk; or when the rest was reported lost, or has stopped coming. One that is never sealed, because its inference
-    service was killed, ends INCOMPLETE when nothing was written to it for a long while. Once a capture has ended it never
-    changes, until it is deleted: by a caller, or because it has *expired*, if the store is told to keep captures only for
-    so long, or only so many bytes of them (see RetentionStats).
+    The inference service opens a capture, shippers write it, and the inference service seals it when the request has
+    ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
+    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
+    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
+    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
-    What an acknowledgement means: *committed* chunks survive the end of the store's process, however sudden; *synced*
-    chunks survive the loss of power. Both are reported.
+    Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
+    survive a power failure.
 
-    A server that asks for tokens wants one in the metadata of each call, as `authorization: Bearer TOKEN`. Every call but
-    those of grpc.health.v1 then fails with UNAUTHENTICATED without a good one, and with PERMISSION_DENIED if it lacks the
-    right: `write` to open, append and seal; `read` to get, list and read; `generate` to delete. Any will do for GetStats,
-    and `admin` for everything. A capture belongs to a tenant: to others it does not exist.
+    A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
+    grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
+    with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
+    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """

@@ -1,1 +1,1 @@
-"""What users hand over and get back, as plain values: no connection, no thread."""
+"""Plain values that users pass in and get back. They hold no connection and no thread."""

@@ -21,13 +21,13 @@ FloatArray = npt.NDArray[np.float32]
 class Activations(Mapping[int, FloatArray]):
     """The captured rows of one request: layer -> float32 [positions, width].
 
-    Rows are kept once, as they were captured; each `acts[layer]` converts or decodes that layer anew into an array of
-    your own. The width is the model's hidden size; of "rp8" and "rp" it is the dimensions of the projection, and of
-    "project" the number of vectors. "topk8" and "topk" have the full width, with 0 where nothing was kept.
-    docs/encodings.md says how far decoded rows are from those that the model computed.
+    The rows are stored once, as captured. Each `acts[layer]` converts or decodes the layer into a new array. The width
+    is the model's hidden size; for "rp8" and "rp" it is the dimensions of the projection, and for "project" the number
+    of vectors. "topk8" and "topk" rows have the full width, with 0 for elements that were not kept. docs/encodings.md
+    says how far decoded rows are from those that the model computed.
 
-    A request with several sequences or sites holds one such mapping for each: `select` switches, and the first of each
-    is selected to begin with.
+    A request with several sequences or sites has one such mapping for each. At first the first sequence and site are
+    selected; `select` returns another.
 
     Example:
         >>> acts = client.activations(reply.request_id)
@@ -46,7 +46,7 @@ class Activations(Mapping[int, FloatArray]):
         blocks: Mapping[tuple[int, str], AnyBlock],
         selected: tuple[int, str] | None = None,
     ) -> None:
-        """Made by `client.activations` and `Activations.from_safetensors`."""
+        """Use `client.activations` or `Activations.from_safetensors` instead."""
         self._manifest = manifest
         self._layers = layers
         self._blocks = dict(blocks)
@@ -55,7 +55,7 @@ class Activations(Mapping[int, FloatArray]):
 
     @property
     def manifest(self) -> Manifest:
-        """What was captured, and whether all of it is there."""
+        """The capture's manifest: what was captured, what is missing, and why."""
         return self._manifest
 
     @property
@@ -85,12 +85,12 @@ class Activations(Mapping[int, FloatArray]):
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """The position of each row in prompt + generated tokens; int64 [positions]."""
+        """The position of each row, counted over prompt and generated tokens; int64 [positions]."""
         return self._block.positions
 
     @property
     def token_ids(self) -> npt.NDArray[np.int64]:
-        """The token at each position; int64 [positions]. -1 where a partial capture does not know it."""
+        """The token ID at each position; int64 [positions]. It is -1 where a partial capture does not know it."""
         tokens = np.array(self._all_tokens(), dtype=np.int64)
         positions = self.positions
         known = positions < len(tokens)
@@ -98,44 +98,44 @@ class Activations(Mapping[int, FloatArray]):
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the prompt has: `acts.positions < acts.prompt_tokens` are the prompt's rows."""
+        """Number of tokens in the prompt. The prompt's rows are those with `acts.positions < acts.prompt_tokens`."""
         return len(self._manifest.prompt_token_ids)
 
     @property
     def hidden_size(self) -> int:
-        """Elements in a row of the residual stream, and in a steering vector."""
+        """Elements of a row of the residual stream, and of a steering vector."""
         return self._manifest.hidden_size
 
     @property
     def width(self) -> int:
-        """Numbers in a row: `hidden_size`, unless the rows were projected."""
+        """Elements of a row: `hidden_size`, unless the rows were projected."""
         return self._block.width
 
     @property
     def encoding(self) -> str:
-        """How the rows were captured, such as "raw" or "rp8"."""
+        """The encoding of the captured rows, such as "raw" or "rp8"."""
         return self._manifest.encoding
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of `raw`: that in which the rows were captured, or float32 if they are decoded."""
+        """The dtype of `raw`: the dtype of the captured rows, or float32 if they must be decoded."""
         return self._block.dtype
 
     @property
     def present(self) -> npt.NDArray[np.bool_]:
-        """Which rows there are; bool [layers, positions]. All true unless partial rows were allowed; others are NaN."""
+        """Which rows are present; bool [layers, positions]. Only partial captures lack rows, and these read as NaN."""
         return self._block.present
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows as they are kept, all sequences and sites."""
+        """Bytes of all rows in memory, of all sequences and sites."""
         return sum(block.nbytes for block in self._blocks.values())
 
     def raw(self, layer: int) -> npt.NDArray[Any]:
         """Return a layer's rows in `dtype`, [positions, width], read-only.
 
-        Of "raw", "fp32", "fp16" and "bf16" these are the captured values themselves, not a copy; of the other encodings
-        they are decoded.
+        For "raw", "fp32", "fp16" and "bf16" this returns the captured values without a copy. Rows of other encodings
+        are decoded.
 
         Raises:
             KeyError: The layer is not among `layers`.
@@ -145,11 +145,11 @@ class Activations(Mapping[int, FloatArray]):
         return rows
 
     def encoded(self, layer: int) -> dict[str, npt.NDArray[Any]]:
-        """Return a layer's rows as they came from the server, not decoded; read-only.
+        """Return a layer's rows as the server sent them, without decoding; read-only.
 
         - "full8", "rp8": `q` uint8 [positions, width], `scale` and `zero` float32 [positions].
         - "full8" along dimensions: `q` uint8 [positions, width]; `scale` and `zero` float32 [groups, width]; `group`
-          int64 [positions], which of them goes with a row.
+          int64 [positions], the index of each row's group.
         - "topk8": `q` uint8 [positions, k], `index` uint16 [positions, k], `scale` and `zero` float32 [positions].
         - "topk": `x` in the model's dtype [positions, k], `index` uint16 [positions, k].
         - "rp", "project": `y` float32 [positions, width].
@@ -173,30 +173,30 @@ class Activations(Mapping[int, FloatArray]):
     def projection(self) -> FloatArray:
         """Return the matrix that rows of "rp8" and "rp" were multiplied with: float32 [hidden, width].
 
-        What is multiplied with it, too, compares with the rows: inner products, and so cosines and distances, are those
-        of the full width, but for the error of the projection (docs/encodings.md).
+        Multiply a vector with this matrix to compare it with the rows. Inner products, cosines and distances are then
+        those of the full width, up to the error of the projection (docs/encodings.md).
 
         Raises:
-            InvalidRequest: The rows were not projected at random.
+            InvalidRequest: The rows are not a random projection.
 
         Example:
             >>> direction = joy.values @ acts.projection()
-            >>> scores = acts[12] @ direction  # about the rows of full width @ joy.values
+            >>> scores = acts[12] @ direction  # approximately (rows of full width) @ joy.values
         """
-        what = self._manifest
+        manifest = self._manifest
         if self.encoding not in ("rp8", "rp"):
             raise InvalidRequest(
-                f"The rows of {what.capture_id} are encoded as {self.encoding!r}, which is no random projection; "
-                "those of 'rp8' and 'rp' are.",
+                f"The rows of {manifest.capture_id} are encoded as {self.encoding!r}, which is not a random "
+                "projection. Capture them as 'rp8' or 'rp' to get one.",
                 reason="INVALID_FIELD",
             )
-        return projection_matrix(what.seed, what.hidden_size, what.dimensions)
+        return projection_matrix(manifest.seed, manifest.hidden_size, manifest.dimensions)
 
     def stack(self, layers: Iterable[int] | None = None) -> FloatArray:
         """Return several layers as one array, float32 [layers, positions, width]; `np.asarray(acts)` is all of them.
 
         Args:
-            layers: Which, in this order; None means all.
+            layers: The layers, in this order; None means all.
 
         Raises:
             KeyError: A layer is not among `layers`.
@@ -208,27 +208,26 @@ class Activations(Mapping[int, FloatArray]):
         return self._block.stack([self._index(layer) for layer in (self._layers if layers is None else layers)])
 
     def select(self, *, sequence: int | None = None, site: str | None = None) -> Activations:
-        """Return the same activations with another sequence or site selected. Nothing is copied.
+        """Return the same activations with another sequence or site selected, without copying.
 
         Raises:
-            KeyError: There is no such sequence or site; the message names those that there are.
+            KeyError: The sequence or site does not exist; the message lists those that do.
 
         Example:
             >>> second = acts.select(sequence=1)
         """
         key = (self.sequence if sequence is None else sequence, self.site if site is None else site)
         if key not in self._blocks:
-            here = f"sequences: {list(self.sequences)}, sites: {list(self.sites)}"
-            raise KeyError(f"sequence {key[0]} at {key[1]} is not here; {here}")
+            available = f"sequences {list(self.sequences)}, sites {list(self.sites)}"
+            raise KeyError(f"sequence {key[0]} at site {key[1]} is not in these activations; choose among {available}")
         return Activations(self._manifest, self._layers, self._blocks, key)
 
     def to_safetensors(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to a file, in the captured dtype, with the manifest in the metadata.
+        """Write all rows to a safetensors file as captured, with the manifest in the metadata.
 
-        The tensors are named `SITE.LAYER` ([positions, hidden]), `SITE.positions` and `SITE.token_ids`, with
-        `sequence1/` and so on before those of further sequences. safetensors' own loaders read it.
-
-        What is there already is replaced.
+        The tensors are named `SITE.LAYER` ([positions, hidden]), `SITE.positions` and `SITE.token_ids`. Names of
+        further sequences begin with `sequence1/` and so on. safetensors' own loaders read the file. An existing file
+        is replaced.
 
         Raises:
             OSError: The file cannot be written.
@@ -238,23 +237,23 @@ class Activations(Mapping[int, FloatArray]):
     def export(
         self,
         path: str | os.PathLike[str],
-        format: str | None = None,  # noqa: A002 - what it is
+        format: str | None = None,  # noqa: A002 - the natural name for users
         *,
         overwrite: bool = False,
     ) -> Export:
-        """Write everything to a file of any format; `client.export` does so without having it in memory.
+        """Write all rows to a file. `client.export` does this without loading the whole capture into memory.
 
         Args:
-            path: Where to write; its suffix names the format if nothing else does.
-            format: "safetensors", "npz", "zarr" or "parquet"; see docs/exports.md. The last two need the extras of
-                these names.
-            overwrite: Replace what is there.
+            path: The file to write; for Zarr, the folder.
+            format: "safetensors", "npz", "zarr" or "parquet"; see docs/exports.md. The last two need the extras of the
+                same names. None derives the format from the path's suffix.
+            overwrite: Replace an existing export.
 
         Raises:
-            FileExistsError: Something is there, and may not be replaced.
+            FileExistsError: The path exists and may not be replaced.
             ImportError: The format's extra is not installed; the message names it.
-            OSError: It cannot be written.
-            InvalidRequest: There is no such format.
+            OSError: The export cannot be written.
+            InvalidRequest: The format does not exist.
 
         Example:
             >>> acts.export("joy.npz").num_bytes
@@ -267,8 +266,8 @@ class Activations(Mapping[int, FloatArray]):
         """Read a file that `to_safetensors` wrote.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            InvalidRequest: It is not such a file.
+            FileNotFoundError: The file does not exist.
+            InvalidRequest: `to_safetensors` did not write the file.
         """
         from residuum.exports.tensor_files import load
 
@@ -296,10 +295,10 @@ class Activations(Mapping[int, FloatArray]):
         copy: bool | None = None,  # noqa: FBT001 - numpy's protocol
     ) -> npt.NDArray[Any]:
         if copy is False:
-            raise ValueError("Activations are converted to float32, which makes a copy; acts.raw(layer) is none.")
+            raise ValueError("Converting Activations to float32 makes a copy; use acts.raw(layer) to avoid one.")
         return self.stack().astype(dtype or np.float32, copy=False)
 
-    # A mapping of arrays has no truth of equality; two captures are compared with numpy, layer by layer.
+    # Compare activations by identity: comparing two mappings of arrays gives no single truth value.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -309,11 +308,11 @@ class Activations(Mapping[int, FloatArray]):
         others = [site for site in self.sites if site != self.site]
         more += f", site {self.site}" if others or self.site != "resid_post" else ""
         more += f" (also {', '.join(others)})" if others else ""
-        what = self._manifest
-        more += ", before steering" if what.before_steering else ""
-        more += f", {what.reduction} of each phase" if what.reduction != "none" else ""
-        kind = what.dtype if self.encoding == "raw" else self.encoding
-        return f"Activations({what.capture_id!r}, {what.state}: {shape}{more}, {kind})"
+        manifest = self._manifest
+        more += ", before steering" if manifest.before_steering else ""
+        more += f", {manifest.reduction} of each phase" if manifest.reduction != "none" else ""
+        kind = manifest.dtype if self.encoding == "raw" else self.encoding
+        return f"Activations({manifest.capture_id!r}, {manifest.state}: {shape}{more}, {kind})"
 
     @property
     def _block(self) -> AnyBlock:
@@ -323,7 +322,8 @@ class Activations(Mapping[int, FloatArray]):
         try:
             return self._row[layer]
         except (KeyError, TypeError):
-            raise KeyError(f"layer {layer!r} is not here; layers: {list(self._layers)}") from None
+            message = f"layer {layer!r} is not in these activations; choose among {list(self._layers)}"
+            raise KeyError(message) from None
 
     def _all_tokens(self) -> tuple[int, ...]:
         outcomes = self._manifest.sequences

@@ -1,4 +1,4 @@
-"""Rows of one sequence at one site, as they are handed out: plain, or still encoded."""
+"""The rows of one sequence at one site in memory: plain, or still encoded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from residuum.wire.encodings import RowFormat
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that are kept as the numbers they are."""
+    """Rows in memory as plain numbers."""
 
     positions: npt.NDArray[np.int64]
     """The positions; shape [positions]."""
     values: npt.NDArray[Any]
     """The rows in the captured dtype, [layers, positions, width]; NaN where `present` is false."""
     present: npt.NDArray[np.bool_]
-    """Which rows there are; shape [layers, positions]. All true unless the capture is partial."""
+    """Which rows are present; shape [layers, positions]. All true unless the capture is partial."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -54,20 +54,20 @@ class Block:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """Rows that are kept as they came, and decoded whenever somebody looks at them: that takes far less memory."""
+    """Rows in memory as received, decoded on each access. This takes far less memory than decoded rows."""
 
     positions: npt.NDArray[np.int64]
     """The positions; shape [positions]."""
     rows: npt.NDArray[Any]
-    """The rows, [layers, positions] of `form.row_dtype`; undefined where `present` is false."""
+    """The encoded rows, [layers, positions] of `form.row_dtype`; undefined where `present` is false."""
     present: npt.NDArray[np.bool_]
-    """Which rows there are; shape [layers, positions]. All true unless the capture is partial."""
+    """Which rows are present; shape [layers, positions]. All true unless the capture is partial."""
     form: RowFormat
-    """How they are encoded."""
+    """The rows' format."""
     prefixes: npt.NDArray[Any] | None = None
-    """What rows have in common that were encoded together, [groups] of `form.prefix_dtype`."""
+    """The prefixes that rows encoded together share, [groups] of `form.prefix_dtype`."""
     group: npt.NDArray[np.int32] | None = None
-    """Which of the prefixes goes with which row; shape [layers, positions]."""
+    """The index of each row's prefix; shape [layers, positions]."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -100,12 +100,12 @@ class EncodedBlock:
         return values
 
     def layer(self, index: int) -> npt.NDArray[Any]:
-        """Return the rows of a layer, [positions, width], decoded; NaN where there is none."""
-        there = self.present[index]
-        if there.all():
+        """Return the decoded rows of a layer, [positions, width]; NaN for missing rows."""
+        present = self.present[index]
+        if present.all():
             return self._decoded(index, slice(None))
-        values = np.full((len(there), self.width), np.nan, self.dtype)
-        values[there] = self._decoded(index, there)  # alone: what is not there may be anything, and no row at all
+        values = np.full((len(present), self.width), np.nan, self.dtype)
+        values[present] = self._decoded(index, present)  # decode only these: bytes of missing rows may be invalid
         return values
 
     def _decoded(self, index: int, columns: Any) -> npt.NDArray[Any]:
@@ -115,7 +115,7 @@ class EncodedBlock:
         return self.form.decode(self.rows[index, columns], prefixes)
 
     def stack(self, indices: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return the rows of some layers decoded, float32 [layers, positions, width]."""
+        """Return the decoded rows of some layers, float32 [layers, positions, width]."""
         stacked = np.empty((len(indices), len(self.positions), self.width), np.float32)
         for at, index in enumerate(indices):
             stacked[at] = self.layer(index)

@@ -1,4 +1,4 @@
-"""What a request captures."""
+"""The specification of what a request captures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SITE_NAMES = {number: name for name, number in SITES.items()}
 EncodingName = Literal["raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project"]
 
 AXES = {"row": BY_ROW, "dimension": BY_DIMENSION}
-"""What shares a scale in "full8", by name."""
+"""The quantization axes of "full8" by name."""
 
 REDUCTIONS: dict[str, capture_pb2.Reduction.ValueType] = {
     "none": capture_pb2.REDUCTION_NONE,
@@ -46,7 +46,7 @@ _OVERFLOW = {"wait": capture_pb2.OVERFLOW_POLICY_WAIT, "shed": capture_pb2.OVERF
 
 @dataclass(frozen=True)
 class Capture:
-    """What a request captures. Layers count from 0; `client.info().sites` names the sites that the server has.
+    """What a request captures. Layers count from 0; `client.info().sites` lists the server's capture sites.
 
     Example:
         >>> residuum.Capture(layers="all")
@@ -60,46 +60,48 @@ class Capture:
     layers: LayersLike = "all"
     """"all", a number, a range or a list of numbers."""
     sites: str | Sequence[str] = ("resid_post",)
-    """Where in a layer: "resid_post" (the residual stream after it and its steering), "resid_pre" (the stream before
-    it), "attn_out", "mlp_out" (what its attention and its MLP add). Those that the server was started with, as a list
-    or separated by commas. `acts[k]` reads the first of them; `acts.select(site=...)` any other."""
+    """Where in a layer: "resid_post" (the residual stream after the layer and its steering), "resid_pre" (the stream
+    before the layer), "attn_out" and "mlp_out" (what its attention and its MLP add). A list of names, or names
+    separated by commas; the server must have been started with these sites. `acts[k]` reads the first one, and
+    `acts.select(site=...)` selects another."""
     positions: PositionsLike = None
-    """Which tokens; see `Positions.of`. By default all, prompt and generated."""
+    """The positions; see `Positions.of`. By default all positions, of the prompt and of generated tokens."""
     encoding: EncodingName | None = None
-    """How rows are stored; by default as the server's operator chose, which is "raw" unless they said otherwise.
-    docs/encodings.md tells what each keeps and costs.
+    """The encoding of the stored rows. By default the server's, which is "raw" unless its operator chose another.
+    docs/encodings.md explains what each keeps and costs.
 
-    - "raw": as the model computed them, in its own dtype; "fp32", "fp16", "bf16": cast.
+    - "raw": as the model computed them, in its dtype; "fp32", "fp16", "bf16": cast to this dtype.
     - "full8": every element in 8 bits; "topk8": the largest `dimensions` elements in 8 bits, the others as 0.
     - "rp8": a random projection to `dimensions` numbers in 8 bits; see `Activations.projection`.
-    - "rp", "topk": the same without the 8 bits.
+    - "rp", "topk": as "rp8" and "topk8", but without quantization to 8 bits.
     - "project": only the inner products with `vectors`."""
     overflow: Literal["wait", "shed"] = "wait"
-    """What happens when the path to the store is full: the model waits, or rows are dropped and the capture ends
-    incomplete. Never silently."""
+    """What happens when the path to the store is full: with "wait" the model waits; with "shed" rows are dropped, and
+    the capture ends incomplete."""
     dimensions: int | None = None
-    """"rp8", "rp": the dimensions to project to; "topk8", "topk": the elements to keep; at most the model's hidden
-    size. By default as the server's operator chose, which is 512 and 128 unless they said otherwise."""
+    """For "rp8" and "rp", the dimensions to project to; for "topk8" and "topk", the number of elements to keep. At most
+    the model's hidden size. By default the server's, which are 512 and 128 unless its operator chose others."""
     seed: int = 0
-    """"rp8", "rp": the seed of the projection. Only rows of the same seed and dimensions can be compared."""
+    """For "rp8" and "rp", the seed of the projection. Only rows with the same seed and dimensions can be compared."""
     axis: Literal["row", "dimension"] | None = None
-    """"full8": what shares a scale: the elements of a row (the default), or one element of the rows of a block."""
+    """For "full8", which numbers share a scale: the elements of a row ("row", the default), or the same element of all
+    rows of a block ("dimension")."""
     vectors: Vector | Iterable[Vector] | Mapping[int, Vector] = ()
-    """"project": the vectors, up to 256; the j-th number of a row is the inner product with the j-th of them. Of a
-    mapping, such as Directions, they are the values."""
+    """For "project", up to 256 vectors; number j of a row is its inner product with vector j. Of a mapping, such as
+    Directions, the values are used."""
     reduction: Literal["none", "last", "mean", "max", "sum"] | None = None
-    """Capture one row in the place of all that `positions` wants: the last one, or the mean, the greatest or the sum of
-    each element. The prompt has one of its own, and so have the generated tokens; each stands at the last position that
-    it covers."""
+    """Capture one row instead of all that `positions` selects: the last row, or the elementwise mean, maximum or sum.
+    The prompt gets one such row, and the generated tokens get another. Each has the last position that it covers."""
     before_steering: bool = False
-    """Capture rows as they were before they were steered, instead of what the model goes on with. "resid_pre" is then
-    the stream as the layer before gave it, too, so that the sites of a layer do not add up if that one was steered."""
+    """Capture rows as they were before steering, instead of those that the model continues with. "resid_pre" is then
+    the stream before the steering of the previous layer; so the sites of a layer do not add up if that layer was
+    steered."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(layer_list(self.layers)))
         sites = site_list(self.sites)
-        if isinstance(self.sites, (set, frozenset)):  # has no order, and the first site is the one that `acts[k]` reads
+        if isinstance(self.sites, (set, frozenset)):  # a set has no order, but `acts[k]` reads the first site
             sites = tuple(sorted(sites, key=list(SITES).index)) if SITES.keys() >= self.sites else sites
         object.__setattr__(self, "sites", sites)
         object.__setattr__(self, "positions", Positions.of(self.positions))
@@ -107,19 +109,19 @@ class Capture:
         for name in ("dimensions", "seed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer, type(None))):
-                raise TypeError(f"{name} is a whole number, not {value!r}.")
+                raise TypeError(f"{name} must be a whole number, not {value!r}.")
         if not isinstance(self.before_steering, bool):
-            raise TypeError(f"before_steering is True or False, not {self.before_steering!r}.")
+            raise TypeError(f"before_steering must be True or False, not {self.before_steering!r}.")
         self.to_proto()
 
     def to_proto(self) -> capture_pb2.CaptureSpec:
-        """Return the message, checked.
+        """Return the checked message.
 
         Raises:
-            InvalidRequest: It can never be meant so; the message says why.
+            InvalidRequest: The capture is invalid for any model; the message says why.
         """
         if self.overflow not in _OVERFLOW:
-            raise InvalidRequest(f"overflow={self.overflow!r} is not known; write 'wait' or 'shed'.")
+            raise InvalidRequest(f"overflow={self.overflow!r} is unknown; use 'wait' or 'shed'.")
         return capture_pb2.CaptureSpec(
             layers=layer_selection(self.layers),
             sites=site_numbers(self.sites),
@@ -134,10 +136,10 @@ class Capture:
     @property
     def projection_vectors(self) -> tuple[Vector, ...]:
         """The `vectors` as a tuple."""
-        return cast("tuple[Vector, ...]", self.vectors)  # __post_init__ made one of them
+        return cast("tuple[Vector, ...]", self.vectors)  # __post_init__ has converted them
 
     def _options(self) -> capture_pb2.EncodingOptions | None:
-        """Return what the encoding needs to know. Of the server's own encoding nobody knows here what it takes."""
+        """Return the encoding's options. For the server's default encoding, the server checks which ones apply."""
         vectors = self.projection_vectors
         for name, given, takers in (
             ("dimensions", self.dimensions is not None, ("rp8", "rp", "topk8", "topk")),
@@ -147,11 +149,11 @@ class Capture:
         ):
             if given and self.encoding not in takers and (self.encoding is not None or vectors):
                 named = " or ".join(f'encoding="{taker}"' for taker in takers)
-                raise InvalidRequest(f"{name}= goes with {named}.", reason="INVALID_FIELD")
+                raise InvalidRequest(f"{name}= needs {named}.", reason="INVALID_FIELD")
         if self.dimensions is not None and not 1 <= self.dimensions <= _UINT32:
-            raise InvalidRequest(f"dimensions= is at least 1, not {self.dimensions}.", reason="INVALID_FIELD")
+            raise InvalidRequest(f"dimensions= must be at least 1, not {self.dimensions}.", reason="INVALID_FIELD")
         if not 0 <= self.seed < 1 << 64:
-            raise InvalidRequest(f"seed= is from 0 to 2**64 - 1, not {self.seed}.", reason="INVALID_FIELD")
+            raise InvalidRequest(f"seed= must be from 0 to 2**64 - 1, not {self.seed}.", reason="INVALID_FIELD")
         if self.encoding == "project" and not 1 <= len(vectors) <= MAX_PROJECTION_VECTORS:
             raise InvalidRequest(
                 f'encoding="project" takes 1 to {MAX_PROJECTION_VECTORS} vectors=, not {len(vectors)}.',
@@ -167,44 +169,44 @@ class Capture:
 
 
 def site_list(sites: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the names of sites as a user writes them: a list, or one text with commas between the names."""
+    """Return the names of sites that a user gives as a list, or as one string separated by commas."""
     if not isinstance(sites, Iterable):
-        raise TypeError(f"sites= takes a list of names, or one text with commas between them, not {sites!r}.")
+        raise TypeError(f"sites= takes a list of names, or one string separated by commas, not {sites!r}.")
     return tuple(name.strip() for name in sites.split(",")) if isinstance(sites, str) else tuple(sites)
 
 
 def site_numbers(sites: str | Sequence[str]) -> list[capture_pb2.Site.ValueType]:
-    """Return sites by name as the contract numbers them, in the order given.
+    """Return the contract's numbers of sites, in the order of their names.
 
     Raises:
-        UnknownSite: There is no site of this name.
+        UnknownSite: A site does not exist.
         InvalidRequest: A site is named twice, or none is named.
     """
     names = site_list(sites)
     for name in names:
         if name not in SITES:
-            raise UnknownSite(f"{name!r} is not a site; {_instead_of(name)}.", reason="UNKNOWN_SITE")
+            raise UnknownSite(f"{name!r} is not a site; {_site_advice(name)}.", reason="UNKNOWN_SITE")
     if not names or len(set(names)) != len(names):
-        raise InvalidRequest("Name at least one site, and each once.", reason="INVALID_FIELD")
+        raise InvalidRequest("Name at least one site, and each site once.", reason="INVALID_FIELD")
     return [SITES[name] for name in names]
 
 
-def _instead_of(name: str) -> str:
-    if name == "all":  # as layers have it; only the server knows which sites these would be
-        return "sites=client.info().sites names all that the server was started with"
-    return f"there are {', '.join(SITES)}"
+def _site_advice(name: str) -> str:
+    if name == "all":  # valid for layers; only the server knows all its sites
+        return "use sites=client.info().sites for all sites that the server was started with"
+    return f"choose among {', '.join(SITES)}"
 
 
 def _named(field: str, name: str | None, known: Mapping[str, int]) -> Any:
-    """Return the number of a name in the contract; 0, the server's default, for None.
+    """Return the contract's number of a name; 0, the server's default, for None.
 
     Raises:
-        InvalidRequest: There is no such name.
+        InvalidRequest: The name is unknown.
     """
     if name is None:
         return 0
     if name not in known:
-        raise InvalidRequest(f"{field}={name!r} is not known; there are {', '.join(known)}.", reason="INVALID_FIELD")
+        raise InvalidRequest(f"{field}={name!r} is unknown; choose among {', '.join(known)}.", reason="INVALID_FIELD")
     return known[name]
 
 
@@ -212,7 +214,7 @@ def _vector_list(vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> l
     items = [vectors] if isinstance(vectors, Vector) else list(getattr(vectors, "values", lambda: vectors)())
     for item in items:
         if not isinstance(item, Vector):
-            raise TypeError("vectors= takes residuum.Vector; make one with Vector.from_array(array).")
+            raise TypeError("vectors= takes residuum.Vector; create one with Vector.from_array(array).")
     if len({vector.digest for vector in items}) != len(items):
         raise InvalidRequest("Name each vector once.", reason="INVALID_FIELD")
     return items

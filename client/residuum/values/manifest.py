@@ -1,4 +1,4 @@
-"""What is known of a capture, as frozen Python values."""
+"""A capture's manifest, as frozen Python values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FINAL_STATES = frozenset({"complete", "incomplete", "aborted"})
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows of some layers at one site of one sequence that have the same positions."""
+    """Rows of one sequence at one site: every combination of some layers and some positions."""
 
     sequence: int
     """The sequence."""
@@ -40,7 +40,7 @@ class RowSet:
     layers: tuple[int, ...]
     """The layers."""
     ranges: tuple[tuple[int, int], ...]
-    """The positions as ascending runs (first, last), both ends included."""
+    """The positions as ascending runs (first, last), both inclusive."""
 
     def __str__(self) -> str:
         runs = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in self.ranges)
@@ -52,7 +52,7 @@ class SequenceOutcome:
     """How one sequence ended."""
 
     generated_token_ids: tuple[int, ...]
-    """The tokens that were generated."""
+    """The IDs of the generated tokens."""
     finish_reason: str
     """"stop", "length" or "abort"."""
 
@@ -62,11 +62,11 @@ class SteeringRecord:
     """One steering operation, as it was applied."""
 
     operation: str
-    """"add", "ablate", "cap" or "replace"; "unknown" if only a newer version knows it."""
+    """"add", "ablate", "cap" or "replace"; "unknown" if this version does not know it."""
     layers: tuple[int, ...]
     """The layers after which it was applied."""
     digests: tuple[str, ...]
-    """The digest of its vector, hexadecimal; or one for each layer, in their order."""
+    """The digest of its vector in hexadecimal; or one digest for each layer, in the order of the layers."""
     positions: Positions
     """The positions to which it was applied."""
     scale: float | None = None
@@ -76,9 +76,9 @@ class SteeringRecord:
     max: float | None = None
     """The upper bound of "cap"."""
     value: float | None = None
-    """What "replace" set the projection to."""
+    """The projection that "replace" set."""
     keep_norm: bool = False
-    """Whether rows got back the norm that they had before."""
+    """Whether each row was scaled back to the norm that it had before."""
 
     @classmethod
     def from_proto(cls, proto: steering_pb2.SteeringOperation) -> SteeringRecord:
@@ -87,19 +87,19 @@ class SteeringRecord:
         layers, positions = tuple(proto.layers.list.layers), Positions.from_proto(proto.positions)
         if kind is None:
             return cls("unknown", layers, (), positions, keep_norm=proto.keep_norm)
-        what: Any = getattr(proto, kind)
+        operation: Any = getattr(proto, kind)
         numbers = {
-            name: getattr(what, name)
-            for name, item in what.DESCRIPTOR.fields_by_name.items()
-            if name != "digest" and (not item.has_presence or what.HasField(name))
+            name: getattr(operation, name)
+            for name, item in operation.DESCRIPTOR.fields_by_name.items()
+            if name != "digest" and (not item.has_presence or operation.HasField(name))
         }
         if kind == "ablate":
             numbers.setdefault("scale", 1.0)
-        own = proto.layer_digests or [what.digest]
+        digests = proto.layer_digests or [operation.digest]
         return cls(
             operation=kind,
             layers=layers,
-            digests=tuple(digest.hex() for digest in own),
+            digests=tuple(digest.hex() for digest in digests),
             positions=positions,
             keep_norm=proto.keep_norm,
             **numbers,
@@ -111,62 +111,62 @@ class SteeringChange:
     """A change of the steering while the request was generating."""
 
     first_positions: tuple[int, ...]
-    """Of each sequence the first position that was steered so; the number of its tokens, if it had ended."""
+    """For each sequence, the first position with this steering; the number of its tokens if it had ended already."""
     steering: tuple[SteeringRecord, ...]
-    """The operations from there on, in their order; empty: none."""
+    """The operations from there on, in order; empty if there are none."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a capture is of, and how much of it is there.
+    """What a capture holds, what it lacks, and why.
 
-    It never says "complete" unless every row that was asked for is in the store.
+    Its state is "complete" only if every requested row is in the store.
     """
 
     capture_id: str
-    """The name of the capture: its request's id."""
+    """The capture's ID, which is also its request's."""
     model: str
     """The model that was served."""
     state: str
-    """"open", "complete", "incomplete" or "aborted"; all but the first are final."""
+    """"open", "complete", "incomplete" or "aborted"; all but "open" are final."""
     reason: str
-    """Why it is incomplete, such as "OVERFLOW"; empty otherwise."""
+    """Why the capture is incomplete, such as "OVERFLOW"; empty otherwise."""
     detail: str
-    """The same for a person."""
+    """The same reason, explained for a person."""
     layers: tuple[int, ...]
-    """The layers that were asked for."""
+    """The requested layers."""
     sites: tuple[str, ...]
-    """The sites that were asked for."""
+    """The requested sites."""
     positions: Positions
-    """The positions that were asked for."""
+    """The requested positions."""
     before_steering: bool
-    """Whether the rows are those of before they were steered, instead of those that the model went on with."""
+    """Whether the rows were captured before steering, instead of as the model continued with them."""
     encoding: str
-    """How the rows are encoded, such as "raw" or "rp8"; "unknown" if only a newer version knows."""
+    """The encoding of the rows, such as "raw" or "rp8"; "unknown" if this version does not know it."""
     dimensions: int
-    """Numbers in an encoded row of "rp8", "rp", "topk8", "topk" and "project"; 0 with the other encodings."""
+    """Numbers in an encoded row of "rp8", "rp", "topk8", "topk" and "project"; 0 for the other encodings."""
     seed: int
     """The seed of the random projection of "rp8" and "rp"."""
     axis: str
-    """What shares a scale in "full8": "row" or "dimension"; empty with the other encodings."""
+    """Which numbers share a scale in "full8": those of a "row" or of a "dimension"; empty for other encodings."""
     projected_onto: tuple[str, ...]
-    """The digests of the vectors of "project", hexadecimal, in the order of the numbers in a row."""
+    """The digests of the vectors of "project" in hexadecimal, in the order of the numbers in a row."""
     reduction: str
-    """What stands in the place of many rows: "last", "mean", "max" or "sum" of them; "none": every row is there."""
+    """The reduction of each phase to one row: "last", "mean", "max" or "sum"; "none" if every row was captured."""
     dtype: str
     """The element type in which the model computed the rows, such as "bfloat16"."""
     hidden_size: int
-    """Elements in a row as the model computed it."""
+    """Elements of a row as the model computed it."""
     num_layers: int
-    """Decoder layers of the model."""
+    """Number of the model's decoder layers."""
     prompt_token_ids: tuple[int, ...]
-    """The prompt's token ids."""
+    """The prompt's token IDs."""
     sequences: tuple[SequenceOutcome, ...]
     """The sequences in order; empty until the capture is sealed."""
     present: tuple[RowSet, ...]
-    """The rows that are in the store."""
+    """The rows in the store."""
     missing: tuple[RowSet, ...]
-    """The rows that are missing, as far as is known."""
+    """The missing rows, as far as is known."""
     num_rows: int
     """Rows in the store, counted once for each layer and site."""
     num_bytes: int
@@ -174,9 +174,9 @@ class Manifest:
     steered: bool
     """Whether the request was steered, at the start or later."""
     steering: tuple[SteeringRecord, ...]
-    """The operations at the start, in their order."""
+    """The steering operations at the start, in order."""
     steering_changes: tuple[SteeringChange, ...]
-    """How the steering was changed while the request was generating; known when the capture is sealed."""
+    """Changes of the steering while the request was generating; known once the capture is sealed."""
     vllm_version: str
     """The version of vLLM that ran the model."""
     request_time: datetime.datetime | None
@@ -184,39 +184,39 @@ class Manifest:
     open_time: datetime.datetime | None
     """When the capture was opened."""
     end_time: datetime.datetime | None
-    """When it became final."""
+    """When the capture became final."""
     proto: capture_pb2.CaptureManifest = field(repr=False, compare=False)
-    """The message that this was made from: everything, with steering and layout."""
+    """The message that this manifest was made from. It has further fields, such as the layout."""
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the capture has ended: no more rows will come."""
         return self.state in FINAL_STATES
 
     @property
     def is_complete(self) -> bool:
-        """Whether every row that was asked for is there."""
+        """Whether every requested row is in the store."""
         return self.state == "complete"
 
     @property
     def row_format(self) -> RowFormat:
-        """How the rows lie in the store, byte by byte.
+        """The byte layout of the rows.
 
         Raises:
-            ValueError: Only a newer version knows.
+            ValueError: This version does not know the encoding.
         """
         return RowFormat.of_capture(self.proto.description)
 
     @property
     def width(self) -> int:
-        """Numbers in a row as readers get it: `hidden_size`, unless rows were projected."""
+        """Elements of a decoded row: `hidden_size`, unless rows were projected."""
         return self.row_format.decoded_width
 
     def describe_missing(self, limit: int = 4) -> str:
-        """Say which rows are missing, in one line.
+        """Return one line that says which rows are missing.
 
         Args:
-            limit: How many sets of rows are named before the rest is only counted.
+            limit: The number of row sets to name; the others are only counted.
         """
         if self.is_complete:
             return "nothing is missing"
@@ -229,12 +229,12 @@ class Manifest:
         return named + (f"; and {rest} more" if rest > 0 else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the manifest as one JSON document, whose schema is `protos/residuum/v1/manifest.schema.json`.
+        """Return the manifest as a JSON document with the schema `protos/residuum/v1/manifest.schema.json`.
 
-        It holds all that the message says, under the contract's names, and what `vllm_capture`'s manifests have:
-        `request_id`, `tp_rank`, `tp_world_size`, `mode`, `compression`, and by sequence `prompt_len`, `total_len` and
-        each layer's `shape`, [rows, width]. A sequence of `total_len` tokens has a row less: the last token is never
-        fed to the model.
+        It has all fields of the message under their contract names, and the fields of `vllm_capture`'s manifests:
+        `request_id`, `tp_rank`, `tp_world_size`, `mode`, `compression`, and for each sequence `prompt_len`, `total_len`
+        and each layer's `shape`, [rows, width]. A sequence of `total_len` tokens has one row fewer, because its last
+        token is never fed to the model.
 
         Example:
             >>> acts.manifest.to_dict()["sequences"]["0"]["layers"]["12"]["shape"]
@@ -243,12 +243,12 @@ class Manifest:
         return to_document(self.proto)
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return `to_dict` as a text."""
+        """Return `to_dict` as a string."""
         return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest of a text that `to_json` made, or of the message's own JSON form.
+        """Parse a manifest from the output of `to_json`, or from the message's JSON form.
 
         Raises:
             InvalidRequest: The text is neither.
@@ -256,32 +256,32 @@ class Manifest:
         try:
             return cls.from_proto(from_document(json.loads(text)))
         except (ValueError, json_format.ParseError) as error:
-            raise InvalidRequest(f"This is not a manifest: {error}", reason="INVALID_FIELD") from None
+            raise InvalidRequest(f"The text is not a manifest: {error}", reason="INVALID_FIELD") from None
 
     @classmethod
     def from_proto(cls, proto: capture_pb2.CaptureManifest) -> Manifest:
         """Return the manifest of a message."""
-        what = proto.description
+        description = proto.description
         return cls(
-            capture_id=what.capture_id,
-            model=what.model,
+            capture_id=description.capture_id,
+            model=description.model,
             state=STATES.get(proto.state, "unknown"),
             reason=_reason(proto.incomplete_reason),
             detail=proto.incomplete_detail,
-            layers=_layers(what),
-            sites=tuple(site_name(site) for site in what.spec.sites) or ("resid_post",),
-            positions=Positions.from_proto(what.spec.positions),
-            before_steering=what.spec.before_steering,
-            encoding=ENCODING_NAMES.get(what.spec.encoding or RAW, "unknown"),
-            dimensions=what.spec.encoding_options.dimensions or len(what.spec.encoding_options.vectors),
-            seed=what.spec.encoding_options.seed,
-            axis=_name_of(AXES, what.spec.encoding_options.axis) if what.spec.encoding == FULL8 else "",
-            projected_onto=tuple(digest.hex() for digest in what.spec.encoding_options.vectors),
-            reduction=_name_of(REDUCTIONS, what.spec.reduction),
-            dtype=dtype_name(what.dtype),
-            hidden_size=what.hidden_size,
-            num_layers=what.num_layers,
-            prompt_token_ids=tuple(what.prompt_token_ids),
+            layers=_layers(description),
+            sites=tuple(site_name(site) for site in description.spec.sites) or ("resid_post",),
+            positions=Positions.from_proto(description.spec.positions),
+            before_steering=description.spec.before_steering,
+            encoding=ENCODING_NAMES.get(description.spec.encoding or RAW, "unknown"),
+            dimensions=description.spec.encoding_options.dimensions or len(description.spec.encoding_options.vectors),
+            seed=description.spec.encoding_options.seed,
+            axis=_name_of(AXES, description.spec.encoding_options.axis) if description.spec.encoding == FULL8 else "",
+            projected_onto=tuple(digest.hex() for digest in description.spec.encoding_options.vectors),
+            reduction=_name_of(REDUCTIONS, description.spec.reduction),
+            dtype=dtype_name(description.dtype),
+            hidden_size=description.hidden_size,
+            num_layers=description.num_layers,
+            prompt_token_ids=tuple(description.prompt_token_ids),
             sequences=tuple(
                 SequenceOutcome(tuple(item.generated_token_ids), item.finish_reason) for item in proto.sequences
             ),
@@ -289,13 +289,14 @@ class Manifest:
             missing=_row_sets(proto.missing),
             num_rows=proto.num_rows,
             num_bytes=proto.num_bytes,
-            steered=bool(what.steering.operations) or any(item.steering.operations for item in proto.steering_changes),
-            steering=_records(what.steering),
+            steered=bool(description.steering.operations)
+            or any(item.steering.operations for item in proto.steering_changes),
+            steering=_records(description.steering),
             steering_changes=tuple(
                 SteeringChange(tuple(item.first_positions), _records(item.steering)) for item in proto.steering_changes
             ),
-            vllm_version=what.vllm_version,
-            request_time=to_datetime(what.request_time),
+            vllm_version=description.vllm_version,
+            request_time=to_datetime(description.request_time),
             open_time=to_datetime(proto.open_time),
             end_time=to_datetime(proto.end_time),
             proto=proto,
@@ -303,12 +304,12 @@ class Manifest:
 
 
 def _name_of(names: Mapping[str, int], number: int) -> str:
-    """Return the name of a number; that of the first for 0, and "unknown" if this version does not know it."""
+    """Return the name of a number; the first name for 0, and "unknown" if this version does not know the number."""
     return next((name for name, known in names.items() if known == (number or 1)), "unknown")
 
 
 def site_name(site: capture_pb2.Site.ValueType) -> str:
-    """Return a site's name, or its number in words if this version does not know it."""
+    """Return a site's name, or "site N" if this version does not know its number N."""
     return SITE_NAMES.get(site, f"site {int(site)}")
 
 
@@ -319,10 +320,10 @@ def to_datetime(time: timestamp_pb2.Timestamp) -> datetime.datetime | None:
     return time.ToDatetime(tzinfo=datetime.timezone.utc)
 
 
-def _layers(what: capture_pb2.CaptureDescription) -> tuple[int, ...]:
-    if what.spec.layers.WhichOneof("selection") == "list":
-        return tuple(what.spec.layers.list.layers)
-    return tuple(range(what.num_layers))
+def _layers(description: capture_pb2.CaptureDescription) -> tuple[int, ...]:
+    if description.spec.layers.WhichOneof("selection") == "list":
+        return tuple(description.spec.layers.list.layers)
+    return tuple(range(description.num_layers))
 
 
 def _records(spec: steering_pb2.SteeringSpec) -> tuple[SteeringRecord, ...]:

@@ -1,7 +1,7 @@
-"""A manifest as JSON: the contract's own form of the message, and the fields of `vllm_capture`'s manifests beside it.
+"""Manifests as JSON: the protobuf JSON form of the message, merged with the fields of `vllm_capture`'s manifests.
 
-The two forms have one name in common: `sequences` is an object by number here, as `vllm_capture` has it, and each entry
-holds what the message says of the sequence, too. So nothing is lost, and `from_document` finds the message again.
+Both forms have a field `sequences`. Here it is an object by sequence number, as in `vllm_capture`, and each entry also
+holds the message's fields of that sequence. So nothing is lost, and `from_document` can restore the message.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from residuum.wire.encodings import BY_DIMENSION, ENCODING_NAMES, RAW, RowFormat
 from residuum.wire.selection import is_reduced
 
 _OWN_FIELDS = ("request_id", "tp_rank", "tp_world_size", "mode", "compression")
-"""What a document has besides the message."""
+"""Fields of a document that the message does not have."""
 
 _OUTCOME = ("generated_token_ids", "finish_reason")
-"""What the message says of a sequence, once the capture is sealed."""
+"""The message's fields of a sequence, once the capture is sealed."""
 
 _COUNTS = ("num_rows", "num_bytes")
-"""64-bit numbers, which protobuf's JSON writes as texts."""
+"""64-bit numbers, which protobuf's JSON form writes as strings."""
 
 _PARAMETERS = {"rp": "rp_k", "rp8": "rp_k", "topk": "top_k", "topk8": "top_k", "project": "vectors"}
-"""What the numbers in an encoded row are called, after `vllm_capture`'s "rp_k"."""
+"""The parameter for the number of dimensions, in the style of `vllm_capture`'s "rp_k"."""
 
 _QUANT_BITS = 8
 
 
 def to_document(proto: capture_pb2.CaptureManifest) -> dict[str, Any]:
-    """Return a manifest as values that `json.dumps` takes; see `residuum.Manifest.to_dict`."""
-    what = proto.description
+    """Return a manifest as values for `json.dumps`; see `residuum.Manifest.to_dict`."""
+    description = proto.description
     message = json_format.MessageToDict(
         proto, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     message.update({name: int(message[name]) for name in _COUNTS})
     message["sequences"] = {
-        str(number): _sequence(proto, number) for number in range(max(what.num_sequences, len(proto.sequences)))
+        str(number): _sequence(proto, number) for number in range(max(description.num_sequences, len(proto.sequences)))
     }
     return {
-        "request_id": what.capture_id,
+        "request_id": description.capture_id,
         "tp_rank": 0,
-        "tp_world_size": max(what.layout.tensor_parallel_size, 1),
-        "mode": _mode(what),
-        "compression": _compression(what),
+        "tp_world_size": max(description.layout.tensor_parallel_size, 1),
+        "mode": _mode(description),
+        "compression": _compression(description),
         **message,
     }
 
 
 def from_document(document: Any) -> capture_pb2.CaptureManifest:
-    """Return the message of a document, or of the message's own JSON form.
+    """Return the message of a document, or of the message's JSON form.
 
     Raises:
-        ValueError: It is neither, as its shape shows.
-        ParseError: It is neither.
+        ValueError: The document has no `description`, or values of a wrong type.
+        ParseError: protobuf cannot parse the document as the message.
     """
     if not isinstance(document, Mapping) or "description" not in document:
-        raise ValueError("it is no object with a description")
+        raise ValueError('it is not an object with the key "description"')
     message = {name: value for name, value in document.items() if name not in _OWN_FIELDS}
     sequences = message.get("sequences")
     if isinstance(sequences, Mapping):
@@ -71,13 +71,13 @@ def from_document(document: Any) -> capture_pb2.CaptureManifest:
     return json_format.ParseDict(message, capture_pb2.CaptureManifest(), ignore_unknown_fields=True)
 
 
-def _mode(what: capture_pb2.CaptureDescription) -> str:
-    return ENCODING_NAMES.get(what.spec.encoding or RAW, "unknown")
+def _mode(description: capture_pb2.CaptureDescription) -> str:
+    return ENCODING_NAMES.get(description.spec.encoding or RAW, "unknown")
 
 
-def _compression(what: capture_pb2.CaptureDescription) -> dict[str, Any]:
-    """Return the encoding's parameters, those of `vllm_capture` under its names."""
-    mode, options = _mode(what), what.spec.encoding_options
+def _compression(description: capture_pb2.CaptureDescription) -> dict[str, Any]:
+    """Return the encoding's parameters, under `vllm_capture`'s names where it has them."""
+    mode, options = _mode(description), description.spec.encoding_options
     parameters: dict[str, Any] = {}
     if mode in _PARAMETERS:
         parameters[_PARAMETERS[mode]] = options.dimensions or len(options.vectors)
@@ -87,17 +87,19 @@ def _compression(what: capture_pb2.CaptureDescription) -> dict[str, Any]:
         parameters["quant_bits"] = _QUANT_BITS
     if mode == "full8":
         parameters["axis"] = "dimension" if options.axis == BY_DIMENSION else "row"
-    if is_reduced(what.spec):
-        parameters["reduction"] = capture_pb2.Reduction.Name(what.spec.reduction).removeprefix("REDUCTION_").lower()
+    if is_reduced(description.spec):
+        parameters["reduction"] = (
+            capture_pb2.Reduction.Name(description.spec.reduction).removeprefix("REDUCTION_").lower()
+        )
     return parameters
 
 
-def _width(what: capture_pb2.CaptureDescription) -> int:
-    """Return the elements of a row as readers get it."""
+def _width(description: capture_pb2.CaptureDescription) -> int:
+    """Return the number of elements of a decoded row."""
     try:
-        return RowFormat.of_capture(what).decoded_width
-    except ValueError:  # only a newer version knows how its rows are encoded
-        return what.hidden_size
+        return RowFormat.of_capture(description).decoded_width
+    except ValueError:  # an encoding that this version does not know
+        return description.hidden_size
 
 
 def _sequence(proto: capture_pb2.CaptureManifest, number: int) -> dict[str, Any]:
@@ -112,11 +114,11 @@ def _sequence(proto: capture_pb2.CaptureManifest, number: int) -> dict[str, Any]
 
 
 def _layers(proto: capture_pb2.CaptureManifest, sequence: int) -> dict[str, Any]:
-    """Return the shape of each layer's rows that are there: at each site, and at the first of them."""
-    what = proto.description
-    sites = list(what.spec.sites) or [capture_pb2.SITE_RESID_POST]
-    width = _width(what)
-    counts = dict.fromkeys(itertools.product(what.spec.layers.list.layers, sites), 0)
+    """Return the shape of each layer's present rows: at each site, and for the layer itself that of the first site."""
+    description = proto.description
+    sites = list(description.spec.sites) or [capture_pb2.SITE_RESID_POST]
+    width = _width(description)
+    counts = dict.fromkeys(itertools.product(description.spec.layers.list.layers, sites), 0)
     for rows in proto.present:
         if rows.sequence == sequence:
             count = sum(run.last - run.first + 1 for run in rows.positions)

@@ -1,4 +1,4 @@
-"""What the inference service answers, as frozen Python values."""
+"""Answers of the services, as frozen Python values."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TokenDelta:
     """New tokens of one sequence."""
 
     text: str
-    """The new text; may be empty while a character is incomplete."""
+    """The new text. It may be empty while a character is incomplete."""
     token_ids: tuple[int, ...]
-    """The new token ids."""
+    """The new token IDs."""
     sequence: int = 0
     """The sequence; 0 unless n > 1."""
 
@@ -33,44 +33,44 @@ class TokenDelta:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took."""
+    """The token counts of a request."""
 
     prompt_tokens: int
     """Tokens of the prompt."""
     generated_tokens: int
-    """Tokens generated, all sequences together."""
+    """Generated tokens of all sequences together."""
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One of the replies to a prompt."""
+    """One of the sequences generated for a prompt."""
 
     text: str
-    """The text."""
+    """The generated text."""
     token_ids: tuple[int, ...]
-    """The generated token ids."""
+    """The generated token IDs."""
     finish_reason: str
     """"stop" (end of sequence or a stop text) or "length"."""
     stop_reason: str = ""
-    """The stop text that ended it; empty if none did."""
+    """The stop text that ended the sequence; empty if none did."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a prompt was answered."""
+    """The reply to a prompt."""
 
     request_id: str
-    """The name of the request, and of its capture: `client.activations(reply.request_id)`."""
+    """The ID of the request and of its capture: `client.activations(reply.request_id)`."""
     prompt_token_ids: tuple[int, ...]
     """The prompt as the model saw it."""
     sequences: tuple[Sequence, ...]
-    """The replies, as many as `n`."""
+    """The generated sequences, `n` of them."""
     usage: Usage
-    """What it took."""
+    """The token counts."""
     captured: bool = False
-    """Whether there is a capture to read."""
+    """Whether the request has a capture."""
     store_endpoint: str = ""
-    """The store that holds the capture."""
+    """The address of the store that holds the capture."""
 
     @property
     def text(self) -> str:
@@ -79,7 +79,7 @@ class Reply:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The generated token ids of the first sequence."""
+        """The generated token IDs of the first sequence."""
         return self.sequences[0].token_ids
 
     @property
@@ -93,54 +93,54 @@ class Reply:
 
 @dataclass(frozen=True)
 class Registration:
-    """A request that was validated and waits for its prompt."""
+    """A validated request that waits for its prompt."""
 
     request_id: str
-    """The name of the request."""
+    """The ID of the request."""
     expire_time: datetime.datetime | None
-    """When it lapses if it is not used."""
+    """When the registration expires if it is not used."""
     time_to_live: float
-    """Seconds until then, counted when it was answered."""
+    """Seconds from the server's answer until then."""
     vectors: tuple[Vector, ...] = field(default=(), repr=False)
-    """The vectors it uses, so that they can be sent again should the server have dropped them."""
+    """The request's vectors. The client sends them again if the server has dropped them."""
 
 
 @dataclass(frozen=True)
 class PutResult:
-    """What `put_vectors` did."""
+    """The result of `put_vectors`."""
 
     digests: tuple[str, ...]
-    """The digests of the vectors given, hexadecimal, in their order."""
+    """The digests of the given vectors in hexadecimal, in order."""
     sent: int
-    """How many vectors were sent: 0 if the server had them all."""
+    """Number of vectors sent: 0 if the server had them all."""
     bytes_sent: int
-    """Bytes of vector values that were sent."""
+    """Bytes of vector values sent."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a server serves, and within which limits."""
+    """The model that a server serves, with the server's limits."""
 
     model: str
     """The model's name."""
     num_layers: int
-    """Decoder layers, numbered from 0."""
+    """Number of decoder layers; they are numbered from 0."""
     hidden_size: int
-    """Elements in a row of the residual stream, and in a steering vector."""
+    """Elements of a row of the residual stream, and of a steering vector."""
     dtype: str
     """The element type in which the model computes rows, such as "bfloat16"."""
     sites: tuple[str, ...]
     """The capture sites that the server was started with."""
     steering_operations: tuple[str, ...]
-    """The steering operations it knows."""
+    """The steering operations that the server knows."""
     max_model_len: int
-    """Tokens in prompt and reply together."""
+    """The most tokens of a prompt and its reply together."""
     limits: dict[str, int]
-    """All limits by their names in the contract."""
+    """All limits by their contract names."""
     store_endpoints: tuple[str, ...]
-    """Where clients reach the stores; empty: nothing is captured."""
+    """The addresses at which clients reach the stores; empty if the server captures nothing."""
     stores: dict[str, str]
-    """The same by the stores' names."""
+    """The same addresses by the stores' names."""
     tensor_parallel_size: int
     """Tensor parallel ranks."""
     pipeline_parallel_size: int
@@ -152,17 +152,17 @@ class ModelInfo:
     server_version: str
     """The version of the server."""
     server_time: datetime.datetime | None = None
-    """The server's clock when it answered. None: the server is older than this field."""
+    """The server's clock when it answered; None if the server is older than this field."""
     encodings: tuple[str, ...] = ("raw",)
-    """The encodings that a capture may ask for."""
+    """The encodings that a capture may request."""
     default_encoding: str = "raw"
-    """How rows are encoded if a capture does not say so."""
+    """The encoding of captures that request none."""
     reductions: tuple[str, ...] = ("none",)
-    """The reductions that a capture may ask for."""
+    """The reductions that a capture may request."""
     store_reachable: bool | None = None
-    """Whether all stores answer the inference service; None: they were not asked (`check_store`), or there is none."""
+    """Whether all stores answer the inference service; None without stores, or without a check (`check_store`)."""
     store_detail: str = ""
-    """Where the inference service looked for the stores, and what it found."""
+    """Where the inference service looked for its stores, and what they answered."""
 
     @classmethod
     def from_proto(cls, proto: inference_pb2.GetModelInfoResponse) -> ModelInfo:
@@ -203,10 +203,10 @@ def _store_detail(check: inference_pb2.StoreCheck) -> str:
 
 @dataclass(frozen=True)
 class CaptureSummary:
-    """A capture in short, as `client.captures()` lists it."""
+    """A capture's entry in `client.captures()`."""
 
     capture_id: str
-    """The capture, and its request."""
+    """The ID of the capture and of its request."""
     model: str
     """The model."""
     state: str
@@ -216,17 +216,17 @@ class CaptureSummary:
     num_bytes: int
     """Bytes of chunks in the store."""
     open_time: datetime.datetime | None
-    """When it was opened."""
+    """When the capture was opened."""
     end_time: datetime.datetime | None
-    """When it ended."""
+    """When the capture ended; None while it is open."""
     store: str = ""
-    """The name of the store that keeps it."""
+    """The name of the store that holds it."""
     tenant: str = ""
-    """Whose it is; empty: the default tenant's."""
+    """The tenant that it belongs to; empty for the default tenant."""
 
     @classmethod
     def from_proto(cls, proto: store_pb2.CaptureSummary, store: str = "") -> CaptureSummary:
-        """Return the value of a message, told by the store of that name."""
+        """Return the value of a message from the store with this name."""
         return cls(
             capture_id=proto.capture_id,
             model=proto.model,
@@ -242,64 +242,64 @@ class CaptureSummary:
 
 @dataclass(frozen=True)
 class CapturePage:
-    """A part of the list of captures."""
+    """One page of the list of captures."""
 
     captures: tuple[CaptureSummary, ...]
     """The captures, newest first."""
     next_page_token: str
-    """Where the list goes on; empty: this was the end."""
+    """The token of the next page; empty on the last page."""
 
 
 @dataclass(frozen=True)
 class StoreStats:
-    """What a store holds and has done."""
+    """Statistics of a store."""
 
     endpoint: str
-    """Where the store is reached."""
+    """The store's address."""
     captures: dict[str, int]
-    """Captures by state."""
+    """Number of captures in each state."""
     num_bytes: int
-    """Bytes of chunks."""
+    """Bytes of all chunks."""
     num_chunks: int
-    """Chunks."""
+    """Number of chunks."""
     disk_bytes: int
     """Bytes that the database takes on disk."""
     max_bytes: int
-    """The greatest size it may grow to."""
+    """The greatest size that the database may reach."""
     server_version: str
     """The version of the store."""
     used_bytes: int = 0
-    """Bytes of the database that hold something. 0: not known, the store is older than this field."""
+    """Bytes of the database that are in use; 0 if the store is older than this field."""
     append_limit_bytes: int = 0
-    """What `used_bytes` may come to before the store is full. 0: not known."""
+    """The `used_bytes` at which the store is full; 0 if the store is older than this field."""
     free_disk_bytes: int = 0
-    """Bytes that are free on its disk."""
+    """Free bytes on the store's disk."""
     retain_seconds: float | None = None
-    """How long after its end a capture is kept. None: for ever."""
+    """Seconds for which a capture is kept after it ended; None for ever."""
     retain_bytes: int | None = None
-    """How many bytes of chunks are kept. None: whatever fits."""
+    """The most bytes of chunks that are kept; None for no limit."""
     expired_by_age: int = 0
-    """Captures that were deleted because of their age, since the store started."""
+    """Captures deleted because of their age, since the store started."""
     expired_by_size: int = 0
-    """Captures that were deleted because there were too many bytes, since the store started."""
+    """Captures deleted because all together took too many bytes, since the store started."""
     bytes_expired: int = 0
-    """Bytes of the chunks of both."""
+    """Bytes of the chunks of these captures."""
     server_time: datetime.datetime | None = None
-    """The store's clock when it answered. None: the store is older than this field."""
+    """The store's clock when it answered; None if the store is older than this field."""
     store: str = ""
     """The store's name."""
     tenant: str | None = None
-    """Whom the figures are of: who is no admin is told of their own captures and bytes, and no more. None: of the whole
-    store."""
+    """The tenant that the statistics are about; None if they are about the whole store, which only admins see. Other
+    callers get only their tenant's captures and bytes."""
     tenant_max_bytes: int | None = None
-    """Bytes of chunks that the tenant may have there. None: any number."""
+    """Bytes of chunks that the tenant may have in this store; None for no limit."""
     tenant_max_open_captures: int | None = None
-    """Captures that the tenant may have open there. None: any number."""
+    """Captures that the tenant may have open in this store; None for no limit."""
 
     @classmethod
     def from_proto(cls, store: StoreAddress, proto: store_pb2.GetStatsResponse) -> StoreStats:
-        """Return the value of a message that a store sent."""
-        retention, own, told = proto.retention, proto.tenant, proto.HasField("tenant")
+        """Return the value of a message from a store."""
+        retention, own, is_for_tenant = proto.retention, proto.tenant, proto.HasField("tenant")
         return cls(
             endpoint=store.endpoint,
             store=store.name,
@@ -318,14 +318,14 @@ class StoreStats:
             expired_by_size=retention.captures_expired_by_size,
             bytes_expired=retention.bytes_expired,
             server_time=to_datetime(proto.server_time),
-            tenant=own.tenant if told else None,
+            tenant=own.tenant if is_for_tenant else None,
             tenant_max_bytes=own.max_bytes if own.HasField("max_bytes") else None,
             tenant_max_open_captures=own.max_open_captures if own.HasField("max_open_captures") else None,
         )
 
     @classmethod
     def total(cls, stats: Iterable[StoreStats]) -> StoreStats:
-        """Return what several stores hold and have done together; what each keeps for how long is left open."""
+        """Return the sum of several stores' statistics. The retention settings of the sum are left unset."""
         each = list(stats)
         sums = {name: sum(getattr(item, name) for item in each) for name in _SUMMED}
         captures = sum((Counter(item.captures) for item in each), Counter())
@@ -339,7 +339,7 @@ _SUMMED = (
     "num_bytes", "num_chunks", "disk_bytes", "max_bytes", "used_bytes", "append_limit_bytes", "free_disk_bytes",
     "expired_by_age", "expired_by_size", "bytes_expired",
 )  # fmt: skip
-"""The figures of stores that can be added up. Stores on one disk each count what is free on it."""
+"""The statistics that are added up. Stores that share a disk each count its free bytes."""
 
 
 @dataclass(frozen=True)
@@ -349,9 +349,9 @@ class Health:
     inference: str
     """The inference service."""
     stores: dict[str, str]
-    """Each store by its endpoint; empty while the inference service does not say where they are."""
+    """The status of each store by its endpoint; empty while the inference service does not name its stores."""
 
     @property
     def ok(self) -> bool:
-        """Whether all of them serve."""
+        """Whether all services are serving."""
         return all(status == "SERVING" for status in (self.inference, *self.stores.values()))

@@ -1,4 +1,4 @@
-"""Which layers and which positions: what a user may write, and what the contract makes of it."""
+"""Selections of layers and positions: the forms that users may write, and the contract's messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from residuum.wire.limits import MAX_RANGES
 from residuum.wire.selection import check_positions
 
 LayersLike = Union[Literal["all"], int, range, Iterable[int]]  # noqa: UP007 - evaluated at run time on Python 3.10
-"""Layers as a user writes them: "all", 12, range(10, 20) or [0, 5, 10]."""
+"""The forms in which users may write layers: "all", 12, range(10, 20) or [0, 5, 10]."""
 
 _PHASES = {"prompt": selection_pb2.PHASE_PROMPT, "generated": selection_pb2.PHASE_GENERATED}
 _INT32 = 1 << 31
@@ -23,43 +23,50 @@ _INT32 = 1 << 31
 
 @dataclass(frozen=True)
 class Positions:
-    """Which token positions. Every condition that is set must hold; without any, every position is meant.
+    """A selection of token positions. A position must meet every condition that is set; without any, all are selected.
 
-    Position p is the index of a token in prompt + generated tokens, from 0. Negative positions count back from the
-    prompt's end: -1 is the last prompt token. The last generated token is never fed to the model and has no row.
+    Position p is the index of a token, from 0, counted over prompt and generated tokens. Negative positions count back
+    from the prompt's end: -1 is the last prompt token. The last generated token is never fed to the model and has no
+    row.
 
     Example:
         >>> Positions(ranges=[(-4, -1)])                # the last four prompt tokens
-        >>> Positions(phases=["generated"], every=8)    # each eighth position of the reply
+        >>> Positions(phases=["generated"], every=8)    # every eighth position of the reply
     """
 
     phases: tuple[str, ...] = ()
-    """"prompt", "generated"; none means both."""
+    """"prompt" or "generated"; empty means both."""
     ranges: tuple[tuple[int, int | None], ...] = ()
-    """Runs (first, last), both ends included; a last of None is the end of the request. None means everywhere."""
+    """Ranges (first, last), both inclusive; a last of None is the end of the request. Empty means all positions."""
     every: int = 1
-    """Only positions that are a multiple of this many."""
+    """Only positions that are a multiple of this number."""
 
     def __post_init__(self) -> None:
-        phases: object = self.phases  # as it came, whatever its annotation says
+        phases: object = self.phases  # typed as object, because users may pass a string
         object.__setattr__(self, "phases", (phases,) if isinstance(phases, str) else tuple(self.phases))
         object.__setattr__(self, "ranges", tuple(_pair(item) for item in self.ranges))
         if isinstance(self.every, bool) or not isinstance(self.every, (int, np.integer)):
-            raise TypeError(f"every is a whole number, not {self.every!r}.")
+            raise TypeError(f"every must be a whole number, not {self.every!r}.")
         self.to_proto()
 
     @classmethod
     def of(cls, value: PositionsLike) -> Positions:
-        """Return the positions that a user means.
+        """Return the positions that a user specifies in any of the accepted forms.
 
         Args:
-            value: None or "all"; "prompt", "generated" or "last_prompt"; one position; a slice or range, which end
-                before their stop as everywhere in Python (range(-4, 0) is the last four prompt tokens); a list of
-                positions, of slices or of (first, last) pairs with both ends included; or a Positions. A pair counts
-                as one inside a list alone: [(2, 5)] is four positions, (2, 5) is two.
+            value: One of:
+
+                - None or "all"; "prompt", "generated" or "last_prompt";
+                - one position;
+                - a slice or range, which excludes its stop as usual in Python: range(-4, 0) is the last four prompt
+                  tokens;
+                - a list of positions, slices or pairs (first, last), both inclusive. Only inside a list is a tuple a
+                  pair: [(2, 5)] is four positions, (2, 5) is two;
+                - a Positions.
 
         Raises:
-            InvalidRequest: It can never be meant so.
+            InvalidRequest: The selection is invalid for every request.
+            TypeError: The value has none of these forms.
 
         Example:
             >>> Positions.of(slice(4, None)).ranges
@@ -74,18 +81,18 @@ class Positions:
         if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
             return cls(ranges=((int(value), int(value)),))
         if not isinstance(value, Iterable):
-            raise TypeError(f"positions= takes a word, a number, a slice or a list of them, not {value!r}.")
+            raise TypeError(f"positions= takes a name, a number, a slice or a list of these, not {value!r}.")
         return cls(ranges=tuple(_merge([_of_item(item) for item in value])))
 
     def to_proto(self) -> selection_pb2.PositionSelection:
-        """Return the message, checked.
+        """Return the checked message.
 
         Raises:
-            InvalidRequest: It can never be meant so.
+            InvalidRequest: The selection is invalid for every request.
         """
         unknown = [phase for phase in self.phases if phase not in _PHASES]
         if unknown:
-            raise InvalidRequest(f"{unknown[0]!r} is not a phase; write 'prompt' or 'generated'.")
+            raise InvalidRequest(f"{unknown[0]!r} is not a phase; use 'prompt' or 'generated'.")
         if self.every < 1:
             raise InvalidRequest(f"every must be at least 1, not {self.every}.")
         message = selection_pb2.PositionSelection(phases=[_PHASES[phase] for phase in self.phases])
@@ -95,7 +102,7 @@ class Positions:
         try:
             check_positions(message)
         except ValueError as error:
-            raise InvalidRequest(f"These positions cannot be meant: {error}.", reason="INVALID_FIELD") from None
+            raise InvalidRequest(f"The positions are invalid: {error}.", reason="INVALID_FIELD") from None
         return message
 
     @classmethod
@@ -113,60 +120,62 @@ PositionsLike = Union[  # noqa: UP007 - evaluated at run time on Python 3.10
     Positions, Literal["all", "prompt", "generated", "last_prompt"], int, slice, range,
     Iterable[Union[int, slice, range, "tuple[int, int | None]"]], None,
 ]  # fmt: skip
-"""Positions as a user writes them; see `Positions.of`."""
+"""The forms in which users may write positions; see `Positions.of`."""
 
 
 def layer_selection(layers: LayersLike) -> selection_pb2.LayerSelection:
-    """Return the message for layers as a user writes them.
+    """Return the message for layers in any of the accepted forms.
 
     Raises:
-        InvalidRequest: They name no layer, or one below 0.
-        TypeError: They are something else than layers.
+        InvalidRequest: No layer is named, or a layer is below 0.
+        TypeError: The value has none of the accepted forms.
     """
     if isinstance(layers, str):
         if layers != "all":
-            raise InvalidRequest(f"layers={layers!r} is not known; write 'all', a number, or a list of numbers.")
+            raise InvalidRequest(f"layers={layers!r} is unknown; use 'all', a number, or a list of numbers.")
         return selection_pb2.LayerSelection(all=True)
     numbers = layer_list(layers)
     return selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=numbers))
 
 
 def layer_list(layers: int | Iterable[int]) -> list[int]:
-    """Return layer numbers ascending and distinct.
+    """Return layer numbers, ascending and distinct.
 
     Raises:
-        InvalidRequest: There is none.
-        UnknownLayer: One is below 0.
-        TypeError: They are something else than whole numbers.
+        InvalidRequest: No layer is named.
+        UnknownLayer: A layer is below 0, or beyond 32 bits.
+        TypeError: A value is not a whole number.
     """
     numbers = index_list("layer", layers)
     if numbers[0] < 0:
         raise UnknownLayer(
-            f"Layers count from 0, so {numbers[0]} is none; the last one is client.info().num_layers - 1.",
+            f"Layer {numbers[0]} does not exist: layers count from 0. The last is client.info().num_layers - 1.",
             reason="UNKNOWN_LAYER",
         )
     if numbers[-1] >= _INT32:
-        raise UnknownLayer(f"No model has a layer {numbers[-1]}.", reason="UNKNOWN_LAYER")
+        raise UnknownLayer(
+            f"Layer {numbers[-1]} does not exist: the last is client.info().num_layers - 1.", reason="UNKNOWN_LAYER"
+        )
     return numbers
 
 
 def index_list(kind: str, values: int | Iterable[int]) -> list[int]:
-    """Return whole numbers ascending and distinct; `kind` says in messages what they number.
+    """Return whole numbers, ascending and distinct. Error messages name what they number by `kind`.
 
     Raises:
-        InvalidRequest: There is none.
-        TypeError: They are something else than whole numbers.
+        InvalidRequest: No number is given.
+        TypeError: A value is not a whole number.
     """
-    given: object = values  # as it came, whatever its annotation says
+    given: object = values  # typed as object, because users may pass anything
     if isinstance(given, str) or not isinstance(given, (int, np.integer, Iterable)):
         every = "'all', " if kind == "layer" else ""
         raise TypeError(f"{kind}s= takes {every}a number, a range or a list of numbers, not {values!r}.")
     items = [values] if isinstance(values, (int, np.integer)) else list(values)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
-            raise TypeError(f"A {kind} is a whole number, not {item!r}.")
+            raise TypeError(f"A {kind} must be a whole number, not {item!r}.")
     if not items:
-        instead = "write 'all'" if kind == "layer" else "leave the choice out for all"
+        instead = "use 'all'" if kind == "layer" else f"leave {kind}s= out for all"
         raise InvalidRequest(f"Name at least one {kind}, or {instead}.", reason="INVALID_FIELD")
     return sorted({int(item) for item in items})
 
@@ -178,7 +187,7 @@ def _of_word(word: str) -> Positions:
         return Positions(ranges=((-1, -1),))
     if word not in _PHASES:
         raise InvalidRequest(
-            f"positions={word!r} is not known; write 'all', 'prompt', 'generated', 'last_prompt', a slice or a list.",
+            f"positions={word!r} is unknown; use 'all', 'prompt', 'generated', 'last_prompt', a slice or a list.",
             reason="INVALID_FIELD",
         )
     return Positions(phases=(word,))
@@ -188,25 +197,25 @@ def _of_slice(value: slice | range) -> Positions:
     start, stop, step = value.start or 0, value.stop, value.step or 1
     if step > 1 and start < 0:
         raise InvalidRequest(
-            f"{value!r}: a step takes the positions that are its multiples, and where those lie counted from the "
-            "prompt's end depends on its length. Name the positions, as in [-4, -2], or leave out the step and take "
-            "every so many rows afterwards, as in acts[12][::2].",
+            f"{value!r} is invalid: a step selects the positions that are its multiples, and where these lie relative "
+            "to the prompt's end depends on its length. List the positions, as in [-4, -2], or leave out the step and "
+            "slice the rows afterwards, as in acts[12][::2].",
             reason="INVALID_FIELD",
         )
     if step < 1 or start % step:
         raise InvalidRequest(
-            f"{value!r}: a step takes the positions that are its multiples, so the start must be one of them; "
-            "see residuum.Positions.",
+            f"{value!r} is invalid: a step selects the positions that are its multiples. Use a step of at least 1, and "
+            "a start that is a multiple of it; see residuum.Positions.",
             reason="INVALID_FIELD",
         )
     if isinstance(value, range) and start < 0 < stop:
         raise InvalidRequest(
-            f"{value!r}: positions below 0 count from the prompt's end and the others from its start; name the two "
-            "parts in a list.",
+            f"{value!r} is invalid: positions below 0 count from the prompt's end, and the others from its start. Put "
+            "the two parts into a list.",
             reason="INVALID_FIELD",
         )
     if not len(value) if isinstance(value, range) else stop == 0:
-        raise InvalidRequest(f"{value!r} holds no position.", reason="INVALID_FIELD")
+        raise InvalidRequest(f"{value!r} selects no position. Name at least one.", reason="INVALID_FIELD")
     if start == 0 and stop is None:
         return Positions(every=step)
     return Positions(ranges=((start, None if stop is None else stop - 1),), every=step)
@@ -214,7 +223,7 @@ def _of_slice(value: slice | range) -> Positions:
 
 def _of_item(item: int | slice | range | tuple[int, int | None]) -> tuple[int, int | None]:
     if isinstance(item, (bool, np.bool_)):
-        raise TypeError("A position is a number, not True or False; np.flatnonzero(mask) makes numbers of a mask.")
+        raise TypeError("A position must be a number, not True or False; convert a mask with np.flatnonzero(mask).")
     if isinstance(item, (int, np.integer)):
         return int(item), int(item)
     if isinstance(item, (slice, range)):
@@ -229,13 +238,13 @@ def _pair(item: tuple[int, int | None]) -> tuple[int, int | None]:
         first, last = item
         return operator.index(first), None if last is None else operator.index(last)
     except (TypeError, ValueError):
-        raise TypeError(f"A position is a number, a slice or a pair (first, last), not {item!r}.") from None
+        raise TypeError(f"A position must be a number, a slice or a pair (first, last), not {item!r}.") from None
 
 
 def _merge(ranges: list[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
-    """Join neighbouring single positions, so that a long list of them stays within the contract's 64 ranges."""
+    """Merge adjacent ranges, so that a long list of positions stays within the contract's 64 ranges."""
     if not ranges:
-        raise InvalidRequest("Name at least one position, or positions=None for all.", reason="INVALID_FIELD")
+        raise InvalidRequest("Name at least one position, or use positions=None for all.", reason="INVALID_FIELD")
     merged: list[tuple[int, int | None]] = []
     for first, last in sorted(ranges, key=lambda item: item[0]):
         before = merged[-1] if merged else None
@@ -245,8 +254,8 @@ def _merge(ranges: list[tuple[int, int | None]]) -> list[tuple[int, int | None]]
             merged.append((first, last))
     if len(merged) > MAX_RANGES:
         raise InvalidRequest(
-            f"These positions make {len(merged)} separate ranges and {MAX_RANGES} are allowed; use wider ranges, or "
-            "capture more and select afterwards.",
+            f"The positions form {len(merged)} separate ranges, but at most {MAX_RANGES} are allowed. Use wider "
+            "ranges, or capture more and select rows afterwards.",
             reason="INVALID_FIELD",
         )
     return merged
@@ -254,5 +263,5 @@ def _merge(ranges: list[tuple[int, int | None]]) -> list[tuple[int, int | None]]
 
 def _range(first: int, last: int | None) -> selection_pb2.PositionRange:
     if not all(-_INT32 <= end < _INT32 for end in (first, last or 0)):
-        raise InvalidRequest(f"The positions {first} to {last} are beyond 32 bits.", reason="INVALID_FIELD")
+        raise InvalidRequest(f"The positions {first} to {last} exceed 32 bits.", reason="INVALID_FIELD")
     return selection_pb2.PositionRange(first=first, last=last)

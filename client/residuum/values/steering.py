@@ -1,4 +1,4 @@
-"""Changing the residual stream: Add, Ablate, Cap and Replace.
+"""Steering operations on the residual stream: Add, Ablate, Cap and Replace.
 
 For a row x of the residual stream (float32 [hidden]), a vector v and its direction v̂ = v / |v|:
 
@@ -7,9 +7,9 @@ For a row x of the residual stream (float32 [hidden]), a vector v and its direct
     Cap      x + (clamp(x·v̂, min, max) - x·v̂)v̂
     Replace  x + (value - x·v̂)v̂
 
-Each is applied after the layers it names, to the positions it names, in the order of the list. With `keep_norm=True`
-the row is then scaled to the norm that it had before the operation. Whatever is asked for, rows stay finite: elements
-end at ±1e16, far beyond those of any model (±32752 if it runs in float16).
+The server applies operations in list order, each after its layers and at its positions. With `keep_norm=True` it then
+scales the row to the norm that it had before the operation. Rows always stay finite: elements are clamped to ±1e16, far
+beyond those of any model (±32752 for a model in float16).
 """
 
 from __future__ import annotations
@@ -33,49 +33,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Placed:
-    """What every operation has: a vector, and where it works."""
+    """The fields that all operations share: a vector, and where it is applied."""
 
     _example: ClassVar[str] = "scale=6.0"
 
     vector: Vector | Mapping[int, Vector]
-    """The vector; its length must be the model's hidden size. Or one for each layer: {layer: vector}, or Directions."""
+    """The vector, of the model's hidden size; or one vector for each layer, as {layer: vector} or Directions."""
     _: KW_ONLY
     layer: LayersLike | None = None
-    """The layer after which it works."""
+    """The layer after which the operation is applied."""
     layers: LayersLike | None = None
-    """Several layers, or "all". Exactly one of `layer` and `layers` must be given, and none with {layer: vector}."""
+    """Several layers, or "all". Give exactly one of `layer` and `layers`, and neither with {layer: vector}."""
     positions: PositionsLike = None
-    """The positions to which it is applied; all by default, "prompt" or "generated" for one phase."""
+    """The positions at which it is applied: all by default; "prompt" or "generated" for one phase."""
     keep_norm: bool = False
-    """Scale the row, after the operation, to the norm that it had before it."""
+    """Scale each row back to the norm that it had before the operation."""
 
     def __new__(cls, *values: object, **_named: object) -> Self:
-        """Refuse a second value without its name before Python does so in words of its own."""
+        """Refuse further positional arguments, with a clearer message than Python's."""
         if len(values) > 1:
             raise TypeError(
-                f"{cls.__name__} takes the vector, and everything else by name: "
+                f"{cls.__name__} takes only the vector as a positional argument. Pass all others by name: "
                 f"{cls.__name__}(vector, layer=12, {cls._example})."
             )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.vector, Mapping):
-            object.__setattr__(self, "vector", LayerVectors(_by_place(self.vector)))
+            object.__setattr__(self, "vector", LayerVectors(_by_steered_layer(self.vector)))
         elif not isinstance(self.vector, Vector):
-            raise TypeError(f"{self._name} takes a residuum.Vector; make one with Vector.from_array(array).")
-        for name in ("layer", "layers"):  # an iterator could be read only once
+            raise TypeError(f"{self._name} takes a residuum.Vector; create one with Vector.from_array(array).")
+        for name in ("layer", "layers"):  # copy now, because an iterator can be read only once
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(layer_list(value)))
         object.__setattr__(self, "positions", Positions.of(self.positions))
         if not isinstance(self.keep_norm, bool):
-            raise TypeError(f"{self._name}: keep_norm is True or False, not {self.keep_norm!r}.")
+            raise TypeError(f"{self._name}: keep_norm must be True or False, not {self.keep_norm!r}.")
         self._placed()
         self.check()
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
-        """The vectors: one, or one for each layer in their order."""
+        """The vectors: one, or one for each layer in the order of the layers."""
         return (self.vector,) if isinstance(self.vector, Vector) else tuple(self.vector.values())
 
     @property
@@ -84,23 +84,24 @@ class _Placed:
 
     @property
     def _digest(self) -> bytes:
-        """The digest inside the operation: none if each layer has a vector of its own."""
+        """The digest inside the operation; empty if each layer has its own vector."""
         return self.vector.digest if isinstance(self.vector, Vector) else b""
 
     def check(self) -> None:
-        """Check what is particular to the operation."""
+        """Check the operation's own fields."""
 
     def _check_number(self, name: str) -> None:
-        """Check a number, and keep it as a float: arrays and tensors of one element count as numbers."""
+        """Check a number and store it as a float. Arrays and tensors of one element count as numbers."""
         value: Any = getattr(self, name)
         if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__"):
-            raise TypeError(f"{self._name}: {name} is a number, not {value!r}.")
+            raise TypeError(f"{self._name}: {name} must be a number, not {value!r}.")
         try:
             number = float(value.item() if hasattr(value, "item") else value)
         except OverflowError:
             number = math.inf
-        except (TypeError, ValueError, RuntimeError):  # an array, or a tensor, of several
-            raise TypeError(f"{self._name}: {name} is one number, not {type(value).__name__} of several.") from None
+        except (TypeError, ValueError, RuntimeError):  # an array or tensor of several elements
+            message = f"{self._name}: {name} must be one number, not {type(value).__name__} of several."
+            raise TypeError(message) from None
         if not math.isfinite(number) or abs(number) > 3.4e38:  # noqa: PLR2004 - the largest float32
             raise InvalidRequest(
                 f"{self._name}: {name} must be a finite float32, not {number}.", reason="INVALID_FIELD"
@@ -110,9 +111,12 @@ class _Placed:
     def _check_direction(self) -> None:
         for index, vector in enumerate(self.vectors):
             if not MIN_DIRECTION_NORM <= vector.norm <= MAX_DIRECTION_NORM:
-                which = "this vector" if isinstance(self.vector, Vector) else f"that of layer {[*self.vector][index]}"
-                what = f"has the norm {vector.norm:g}" if vector.norm else "is zero"
-                raise BadVector(f"{self._name} needs a direction, and {which} {what}.", reason="BAD_VALUES")
+                if isinstance(self.vector, Vector):
+                    subject = "this vector"
+                else:
+                    subject = f"the vector of layer {[*self.vector][index]}"
+                problem = f"has the norm {vector.norm:g}" if vector.norm else "is zero"
+                raise BadVector(f"{self._name} needs a direction, but {subject} {problem}.", reason="BAD_VALUES")
 
     def _placed(self) -> steering_pb2.SteeringOperation:
         message = steering_pb2.SteeringOperation(layers=layer_selection(self._layers()), keep_norm=self.keep_norm)
@@ -127,14 +131,14 @@ class _Placed:
         given = [layers for layers in (self.layer, self.layers) if layers is not None]
         if not isinstance(self.vector, Vector):
             if given:
-                raise InvalidRequest(f"{self._name}: the layers are those of {{layer: vector}}; leave out layer(s)=.")
+                raise InvalidRequest(f"{self._name}: {{layer: vector}} already names the layers; leave out layer(s)=.")
             return tuple(self.vector)
         if len(given) != 1:
-            raise InvalidRequest(f"{self._name}: say where with exactly one of layer= and layers=.")
+            raise InvalidRequest(f"{self._name}: give exactly one of layer= and layers=.")
         return given[0]
 
     def to_proto(self) -> steering_pb2.SteeringOperation:
-        """Return the operation as it travels: with the vector's digest, not its values."""
+        """Return the operation's message, with the vector's digest instead of its values."""
         raise NotImplementedError
 
 
@@ -163,14 +167,14 @@ class Add(_Placed):
 
 @dataclass(frozen=True, kw_only=True)
 class Ablate(_Placed):
-    """Removes a direction: x - scale·(x·v̂)v̂, all of the projection with scale 1.
+    """Removes a direction: x - scale·(x·v̂)v̂. With scale 1 it removes the whole projection.
 
     Example:
         >>> residuum.Ablate(refusal, layers="all")
     """
 
     scale: float = 1.0
-    """How much of the projection is removed."""
+    """The fraction of the projection that is removed."""
 
     def check(self) -> None:
         """Check the factor, and that the vector has a direction."""
@@ -195,9 +199,9 @@ class Cap(_Placed):
     _example: ClassVar[str] = "max=6.0"
 
     min: float | None = None
-    """The least projection that stays as it is, in units of x."""
+    """The lower bound of the projection, in units of x; None for no lower bound."""
     max: float | None = None
-    """The greatest projection that stays as it is."""
+    """The upper bound of the projection, in units of x; None for no upper bound."""
 
     def check(self) -> None:
         """Check the bounds, and that the vector has a direction."""
@@ -228,7 +232,7 @@ class Replace(_Placed):
     _example: ClassVar[str] = "value=4.0"
 
     value: float
-    """What the projection becomes, in units of x."""
+    """The new projection, in units of x."""
 
     def check(self) -> None:
         """Check the value, and that the vector has a direction."""
@@ -243,19 +247,19 @@ class Replace(_Placed):
 
 
 class LayerVectors(Mapping[int, Vector]):
-    """A vector for each of some layers, ascending; immutable."""
+    """An immutable map from layer to vector, with ascending layers."""
 
     def __init__(self, vectors: Mapping[int, Vector]) -> None:
-        """Take the vectors by their layers.
+        """Copy a map from layer to vector.
 
         Raises:
-            TypeError: A key is not a layer's number, or a value is not a Vector.
-            InvalidRequest: There are none; UnknownLayer if one is negative.
+            TypeError: A key is not a layer number, or a value is not a Vector.
+            InvalidRequest: The map is empty; UnknownLayer if a layer is negative.
         """
         for layer, vector in vectors.items():
             if not isinstance(vector, Vector) or isinstance(layer, bool) or not hasattr(layer, "__index__"):
                 raise TypeError(
-                    f"Vectors for layers are {{layer number: residuum.Vector}}, not "
+                    f"Vectors for layers must be {{layer number: residuum.Vector}}, not "
                     f"{{{layer!r}: {type(vector).__name__}}}."
                 )
         if not vectors:
@@ -279,8 +283,8 @@ class LayerVectors(Mapping[int, Vector]):
         return repr(self._vectors)
 
 
-def _by_place(vectors: Mapping[int, Vector]) -> Mapping[int, Vector]:
-    """Return vectors by the layers after which they work; `Directions` of resid_pre work after the layer before."""
+def _by_steered_layer(vectors: Mapping[int, Vector]) -> Mapping[int, Vector]:
+    """Return vectors by the layer after which they apply. `Directions` of resid_pre apply after the previous layer."""
     placed = getattr(vectors, "placed", None)
     return vectors if placed is None else {place: vector for _, place, vector in placed()}
 
@@ -292,37 +296,38 @@ Operation = Union[Add, Ablate, Cap, Replace]  # noqa: UP007 - evaluated at run t
 
 
 def operation_list(steer: Operation | Iterable[Operation] | None) -> list[Operation]:
-    """Return what a user gave as `steer=` as a list.
+    """Return the operations that a user gave as `steer=`, as a list.
 
     Raises:
-        TypeError: One of them is not an operation.
-        InvalidRequest: There are more than 256.
+        TypeError: An item is not an operation.
+        InvalidRequest: There are more than 256 operations.
     """
-    given: Any = steer  # as it came, whatever its annotation says
+    given: Any = steer  # typed as Any, because users may pass anything
     single = isinstance(given, (Mapping, str)) or not isinstance(given, Iterable)
     items: list[Any] = [] if given is None else [given] if single else list(given)
     for item in items:
         if not isinstance(item, (Add, Ablate, Cap, Replace)):
-            raise TypeError(f"steer= takes residuum.Add, Ablate, Cap and Replace, not {_what(item)}")
+            raise TypeError(f"steer= takes residuum.Add, Ablate, Cap and Replace, not {_wrong_item(item)}")
     if len(items) > MAX_OPERATIONS:
         raise InvalidRequest(
-            f"One request takes at most {MAX_OPERATIONS} operations, not {len(items)}; name several layers in one.",
+            f"A request takes at most {MAX_OPERATIONS} operations, not {len(items)}. Let one operation name several "
+            "layers.",
             reason="INVALID_FIELD",
         )
     return items
 
 
-def _what(item: object) -> str:
-    """Say what stands in the place of an operation, and what to write instead."""
+def _wrong_item(item: object) -> str:
+    """Return the end of an error message: the item that is not an operation, and what to write instead."""
     if isinstance(item, Mapping):
-        return f"a {type(item).__name__} by itself: say what is done with the vectors, as in Add({{layer: vector}})."
+        return f"a {type(item).__name__}. Name the operation to apply, as in Add({{layer: vector}})."
     if isinstance(item, Vector):
-        return f"{item!r}. A vector by itself does not say where: write Add({_WHERE})."
+        return f"{item!r}. Name the operation and the layer, as in Add({_WHERE})."
     if isinstance(item, (list, tuple)):
-        return "a list in the list: write [*joy.add(0.5), Ablate(...)], with a star before each list."
+        return "a nested list. Write [*joy.add(0.5), Ablate(...)], with a star before each inner list."
     return f"{item!r}."
 
 
 def steering_spec(operations: Iterable[Operation], *, updatable: bool = False) -> steering_pb2.SteeringSpec:
-    """Return the message for operations in their order."""
+    """Return the message for operations, in this order."""
     return steering_pb2.SteeringSpec(operations=[operation.to_proto() for operation in operations], updatable=updatable)

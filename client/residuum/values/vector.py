@@ -1,4 +1,4 @@
-"""Steering vectors, named by their content."""
+"""Steering vectors, identified by the digest of their content."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class Vector:
-    """A direction of the residual stream: float32 [hidden], finite, immutable, named by its digest.
+    """A direction in the residual stream: float32 [hidden], finite and immutable, identified by its digest.
 
-    A server keeps vectors by digest, so the same vector is sent once, however many requests use it.
+    A server keeps vectors by digest. So the client sends a vector once, however many requests use it.
 
     Args:
-        array: As for `from_array`, which is the same under a longer name.
+        array: As for `from_array`, which does the same.
 
     Example:
         >>> joy = residuum.Vector.from_array(happy.mean(axis=0) - sad.mean(axis=0))
@@ -35,17 +35,18 @@ class Vector:
 
     def __init__(self, array: npt.ArrayLike) -> None:
         self._values = _checked(_as_float32(array))
-        self._values.setflags(write=False)  # a copy, so the caller's own array stays as it was
+        self._values.setflags(write=False)  # this is a copy, so the caller's array stays writable
 
     @classmethod
     def from_array(cls, array: npt.ArrayLike) -> Vector:
-        """Make a vector from anything that numpy or torch calls a one-dimensional array of real numbers.
+        """Create a vector from a one-dimensional array of real numbers.
 
         Args:
-            array: Shape [hidden]; copied and converted to float32. A torch tensor may lie on any device.
+            array: Anything that numpy or torch treats as an array, of shape [hidden]. It is copied and converted to
+                float32. A torch tensor may be on any device.
 
         Raises:
-            BadVector: It has another number of dimensions, is empty, or holds something that is not real and finite.
+            BadVector: The array is not one-dimensional, is empty, or has elements that are not real and finite.
 
         Example:
             >>> Vector.from_array([0.0, 1.0, 0.0]).digest.hex()[:8]
@@ -55,12 +56,12 @@ class Vector:
 
     @functools.cached_property
     def message(self) -> tensor_pb2.Vector:
-        """The vector as it travels."""
+        """The vector's message, with its digest."""
         return vector_message(self._values)
 
     @property
     def digest(self) -> bytes:
-        """The SHA-256 that names the vector, 32 bytes; tensor.proto has the rule."""
+        """The SHA-256 that identifies the vector, 32 bytes; tensor.proto defines it."""
         return self.message.digest
 
     @property
@@ -75,7 +76,7 @@ class Vector:
 
     @property
     def norm(self) -> float:
-        """The Euclidean length."""
+        """The Euclidean norm."""
         return float(np.linalg.norm(self._values.astype(np.float64)))
 
     def __len__(self) -> int:
@@ -105,16 +106,18 @@ def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:
         path: A .npy file with [hidden] or [count, hidden], or a .safetensors file whose tensors are [hidden].
 
     Returns:
-        The vectors by name: the tensor's, or the file's with a number behind it.
+        The vectors by name. In a .safetensors file that is the tensor's name. In a .npy file it is the file's name
+        without its suffix, followed by a dot and the row's number if the file has several.
 
     Raises:
-        BadVector: The file holds something else, or one of its vectors cannot be used; the message names it.
-        FileNotFoundError: There is no such file.
+        BadVector: The file is not of this kind, or one of its vectors cannot be used; the message names it.
+        FileNotFoundError: The file does not exist.
     """
     file = Path(path)
     readers = {".npy": _read_npy, ".safetensors": _read_safetensors}
     if file.suffix not in readers:
-        raise BadVector(f"{file.name}: vectors are read from .npy and .safetensors files.", reason="INVALID_FIELD")
+        message = f"Cannot read vectors from {file.name}: the file must be .npy or .safetensors."
+        raise BadVector(message, reason="INVALID_FIELD")
     arrays = readers[file.suffix](file)
     return {name: _named(name, array) for name, array in arrays.items()}
 
@@ -149,36 +152,36 @@ def _named(name: str, array: npt.ArrayLike) -> Vector:
 def _checked(values: FloatArray) -> FloatArray:
     if values.ndim != 1 or not values.size:
         raise BadVector(
-            f"A vector has the shape [hidden], but this array has {list(values.shape)}. "
-            "Take one row, or average over the others.",
+            f"A vector must have the shape [hidden], but this array has {list(values.shape)}. "
+            "Take one row, or the mean over the others.",
             reason="WRONG_LENGTH",
         )
     bad = int(np.count_nonzero(~np.isfinite(values)))
     if bad:
         raise BadVector(
-            f"{bad} of {values.size} elements are NaN, infinite or beyond float32; every element must be finite.",
+            f"{bad} of {values.size} elements are NaN, infinite or beyond float32. Every element must be finite.",
             reason="BAD_VALUES",
         )
     return values
 
 
 def _as_float32(array: npt.ArrayLike) -> FloatArray:
-    if hasattr(array, "detach"):  # a torch tensor, without importing torch: numpy knows neither CUDA nor bfloat16
+    if hasattr(array, "detach"):  # a torch tensor; numpy supports neither CUDA nor bfloat16
         tensor = array.detach().cpu()
         array = tensor.numpy() if tensor.is_complex() else tensor.float().numpy()
     try:
         _check_real(array)
-        with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused by name
+        with np.errstate(over="ignore"):  # overflow gives infinity, which _checked refuses
             return np.array(array, dtype="<f4", order="C")
     except BadVector:
         raise
     except (TypeError, ValueError) as error:
-        raise BadVector(f"This is not an array of numbers: {error}", reason="WRONG_DTYPE") from None
+        raise BadVector(f"The vector is not an array of numbers: {error}", reason="WRONG_DTYPE") from None
 
 
 def _check_real(array: npt.ArrayLike) -> None:
     if np.iscomplexobj(array):
         raise BadVector(
-            "A vector is real, and these numbers are complex; take their real part or their absolute value.",
+            "A vector must be real, but these numbers are complex. Take their real part or their absolute value.",
             reason="WRONG_DTYPE",
         )

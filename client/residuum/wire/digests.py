@@ -1,4 +1,4 @@
-"""The digest that names a steering vector. The rule is written in tensor.proto; test vectors lie beside it."""
+"""The digest that names a steering vector. tensor.proto defines it; vector_digests.json has test vectors."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def digest_of_bytes(dtype: tensor_pb2.DataType.ValueType, values: bytes) -> byte
         values: The elements, little-endian, densely packed.
 
     Raises:
-        ValueError: The element type is unknown, or `values` is not a whole number of elements.
+        ValueError: The element type is unknown, or `values` ends within an element.
     """
     length, rest = divmod(len(values), item_bytes(dtype))
     if rest:
-        raise ValueError(f"{len(values)} bytes are not a whole number of elements of {item_bytes(dtype)} bytes")
+        raise ValueError(f"{len(values)} bytes are not a multiple of the element size, {item_bytes(dtype)} bytes")
     head = _DOMAIN + struct.pack("<IQ", int(dtype), length)
     return hashlib.sha256(head + values).digest()
 
 
 def vector_message(values: npt.NDArray[np.float32]) -> tensor_pb2.Vector:
-    """Return the message that carries a float32 vector of shape [hidden], digest included."""
+    """Return the message that carries a vector, float32 [hidden], with its digest."""
     data = np.ascontiguousarray(values, dtype=numpy_dtype(tensor_pb2.DATA_TYPE_FLOAT32)).tobytes()
     digest = digest_of_bytes(tensor_pb2.DATA_TYPE_FLOAT32, data)
     return tensor_pb2.Vector(digest=digest, dtype=tensor_pb2.DATA_TYPE_FLOAT32, values=data)

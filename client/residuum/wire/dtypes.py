@@ -1,6 +1,6 @@
-"""Element types: the proto's enum, numpy's dtypes and the names people use.
+"""Element types: the proto's enum, numpy's dtypes and their names.
 
-numpy calls bfloat16 `'<V2'`, so a dtype never travels by its string; it travels as `DataType`.
+Messages carry a dtype as `DataType`, never as numpy's string, because that of bfloat16 is `'<V2'`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def numpy_dtype(dtype: tensor_pb2.DataType.ValueType) -> np.dtype[Any]:
     """Return numpy's dtype for an element type.
 
     Raises:
-        ValueError: The value is not an element type that this version knows.
+        ValueError: This version does not know the element type.
     """
     try:
         return _DTYPES[dtype]
@@ -40,10 +40,10 @@ def numpy_dtype(dtype: tensor_pb2.DataType.ValueType) -> np.dtype[Any]:
 
 
 def dtype_name(dtype: tensor_pb2.DataType.ValueType) -> str:
-    """Return the name people use: "float32", "float16" or "bfloat16"; "unknown" for anything else."""
+    """Return the name of an element type: "float32", "float16" or "bfloat16"; "unknown" for any other value."""
     return _NAMES.get(dtype, "unknown")
 
 
 def item_bytes(dtype: tensor_pb2.DataType.ValueType) -> int:
-    """Return the bytes of one element."""
+    """Return the size of one element in bytes."""
     return numpy_dtype(dtype).itemsize

@@ -1,7 +1,7 @@
-"""Encodings of rows: their bytes, encoding and decoding. The layouts are written in capture.proto.
+"""Encodings of rows: their byte layout, encoding and decoding. capture.proto defines the layouts.
 
-`RowFormat.encode` is the reference: plain numpy, for tests, tools and whoever writes another encoder. The rows of a
-capture are encoded by the inference service, on its device.
+`RowFormat.encode` is the reference encoder in plain numpy, for tests, tools and authors of other encoders. The
+inference service encodes captured rows on its device.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ ENCODINGS: dict[str, capture_pb2.Encoding.ValueType] = {
     "topk": TOPK,
     "project": PROJECT,
 }
-"""The encodings by the names people use."""
+"""The encodings by name."""
 
 ENCODING_NAMES = {number: name for name, number in ENCODINGS.items()}
 
 RANDOM_PROJECTIONS = frozenset({RP, RP8})
-"""Encodings that project at random: they have dimensions and a seed."""
+"""Encodings by random projection, which have dimensions and a seed."""
 
 LARGEST = frozenset({TOPK, TOPK8})
-"""Encodings that keep the elements of greatest magnitude: they have dimensions."""
+"""Encodings that keep the elements of greatest magnitude; their dimensions are the number of elements."""
 
 SIZED = RANDOM_PROJECTIONS | LARGEST
 """Encodings whose dimensions a request may choose."""
@@ -63,22 +63,22 @@ BY_ROW = capture_pb2.QUANTIZATION_AXIS_ROW
 BY_DIMENSION = capture_pb2.QUANTIZATION_AXIS_DIMENSION
 
 MAX_INDEXED_WIDTH = 1 << 16
-"""The widest row whose elements an index of 16 bits can name."""
+"""The widest row whose elements a 16-bit index can address."""
 
 _CASTS = {FP32: np.dtype("<f4"), FP16: np.dtype("<f2"), BF16: np.dtype(ml_dtypes.bfloat16)}
 _LEVELS = np.float32(255)
 
 
 class EncodingError(ValueError):
-    """An encoding, a width, an element type and options that do not go together."""
+    """The encoding, width, element type and options are inconsistent, or do not match the data."""
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How the rows of a chunk lie in its payload, and what they mean.
+    """The layout of the rows in a chunk's payload, and how to decode them.
 
-    A payload is, for each layer, one *prefix*, if the format has any, and one *row* for each position. Both are numpy
-    structures: the fields are those of the table in capture.proto, "x", "y", "q", "scale", "zero" and "index".
+    For each layer, a payload has one *prefix*, if the format has prefixes, and then one *row* per position. Both are
+    numpy structures with the fields of the table in capture.proto: "x", "y", "q", "scale", "zero" and "index".
 
     Example:
         >>> form = RowFormat(RP8, width=2048, dtype=DATA_TYPE_BFLOAT16, dimensions=512)
@@ -92,13 +92,13 @@ class RowFormat:
     encoding: capture_pb2.Encoding.ValueType
     """The encoding."""
     width: int
-    """Elements in a row as the model computed it."""
+    """Elements of a row as the model computed it."""
     dtype: tensor_pb2.DataType.ValueType
-    """Their type."""
+    """The element type in which the model computed the row."""
     dimensions: int = 0
-    """Numbers in an encoded row, for the encodings that reduce them; 0 for the others."""
+    """Numbers in an encoded row, for encodings that shorten rows; 0 for the others."""
     axis: capture_pb2.QuantizationAxis.ValueType = capture_pb2.QUANTIZATION_AXIS_UNSPECIFIED
-    """FULL8: which numbers share a scale. Unset means those of a row."""
+    """FULL8: which numbers share a scale; unset means those of a row."""
 
     def __str__(self) -> str:
         extra = f" of {self.dimensions} dimensions" if self.dimensions else ""
@@ -120,12 +120,12 @@ class RowFormat:
             (self.width >= 1, "a row needs at least one element"),
             (
                 self.encoding not in SIZED or 1 <= self.dimensions <= self.width,
-                f"{name} has 1 to {self.width} dimensions, not {self.dimensions}: rows have no more",
+                f"{name} takes 1 to {self.width} dimensions, not {self.dimensions}: rows have {self.width} elements",
             ),
             (self.encoding != PROJECT or self.dimensions >= 1, "project needs at least one vector"),
-            (self.encoding in SIZED | {PROJECT} or not self.dimensions, f"{name} has no dimensions to choose"),
+            (self.encoding in SIZED | {PROJECT} or not self.dimensions, f"{name} takes no dimensions"),
             (self.axis in capture_pb2.QuantizationAxis.values(), f"unknown quantization axis {int(self.axis)}"),
-            (self.encoding == FULL8 or not self.axis, f"{name} has no quantization axis; full8 has"),
+            (self.encoding == FULL8 or not self.axis, f"{name} takes no quantization axis; only full8 does"),
             (
                 self.encoding not in LARGEST or self.width <= MAX_INDEXED_WIDTH,
                 f"{name} takes rows of at most {MAX_INDEXED_WIDTH} elements, not {self.width}",
@@ -140,7 +140,7 @@ class RowFormat:
         """Return the format of a chunk.
 
         Raises:
-            EncodingError: The header's fields do not go together.
+            EncodingError: The header's fields are inconsistent.
             ValueError: The element type is unknown.
         """
         return _of_fields(header.encoding, header.width, header.dtype, header.dimensions, header.axis)
@@ -150,7 +150,7 @@ class RowFormat:
         """Return the format of all chunks of a capture.
 
         Raises:
-            EncodingError: What was asked for does not go together.
+            EncodingError: The capture's encoding options are inconsistent.
             ValueError: The element type is unknown.
         """
         spec, options = description.spec, description.spec.encoding_options
@@ -159,7 +159,7 @@ class RowFormat:
 
     @functools.cached_property
     def row_dtype(self) -> np.dtype[Any]:
-        """A row, packed."""
+        """The dtype of an encoded row, without padding."""
         own, k, width = numpy_dtype(self.dtype), self.dimensions, self.width
         scaled: list[Any] = [("scale", "<f4"), ("zero", "<f4")]
         fields: dict[int, list[Any]] = {
@@ -176,34 +176,34 @@ class RowFormat:
 
     @functools.cached_property
     def prefix_dtype(self) -> np.dtype[Any] | None:
-        """What stands before the rows of a layer, packed; None: nothing."""
+        """The dtype of the prefix before a layer's rows, without padding; None if there is no prefix."""
         if not self._by_dimension:
             return None
         return np.dtype([("scale", "<f4", (self.width,)), ("zero", "<f4", (self.width,))])
 
     @property
     def is_plain(self) -> bool:
-        """Whether a row is nothing but its elements, one after the other: RAW and the casts."""
+        """Whether a row is just its elements, one after the other: RAW and the casts."""
         return self.encoding == RAW or self.encoding in _CASTS
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes of an encoded row."""
         return self.row_dtype.itemsize
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes before the rows of a layer."""
+        """Bytes of the prefix before a layer's rows."""
         return self.prefix_dtype.itemsize if self.prefix_dtype is not None else 0
 
     @property
     def decoded_width(self) -> int:
-        """Numbers in a decoded row."""
+        """Elements of a decoded row."""
         return self.dimensions if self.encoding in RANDOM_PROJECTIONS | {PROJECT} else self.width
 
     @property
     def decoded_dtype(self) -> np.dtype[Any]:
-        """What `decode` returns: the model's dtype for RAW, the cast's own for casts, otherwise float32."""
+        """The dtype of decoded rows: the model's for RAW, the cast's for casts, otherwise float32."""
         return numpy_dtype(self.dtype) if self.encoding == RAW else _CASTS.get(self.encoding, np.dtype("<f4"))
 
     def payload_bytes(self, layers: int, positions: int) -> int:
@@ -216,23 +216,25 @@ class RowFormat:
         """Return views of a payload's prefixes [layers], or None, and of its rows [layers, positions].
 
         Raises:
-            EncodingError: The payload has another length.
+            EncodingError: The payload's length does not match.
         """
         data = np.frombuffer(payload, dtype=np.uint8)  # type: ignore[arg-type]
         if len(data) != self.payload_bytes(layers, positions):
             described = self.payload_bytes(layers, positions)
-            raise EncodingError(f"{layers} layers and {positions} positions are {described} bytes, not {len(data)}")
+            raise EncodingError(
+                f"{layers} layers of {positions} positions take {described} bytes, but the payload has {len(data)}"
+            )
         if self.prefix_dtype is None:
             return None, data.view(self.row_dtype).reshape(layers, positions)
         by_layer = data.view([("prefix", self.prefix_dtype), ("rows", self.row_dtype, (positions,))])
         return by_layer["prefix"], by_layer["rows"]
 
     def decode(self, rows: npt.NDArray[Any], prefixes: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Return the numbers of rows, [..., decoded_width] in `decoded_dtype`.
+        """Return decoded rows, [..., decoded_width] of `decoded_dtype`.
 
         Args:
-            rows: Rows of `row_dtype`, of any shape [...].
-            prefixes: With a `prefix_dtype`: the prefixes [...] of the rows, or what broadcasts to that.
+            rows: Encoded rows of `row_dtype`, of any shape [...].
+            prefixes: For formats with a `prefix_dtype`, the rows' prefixes, of a shape that broadcasts to [...].
 
         Raises:
             EncodingError: See `check`.
@@ -249,30 +251,31 @@ class RowFormat:
         return _dequantized(rows["q"], rows["scale"][..., None], rows["zero"][..., None])
 
     def check(self, rows: npt.NDArray[Any]) -> None:
-        """Check that rows can be decoded: whatever their bytes are, an index of an element must be one.
+        """Check that rows can be decoded: every element index must be less than the width.
 
         Raises:
-            EncodingError: It is not.
+            EncodingError: An index is too large.
         """
         if self.encoding in LARGEST and rows.size and int(rows["index"].max()) >= self.width:
-            raise EncodingError(f"a row of {self.width} elements has the index {int(rows['index'].max())}")
+            index = int(rows["index"].max())
+            raise EncodingError(f"an encoded row has the index {index}, but only {self.width} elements")
 
     def encode(self, values: npt.NDArray[Any], basis: npt.NDArray[np.float32] | None = None) -> bytes:
-        """Return the payload that holds rows: the reference for every encoder.
+        """Return the payload of rows. This is the reference for every encoder.
 
         Args:
-            values: The rows in the model's dtype, [layers, positions, width]; those of a layer are encoded together.
-            basis: What rows are multiplied with, float32 [width, dimensions]; see `basis_of`.
+            values: The rows in the model's dtype, [layers, positions, width]. The rows of a layer are encoded together.
+            basis: The matrix that rows are multiplied with, float32 [width, dimensions]; see `basis_of`.
 
         Raises:
-            EncodingError: The values are not of the format's width and dtype.
+            EncodingError: The values do not have the format's width and dtype.
         """
         own = numpy_dtype(self.dtype)
         if values.shape[2:] != (self.width,) or values.dtype != own:
             raise EncodingError(
                 f"rows must be [layers, positions, {self.width}] of {own}, not {values.shape} of {values.dtype}"
             )
-        with np.errstate(all="ignore"):  # what is not finite is told by what comes out
+        with np.errstate(all="ignore"):  # values that are not finite are marked in the encoded rows
             payload = np.zeros(self.payload_bytes(*values.shape[:2]), dtype=np.uint8)
             prefixes, rows = self.split(payload, *values.shape[:2])
             self._encode_into(prefixes, rows, values, basis)
@@ -330,12 +333,12 @@ class RowFormat:
 def basis_of(
     form: RowFormat, options: capture_pb2.EncodingOptions, vectors: Sequence[npt.NDArray[np.float32]] = ()
 ) -> npt.NDArray[np.float32] | None:
-    """Return what rows of a format are multiplied with, float32 [width, dimensions]; None for most formats.
+    """Return the matrix that a format multiplies rows with, float32 [width, dimensions]; None for most formats.
 
     Args:
         form: The format.
-        options: The capture's options: the seed of a random projection.
-        vectors: PROJECT: the vectors, each float32 [width].
+        options: The capture's encoding options, with the seed of a random projection.
+        vectors: For PROJECT, the vectors, each float32 [width].
     """
     if form.encoding in RANDOM_PROJECTIONS:
         return projection_matrix(options.seed, form.width, form.dimensions)
@@ -345,7 +348,7 @@ def basis_of(
 def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
     """Return the indices of the elements of greatest magnitude, ascending: int64 [..., count].
 
-    Of equal ones the first are taken. NaN is above infinity, and infinity above everything else.
+    Among equal magnitudes, lower indices win. NaN ranks above infinity, and infinity above all finite numbers.
     """
     unsigned = np.dtype(f"u{values.dtype.itemsize}")
     magnitude = np.ascontiguousarray(values).view(unsigned) & unsigned.type((1 << (8 * unsigned.itemsize - 1)) - 1)
@@ -367,7 +370,7 @@ def _of_fields(
 def _quantized(
     values: npt.NDArray[np.float32],
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
-    """Return scale [...], zero [...] and q [..., n] of lists of numbers [..., n]."""
+    """Return scale [...], zero [...] and q [..., n] of numbers [..., n]. Those along the last axis share a scale."""
     zero = values.min(axis=-1, keepdims=True)
     scale = (values.max(axis=-1, keepdims=True) - zero) / _LEVELS
     steps = np.divide(values - zero, scale, out=np.zeros_like(values), where=(scale > 0) & np.isfinite(scale))

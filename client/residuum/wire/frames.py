@@ -1,8 +1,8 @@
-"""Chunks as bytes: framing around an array without copying it, and slicing rows out of a frame where it lies.
+"""Writes and parses the messages that carry chunks, without copying the chunk's payload.
 
-`Chunk.payload` is the last field of its message, and `chunk` the last field of the messages that carry one. So a frame
-is a short prefix followed by the array's own bytes: any protobuf parser reads it, and writing it takes one join. In the
-other direction `parse_*` find the payload as a view of the frame, where protobuf would copy it.
+`Chunk.payload` is the last field of its message, and `chunk` is the last field of the messages that carry one. So a
+message is a short prefix followed by the array's own bytes: writing it takes one join, and any protobuf parser reads
+it. The `parse_*` functions return the payload as a view of the message's bytes; protobuf would copy it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _READ_CHUNK = store_pb2.ReadChunksResponse.CHUNK_FIELD_NUMBER
 
 
 class FrameError(ValueError):
-    """Bytes that are not the frame they should be."""
+    """The bytes are not the expected message."""
 
 
 @dataclass(frozen=True)
 class ChunkView:
-    """A chunk whose payload still lies in the frame it came in."""
+    """A parsed chunk whose payload is a view of the received bytes."""
 
     header: capture_pb2.ChunkHeader
-    """What the payload holds."""
+    """Describes the payload."""
     crc32c: int
-    """The checksum that came with it; see `verify`."""
+    """The received checksum; see `verify`."""
     payload: memoryview
-    """The encoded rows; valid as long as the frame's buffer is."""
+    """The encoded rows; valid as long as the underlying buffer."""
 
     def verify(self) -> bool:
         """Tell whether the payload matches its checksum."""
@@ -62,32 +62,32 @@ class ChunkView:
         return RowFormat.of(self.header)
 
     def split(self) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any]]:
-        """Return the prefixes [layers], or None, and the encoded rows [layers, positions], of the `format`'s types.
+        """Return the prefixes [layers], or None, and the encoded rows [layers, positions].
 
-        They are views of the frame's own bytes.
+        Both have the dtypes of `format`, and are views of the payload.
         """
         return self.format.split(self.payload, len(self.header.layers), len(self.header.positions))
 
     def rows(self) -> npt.NDArray[Any]:
-        """Return the rows [layers, positions, width], decoded; those of RAW lie in the frame."""
+        """Return the decoded rows [layers, positions, width]. RAW rows are a view of the payload."""
         prefixes, rows = self.split()
         return self.format.decode(rows, prefixes if prefixes is None else prefixes[:, None])
 
 
 @dataclass(frozen=True)
 class AppendView:
-    """An AppendChunksRequest whose chunk, if it carries one, still lies in the message's bytes."""
+    """A parsed AppendChunksRequest whose chunk, if it has one, is a view of the received bytes."""
 
     number: int
     """The message's number in its stream."""
     capture_id: str
     """The capture."""
     loss: store_pb2.RowLoss | None
-    """The news of rows that will never come."""
+    """The lost rows, if the message reports a loss."""
     chunk: memoryview | None
     """The bytes of the Chunk message; see `parse_chunk`."""
     tenant: str = ""
-    """The tenant that the capture belongs to, as the writer names it."""
+    """The capture's tenant, as the writer names it."""
 
 
 def checksum(payload: Buffer) -> int:
@@ -96,19 +96,19 @@ def checksum(payload: Buffer) -> int:
 
 
 def chunk_prefix(header: capture_pb2.ChunkHeader, crc32c: int, payload_bytes: int) -> bytes:
-    """Return the bytes of a Chunk that come before its payload; followed by the payload they are the whole message."""
+    """Return the bytes of a Chunk before its payload. With the payload appended, they are the whole message."""
     head = capture_pb2.Chunk(header=header, crc32c=crc32c).SerializeToString()
     return head + _tag(_CHUNK_PAYLOAD, _LENGTH_DELIMITED) + _varint(payload_bytes)
 
 
 def append_prefix(number: int, capture_id: str, chunk_bytes: int, tenant: str = "") -> bytes:
-    """Return the bytes of an AppendChunksRequest that come before a Chunk of `chunk_bytes` bytes."""
+    """Return the bytes of an AppendChunksRequest before a Chunk of `chunk_bytes` bytes."""
     head = store_pb2.AppendChunksRequest(number=number, capture_id=capture_id, tenant=tenant).SerializeToString()
     return head + _tag(_APPEND_CHUNK, _LENGTH_DELIMITED) + _varint(chunk_bytes)
 
 
 def read_prefix(chunk_bytes: int) -> bytes:
-    """Return the bytes of a ReadChunksResponse that come before a Chunk of `chunk_bytes` bytes."""
+    """Return the bytes of a ReadChunksResponse before a Chunk of `chunk_bytes` bytes."""
     return _tag(_READ_CHUNK, _LENGTH_DELIMITED) + _varint(chunk_bytes)
 
 
@@ -116,7 +116,7 @@ def parse_chunk(data: Buffer) -> ChunkView:
     """Parse a Chunk and check that its header describes its payload, without copying the payload.
 
     Raises:
-        FrameError: The bytes are not a Chunk, or the header and the payload do not fit each other.
+        FrameError: The bytes are not a Chunk, or its header does not match its payload.
     """
     header, crc32c, payload = None, 0, memoryview(b"")
     for number, value in _fields(memoryview(data)):
@@ -153,7 +153,10 @@ def parse_append(data: Buffer) -> AppendView:
 
 
 def parse_read(data: Buffer) -> capture_pb2.CaptureManifest | ChunkView:
-    """Parse a ReadChunksResponse; a chunk's payload stays where it lies.
+    """Parse a ReadChunksResponse without copying the payload of its chunk.
+
+    Returns:
+        The manifest or the chunk that the message carries.
 
     Raises:
         FrameError: The bytes are not a ReadChunksResponse.
@@ -174,13 +177,13 @@ def _check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
     if len(positions) > MAX_CHUNK_POSITIONS:
         raise FrameError(f"a chunk holds at most {MAX_CHUNK_POSITIONS} positions, not {len(positions)}")
     if not _ascends(layers) or not _ascends(positions):
-        raise FrameError("layers and positions of a chunk must ascend")
+        raise FrameError("the layers and the positions of a chunk must ascend")
     try:
         expected = RowFormat.of(header).payload_bytes(len(layers), len(positions))
     except ValueError as error:
         raise FrameError(str(error)) from None
     if expected != payload_bytes:
-        raise FrameError(f"the chunk's header describes {expected} bytes, its payload has {payload_bytes}")
+        raise FrameError(f"the chunk's header describes {expected} bytes, but its payload has {payload_bytes}")
 
 
 def _ascends(numbers: list[int]) -> bool:
@@ -200,7 +203,7 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def _raw_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview, memoryview]]:
-    """Yield (field number, value, the field's own bytes) of a message's top level."""
+    """Yield (field number, value, the whole field's bytes) for each top-level field of a message."""
     at = 0
     while at < len(data):
         start = at
@@ -218,7 +221,7 @@ def _raw_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview, memor
         else:
             raise FrameError(f"field {number} has the unknown wire type {kind}")
         if at > len(data):
-            raise FrameError(f"field {number} ends after the message does")
+            raise FrameError(f"field {number} extends beyond the end of the message")
         yield number, value, data[start:at]
 
 
@@ -226,7 +229,7 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:  # noqa: PLR2004 - a varint has at most ten bytes of seven bits
-            raise FrameError("a number in the message is cut off or too long")
+            raise FrameError("a varint in the message is truncated or too long")
         byte = data[at]
         at += 1
         value |= (byte & 0x7F) << shift

@@ -1,19 +1,19 @@
-"""Sizes that both ends of the contract keep to. The protos state them; these are their names in Python."""
+"""Limits of the contract, which clients and services both keep. The protos document them."""
 
 from __future__ import annotations
 
 BLOCK_TOKENS = 32
-"""Token positions in a capture block, and so in most chunks: rows leave the model's process this many at a time."""
+"""Positions in a block, and so in most chunks: rows leave the model's process in blocks."""
 
 TARGET_CHUNK_BYTES = 15 << 17
-"""Payload that a writer aims at, 1.9 MiB: as much as fits a chunk beside its header. What a message costs whatever its
-size is shared by more rows; a message of 1 MiB takes a fifth more processor time for each of them."""
+"""The payload size that writers aim at, 1.9 MiB: the most that fits into a chunk with its header. Larger messages
+spread their fixed cost over more rows; with messages of 1 MiB, each row takes a fifth more processor time."""
 
 MAX_CHUNK_BYTES = 2 << 20
-"""The largest chunk that a store accepts, payload and header together."""
+"""The largest chunk that a store accepts, header and payload together."""
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""gRPC's default receive limit, kept so that a mistake is loud."""
+"""gRPC's default receive limit, kept so that an oversized message fails."""
 
 MAX_CHUNK_POSITIONS = 4096
 """Positions in one chunk."""
@@ -25,16 +25,16 @@ MAX_OPERATIONS = 256
 """Steering operations in one request."""
 
 MIN_DIRECTION_NORM = 1e-30
-"""The least norm of a vector that gives a direction: below, its squares vanish in float32."""
+"""The smallest norm of a vector used as a direction. Below it, squares of the elements underflow in float32."""
 
 MAX_DIRECTION_NORM = 1e30
-"""The greatest."""
+"""The largest norm of a vector used as a direction. Above it, squares of the elements overflow in float32."""
 
 MAX_STEERING_CHANGES = 256
 """Changes of the steering of one running request."""
 
 MAX_STEERING_CHANGES_BYTES = 256 << 10
-"""Bytes of all of them: they are a part of the manifest."""
+"""Bytes of all steering changes of one request, which are part of its manifest."""
 
 MAX_DIGESTS_PER_CALL = 1024
 """Digests in one FindMissingVectors."""
@@ -43,13 +43,13 @@ DIGEST_BYTES = 32
 """Length of a SHA-256."""
 
 MAX_PROJECTION_VECTORS = 256
-"""Vectors onto which the rows of one capture may be projected."""
+"""Vectors onto which one capture's rows may be projected."""
 
 DEFAULT_PROJECTION = 512
-"""Dimensions of a random projection, if neither the caller nor the operator says how many."""
+"""Dimensions of a random projection, if neither the caller nor the operator chooses them."""
 
 DEFAULT_TOPK = 128
-"""Elements of greatest magnitude that are kept, if neither the caller nor the operator says how many."""
+"""Elements that topk and topk8 keep, if neither the caller nor the operator chooses their number."""
 
 MAX_STOP_TEXTS = 16
 """Stop texts in one request."""
@@ -58,45 +58,45 @@ MAX_SEQUENCES = 64
 """Sequences generated from one prompt."""
 
 MAX_CAPTURE_TOKENS = 131_072
-"""Tokens of one capture: prompt and generated, of all sequences, the prompt counted for each of them.
+"""Tokens of one capture: prompt and generated tokens of all sequences. The prompt counts once for each sequence.
 
-A manifest is one message. What makes it long are the token ids, and the runs of positions when a selection leaves gaps:
-with `every: 2` a run of ten bytes for every other token, once for each site. With all four sites and this many tokens
-that is just under 3 MiB, so it fits MAX_MESSAGE_BYTES, beside the steering and its changes. Layers that miss other rows
-than the rest are listed apart, and there is room for that too, unless both the selection and the losses are of the
-worst kind: all sites, with gaps.
+This limit keeps a manifest, which is one message, below MAX_MESSAGE_BYTES. Two things make a manifest long: the token
+IDs, and the runs of positions when a selection leaves gaps. With `every: 2` it has a run of ten bytes for every second
+token, once for each site. With four sites and this many tokens that is just under 3 MiB, which leaves room for the
+steering and its changes. Layers that miss other rows than the rest are listed separately. There is room for these too,
+unless the worst cases coincide: losses and a selection with gaps, at all sites.
 """
 
 MAX_DESCRIPTION_BYTES = 1 << 20
-"""Bytes of a capture's description: the prompt's token ids, and a steering that names as many vectors as fit a server's
-tables, leave half of it."""
+"""Bytes of a capture's description. The prompt's token IDs, and steering with as many vectors as a server's tables
+hold, take half of it."""
 
 MAX_SEAL_BYTES = 5 << 18
-"""Bytes of the message that seals a capture, 1.25 MiB: the token ids, and the changes of its steering."""
+"""Bytes of the message that seals a capture, 1.25 MiB: the token IDs and the steering changes."""
 
 MAX_DETAIL_LENGTH = 4096
-"""Characters of what a writer tells a person: why rows were lost, or a request failed."""
+"""Characters of a writer's explanation of why rows were lost or a request failed."""
 
 MAX_NAME_LENGTH = 1024
-"""Characters of a model's name, which is also listed."""
+"""Characters of a model's name, which summaries repeat."""
 
 MAX_CAPTURE_ROWS_AT_A_POSITION = 1 << 16
-"""Rows that one position of a capture may have: sequences times sites times layers."""
+"""Rows at one position of a capture: sequences × sites × layers."""
 
 MAX_VECTORS_PER_CALL = 4096
 """Vectors in one PutVectors."""
 
 MAX_ID_LENGTH = 128
-"""Characters in a request id."""
+"""Characters in a request ID."""
 
 MAX_WAIT_SECONDS = 300.0
-"""The longest wait for a capture's end that one GetCapture grants."""
+"""The longest time that one GetCapture waits for a capture to end."""
 
 DEFAULT_PAGE_SIZE = 100
-"""Captures in a page when the caller names no number."""
+"""Captures in a page if the caller does not choose a number."""
 
 MAX_PAGE_SIZE = 1000
-"""Captures in a page at most."""
+"""The most captures in a page."""
 
 DEFAULT_MAX_TOKENS = 16
-"""Tokens generated when the caller names no number."""
+"""Tokens to generate if the caller does not choose a number."""

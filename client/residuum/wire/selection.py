@@ -1,4 +1,4 @@
-"""What a selection of layers or positions means, in one place for the model's process, the store and the client."""
+"""The meaning of layer and position selections, shared by the model's process, the store and the client."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 _BLOCK = 4096
-"""Positions that are looked through at once."""
+"""Positions that `_last_wanted` evaluates at once."""
 
 
 def resolve_layers(selection: selection_pb2.LayerSelection, num_layers: int) -> list[int]:
     """Return the layers that a selection names, ascending.
 
     Raises:
-        IndexError: It names a layer that the model does not have; the layer is the first argument.
-        ValueError: It names none, or its list does not ascend.
+        IndexError: It names a layer that the model does not have; the exception's first argument is that layer.
+        ValueError: It names no layer, or its list does not ascend.
     """
     kind = selection.WhichOneof("selection")
     if kind == "all" and selection.all:
@@ -40,16 +40,16 @@ def resolve_layers(selection: selection_pb2.LayerSelection, num_layers: int) -> 
 
 
 def check_positions(selection: selection_pb2.PositionSelection) -> None:
-    """Check a position selection by itself.
+    """Check a position selection as far as that needs no request.
 
     Raises:
-        ValueError: It can never be meant so; the message says why.
+        ValueError: The selection is invalid for every request; the message says why.
     """
     for phase in selection.phases:
         if phase not in (selection_pb2.PHASE_PROMPT, selection_pb2.PHASE_GENERATED):
             raise ValueError(f"unknown phase {int(phase)}")
     if len(selection.ranges) > MAX_RANGES:
-        raise ValueError(f"at most {MAX_RANGES} ranges, not {len(selection.ranges)}")
+        raise ValueError(f"at most {MAX_RANGES} ranges are allowed, not {len(selection.ranges)}")
     for item in selection.ranges:
         comparable = item.HasField("last") and (item.first < 0) == (item.last < 0)
         if comparable and item.last < item.first:
@@ -59,16 +59,16 @@ def check_positions(selection: selection_pb2.PositionSelection) -> None:
 def wanted_positions(
     selection: selection_pb2.PositionSelection, prompt_tokens: int, first: int, count: int
 ) -> npt.NDArray[np.bool_]:
-    """Tell which positions a selection wants.
+    """Return which of some consecutive positions a selection selects.
 
     Args:
-        selection: The selection; the empty one wants every position.
-        prompt_tokens: Tokens of the prompt, to which negative positions and the phases refer.
-        first: The first position asked about.
-        count: How many positions are asked about.
+        selection: The selection; an empty one selects every position.
+        prompt_tokens: Tokens of the prompt. Negative positions and phases refer to it.
+        first: The first position to evaluate.
+        count: The number of positions to evaluate.
 
     Returns:
-        One bool for each of the positions first, first + 1, ...; shape [count].
+        bool [count], for the positions first, first + 1, ...
     """
     positions = np.arange(first, first + count)
     wanted = np.ones(count, dtype=np.bool_)
@@ -89,25 +89,27 @@ def wanted_positions(
 
 
 def is_reduced(spec: capture_pb2.CaptureSpec) -> bool:
-    """Tell whether a capture has one row in the place of many."""
+    """Tell whether a capture is reduced: whether it has one row for all positions of a phase."""
     return spec.reduction not in (capture_pb2.REDUCTION_UNSPECIFIED, capture_pb2.REDUCTION_NONE)
 
 
 def captured_positions(
     spec: capture_pb2.CaptureSpec, prompt_tokens: int, first: int, count: int, length: int | None = None
 ) -> npt.NDArray[np.bool_]:
-    """Tell at which positions a capture has rows that count: the wanted ones; if it is reduced, the last of each phase.
+    """Return at which of some consecutive positions a capture has rows.
+
+    These are the selected positions; for a reduced capture, the last selected position of each phase.
 
     Args:
-        spec: What was asked for.
+        spec: The capture's spec.
         prompt_tokens: Tokens of the prompt.
-        first: The first position asked about.
-        count: How many positions are asked about.
-        length: Rows of the sequence, wanted or not; see `expected_rows`. None while that is not known: then any wanted
-            position of a generated token may be the last one.
+        first: The first position to evaluate.
+        count: The number of positions to evaluate.
+        length: Rows of the sequence, selected or not; see `expected_rows`. None while it is unknown: any selected
+            position of a generated token may then be the last one.
 
     Returns:
-        One bool for each of the positions first, first + 1, ...; shape [count].
+        bool [count], for the positions first, first + 1, ...
     """
     captured = wanted_positions(spec.positions, prompt_tokens, first, count)
     if length is not None:
@@ -122,8 +124,8 @@ def captured_positions(
 
 
 def _last_wanted(selection: selection_pb2.PositionSelection, prompt_tokens: int, start: int, end: int) -> int:
-    """Return the last wanted position from `start` on and below `end`; -1 if there is none."""
-    while end > start:  # from the end, because it is mostly there
+    """Return the last selected position p with start <= p < end; -1 if there is none."""
+    while end > start:  # search from the end, where the position usually is
         at = max(end - _BLOCK, start)
         found = np.flatnonzero(wanted_positions(selection, prompt_tokens, at, end - at))
         if len(found):
@@ -140,12 +142,12 @@ def _bounds(item: selection_pb2.PositionRange, prompt_tokens: int) -> tuple[floa
 
 
 def expected_rows(prompt_tokens: int, generated_tokens: int) -> int:
-    """Return how many rows a sequence has: the last generated token is never fed to the model."""
+    """Return how many rows a sequence has. The last generated token has none: it is never fed to the model."""
     return max(prompt_tokens + generated_tokens - 1, 0) if generated_tokens else prompt_tokens
 
 
 def to_ranges(positions: npt.NDArray[np.integer]) -> list[tuple[int, int]]:
-    """Return ascending positions as runs (first, last), both ends included."""
+    """Return ascending positions as runs (first, last), both inclusive."""
     if not len(positions):
         return []
     breaks = np.flatnonzero(np.diff(positions) != 1)
