@@ -34,8 +34,8 @@ _CAPTURE = 3 * 1024 // 2
 def memory_bound(*, max_streams: int, max_writers: int, max_open_mib: int, max_captures: int) -> int:
     """Return the bytes below which a store stays, without the pages of its database, which are the kernel's to drop.
 
-    The sum stands in ARCHITECTURE.md, "What callers can make a service keep"; `python -m tests.hostile` compares it
-    with a store under attack. The arguments are the settings of the same names.
+    docs/operations/bounds.md explains the sum; `python -m tests.hostile` compares it with a store under attack. The
+    arguments are the settings of the same names.
     """
     return (
         _BASE + _KEPT + _QUEUE

@@ -47,8 +47,8 @@ class SecureSettings(ServiceSettings):
     """Ask callers for a certificate, too, and serve those alone whose CA is in this PEM file. It says who may connect;
     without tokens, each of them may do everything, to all tenants."""
     tokens: Path | None = None
-    """Ask callers for a token that this file knows; it says what each may do (ARCHITECTURE.md, Who may call what). It
-    is read again when it changes."""
+    """Require a token that is listed in this file, with the caller's rights (docs/operations/security.md). The file is
+    read again when it changes."""
     otel_endpoint: OptionalUrl = ""
     """Where to send traces by OTLP over gRPC, such as http://localhost:4317; needs the extra `otel`. Default: where
     OpenTelemetry's own OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere."""
