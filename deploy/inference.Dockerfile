@@ -32,19 +32,20 @@ RUN mkdir /models
 
 FROM model-${MODEL} AS model
 
-# ---------------------------------------------------------------- the project as a wheel; nothing of this stage is kept
+# ---------------------------------------------------------------- the project's two wheels; nothing of this stage is kept
 FROM ${BASE} AS wheel
 ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
-COPY requirements/cpu.lock requirements/dev.lock requirements/
+COPY requirements/dev.lock requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --constraint requirements/cpu.lock --constraint requirements/dev.lock hatchling
+    pip install --constraint requirements/dev.lock hatchling
 COPY LICENSE README.md pyproject.toml ./
 COPY client client
 COPY inference_svc inference_svc
+COPY server server
 COPY store_svc store_svc
 COPY svc_common svc_common
-RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel . ./server
 
 # ------------------------------------------------------------------------------------------------------------- the image
 FROM packages

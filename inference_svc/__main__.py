@@ -19,16 +19,19 @@ _PROGRAM = "python -m inference_svc"
 
 
 def main() -> None:
-    """Read the settings, then serve until told to stop. The exit code is not 0 if the service failed."""
+    """Read the settings and serve until a signal stops the service. The exit code is 1 if the service failed."""
     quiet_grpc()
     from inference_svc.settings import InferenceSettings  # they import grpc
     from svc_common.settings import load_settings, log_strangers
 
     settings = load_settings(InferenceSettings, _PROGRAM, sys.argv[1:])
     if settings.model.startswith(("/", "./", "../", "~")) and not Path(settings.model).expanduser().is_dir():
-        # vLLM would take it for a name on the hub, and say something else half a minute later.
-        sys.exit(f"{_PROGRAM}: bad settings\n  --model (RESIDUUM_MODEL): there is no folder {settings.model!r}")
-    # Readable by this user alone: it holds the control sockets of the rings.
+        # vLLM would take the path for a name on the Hugging Face hub, and fail half a minute later for that reason.
+        sys.exit(
+            f"{_PROGRAM}: bad settings\n  --model (RESIDUUM_MODEL): there is no folder {settings.model!r}. Give the "
+            "path of an existing folder, or a name on the Hugging Face hub."
+        )
+    # Only this user can read the folder: it holds the control sockets of the rings.
     with tempfile.TemporaryDirectory(prefix="residuum-", ignore_cleanup_errors=True) as folder:
         configure_service_logs(folder, settings.log_level)
         log_strangers(InferenceSettings)
@@ -36,7 +39,7 @@ def main() -> None:
 
 
 def _serve(settings: InferenceSettings, folder: str) -> int:
-    # Imported late: a bad flag is told at once, --help needs no vLLM, and vLLM finds its logs configured.
+    # Imported late: a bad flag is reported at once, --help needs no vLLM, and vLLM finds its logs configured.
     with importing():
         import uvloop
 
@@ -54,6 +57,6 @@ def _serve(settings: InferenceSettings, folder: str) -> int:
 
 
 if __name__ == "__main__":
-    # A process that vLLM spawns begins with its parent's program, by the name in here; __main__ it would pass over.
+    # A process that vLLM spawns first runs the module that its parent's __spec__ names. It would skip __main__.
     __spec__ = mp_main.__spec__
     main()

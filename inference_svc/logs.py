@@ -1,4 +1,4 @@
-"""The logs of all of this service's processes in one form: its own, vLLM's engine and vLLM's workers."""
+"""Log configuration: the service, vLLM's engine and vLLM's workers log in one format."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LEVEL_VARIABLE = "RESIDUUM_LOG_LEVEL"
 
 
 def configure_service_logs(folder: str, level: str) -> None:
-    """Set up this process's logs, and those of the processes that vLLM will start. Must come before vLLM is imported.
+    """Configure the logs of this process and of the processes that vLLM starts. Call it before vLLM is imported.
 
     Args:
-        folder: Where the configuration that vLLM reads in each of its processes is written.
-        level: The least level that is logged: "debug", "info", "warning" or "error".
+        folder: A folder for the configuration file that each process of vLLM reads.
+        level: The lowest level that is logged: "debug", "info", "warning" or "error".
     """
     configure_logs(level)
     os.environ[LEVEL_VARIABLE] = level
@@ -26,12 +26,12 @@ def configure_service_logs(folder: str, level: str) -> None:
 
 
 def configure_worker_logs() -> None:
-    """Set up the logs of our own code in a vLLM worker, as the service asked."""
+    """Configure the logs of residuum's own code in a vLLM worker, at the service's level."""
     configure_logs(os.environ.get(LEVEL_VARIABLE, "info"))
 
 
 def _vllm_configuration(level: str) -> dict[str, object]:
-    """Return a `logging.config.dictConfig` by which vLLM's records look like ours."""
+    """Return a `logging.config.dictConfig` that formats vLLM's records as residuum's."""
     return {
         "version": 1,
         "disable_existing_loggers": False,

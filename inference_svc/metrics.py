@@ -1,7 +1,7 @@
-"""What the inference service shows to Prometheus, and the line that it logs of each request.
+"""The metrics of the inference service for Prometheus, and its log line for each request.
 
-Counters are touched on the event loop; what can be read when somebody asks is read then, from the listener's thread:
-lengths and numbers alone, which are safe to read while they change.
+The event loop updates counters and histograms. Collectors read everything else when Prometheus scrapes, on the
+listener's thread. They read only lengths and numbers, which are safe to read while they change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from inference_svc.shipping.figures import beside, figures_by_store, read_figures
+from inference_svc.shipping.figures import figures_by_store, figures_path, read_figures
 from residuum.rpc.errors import Failure, Reason
 from svc_common.logs import get_logger
 from svc_common.metrics import SECONDS, CallMetrics, make_registry
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from inference_svc.captures.stores import Stores
     from inference_svc.requests.registry import RequestRegistry
-    from inference_svc.resources.vectors import VectorActivator, VectorCache
+    from inference_svc.resources.vector_activator import VectorActivator
+    from inference_svc.resources.vector_cache import VectorCache
     from inference_svc.shipping.figures import Figures
     from inference_svc.shipping.supervisor import ShipperSupervisor
 
@@ -38,46 +39,46 @@ _OUTCOMES = ("finished", "aborted", "cancelled", "failed", "refused")
 
 
 class InferenceMetrics:
-    """What is counted as it happens. It is counted whether or not anybody listens."""
+    """Counters and histograms that requests update. They count even if no metrics listener runs."""
 
     def __init__(self) -> None:
-        """Make the figures, all at zero."""
+        """Create the metrics, all at zero."""
         self.registry = make_registry()
         self.calls = CallMetrics(self.registry)
         self.requests = Counter(
             "residuum_inference_requests",
-            "Requests that have ended: finished, aborted, cancelled (the client has gone), failed or refused.",
+            "Requests that have ended: finished, aborted, cancelled (the client disconnected), failed or refused.",
             ["outcome"],
             registry=self.registry,
         )
         for outcome in _OUTCOMES:
             self.requests.labels(outcome)
         self.prompt_tokens = Counter(
-            "residuum_inference_prompt_tokens", "Tokens of the prompts of requests that began.", registry=self.registry
+            "residuum_inference_prompt_tokens", "Prompt tokens of requests that started.", registry=self.registry
         )
         self.generated_tokens = Counter(
-            "residuum_inference_generated_tokens", "Tokens generated and handed to clients.", registry=self.registry
+            "residuum_inference_generated_tokens", "Generated tokens sent to clients.", registry=self.registry
         )
         self.first_token_seconds = Histogram(
             "residuum_inference_first_token_seconds",
-            "From the call of Generate until the first token, waiting for room included.",
+            "Seconds from the call of Generate to the first token, including waits.",
             buckets=SECONDS,
             registry=self.registry,
         )
         self.request_seconds = Histogram(
             "residuum_inference_request_seconds",
-            "From the call of Generate until the last token, of requests that finished.",
+            "Seconds from the call of Generate to the last token, for requests that finished.",
             buckets=SECONDS,
             registry=self.registry,
         )
 
     def request(self) -> RequestWatch:
-        """Return what follows one request."""
+        """Return a watch for one request, which starts now."""
         return RequestWatch(self)
 
 
 class RequestWatch:
-    """Follows one request, from the call until its end, however it ends."""
+    """Measures one request from its call to its end. A context manager, so it sees every kind of end."""
 
     def __init__(self, metrics: InferenceMetrics) -> None:
         """Start the clock."""
@@ -92,13 +93,13 @@ class RequestWatch:
         return self
 
     def begin(self, prompt_tokens: int) -> None:
-        """Note that the request begins."""
+        """Note that the request passed its checks and starts."""
         self._began = True
         self._prompt_tokens = prompt_tokens
         self._metrics.prompt_tokens.inc(prompt_tokens)
 
     def add_tokens(self, count: int) -> None:
-        """Count tokens that the client gets."""
+        """Count tokens that are sent to the client."""
         if count and self._first is None:
             self._first = self._elapsed()
             self._metrics.first_token_seconds.observe(self._first)
@@ -131,7 +132,7 @@ class RequestWatch:
 
 
 def _outcome(error: BaseException | None) -> tuple[str, str]:
-    """Return how a request ended, and the reason of its failure."""
+    """Return how a request ended, and the name of its error reason ("" without one)."""
     if error is None:
         return "finished", ""
     if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
@@ -143,7 +144,7 @@ def _outcome(error: BaseException | None) -> tuple[str, str]:
 
 
 class ServiceCollector(Collector):
-    """What is looked up of the service's own parts when somebody asks."""
+    """Gauges of requests, vectors and stores, read at each scrape."""
 
     def __init__(
         self,
@@ -152,21 +153,21 @@ class ServiceCollector(Collector):
         activator: VectorActivator,
         stores: Stores | None,
     ) -> None:
-        """Look at these parts; `stores` is None if there is none."""
+        """Read from these objects; `stores` is None if the service has no store."""
         self._registry = registry
         self._cache = cache
         self._activator = activator
         self._stores = stores
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the figures as they are now."""
+        """Yield the metrics as they are now."""
         for name, text, value in (
-            ("running_requests", "Requests that generate, or wait for their turn to.", self._registry.num_running),
-            ("registrations", "Registrations that wait for their Generate.", self._registry.num_registered),
-            ("kept_vectors", "Steering vectors on the host.", self._cache.num_vectors),
+            ("running_requests", "Requests that generate, or wait to generate.", self._registry.num_running),
+            ("registrations", "Registrations whose Generate has not been called yet.", self._registry.num_registered),
+            ("kept_vectors", "Steering vectors in host memory.", self._cache.num_vectors),
             ("active_vectors", "Steering vectors that running requests use.", self._activator.num_active),
-            ("active_vectors_limit", "How many may be used at once.", self._activator.num_rows),
-            ("waiting_for_vectors", "Requests that wait for room among them.", self._activator.num_waiting),
+            ("active_vectors_limit", "Steering vectors that may be active at once.", self._activator.num_rows),
+            ("waiting_for_vectors", "Requests that wait for active vectors.", self._activator.num_waiting),
         ):
             yield GaugeMetricFamily(f"residuum_inference_{name}", text, value)
         yield from self._collect_stores()
@@ -174,13 +175,13 @@ class ServiceCollector(Collector):
     def _collect_stores(self) -> Iterator[Metric]:
         label = ["store"]
         opened = GaugeMetricFamily(
-            "residuum_inference_open_captures", "Captures whose end the store has not heard.", labels=label
+            "residuum_inference_open_captures", "Captures that are open: the store has not sealed them.", labels=label
         )
         unheard = GaugeMetricFamily(
-            "residuum_inference_unheard_seals", "Ends that the store is being told.", labels=label
+            "residuum_inference_unheard_seals", "Seals that the store has not acknowledged.", labels=label
         )
         answers = GaugeMetricFamily(
-            "residuum_inference_store_up", "1: it answered when it was last asked; 0: it did not.", labels=label
+            "residuum_inference_store_up", "1: the store answered the last call; 0: it did not.", labels=label
         )
         for name, keeper in self._stores.keepers.items() if self._stores else ():
             opened.add_metric([name], keeper.num_open)
@@ -192,55 +193,55 @@ class ServiceCollector(Collector):
 
 _RINGS: tuple[tuple[str, str, str, bool], ...] = (
     ("ring_bytes", "ring_bytes", "Bytes of the ring between a worker and the shippers.", False),
-    ("bytes_used", "ring_used_bytes", "Bytes of it that are filled, or being filled.", False),
-    ("under_way", "ring_extents", "Extents that shippers have, or that wait for one.", False),
-    ("connected_shippers", "ring_shippers", "Shippers that take extents.", False),
-    ("published", "ring_extents_published", "Extents handed over.", True),
-    ("losses", "ring_losses", "Losses reported: rows that a full ring shed, or that failed.", True),
-    ("waits", "ring_waits", "Times that the model waited for room.", True),
-    ("seconds_waited", "ring_wait_seconds", "How long it waited, together.", True),
+    ("bytes_used", "ring_used_bytes", "Bytes of the ring that are filled, or being filled.", False),
+    ("under_way", "ring_extents", "Extents that a shipper has, or that wait for a shipper.", False),
+    ("connected_shippers", "ring_shippers", "Connected shippers that take extents.", False),
+    ("published", "ring_extents_published", "Extents handed to shippers.", True),
+    ("losses", "ring_losses", "Reported losses: rows that a full ring shed, or that failed.", True),
+    ("waits", "ring_waits", "Times that a worker waited for room in the ring.", True),
+    ("seconds_waited", "ring_wait_seconds", "Seconds that a worker waited for room, in total.", True),
 )
-"""A worker's figure, its name for Prometheus, what it is, and whether it only grows."""
+"""For each figure of a worker: its key, its metric name, its help text, and whether it is a counter."""
 
 _RING_SHARES: tuple[tuple[str, str, str, bool], ...] = (
-    ("store_bytes_used", "ring_store_used_bytes", "Bytes of the ring that hold what is for the store.", False),
+    ("store_bytes_used", "ring_store_used_bytes", "Bytes of the ring that hold rows for the store.", False),
 )
 
 _SHIPPERS: tuple[tuple[str, str, str, bool], ...] = (
-    ("unacked_bytes", "shipper_unacked_bytes", "Bytes under way to the store without an acknowledgement.", False),
-    ("ack_lag_seconds", "shipper_ack_lag_seconds", "How long the store has owed an acknowledgement.", False),
+    ("unacked_bytes", "shipper_unacked_bytes", "Bytes sent to the store and not acknowledged yet.", False),
+    ("ack_lag_seconds", "shipper_ack_lag_seconds", "Seconds that the store has owed an acknowledgement.", False),
     ("acked_bytes", "shipper_acked_bytes", "Bytes that the store has acknowledged.", True),
     ("settled", "shipper_messages", "Messages that the store has acknowledged or rejected.", True),
-    ("rejected", "shipper_rejected_messages", "Messages that it rejected.", True),
-    ("streams", "shipper_streams", "Streams to the store that were opened.", True),
+    ("rejected", "shipper_rejected_messages", "Messages that the store has rejected.", True),
+    ("streams", "shipper_streams", "Streams opened to the store.", True),
 )
 
 
 class ShippingCollector(Collector):
-    """What workers and shippers left of themselves, looked up when somebody asks; see `shipping.figures`."""
+    """Metrics of workers and shippers, read at each scrape from the files that they keep; see `shipping.figures`."""
 
     def __init__(self, control_paths: Sequence[str], shippers: ShipperSupervisor) -> None:
-        """Look at the workers of these control sockets, and at these shippers."""
+        """Read from the workers of these control sockets and from these shippers."""
         self._control_paths = tuple(control_paths)
         self._shippers = shippers
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the figures of a second ago or less, but of a process that hangs."""
-        workers = [(str(at), read_figures(beside(path))) for at, path in enumerate(self._control_paths)]
+        """Yield the metrics. They are at most a second old, unless a process hangs."""
+        workers = [(str(index), read_figures(figures_path(path))) for index, path in enumerate(self._control_paths)]
         yield from _families("worker", workers, _RINGS)
         yield from _families_by_store("worker", workers, _RING_SHARES)
         statuses = self._shippers.status()
-        shippers = [(str(at), status.figures) for at, status in enumerate(statuses)]
+        shippers = [(str(index), status.figures) for index, status in enumerate(statuses)]
         yield from _families_by_store("shipper", shippers, _SHIPPERS)
         running = GaugeMetricFamily(
-            "residuum_inference_shipper_up", "1: it runs; 0: it is being restarted.", labels=["shipper"]
+            "residuum_inference_shipper_up", "1: the shipper runs; 0: it is being restarted.", labels=["shipper"]
         )
         restarts = CounterMetricFamily(
-            "residuum_inference_shipper_restarts", "How often it was restarted.", labels=["shipper"]
+            "residuum_inference_shipper_restarts", "Restarts of the shipper.", labels=["shipper"]
         )
-        for at, status in enumerate(statuses):
-            running.add_metric([str(at)], status.pid is not None)
-            restarts.add_metric([str(at)], status.restarts)
+        for index, status in enumerate(statuses):
+            running.add_metric([str(index)], status.pid is not None)
+            restarts.add_metric([str(index)], status.restarts)
         yield running
         yield restarts
 
@@ -260,7 +261,7 @@ def _families(
 def _families_by_store(
     label: str, processes: Sequence[tuple[str, Figures]], table: Sequence[tuple[str, str, str, bool]]
 ) -> Iterator[Metric]:
-    """Yield the figures that processes have of each store."""
+    """Yield metrics labelled with both process and store."""
     for key, name, text, grows in table:
         kind = CounterMetricFamily if grows else GaugeMetricFamily
         family = kind(f"residuum_inference_{name}", text, labels=[label, "store"])

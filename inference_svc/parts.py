@@ -9,7 +9,8 @@ from inference_svc.admission.admission import Admission
 from inference_svc.requests.concurrency import Places
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.projections import Projections
-from inference_svc.resources.vectors import VectorActivator, VectorCache, cache_capacity
+from inference_svc.resources.vector_activator import VectorActivator
+from inference_svc.resources.vector_cache import VectorCache, cache_capacity
 from inference_svc.session.generator import Generator
 from inference_svc.session.reservation import Reservations
 from residuum.wire.ids import make_id

@@ -1,8 +1,8 @@
-"""The start-up self-test: one tiny request is captured and steered through the path that will serve.
+"""The startup self-test: it captures and steers one tiny request through the same path as any request.
 
-Hooks may be in the model without being called, as with another model runner or a stale compiled graph. What was found
-out about the model may be wrong. A service that would then deliver zeros or wrong rows, or steer nothing, must not say
-SERVING.
+Two things can go wrong without an error. The engine may never call the hooks, as with another model runner or a stale
+compiled graph. And residuum may have misjudged the structure of the model. The service would then deliver zeros or
+wrong rows, or steer nothing. It must not report SERVING in that state.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ _NEW_TOKENS = 2
 _BANK_ROW = 0
 _STREAM = capture_pb2.SITE_RESID_POST
 _PUSH = 4.0
-"""How far the rows are pushed, in multiples of their own norm: far beyond what rounding could do."""
+"""The length of the steering vector, in multiples of the largest row norm: far larger than any rounding error."""
 _UNEXPLAINED = 0.05
-"""Relative differences beyond this are no rounding: bfloat16 rounds to 1/256 at each step."""
+"""Larger relative differences are not rounding: bfloat16 rounds to 1/256 at each step."""
+_REPORT = "Please report the model and its configuration."
 
 
 class SelfTestError(RuntimeError):
-    """The taps do not work in this engine. The message says what was seen."""
+    """The taps do not work in this engine. The message says what the self-test measured."""
 
 
 class _Captured(NamedTuple):
-    """A captured request."""
+    """The rows and tokens of one request of the self-test."""
 
     rows: dict[int, Rows]
-    """By site the rows of all positions but the last one, float32 [layers, positions, hidden]."""
+    """For each site, the rows of all positions but the last, float32 [layers, positions, hidden]."""
     tokens: list[int]
-    """The generated tokens."""
+    """The generated token IDs."""
 
 
 async def run_self_test(engine: Engine) -> None:
-    """Capture one request unsteered, and again steered after the middle layer, and compare.
+    """Capture a request, capture it again with steering after the middle layer, and check both.
 
     Raises:
-        SelfTestError: Rows are missing, zero or not finite, do not explain the model's own logits, or do not move as
-            they should under steering.
+        SelfTestError: Rows are missing, zero or not finite. Or they do not explain the model's own logits, or do not
+            move as steering should move them.
     """
     layer = (engine.facts.num_layers - 1) // 2
     await engine.listen_to_logits()
@@ -70,7 +71,10 @@ async def run_self_test(engine: Engine) -> None:
     if _STREAM in plain:
         _check_steering(plain[_STREAM], steered[_STREAM], push, layer)
     elif engine.facts.num_layers > 1 and np.array_equal(plain[stream][-1], steered[stream][-1]):
-        raise SelfTestError(f"steering after layer {layer} did not reach the last layer")
+        raise SelfTestError(
+            f"Steering after layer {layer} did not change the rows of the last layer. The model does not use what the "
+            f"taps write. {_REPORT}"
+        )
 
 
 async def _capture(engine: Engine, name: str, operations: tuple[Operation, ...]) -> _Captured:
@@ -98,18 +102,19 @@ async def _capture(engine: Engine, name: str, operations: tuple[Operation, ...])
     for sites, layers, positions, values in await engine.take_probe(capture_id):
         block = np.frombuffer(values, dtype=np.float32).reshape(len(sites), len(layers), len(positions), -1)
         for site, of_site in zip(sites, block, strict=True):
-            for at, position in enumerate(positions):
+            for index, position in enumerate(positions):
                 if position < positions_captured:
-                    rows[site][layers, position] = of_site[:, at]
+                    rows[site][layers, position] = of_site[:, index]
     return _Captured(rows, tokens)
 
 
 def _of_prompt(captured: _Captured) -> dict[int, Rows]:
-    """Return the rows of the prompt alone: what is generated may differ under steering."""
+    """Return only the rows of the prompt: steering may change the generated tokens."""
     return {site: rows[:, :_PROMPT_TOKENS] for site, rows in captured.rows.items()}
 
 
 def _push(rows: Rows) -> Rows:
+    """Return a long steering vector in a fixed pseudo-random direction, float32 [hidden]."""
     direction = np.random.default_rng(0).standard_normal(size=(rows.shape[-1],)).astype(np.float32)
     length = _PUSH * float(np.linalg.norm(rows, axis=-1).max())
     pushed: Rows = direction / np.linalg.norm(direction) * np.float32(length)
@@ -123,30 +128,39 @@ def _add(layer: int) -> Operation:
 def _check_rows(rows: Rows, site: str) -> None:
     if np.isnan(rows).any():
         bad = sorted({int(layer) for layer in np.argwhere(np.isnan(rows))[:, 0]})
-        raise SelfTestError(f"{site}: rows of layers {bad} did not arrive, or are not numbers; is the op in the graph?")
+        raise SelfTestError(
+            f"{site}: rows of layers {bad} did not arrive, or hold NaN. Either the engine does not run the op that "
+            f"captures rows, or the model itself computes NaN (a wrong --dtype can cause that). {_REPORT}"
+        )
     if not np.isfinite(rows).all():
-        raise SelfTestError(f"{site}: captured rows are not finite")
+        raise SelfTestError(
+            f"{site}: captured rows hold infinity. The model overflows its dtype, or its weights are damaged. Try "
+            "another --dtype."
+        )
     zero = [layer for layer in range(len(rows)) if not rows[layer].any()]
     if zero:
-        raise SelfTestError(f"{site}: captured rows of layers {zero} are all zero")
+        raise SelfTestError(f"{site}: captured rows of layers {zero} are all zero: the taps wrote nothing. {_REPORT}")
     same = [layer for layer in range(1, len(rows)) if np.array_equal(rows[layer], rows[layer - 1])]
     if same:
-        raise SelfTestError(f"{site}: captured rows of layers {same} equal those of the layer before")
+        raise SelfTestError(
+            f"{site}: captured rows of layers {same} equal those of the layer before, so they were captured in the "
+            f"wrong place. {_REPORT}"
+        )
 
 
 async def _check_logits(engine: Engine, rows: Rows, tokens: Sequence[int]) -> None:
-    """Check that the last layer's rows, [positions, hidden], are what the model computed the tokens from."""
+    """Check that the model computed its tokens from the last layer's rows, [positions, hidden]."""
     last = rows[_PROMPT_TOKENS - 1 :]
     ranks = await engine.explain_logits(np.ascontiguousarray(last, dtype="<f4").tobytes(), tokens)
-    # Ranks that share the sampling out among them may see another row than the one that was asked for.
+    # When ranks divide the sampling among themselves, a rank may see another row. One rank that agrees is enough.
     hidden_error = min((error for error, _ in ranks), default=np.nan)
     token_gap = min((gap for _, gap in ranks), default=np.nan)
     if not (hidden_error < _UNEXPLAINED and token_gap < _UNEXPLAINED):
         raise SelfTestError(
-            "resid_post of the last layer does not explain the model's own logits: what the final norm makes of it "
-            f"differs by {hidden_error:.1%} from what the model computed, and the served token's logit is "
+            "resid_post of the last layer does not explain the model's own logits. The final norm of these rows "
+            f"differs by {hidden_error:.1%} from the one that the model computed, and the served token's logit is "
             f"{token_gap:.1%} of their range below the largest. The rows are not this model's residual stream, so the "
-            "service refuses to serve them. Please report the model and its configuration."
+            f"service refuses to serve them. {_REPORT}"
         )
 
 
@@ -154,9 +168,17 @@ def _check_steering(plain: Rows, steered: Rows, push: Rows, layer: int) -> None:
     scale = np.linalg.norm(push)
     moved = np.linalg.norm(steered - plain, axis=-1).max(axis=-1) / scale  # [layers]
     if (moved[:layer] > 0.01).any():  # noqa: PLR2004 - rounding moves rows by far less than a hundredth of the push
-        raise SelfTestError(f"steering after layer {layer} moved rows of the layers before it")
+        raise SelfTestError(
+            f"Steering after layer {layer} moved rows of earlier layers: the taps are at the wrong layers. {_REPORT}"
+        )
     miss = np.linalg.norm(steered[layer] - plain[layer] - push, axis=-1).max() / scale
     if not miss < 0.05:  # noqa: PLR2004 - bfloat16 rounds the sum to 1/256
-        raise SelfTestError(f"steering after layer {layer} missed its aim by {miss:.1%} of the push")
-    if not (moved[layer + 1 :] > 0.05).all():  # noqa: PLR2004 - what was pushed must reach the layers behind
-        raise SelfTestError(f"steering after layer {layer} did not reach the layers after it")
+        raise SelfTestError(
+            f"Steering after layer {layer} moved its rows by the wrong amount: they are off by {miss:.1%} of the "
+            f"vector that was added. {_REPORT}"
+        )
+    if not (moved[layer + 1 :] > 0.05).all():  # noqa: PLR2004 - far more than rounding, far less than the push
+        raise SelfTestError(
+            f"Steering after layer {layer} did not move the rows of later layers. The model does not use what the "
+            f"taps write. {_REPORT}"
+        )

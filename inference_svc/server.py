@@ -1,4 +1,4 @@
-"""Bringing the inference service up, and down again without losing a row."""
+"""The life of the inference service: start, serve, and stop without losing a row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _log = get_logger(__name__)
 SERVICE = "residuum.v1.InferenceService"
 
 _OTHER_CALLS = 256
-"""Calls that run at once besides those that generate; beyond, gRPC refuses."""
+"""How many calls besides Generate may run at once. gRPC refuses more."""
 
 _WATCH_SECONDS = 0.5
 _SEAL_SECONDS = 10.0
@@ -48,7 +48,7 @@ _STOP_SECONDS = 5.0
 
 
 class EngineDiedError(RuntimeError):
-    """The engine's processes are gone; the service must end rather than serve errors."""
+    """The engine's processes have ended, so the service must end too."""
 
 
 class InferenceServer:
@@ -74,7 +74,7 @@ class InferenceServer:
 
     @property
     def engine(self) -> Engine | None:
-        """The engine, from when the service is SERVING."""
+        """The engine while the service is SERVING; otherwise None."""
         return self._parts.engine if self._parts is not None and self._servicer.is_serving else None
 
     async def run(self) -> None:
@@ -132,14 +132,14 @@ class InferenceServer:
         return server
 
     async def _start(self) -> bool:
-        """Load, test, serve. Returns False if the service was told to stop meanwhile."""
+        """Load the model, run the self-test, and accept calls. Return False if a signal stopped the start."""
         settings = self._settings
         starting = asyncio.create_task(Engine.start(settings, self._folder))
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not starting.done():
-            _log.info("told to stop while the model is loading; stopping once it has")
+            _log.info("got a signal while the model is loading; the service stops once it is loaded")
         engine = await starting
         self._parts = self._assemble(engine)
         self._servicer.load(self._parts)
@@ -192,14 +192,14 @@ class InferenceServer:
         assert self._parts is not None  # noqa: S101 - _start came before
         while not self._stopping.is_set():
             if self._parts.engine.is_dead:
-                raise EngineDiedError("the engine has died; see the log above for its reason")
+                raise EngineDiedError("The engine has died; the log above says why. Restart the service.")
             try:
                 await asyncio.wait_for(self._stopping.wait(), _WATCH_SECONDS)
             except asyncio.TimeoutError:
                 continue
 
     async def _stop(self, server: grpc.aio.Server) -> None:
-        """Take no more, let what runs end, then flush, seal and leave."""
+        """Refuse new calls, let running requests end, deliver their rows and seals, then stop the processes."""
         self._servicer.set_serving(serving=False)
         await self._health.enter_graceful_shutdown()
         if self._parts is not None:
@@ -214,7 +214,7 @@ class InferenceServer:
         _log.info("stopped")
 
     async def _hand_over(self, parts: Parts) -> None:
-        """Deliver what is left to the store, each part by itself: one that fails must not keep the others from it."""
+        """Deliver rows, then seals, then what shippers hold. A step that fails does not stop the next one."""
         if parts.stores is None:
             return
         steps: list[tuple[str, Awaitable[object]]] = [("seals", parts.stores.close(_SEAL_SECONDS))]
@@ -222,15 +222,15 @@ class InferenceServer:
             steps.append(("shippers", self._shippers.stop(_STOP_SECONDS)))
         if not parts.engine.is_dead:
             steps.insert(0, ("rows", self._drain(parts.engine)))
-        for what, step in steps:
+        for part, step in steps:
             try:
                 await step
-            except Exception:  # noqa: BLE001 - logged, and the next part has its turn
-                _log.exception("not everything was handed to the store", part=what)
+            except Exception:  # noqa: BLE001 - logged; the next step still runs
+                _log.exception("not everything was handed to the store", part=part)
 
     async def _drain(self, engine: Engine) -> None:
         if not await engine.drain(_SEAL_SECONDS):
-            _log.error("rows are left in the ring: their stores did not take them in time")
+            _log.error("rows are left in the ring: their stores did not acknowledge them in time")
 
     async def _finish_requests(self, parts: Parts) -> None:
         deadline = asyncio.get_running_loop().time() + self._settings.grace_seconds

@@ -1,4 +1,4 @@
-"""InferenceService over gRPC: thin; everything that decides is elsewhere."""
+"""InferenceService over gRPC. Each method checks its message and calls the part of the service that does the work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from inference_svc.admission.specs import resolve_spec
 from inference_svc.admission.steering import OPERATIONS
 from inference_svc.captures.stores import require_stores
-from inference_svc.resources.vectors import cache_capacity, digest_in, vector_name
+from inference_svc.resources.vector_cache import cache_capacity, digest_in, vector_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc
 from residuum.wire.limits import (
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Answers calls; before the engine is there, and while the service drains, with NOT_SERVING."""
+    """Answers calls. Before the engine runs and while the service drains, it answers NOT_SERVING."""
 
     def __init__(self) -> None:
-        """Make a servicer that does not serve yet."""
+        """Make a servicer that does not serve yet; see `load` and `set_serving`."""
         self._parts: Parts | None = None
         self._serving = False
 
     def load(self, parts: Parts) -> None:
-        """Give the servicer its parts: the model's facts can be told from now on."""
+        """Give the servicer its parts. From now on GetModelInfo answers."""
         self._parts = parts
 
     @property
@@ -131,7 +131,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """See inference.proto. Each event passes here: one generator less for it to pass through."""
+        """See inference.proto. Returns the generator itself: a generator around it would cost time for each event."""
         del context
         return self._require().generator.run(request, current_caller().own_tenant)
 
@@ -140,22 +140,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.UpdateSteeringResponse:
         """See inference.proto."""
         del context
-        if self._parts is None:
+        if self._parts is None:  # also answered while the service drains
             raise _not_serving()
         bind_request(request.request_id)
         firsts = await self._parts.generator.update_steering(
             request.request_id, request.steering, current_caller().own_tenant
-        )  # also while draining
+        )
         return inference_pb2.UpdateSteeringResponse(first_positions=firsts)
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         """See inference.proto."""
         del context
-        if self._parts is None:
+        if self._parts is None:  # also answered while the service drains
             raise _not_serving()
         bind_request(request.request_id)
         tenant = current_caller().own_tenant
-        self._parts.registry.abort(request.request_id, tenant)  # also while the service drains
+        self._parts.registry.abort(request.request_id, tenant)
         return inference_pb2.AbortResponse()
 
     def _require(self) -> Parts:
@@ -167,7 +167,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 def _too_many_vectors() -> Failure:
     return Failure(
         Reason.ERROR_REASON_INVALID_FIELD,
-        f"Send at most {MAX_VECTORS_PER_CALL} vectors in one call, and the rest in another. Those are accepted.",
+        f"The call sends more than {MAX_VECTORS_PER_CALL} vectors. The first {MAX_VECTORS_PER_CALL} are accepted; send "
+        "the rest in another call.",
         field="vector",
     )
 
@@ -175,12 +176,12 @@ def _too_many_vectors() -> Failure:
 def _not_serving() -> Failure:
     return Failure(
         Reason.ERROR_REASON_NOT_SERVING,
-        "The service is loading the model or stopping; wait until its health says SERVING.",
+        "The service is loading the model or stopping. Wait until its health check says SERVING, then try again.",
     )
 
 
 def _missing(parts: Parts, tenant: str, digests: Iterable[bytes]) -> list[bytes]:
-    """Return the digests of the vectors that a tenant has not sent; whether another one has is not told."""
+    """Return which vectors a tenant has not sent. The answer does not depend on what other tenants have sent."""
     return [digest_in(name) for name in parts.vectors.missing(vector_name(tenant, digest) for digest in digests)]
 
 

@@ -1,4 +1,4 @@
-"""The settings of the inference service: flags, environment and file from one declaration."""
+"""The settings of the inference service. Each is a flag, an environment variable and a key of the settings file."""
 
 from __future__ import annotations
 
@@ -12,98 +12,105 @@ from residuum.wire.placement import StoreAddress, parse_stores
 from svc_common.security import SecureSettings
 from svc_common.settings import Endpoint, OptionalEndpoint
 
-_TAPS_OWN = {"model", "worker_cls", "additional_config", "speculative_config"}
+_RESERVED_ENGINE_ARGS = {"model", "worker_cls", "additional_config", "speculative_config"}
 """Engine arguments that the taps depend on."""
 
 
 def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
-    refused = _TAPS_OWN & value.keys()
+    refused = _RESERVED_ENGINE_ARGS & value.keys()
     if refused:
-        raise ValueError(f"{', '.join(sorted(refused))} cannot be set here: the taps depend on it")
+        raise ValueError(f"{', '.join(sorted(refused))} cannot be set here: the taps depend on it. Leave it out.")
     return value
 
 
 class InferenceSettings(SecureSettings, TapSettings):
-    """Serve a language model with vLLM; capture its activations and steer it, over gRPC."""
+    """Serve a language model with vLLM, and capture and steer its activations, over gRPC."""
 
     model: str = Field(min_length=1)
-    """The model: a folder with config, weights and tokenizer, or a name on the Hugging Face hub."""
+    """The model: a folder with configuration, weights and tokenizer, or a name on the Hugging Face hub."""
     listen: Endpoint = "127.0.0.1:50051"
-    """host:port to serve on. Port 0 takes any free one; see port-file."""
+    """host:port to serve on. Port 0 takes any free port; see port-file."""
     metrics: OptionalEndpoint = ""
-    """host:port to show figures for Prometheus on: http://host:port/metrics. Default: nowhere."""
+    """host:port to serve Prometheus metrics on, at http://host:port/metrics. Default: no metrics."""
     served_model_name: str = ""
-    """The name that clients see. Default: the model's."""
+    """The model name that clients see. Default: the last part of model."""
     advertise_store: Stores = ()
-    """host:port under which clients reach the store, if it is not the one above; of several, as many and in the same
-    order, or those that differ, as name=host:port."""
+    """host:port at which clients reach the store, if it differs from store. For several stores, give one for each in
+    the same order, or only those that differ, as name=host:port."""
     port_file: str = ""
     """A file to write the port to, once it is known."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """The model's dtype, and so that of raw rows."""
+    """The dtype of the model and of raw rows."""
     enforce_eager: bool = False
-    """Run without compiling the model: starts sooner, generates more slowly."""
+    """Run the model without compiling it: starts sooner, generates more slowly."""
     max_model_len: int = Field(default=0, ge=0)
-    """Tokens in prompt and reply together; 0 takes the model's own limit."""
+    """Most tokens in prompt and reply together. 0: the model's own limit."""
     max_num_seqs: int = Field(default=64, ge=1, le=1024)
-    """Requests that run at once; more wait. Capture blocks take, of device memory, (2 * max-num-batched-tokens + 96 *
-    max-num-seqs) * layers * sites * hidden size * bytes of an element on a GPU, and (max-num-batched-tokens + 64 *
-    max-num-seqs) * ... on a CPU: at the defaults 2.5 GiB a site for 8 B parameters on a GPU. See
-    docs/operations/sizing.md."""
+    """Most requests that run at once; others wait. Capture blocks take device memory: on a GPU (2 *
+    max-num-batched-tokens + 96 * max-num-seqs) * layers * sites * hidden size * bytes per element, on a CPU
+    (max-num-batched-tokens + 64 * max-num-seqs) * the same. With the defaults, a model of 8 billion parameters on a GPU
+    takes 2.5 GiB per site. See docs/operations/sizing.md."""
     max_num_batched_tokens: int = Field(default=2048, ge=32)
-    """Tokens that one step computes at most. The memory of capture blocks grows with it; see max-num-seqs."""
+    """Most tokens that one step computes. The memory of capture blocks grows with it; see max-num-seqs."""
     kv_cache_gib: float = Field(default=0.0, ge=0.0)
-    """Memory of the KV cache in GiB; 0 leaves it to vLLM on a GPU, and takes 2 on a CPU."""
+    """Memory of the KV cache in GiB. 0: vLLM decides on a GPU; 2 GiB on a CPU."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that each layer is split over."""
+    """Number of devices that each layer is split over."""
     pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Stages that the layers are divided into."""
+    """Number of stages that the layers are divided into."""
     seed: int = Field(default=0, ge=0)
-    """vLLM's seed."""
+    """vLLM's random seed."""
     engine_args: Annotated[dict[str, Any], AfterValidator(_engine_args)] = Field(default_factory=dict)
-    """Further arguments of vLLM's AsyncEngineArgs, as a JSON object. What the taps depend on cannot be set here."""
+    """Further arguments of vLLM's AsyncEngineArgs, as a JSON object. It must not set model, worker_cls,
+    additional_config or speculative_config: the taps depend on them."""
 
     max_registrations: int = Field(default=10_000, ge=1)
-    """Registrations that may wait for their generation."""
+    """Most registrations that may wait for their Generate call."""
     max_registration_mib: int = Field(default=64, ge=1)
-    """Memory of the registrations that wait, in MiB of their messages."""
+    """Memory for waiting registrations, in MiB of their messages."""
     max_requests: int = Field(default=1024, ge=1, le=65_536)
-    """Requests that may run, or wait for their turn, at once; more are refused."""
+    """Most requests that may run or wait at once. The service refuses more."""
     first_message_seconds: float = Field(default=20.0, gt=0)
-    """A call that has sent no message for this long is ended."""
+    """The service ends a call that has sent no message for this long."""
     stall_seconds: float = Field(default=600.0, gt=0)
-    """A stream whose caller reads nothing of what was sent to it for this long is ended, and its request with it. Those
-    who wait for tokens may wait as long as they like."""
+    """The service ends a stream whose caller has not read sent data for this long, and the request with it. Waiting for
+    tokens is not limited."""
     registration_seconds: float = Field(default=600.0, gt=0)
-    """How long a registration lasts if it is not used."""
+    """How long an unused registration lasts."""
     grace_seconds: float = Field(default=30.0, ge=0)
-    """How long running requests may go on after SIGTERM before they are aborted."""
+    """How long running requests may go on after SIGTERM. The service then aborts them."""
 
     @property
     def advertised_stores(self) -> tuple[StoreAddress, ...]:
-        """The same stores, in the same order, as clients reach them.
+        """The stores at the addresses where clients reach them, in the order of `stores`.
 
         Raises:
-            ValueError: What is advertised does not go with the stores.
+            ValueError: `advertise_store` does not match the stores.
         """
-        stores, told = self.stores, parse_stores(self.advertise_store)
-        if not told:
+        stores, advertised = self.stores, parse_stores(self.advertise_store)
+        if not advertised:
             return stores
         if any("=" in text for text in self.advertise_store):
             known = {store.name: store.endpoint for store in stores}
-            strangers = [store.name for store in told if store.name not in known]
-            if strangers:
-                raise ValueError(f"--advertise-store names {', '.join(strangers)}; the stores are {', '.join(known)}")
-            known.update(told)
+            unknown = [store.name for store in advertised if store.name not in known]
+            if unknown:
+                raise ValueError(
+                    f"--advertise-store names {', '.join(unknown)}, which --store does not have. Choose among its "
+                    f"stores: {', '.join(known)}"
+                )
+            known.update(advertised)
             return tuple(StoreAddress(name, endpoint) for name, endpoint in known.items())
-        if len(told) != len(stores):
-            raise ValueError(f"--advertise-store has {len(told)} endpoints without names, for {len(stores)} stores")
-        return tuple(StoreAddress(store.name, item.endpoint) for store, item in zip(stores, told, strict=True))
+        if len(advertised) != len(stores):
+            raise ValueError(
+                f"--advertise-store has {len(advertised)} endpoints without names, but there are {len(stores)} stores. "
+                "Give one for each store, or name those that differ: name=host:port"
+            )
+        return tuple(StoreAddress(store.name, item.endpoint) for store, item in zip(stores, advertised, strict=True))
 
     @model_validator(mode="after")
     def _check_advertised_stores(self) -> Self:
         if self.advertise_store and not self.store:
-            raise ValueError("--advertise-store says where clients reach a store; give --store, too")
-        self.advertised_stores  # noqa: B018 - raises what there is to say
+            raise ValueError("--advertise-store says where clients reach a store, but there is no store. Give --store.")
+        self.advertised_stores  # noqa: B018 - raises ValueError if the setting does not match the stores
         return self

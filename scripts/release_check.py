@@ -3,9 +3,9 @@
     .venv/bin/python -m scripts.release_check             everything
     .venv/bin/python -m scripts.release_check --builds    what holds between releases, too
 
-The version in pyproject.toml is that of the changelog's newest entry, with a date, and is not tagged yet; the wheel and
-the sdist come out the same, byte by byte, when they are built again, the wheel also from the sdist; and their metadata
-is valid.
+The version in pyproject.toml is that of the changelog's newest entry, with a date, and is not tagged yet; wheels and
+sdists, of the client and of the server, come out the same, byte by byte, when they are built again, the wheels also
+from the sdists; and their metadata is valid.
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 
 _ENTRY = re.compile(r"^## \[(?P<version>[^\]]+)\](?: - (?P<date>\d{4}-\d{2}-\d{2}))?\s*$", re.MULTILINE)
-_SOURCES = ("LICENSE", "README.md", "client", "inference_svc", "protos", "pyproject.toml", "store_svc", "svc_common")
+_SOURCES = (
+    *("LICENSE", "README.md", "client", "inference_svc", "protos", "pyproject.toml", "server", "store_svc"),
+    "svc_common",
+)
 """What the distributions are made of."""
+
+PROJECTS = (".", "server")
+"""The folders of the distributions."""
 
 
 class NotReadyError(Exception):
@@ -94,7 +100,7 @@ def check_untagged(version: str) -> None:
 
 
 def check_builds(folder: Path) -> list[Path]:
-    """Build the wheel and the sdist twice, and the wheel from the sdist; return the first two.
+    """Build the wheel and the sdist of both distributions twice, and each wheel from its sdist; return the first ones.
 
     Args:
         folder: An empty folder for all that is made.
@@ -102,7 +108,12 @@ def check_builds(folder: Path) -> list[Path]:
     Raises:
         NotReadyError: They differ, cannot be built, or their metadata is not valid.
     """
-    built = [_build(_copy_sources(folder / f"tree{turn}"), folder / f"dist{turn}") for turn in range(2)]
+    trees = [_copy_sources(folder / f"tree{turn}") for turn in range(2)]
+    return [path for name in PROJECTS for path in _check_project(name, trees, folder / "built" / name)]
+
+
+def _check_project(name: str, trees: list[Path], folder: Path) -> list[Path]:
+    built = [_build(tree / name, folder / f"dist{turn}") for turn, tree in enumerate(trees)]
     for first, second in zip(*built, strict=True):
         if _digest(first) != _digest(second):
             raise NotReadyError(f"{first.name} comes out differently when it is built again")
@@ -122,7 +133,7 @@ def _copy_sources(target: Path) -> Path:
     target.mkdir(parents=True)
     for name in _SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
         else:
             shutil.copy2(ROOT / name, target / name)
     return target

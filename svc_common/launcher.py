@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from residuum.rpc.credentials import TLS
 
@@ -60,18 +61,33 @@ class Service:
         """host:port, once `wait_until_serving` has returned."""
         return f"127.0.0.1:{(self.folder / f'{self.name}.port').read_text().strip()}"
 
-    def wait_until_serving(self, timeout_seconds: float, tls: TLS | None = None) -> None:
+    @property
+    def is_running(self) -> bool:
+        """Whether its process has not ended."""
+        return self.process.poll() is None
+
+    def wait_until_serving(
+        self, timeout_seconds: float, tls: TLS | None = None, *, waiting: Callable[[str, float], None] | None = None
+    ) -> None:
         """Wait until its health says SERVING; with TLS, as it is reached. Health takes no token.
+
+        Args:
+            timeout_seconds: For how long.
+            tls: How it is reached.
+            waiting: Is called meanwhile, with its name and the seconds that have passed.
 
         Raises:
             ServiceFailedError: It ended before that, or took too long.
         """
-        deadline = time.monotonic() + timeout_seconds
+        started = time.monotonic()
         while not self._is_serving(tls):
-            if self.process.poll() is not None:
-                raise ServiceFailedError(f"{self.name} ended with code {self.process.returncode}\n{self._log_end()}")
-            if time.monotonic() > deadline:
-                raise ServiceFailedError(f"{self.name} was not ready in {timeout_seconds:.0f} s\n{self._log_end()}")
+            passed = time.monotonic() - started
+            if not self.is_running:
+                raise ServiceFailedError(f"{self.name} ended with code {self.process.returncode}\n{self.log_end()}")
+            if passed > timeout_seconds:
+                raise ServiceFailedError(f"{self.name} was not ready in {timeout_seconds:.0f} s\n{self.log_end()}")
+            if waiting is not None:
+                waiting(self.name, passed)
             time.sleep(_POLL_SECONDS)
 
     def kill(self) -> None:
@@ -88,9 +104,17 @@ class Service:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        # The group: vLLM's own processes must not outlive the service, however that ended.
+        self.kill_group()
+
+    def kill_group(self) -> None:
+        """End all that is left of it by force: vLLM's own processes must not outlive it, however it ended."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def log_end(self) -> str:
+        """Return the last lines that it printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
     def _is_serving(self, tls: TLS | None) -> bool:
         if not (self.folder / f"{self.name}.port").exists():
@@ -106,31 +130,48 @@ class Service:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def _log_end(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
-
 
 def start_store(folder: Path, arguments: Sequence[str] = (), *, port: int = 0, module: str = "store_svc") -> Service:
     """Start the store service, or a module that takes its flags; its data lie in `folder`/data."""
-    return _start(
-        "store", folder, ["-m", module, "--path", str(folder / "data"), *arguments, f"--listen=127.0.0.1:{port}"]
-    )
+    flags = ["--path", str(folder / "data"), *arguments, f"--listen=127.0.0.1:{port}"]
+    return _start("store", folder, module, flags)
 
 
-def start_inference(folder: Path, model: str, store: str, arguments: Sequence[str] = (), *, port: int = 0) -> Service:
-    """Start the inference service with a model and its store, or stores between commas ("" for none)."""
-    flags = ["--model", model, *(["--store", store] if store else []), *arguments]
-    return _start("inference", folder, ["-m", "inference_svc", *flags, f"--listen=127.0.0.1:{port}"])
+def start_inference(
+    folder: Path,
+    model: str,
+    store: str,
+    arguments: Sequence[str] = (),
+    *,
+    port: int = 0,
+    module: str = "inference_svc",
+    cwd: Path = ROOT,
+) -> Service:
+    """Start the inference service, or a module that takes its flags.
+
+    Args:
+        folder: Where its log and its port file are written.
+        model: The model's folder or name.
+        store: Its store, or stores between commas; "" for none.
+        arguments: Further flags.
+        port: The one it listens on; 0 takes any free one.
+        module: The module.
+        cwd: The folder from which relative paths in the flags are meant.
+    """
+    flags = ["--model", model, *(["--store", store] if store else []), *arguments, f"--listen=127.0.0.1:{port}"]
+    return _start("inference", folder, module, flags, cwd)
 
 
-def _start(name: str, folder: Path, arguments: Sequence[str]) -> Service:
+def _start(name: str, folder: Path, module: str, arguments: Sequence[str], cwd: Path = ROOT) -> Service:
     folder.mkdir(parents=True, exist_ok=True)
     port_file = folder / f"{name}.port"
     port_file.unlink(missing_ok=True)
+    # In a folder of somebody else's, its files are no modules of ours.
+    safe = ["-P"] if cwd != ROOT and sys.version_info >= (3, 11) else []
     with (folder / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, *arguments, "--port-file", str(port_file)],
-            cwd=ROOT,
+            [sys.executable, *safe, "-m", module, *arguments, "--port-file", str(port_file)],
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -147,32 +188,78 @@ def running_services(
     inference_arguments: Sequence[str] = (),
     store_arguments: Sequence[str] = (),
     timeout_seconds: float = 300.0,
+    folder: Path | None = None,
+    cwd: Path = ROOT,
+    inference_module: str = "inference_svc",
+    waiting: Callable[[str, float], None] | None = None,
+    up: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Service, Service]]:
     """Run both services for as long as the context lasts; yields (store, inference), both SERVING.
 
-    `ports` are those of the store and the inference service; 0 takes any free one. SIGTERM ends the context as Ctrl-C
-    does. What was captured is deleted at the end.
+    SIGTERM ends the context as Ctrl-C does, if it is the main thread's.
+
+    Args:
+        model: The model's folder or name.
+        ports: Those of the store and the inference service; 0 takes any free one.
+        inference_arguments: Further flags of the inference service.
+        store_arguments: Further flags of the store.
+        timeout_seconds: How long each may take to start.
+        folder: Where captures and logs are kept; by default they are deleted at the end.
+        cwd: The folder from which relative paths in the inference service's flags are meant.
+        inference_module: What is started as the inference service.
+        waiting: Is called while one starts, with its name and the seconds that have passed.
+        up: Is called when that is over, well or not.
 
     Raises:
         ServiceFailedError: One of them did not come up.
     """
-    previous = signal.signal(signal.SIGTERM, _interrupt)
     started: list[Service] = []
-    with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
-        folder = Path(scratch)
+    with _terminable(), tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
+        folder = folder or Path(scratch)
         try:
-            store = start_store(folder, store_arguments, port=ports[0])
-            started.append(store)
-            store.wait_until_serving(timeout_seconds)
-            inference = start_inference(folder, model, store.endpoint, inference_arguments, port=ports[1])
-            started.append(inference)
-            inference.wait_until_serving(timeout_seconds)
+            try:
+                started.append(store := start_store(folder, store_arguments, port=ports[0]))
+                store.wait_until_serving(timeout_seconds, waiting=waiting)
+                inference = start_inference(
+                    folder,
+                    model,
+                    store.endpoint,
+                    inference_arguments,
+                    port=ports[1],
+                    module=inference_module,
+                    cwd=cwd,
+                )
+                started.append(inference)
+                inference.wait_until_serving(timeout_seconds, waiting=waiting)
+            finally:
+                up()
             yield store, inference
         finally:
-            # The inference service first: it has rows and seals to hand to the store.
-            for service in reversed(started):
-                service.stop()
-            signal.signal(signal.SIGTERM, previous)
+            _stop_all(started)
+
+
+def _stop_all(services: Sequence[Service]) -> None:
+    """Stop services in order, the last one first; at once, if whoever waits interrupts it."""
+    try:
+        for service in reversed(services):  # the inference service has rows and seals to hand to the store
+            service.stop()
+    except KeyboardInterrupt:
+        for service in services:
+            service.kill_group()
+        raise
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM interrupt as Ctrl-C does, where that can be had."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def is_free(port: int) -> bool:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, start_http_server
 
-from svc_common.serving import OK, parse_endpoint
+from residuum.wire.endpoints import parse_endpoint
+from svc_common.serving import OK
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -61,7 +62,7 @@ class MetricsListener:
         Raises:
             OSError: The address cannot be listened on.
         """
-        host, port = parse_endpoint(endpoint)
+        host, port = parse_endpoint(endpoint, listening=True)
         self._server: WSGIServer
         try:
             self._server, self._thread = start_http_server(port, host.strip("[]"), registry)

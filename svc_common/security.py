@@ -15,8 +15,8 @@ import grpc
 from pydantic import model_validator
 
 from residuum.rpc.credentials import file_stamp, is_loopback
+from residuum.wire.endpoints import parse_endpoint
 from svc_common.logs import get_logger
-from svc_common.serving import parse_endpoint
 from svc_common.settings import Endpoint, OptionalUrl, ServiceSettings
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class SecureSettings(ServiceSettings):
     @property
     def is_this_machines_own(self) -> bool:
         """Whether nobody on another machine can call: the port is open on loopback alone, or published there alone."""
-        return is_loopback(self.published_on or parse_endpoint(self.listen)[0])
+        return is_loopback(self.published_on or parse_endpoint(self.listen, listening=True)[0])
 
     def _check_exposure(self) -> None:
         missing = []

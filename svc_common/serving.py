@@ -41,18 +41,6 @@ CallEnded = Callable[[str, str, float], None]
 of its Failure, such as "UNKNOWN_CAPTURE"; and how long it took, in seconds."""
 
 
-def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """Split "host:port" (or "[v6]:port").
-
-    Raises:
-        ValueError: It is not of that form.
-    """
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:  # noqa: PLR2004 - the largest port
-        raise ValueError(f"{endpoint!r} is not host:port")
-    return host, int(port)
-
-
 def write_port_file(path: Path, port: int) -> None:
     """Write the port where another program waits for it: all at once, so that it never reads half a number."""
     part = path.with_name(path.name + ".part")

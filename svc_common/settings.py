@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from residuum.wire.endpoints import parse_endpoint
 from svc_common.environment import PREFIX, strangers
 from svc_common.logs import get_logger
-from svc_common.serving import parse_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ _WAYS = (
 
 
 def _endpoint(text: str) -> str:
-    parse_endpoint(text)
+    parse_endpoint(text, listening=True)
     return text
 
 
@@ -43,10 +43,10 @@ def _optional_endpoint(text: str) -> str:
 
 
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
-"""host:port of a setting."""
+"""host:port of a setting, to listen on."""
 
 OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
-"""host:port of a setting, or nothing."""
+"""host:port of a setting, to listen on, or nothing."""
 
 
 def _optional_url(text: str) -> str:

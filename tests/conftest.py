@@ -10,6 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.light import (  # noqa: F401 - hooks
+    pytest_addoption,
+    pytest_ignore_collect,
+    pytest_pycollect_makemodule,
+    pytest_runtest_makereport,
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where several processes share the tests out, let each engine compute on whichever core is free.

@@ -1,31 +1,57 @@
 """Which tests run in the same process when several share them out: pytest-xdist asks.
 
-Its own way, marks by group (`--dist loadgroup`), writes them into the ids of tests, which pytest 9.2 no longer reads.
+A file says so with a mark: `pytestmark = pytest.mark.shares_engine("conformance")`. pytest-xdist's own way, marks by
+group (`--dist loadgroup`), writes them into the ids of tests, which pytest 9.2 no longer reads. What shares the tests
+out collects none: it knows their ids alone, and so the mark is read in the file.
 """
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+import ast
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-_ONE_ENGINE = ("tests/conformance", "tests/integration")
-"""Folders whose tests share an engine, which takes a minute to start."""
-_OWN_ENGINES = (
-    "tests/conformance/test_architectures.py",
-    "tests/conformance/test_parallel.py",
-    "tests/conformance/test_reference.py",
-    "tests/integration/test_lifecycle.py",
-    "tests/integration/test_several_stores.py",
-)
-"""Files in those folders that start engines of their own, or none."""
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "shares_engine"
 
 
 def group_of(test: str) -> str:
-    """Return what a test, given by its id, shares with others: its folder's engine, or whatever its file has."""
+    """Return what a test, given by its id, shares with others: an engine, or whatever its file has."""
     file = test.partition("::")[0]
-    folder = PurePosixPath(file).parent.as_posix()
-    return folder if folder in _ONE_ENGINE and file not in _OWN_ENGINES else file
+    return _engine_of(ROOT / file) or file
+
+
+@functools.cache
+def _engine_of(file: Path) -> str | None:
+    marks = [
+        node.value
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    for node in (inner for mark in marks for inner in ast.walk(mark)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"pytest.mark.{MARK}":
+            return str(ast.literal_eval(node.args[0]))
+    return None
+
+
+def check(items: Iterable[pytest.Item], fixture: str, engine: str, folder: Path) -> None:
+    """Make sure that whoever uses a folder's engine says so.
+
+    Raises:
+        pytest.UsageError: One does not: another process would start that engine once more.
+    """
+    for item in items:
+        if folder in item.path.parents and fixture in getattr(item, "fixturenames", ()):
+            mark = item.get_closest_marker(MARK)
+            if mark is None or mark.args != (engine,):
+                raise pytest.UsageError(f"{item.nodeid} uses {fixture}: mark its file pytest.mark.{MARK}({engine!r})")
 
 
 class SharingByEngine(LoadScopeScheduling):

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     __version__: str
     from residuum import directions
-    from residuum.aio import AsyncClient
-    from residuum.client import Client
+    from residuum.aio import AsyncClient, AsyncStream
+    from residuum.client import Client, Stream
     from residuum.directions.values import Directions
     from residuum.exceptions import (
         AbortedCapture,
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from residuum.protocol.reading import Piece
     from residuum.protocol.requests import Sampling
     from residuum.rpc.credentials import TLS
-    from residuum.transport.streams import AsyncStream, Stream
+    from residuum.serving import serve
     from residuum.values.activations import Activations
     from residuum.values.capture import Capture
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
@@ -106,8 +106,10 @@ _HOMES = {
     "Sampling": "residuum.protocol.requests",
     "Activations": "residuum.values.activations",
     "AsyncClient": "residuum.aio",
+    "AsyncStream": "residuum.aio",
     "Capture": "residuum.values.capture",
     "Client": "residuum.client",
+    "Stream": "residuum.client",
     "Directions": "residuum.directions.values",
     "Export": "residuum.exports.job",
     "Manifest": "residuum.values.manifest",
@@ -127,13 +129,12 @@ _HOMES = {
     "TokenDelta": "residuum.values.replies",
     "Usage": "residuum.values.replies",
     "TLS": "residuum.rpc.credentials",
+    "serve": "residuum.serving",
     "Positions": "residuum.values.selections",
     "Ablate": "residuum.values.steering",
     "Add": "residuum.values.steering",
     "Cap": "residuum.values.steering",
     "Replace": "residuum.values.steering",
-    "AsyncStream": "residuum.transport.streams",
-    "Stream": "residuum.transport.streams",
     "Vector": "residuum.values.vector",
     "load_vectors": "residuum.values.vector",
     "vllm_xargs": "residuum.xargs",
@@ -221,6 +222,7 @@ __all__ = [
     "__version__",
     "directions",
     "load_vectors",
+    "serve",
     "vllm_xargs",
 ]
 

@@ -59,7 +59,8 @@ def commands() -> Iterator[str]:
     found = list(_commands(_parser(), "residuum"))
     common = {action.dest: action for action in _actions(dict(found)["residuum info"])}
     yield from ("## Flags of all commands", "")
-    yield from ("All commands take these flags, with three exceptions:", "")
+    yield from ("All commands take these flags, with four exceptions:", "")
+    yield "* `residuum serve` starts the services. It takes none of these flags."
     yield "* `residuum token` calls no service. It takes only `--json`."
     yield "* `residuum health` asks one service. It takes neither `--store` nor `--tenant`."
     yield "* For `generate`, `pull` and `manifest`, `--timeout` limits the whole command. The default is no limit."

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
 from inference_svc.admission.specs import ResolvedSpec, resolve_spec
 from inference_svc.admission.steering import digests_of, directions_of, resolve_steering
-from inference_svc.resources.vectors import vector_name
+from inference_svc.resources.vector_cache import vector_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from inference_svc.engine.facts import ModelFacts
-    from inference_svc.resources.vectors import VectorCache
+    from inference_svc.resources.vector_cache import VectorCache
     from residuum.v1 import inference_pb2, steering_pb2
 
 

@@ -1,4 +1,4 @@
-"""The captures of this service's requests in one store: opened before the first token, sealed after the last."""
+"""The captures of this service in one store: opened before a request's first token, sealed after its last."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ _log = get_logger(__name__)
 
 _OPEN_SECONDS = 5.0
 _AVOIDED_SECONDS = 5.0
-"""How long a store that did not answer gets no captures of which the service chooses the store."""
+"""How long after a failed call the service chooses no capture IDs that belong to the store."""
 _SEAL_SECONDS = 10.0
 _MAX_BACKOFF_SECONDS = 5.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 _FINAL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
-"""Answers to a seal that the same seal would get again: the capture was deleted, has ended, or the seal is bad."""
+"""Answers to a seal that a retry would get again: the capture was deleted or has ended, or the seal is malformed."""
 
 
 _OUR_OWN_TOKEN = (Reason.ERROR_REASON_UNAUTHENTICATED, Reason.ERROR_REASON_PERMISSION_DENIED)
-"""How the store refuses the token of this service."""
+"""The store's reasons for refusing this service's own token."""
 
 
 class NoAnswerError(Failure):
-    """The store did not answer in time: whether it did what it was asked is not known."""
+    """The store did not answer in time. It may or may not have carried out the call."""
 
 
 class CaptureKeeper:
-    """Speaks to one store for the inference service. Rows do not pass here: shippers send them."""
+    """Opens and seals captures in one store. It handles no rows: shippers send them."""
 
     def __init__(self, store: StoreAddress, credentials: Credentials | None = None, *, is_alone: bool = True) -> None:
-        """Connect lazily to a store; `is_alone` says that there is no other."""
+        """Prepare to call a store; the first call connects. `is_alone`: the service has no other store."""
         self._credentials = credentials
         self.store = store
         self._is_alone = is_alone
         self.answered: bool | None = None
-        """Whether the store answered when it was last asked; None: it was not asked yet."""
+        """Whether the store answered the last call; None before the first."""
         self._silent_since = -math.inf
         self._channel = self._connect()
         self._seals: set[asyncio.Task[None]] = set()
@@ -64,24 +64,24 @@ class CaptureKeeper:
 
     @property
     def is_avoided(self) -> bool:
-        """Whether to keep new captures from the store where there is a choice: it has just failed to answer."""
+        """Whether the store failed to answer recently. If the service can choose, captures then go to another store."""
         return time.monotonic() - self._silent_since < _AVOIDED_SECONDS
 
     @property
     def num_open(self) -> int:
-        """Captures that were opened, and whose end the store has not heard."""
+        """Captures that were opened and not sealed yet."""
         return len(self._open)
 
     @property
     def num_seals(self) -> int:
-        """Ends that the store is being told."""
+        """Seals that the store has not acknowledged yet."""
         return len(self._seals)
 
     async def check_free(self, description: capture_pb2.CaptureDescription) -> None:
-        """Make sure that the store has no capture of this id; nothing is created.
+        """Check that the store has no capture with this ID. Creates nothing.
 
         Raises:
-            Failure: It has one (CAPTURE_EXISTS), or does not answer.
+            Failure: It has one (CAPTURE_EXISTS), or the store does not answer.
         """
         request = store_pb2.OpenCaptureRequest(description=description, check_only=True)
         await self._ask(
@@ -89,10 +89,10 @@ class CaptureKeeper:
         )
 
     async def check_reachable(self) -> store_pb2.GetStatsResponse:
-        """Make sure that the store answers; return what it says.
+        """Check that the store answers, and return its statistics.
 
         Raises:
-            Failure: It does not.
+            Failure: It does not answer, or refuses.
         """
         request = store_pb2.GetStatsRequest()
         return await self._ask(
@@ -113,12 +113,12 @@ class CaptureKeeper:
                 lambda channel: store_pb2_grpc.StoreServiceStub(channel).OpenCapture(request, timeout=_OPEN_SECONDS)
             )
         except Failure as failure:
-            if not isinstance(failure, NoAnswerError):  # after which it may be open, and the caller seals it
+            if not isinstance(failure, NoAnswerError):  # after that one it may be open, and the caller seals it
                 self._open.discard(path)
             raise
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
-        """Say how a request ended. Returns at once; it is tried until the store has heard it."""
+        """Seal a capture in the background. Returns at once; a task retries until the store answers."""
         path = tenant_path(request.tenant, request.capture_id)
         task = asyncio.create_task(self._seal(request), name=path)
         self._seals.add(task)
@@ -126,7 +126,7 @@ class CaptureKeeper:
         task.add_done_callback(lambda _: self._open.discard(path))
 
     async def close(self, grace_seconds: float) -> None:
-        """Wait for seals that are under way, and disconnect."""
+        """Wait up to the grace for seals in progress, then disconnect."""
         if self._seals:
             _, late = await asyncio.wait(self._seals, timeout=grace_seconds)
             for task in late:
@@ -139,7 +139,7 @@ class CaptureKeeper:
         await self._channel.close()
 
     def _connect(self) -> grpc.aio.Channel:
-        # A store that does not answer is told at once: whoever asked may try again, and seals are tried again below.
+        # Without gRPC's own retries a dead store fails at once: callers may retry, and `_seal` retries itself.
         once = [("grpc.enable_retries", 0)]
         return open_aio_channel(self.store.endpoint, credentials=self._credentials, options=once)
 
@@ -171,7 +171,7 @@ class CaptureKeeper:
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.UNAVAILABLE:
                 raise
-            # The channel may be waiting to connect again. A new one does so now, and finds a store that is back.
+            # The channel may be in its reconnect delay. A fresh channel connects now, and finds a store that is back.
             async with self._connect() as fresh:
                 return await call(fresh)
 
@@ -190,13 +190,13 @@ class CaptureKeeper:
                     self._log_seal("capture not sealed", request, cause)
                     return
                 self._note(answered=error.code() not in _UNREACHABLE)
-            except CredentialsError as error:  # the file is being replaced, perhaps
+            except CredentialsError as error:  # retried, because the file may be in the middle of a replacement
                 cause = str(error)
                 self._note(answered=False)
             else:
                 return
             if before is None:
-                self._log_seal("capture not sealed yet; it is tried again", request, cause)
+                self._log_seal("capture not sealed yet; the service retries", request, cause)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, no secret
             backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
 
@@ -206,7 +206,7 @@ class CaptureKeeper:
     def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
         failure = failure_from_rpc_error(error)
         if failure is not None and failure.reason in _OUR_OWN_TOKEN:
-            # Not the caller's: it would look for the fault in its own token.
+            # Not passed on as it is: callers would look for the fault in their own token.
             return self._unreachable(f"it refuses this service's own token, see --store-token-file: {failure.message}")
         if failure is not None and failure.code not in _UNREACHABLE:
             return failure
@@ -216,9 +216,9 @@ class CaptureKeeper:
     def _unreachable(self, cause: str | None, kind: type[Failure] = Failure) -> Failure:
         place = f"at {self.store}" if self.store.name == self.store.endpoint else str(self.store)
         consequence = (
-            "Nothing can be captured until it does; requests without a capture are served."
+            "Until it does, nothing can be captured; requests without a capture are served. Try again later."
             if self._is_alone
-            else "Until it does, no capture can be made whose id belongs there; those of other ids are."
+            else "Until it does, captures whose ID belongs to it cannot be made. Try again later, or use another ID."
         )
         return kind(
             Reason.ERROR_REASON_STORE_UNREACHABLE,
@@ -230,5 +230,6 @@ class CaptureKeeper:
 
 def _is_final(error: grpc.aio.AioRpcError) -> bool:
     if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return failure_from_rpc_error(error) is None  # not the store's want of room, but gRPC's: the seal is too large
+        # A store without room answers with a reason. Without one, gRPC refused the message: the seal is too large.
+        return failure_from_rpc_error(error) is None
     return error.code() in _FINAL

@@ -1,4 +1,4 @@
-"""The stores that captures go to, as the inference service sees them: each capture has one, by the hash of its id."""
+"""The stores of the inference service. The hash of its ID assigns each capture to one of them (its placement)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 
 
 _DRAWS = 64
-"""How often an id is drawn because its store does not answer: the only one of 16 that does is found 98 times in 100."""
+"""How many IDs are tried to find one whose store answers. If only 1 of 16 stores does, 64 find it in 98 % of cases."""
 
 
 class Stores:
-    """Opens and seals captures, each in its own store.
+    """Opens and seals captures, each in the store that its placement names.
 
-    An id never gets two captures. Within a store the store sees to it. Across stores it could only come about where the
-    list has changed: an older capture stays where it was, and its id belongs to another store now. Ids that the service
-    makes are new everywhere; for those that callers choose, the other stores are asked before a capture is made, and if
-    one does not answer, none is made.
+    No ID ever gets two captures. Within one store, the store ensures that. Across stores, a change of the list of
+    stores could break it: an older capture stays in its store, while its ID now belongs to another one. IDs that the
+    service makes are new everywhere. For an ID that a caller chose, the service first asks all other stores whether
+    they hold it. If one does not answer, the capture is not opened.
 
-    So requests without an id of their own do not depend on any one store: an id is drawn whose store answers.
+    Requests without an ID of their own do not depend on any single store: the service chooses an ID whose store
+    answers.
     """
 
     def __init__(
@@ -41,27 +42,27 @@ class Stores:
         *,
         fixed: bool = False,
     ) -> None:
-        """Connect lazily to one or more stores.
+        """Prepare to call one or more stores; the first call to each connects.
 
         Args:
-            stores: The stores as they are reached from here.
-            advertised: The same in the same order, as clients reach them. Empty: as from here.
-            credentials: What they are shown.
-            fixed: The list has never changed: an id can only be in its own store, so no other is asked.
+            stores: The stores at the addresses where this service reaches them.
+            advertised: The stores at the addresses where clients reach them, in the same order. Empty: the same.
+            credentials: The credentials for all stores.
+            fixed: The list of stores has never changed, so other stores need not be asked about an ID.
         """
         self.advertised = tuple(advertised or stores)
-        """The stores as clients reach them."""
+        """The stores at the addresses where clients reach them."""
         self.keepers = {store.name: CaptureKeeper(store, credentials, is_alone=len(stores) == 1) for store in stores}
-        """What speaks to each store, by its name."""
+        """The keeper of each store, by the store's name."""
         self._endpoints = {store.name: store.endpoint for store in self.advertised}
         self._fixed = fixed
 
     def of(self, capture_id: str) -> CaptureKeeper:
-        """Return what speaks to the store of a capture."""
+        """Return the keeper of the store that a capture belongs to."""
         return self.keepers[first_rank(self.keepers, capture_id)]
 
     def make_id(self) -> str:
-        """Make an id for a request, of which every store gets its share; one that has just not answered gets none."""
+        """Return a new ID for a request. IDs spread evenly over the stores, except those that just failed to answer."""
         for _ in range(_DRAWS):
             drawn = make_id()
             if not self.of(drawn).is_avoided:
@@ -69,28 +70,28 @@ class Stores:
         return drawn
 
     def handle(self, capture_id: str) -> inference_pb2.CaptureHandle:
-        """Return where clients find a capture."""
+        """Return the handle with which clients find a capture."""
         name = self.of(capture_id).store.name
         return inference_pb2.CaptureHandle(capture_id=capture_id, store_endpoint=self._endpoints[name], store=name)
 
     def addresses(self) -> list[placement_pb2.StoreAddress]:
-        """Return where clients find the stores."""
+        """Return the addresses at which clients find the stores."""
         return [placement_pb2.StoreAddress(name=store.name, endpoint=store.endpoint) for store in self.advertised]
 
     async def check(self) -> list[inference_pb2.StoreCheck]:
-        """Ask every store whether it answers, all at once."""
+        """Check concurrently whether each store answers."""
         return list(await asyncio.gather(*map(_check, self.keepers.values())))
 
     async def open(self, description: capture_pb2.CaptureDescription, *, is_new_id: bool) -> None:
         """Create a capture in its store.
 
         Args:
-            description: What it is of.
-            is_new_id: The service has just made its id, so that no store can have it.
+            description: The capture's ID, tenant and contents.
+            is_new_id: The service has just made the ID, so no store can hold it.
 
         Raises:
-            Failure: The store does not answer, or refuses; or another one has a capture of this id, or may have one and
-                does not answer. NoAnswerError says that the capture may have been created.
+            Failure: The store does not answer, or refuses. Or another store holds a capture with this ID, or does not
+                answer whether it does. After a NoAnswerError the capture may have been created.
         """
         keeper = self.of(description.capture_id)
         others = [other for other in self.keepers.values() if other is not keeper]
@@ -99,11 +100,11 @@ class Stores:
         await keeper.open(description)
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
-        """Say how a request ended; see `CaptureKeeper.seal`."""
+        """Seal a capture in the background; see `CaptureKeeper.seal`."""
         self.of(request.capture_id).seal(request)
 
     async def close(self, grace_seconds: float) -> None:
-        """Wait for seals that are under way, and disconnect."""
+        """Wait up to the grace for seals in progress, then disconnect."""
         await asyncio.gather(*(keeper.close(grace_seconds) for keeper in self.keepers.values()))
 
 
@@ -124,19 +125,19 @@ async def _check_free(keeper: CaptureKeeper, description: capture_pb2.CaptureDes
         if failure.reason == Reason.ERROR_REASON_CAPTURE_EXISTS:
             raise Failure(
                 failure.reason,
-                f"The store {keeper.store} holds a capture {name!r} from before the list of stores was what it is now; "
-                "choose another id, or delete that capture first.",
+                f"The store {keeper.store} holds a capture {name!r} from before the list of stores changed. Choose "
+                "another ID, or delete that capture first.",
                 capture_id=name,
                 store=keeper.store.name,
             ) from None
         if failure.reason != Reason.ERROR_REASON_STORE_UNREACHABLE:
             raise
-        # Never a NoAnswerError: nothing was asked for that might have been done.
+        # Never a NoAnswerError, after which a capture may exist: this check creates none.
         raise Failure(
             failure.reason,
-            f"The store {keeper.store} may hold a capture {name!r} from before the list of stores was what it is now, "
-            "and cannot be asked. Leave the id to the service, or try again when that store answers; if the list never "
-            f"changed, start the service with --fixed-stores. ({failure.message})",
+            f"The store {keeper.store} may hold a capture {name!r} from before the list of stores changed, and it does "
+            "not answer. Let the service choose the ID, or try again when that store answers. If the list of stores "
+            f"never changed, start the service with --fixed-stores. ({failure.message})",
             **{**failure.metadata, "capture_id": name},
         ) from None
 

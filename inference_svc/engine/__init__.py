@@ -1,1 +1,1 @@
-"""vLLM's engine: how it is started, what it serves, and how requests reach it."""
+"""vLLM's engine: its start, the facts of the served model, and the calls that reach its workers."""

@@ -1,4 +1,4 @@
-"""What vLLM is started with: its arguments, and the environment that its workers inherit."""
+"""The arguments that start vLLM's engine, and the environment that its workers inherit."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CPU_KV_CACHE_GIB = 2.0
 
 
 def engine_arguments(settings: InferenceSettings) -> dict[str, Any]:
-    """Return vLLM's arguments for the service's settings, but for those that bring the taps in.
+    """Return vLLM's arguments for the service's settings, without those that install the taps.
 
-    An engine that is started with these differs from the service's in the taps alone.
+    An engine started with them differs from the service's engine only in the missing taps.
     """
     values: dict[str, Any] = {
         "model": settings.model,
@@ -48,23 +48,26 @@ def engine_arguments(settings: InferenceSettings) -> dict[str, Any]:
 
 
 def prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
-    """Set in this process's environment, which the workers inherit, what they have to know."""
+    """Set the environment variables that vLLM's workers inherit from this process and read."""
     os.environ[SETTINGS_VARIABLE] = json.dumps(worker_settings(settings, control_dir, os.getpid()))
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM forks on a GPU unless it is told otherwise. This process has gRPC's threads by now: what they hold at that
-    # moment would stay locked in the engine, and in every rank.
+    # By default vLLM forks on a GPU. This process already has gRPC's threads: a lock that one of them holds at that
+    # moment would stay locked for ever in the engine and in every rank.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 def tapped_engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
-    """Return vLLM's arguments for the service's settings, with those that bring the taps in.
+    """Return vLLM's arguments for the service's settings, including those that install the taps.
 
     Raises:
-        RuntimeError: vLLM runs on something else than a CPU or an NVIDIA GPU.
+        RuntimeError: vLLM runs neither on a CPU nor on an NVIDIA GPU.
     """
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
-        raise RuntimeError(f"residuum taps models on CPUs and NVIDIA GPUs; vLLM runs on {current_platform.device_name}")
+        raise RuntimeError(
+            f"vLLM runs on {current_platform.device_name}, but residuum taps models only on CPUs and NVIDIA GPUs. "
+            "Install the vLLM build for one of these."
+        )
     return AsyncEngineArgs(
         **engine_arguments(settings),
         worker_cls=_WORKERS["cpu" if current_platform.is_cpu() else "cuda"],

@@ -1,4 +1,4 @@
-"""vLLM as this service sees it. The only file that knows AsyncLLM."""
+"""The engine: all calls from the inference service to vLLM's AsyncLLM. For `vllm serve`, see `vllm_serve`."""
 
 from __future__ import annotations
 
@@ -45,35 +45,35 @@ if TYPE_CHECKING:
 
 _DRAIN_POLL_SECONDS = 0.02
 _DEATH_POLL_SECONDS = 1.0
-"""How often a call that waits for its answer looks whether the engine lives."""
+"""How often a call that waits for its answer checks whether the engine has died."""
 
 
 class EngineRefusedError(RuntimeError):
-    """The taps refuse the model or the engine: rows would not be what they promise."""
+    """The taps refuse the model or the engine, because captured rows would be wrong."""
 
 
 class Delta(NamedTuple):
-    """What one step of the engine adds to a sequence."""
+    """The text and tokens that one step of the engine adds to a sequence."""
 
     text: str
     token_ids: Sequence[int]
     finish_reason: str | None = None
-    """"stop" or "length", with the last tokens."""
+    """"stop" or "length" in the sequence's last delta; None before."""
     stop_reason: str = ""
-    """The stop text that ended the sequence."""
+    """The stop text that ended the sequence, if one did."""
 
     def followed_by(self, other: Delta) -> Delta:
-        """Return this and what the next steps added as one."""
+        """Return this delta and a later one as a single delta."""
         return Delta(
             self.text + other.text, [*self.token_ids, *other.token_ids], other.finish_reason, other.stop_reason
         )
 
 
 class Engine:
-    """A running vLLM engine whose workers carry the taps."""
+    """A running vLLM engine whose workers have the taps."""
 
     def __init__(self, llm: AsyncLLM, tokenizer: Any, facts: ModelFacts) -> None:
-        """Wrap a running engine; see `start`. Without a tokenizer (None), it takes and gives token ids alone."""
+        """Wrap a running engine; see `start`. Without a tokenizer (None), prompts and replies are token IDs only."""
         self._llm = llm
         self._has_tokenizer = tokenizer is not None
         self._prompts = PromptReader(tokenizer, facts)
@@ -81,18 +81,18 @@ class Engine:
 
     @classmethod
     async def start(cls, settings: InferenceSettings, control_dir: str) -> Engine:
-        """Load the model and start the engine; takes 20 s to minutes.
+        """Load the model and start the engine. This takes between 20 seconds and several minutes.
 
         Args:
             settings: The service's settings.
             control_dir: A private folder for the control sockets of the rings.
 
         Raises:
-            EngineRefusedError: The taps cannot serve this model, or this engine. The message says why.
-            Exception: Whatever vLLM raises when it cannot serve the model.
+            EngineRefusedError: The taps cannot serve this model or this engine configuration. The message says why.
+            Exception: vLLM cannot serve the model; it raises exceptions of many types.
         """
         prepare_environment(settings, control_dir)
-        # In a thread: the event loop goes on answering health checks while the model loads.
+        # In a thread, so that the event loop answers health checks while the model loads.
         llm = await asyncio.to_thread(_start_llm, tapped_engine_args(settings), Path(control_dir, REFUSAL_FILE))
         try:
             tokenizer = await _tokenizer(llm)
@@ -106,16 +106,16 @@ class Engine:
 
     @property
     def llm(self) -> AsyncLLM:
-        """The engine of vLLM itself, for benchmarks that compare with it."""
+        """The engine object of vLLM itself, for benchmarks that compare with it."""
         return self._llm
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether texts are understood, and made."""
+        """Whether prompts and replies can be text. Otherwise they are token IDs only."""
         return self._has_tokenizer
 
     async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
-        """Return the token ids of a prompt; see `PromptReader.read`."""
+        """Return the token IDs of a prompt; see `PromptReader.read`."""
         return await self._prompts.read(request)
 
     def generate(
@@ -127,27 +127,28 @@ class Engine:
         cache_salt: str | None,
     ) -> AsyncGenerator[Delta]:
         """Generate one sequence; see `stream`."""
-        # Shallow, and so is the copy that vLLM makes of it: both of them deep took as long as all else that a request
-        # costs here. What it holds is only looked at, but for stop tokens, which are the same for all requests.
+        # A shallow copy, and skip_clone makes vLLM's copy shallow too. Two deep copies doubled the time that a request
+        # takes in this process. Shallow is safe: nothing writes into the nested objects except vLLM's stop token IDs,
+        # and these are the same for all requests.
         sampling = copy(sampling)
         sampling.skip_clone = True
         sampling.extra_args = plan.to_extra_args() if plan else None
-        # A captured prompt must be computed; reading it from the prefix cache would leave its rows out.
+        # A captured prompt must be computed: positions read from the prefix cache have no rows to capture.
         sampling.skip_reading_prefix_cache = bool(plan and plan.capture)
         sampling.detokenize = self.has_tokenizer
-        # As vLLM's own renderer hands it on: what is left of that to do for token ids, `PromptReader` has done.
+        # The form that vLLM's own renderer returns. `PromptReader` has already done the renderer's checks of token IDs.
         prompt = tokens_input(list(prompt_token_ids), cache_salt=cache_salt)
         return stream(self._llm, prompt, sampling, engine_id)
 
     async def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
-        """Write vectors into rows of every rank's bank; see `VectorBank.load`."""
+        """Write vectors into rows of every rank's vector bank; see `VectorBank.load`."""
         await self._call("residuum_load_vectors", list(rows))
 
     async def keep_signs(self, projections: Sequence[Projection]) -> list[bool | str]:
-        """Have every rank make the signs of projections beside its steps, keep them, and drop others.
+        """Make every rank compute the signs of these projections in the background, and keep no others.
 
         Returns:
-            Of each whether every rank has them by now; or why one cannot make them.
+            For each projection, whether every rank has its signs by now; or, as text, why a rank cannot make them.
 
         Raises:
             Failure: The engine is dead.
@@ -156,13 +157,13 @@ class Engine:
         return [_ready(states) for states in zip(*ranks, strict=True)]
 
     async def change_steering(self, changes: Mapping[str, Sequence[Operation]]) -> dict[str, int | None]:
-        """Change the operations of requests, from the next step on.
+        """Replace the steering operations of requests, from the next step on.
 
         Args:
-            changes: Of each request, by its `RequestPlan.name`, what takes the place of its operations.
+            changes: The new operations of each request, by its `RequestPlan.name`.
 
         Returns:
-            The first position of each that is steered so; None if it has ended.
+            For each request, the first position with the new operations; None if the request has ended.
 
         Raises:
             Failure: The engine is dead.
@@ -170,36 +171,39 @@ class Engine:
         data = {name: [operation.to_data() for operation in operations] for name, operations in changes.items()}
         ranks: list[dict[str, int | None]] = await self._call("residuum_change_steering", data)
         if any(rank != ranks[0] for rank in ranks):
-            raise RuntimeError(f"the ranks changed the steering at different positions: {ranks}")
+            raise RuntimeError(
+                f"The ranks changed the steering at different positions: {ranks}. This is a defect of residuum: please "
+                "report it."
+            )
         return ranks[0]
 
     async def forget(self, names: Sequence[str]) -> None:
-        """Forget changes of requests that will not come any more."""
+        """Drop steering changes of requests that will never reach the workers."""
         await self._call("residuum_forget", list(names))
 
     async def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
-        """Return the rows of a self-test from every rank; see `TappedWorker.residuum_take_probe`."""
+        """Return the self-test's rows from every rank; see `TappedWorker.residuum_take_probe`."""
         parts = await self._call("residuum_take_probe", capture_id)
         return [block for rank in parts for block in rank]
 
     async def listen_to_logits(self) -> None:
-        """Have workers keep what the requests from now on give to the unembedding; ends with `explain_logits`."""
+        """Make workers record the inputs of the unembedding, until `explain_logits` is called."""
         await self._call("residuum_listen_to_logits")
 
     async def explain_logits(self, rows: bytes, tokens: Sequence[int]) -> list[tuple[float, float]]:
-        """Compare served tokens with those that follow from captured rows; see `TappedWorker.residuum_explain_logits`.
+        """Compare served tokens with those that captured rows predict; see `TappedWorker.residuum_explain_logits`.
 
         Returns:
-            Of each rank that makes logits the fields of its `Explanation`.
+            The fields of the `Explanation` of each rank that computes logits.
         """
         ranks = await self._call("residuum_explain_logits", rows, list(tokens))
         return [tuple(rank) for rank in ranks if rank is not None]
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Wait until the store has acknowledged every captured row; tell whether it has.
+        """Wait until the stores have acknowledged every captured row, and return whether they have.
 
-        Never waits longer than it is told: a worker whose step waits for the store answers nothing, and vLLM never
-        answers what was asked of an engine that has died since.
+        The timeout covers the calls to the workers too: a worker whose step waits for the store does not answer, and
+        vLLM never answers calls to an engine that dies.
         """
         try:
             await asyncio.wait_for(self._drained(timeout_seconds), timeout_seconds)
@@ -209,7 +213,7 @@ class Engine:
 
     async def _drained(self, timeout_seconds: float) -> None:
         while not all(await self._call("residuum_drain", timeout_seconds)):  # noqa: ASYNC110 - it asks another process
-            await asyncio.sleep(_DRAIN_POLL_SECONDS)  # lets the step run that flushes the last rows
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)  # the engine needs this time for the step that sends the last rows
 
     async def _call(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of every worker.
@@ -219,7 +223,7 @@ class Engine:
         """
         call = asyncio.ensure_future(self._llm.collective_rpc(method, args=arguments))
         try:
-            # vLLM never answers what was asked of an engine that has died since.
+            # vLLM never answers calls to an engine that dies while they wait.
             while not (await asyncio.wait({call}, timeout=_DEATH_POLL_SECONDS))[0]:
                 if self.is_dead:
                     raise _engine_dead()
@@ -254,7 +258,8 @@ async def stream(
                 if completion.finish_reason in {ABORTED, FAILED}:
                     raise Failure(
                         Reason.ERROR_REASON_INTERNAL,
-                        f"The engine gave the request up ({completion.finish_reason}); its log may say why.",
+                        f"The engine gave the request up (finish reason {completion.finish_reason}). The service's log "
+                        "may say why; try again.",
                     )
                 stop = completion.stop_reason
                 yield Delta(
@@ -284,15 +289,19 @@ def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int)
 
 
 def _start_llm(arguments: AsyncEngineArgs, refusal: Path) -> AsyncLLM:
-    """Start the engine with SIGINT blocked, in a thread of its own; its processes inherit that.
+    """Start the engine while this thread blocks SIGINT, which the engine's processes inherit.
 
-    Ctrl-C reaches every process of a terminal's job. The service alone hears it, and stops the engine in order.
+    Ctrl-C in a terminal reaches every process of the job. Only the service handles it, and stops the engine in order.
+
+    Args:
+        arguments: vLLM's arguments.
+        refusal: The file that a worker writes if the taps refuse to start.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return AsyncLLM.from_engine_args(arguments)
     except Exception as error:
-        # vLLM says no more than that a worker failed. What the taps refused, and why, they left in this file.
+        # vLLM only reports that a worker failed. The worker wrote the reason of the taps into this file.
         if refusal.exists():
             raise EngineRefusedError(refusal.read_text()) from error
         raise
@@ -301,12 +310,12 @@ def _start_llm(arguments: AsyncEngineArgs, refusal: Path) -> AsyncLLM:
 
 
 def model_runner(config: Any) -> str:
-    """Return which of vLLM's model runners a `VllmConfig` takes: "v1" or "v2"."""
+    """Return which of vLLM's model runners a `VllmConfig` selects: "v1" or "v2"."""
     return "v2" if config.use_v2_model_runner else "v1"
 
 
 async def _tokenizer(llm: AsyncLLM) -> Any:
-    """Return the engine's tokenizer; None if it was started without (`skip_tokenizer_init`)."""
+    """Return the engine's tokenizer, or None if the engine was started without one (`skip_tokenizer_init`)."""
     if llm.vllm_config.model_config.skip_tokenizer_init:
         return None
     tokenizer = llm.get_tokenizer()
@@ -314,12 +323,15 @@ async def _tokenizer(llm: AsyncLLM) -> Any:
 
 
 def _ready(states: Sequence[bool | str]) -> bool | str:
-    """Return whether all ranks are ready; or what keeps the first one from it that says so."""
+    """Return whether all ranks are ready; or the first error text, if a rank reports one."""
     return next((state for state in states if isinstance(state, str)), all(states))
 
 
 def _engine_dead() -> Failure:
-    return Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died; the service is stopping.")
+    return Failure(
+        Reason.ERROR_REASON_ENGINE_DEAD,
+        "The engine has died, and the service is stopping. Try again once the service has been restarted.",
+    )
 
 
 def facts_of(config: Any, settings: TapSettings, name: str, ranks: Sequence[dict[str, Any]] = ()) -> ModelFacts:

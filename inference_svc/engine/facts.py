@@ -1,4 +1,4 @@
-"""What is served, as the engine has it when it runs."""
+"""Facts about the served model and its engine, known once the engine runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is served."""
+    """The served model: its shape, its limits, and what can be captured."""
 
     name: str
     num_layers: int
@@ -28,22 +28,22 @@ class ModelFacts:
     vllm_version: str
     max_num_seqs: int
     sites: tuple[capture_pb2.Site.ValueType, ...]
-    """The sites that can be captured."""
+    """The sites that requests can capture."""
     pool_bytes: int
-    """Device memory for capture blocks, all ranks together."""
+    """Device memory for capture blocks, summed over ranks."""
     table_bytes: int
-    """Device memory for vectors and programs, all ranks together."""
+    """Device memory for vectors and programs, summed over ranks."""
     ring_bytes: int
-    """Shared memory of the rings, all ranks together."""
+    """Shared memory of the rings, summed over ranks."""
     control_paths: tuple[str, ...]
     """The control sockets of the rings, one for each rank that captures."""
     model_runner: str = ""
-    """Which of vLLM's model runners runs: "v1" or "v2"."""
+    """vLLM's model runner: "v1" or "v2"."""
     folded_norms: int = 0
-    """Layers whose tap is folded into the norm that follows."""
+    """How many layers have their tap folded into the norm that follows."""
     encodings: tuple[capture_pb2.Encoding.ValueType, ...] = (capture_pb2.ENCODING_RAW,)
-    """The encodings that a capture may ask for."""
+    """The encodings that a capture may use."""
     reductions: tuple[capture_pb2.Reduction.ValueType, ...] = (capture_pb2.REDUCTION_NONE,)
-    """The reductions that a capture may ask for."""
+    """The reductions that a capture may use."""
     capture_defaults: CaptureDefaults = field(default_factory=CaptureDefaults)
-    """How rows are encoded if a request does not say so."""
+    """The encoding of rows if a request does not choose one."""

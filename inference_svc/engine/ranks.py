@@ -1,4 +1,4 @@
-"""Whether the ranks of an engine capture the whole model between them."""
+"""The check that the ranks of an engine together capture the whole model."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ if TYPE_CHECKING:
 
 
 class UntappedLayersError(RuntimeError):
-    """The ranks do not capture the whole model. The message says what each has."""
+    """The ranks do not capture the whole model, or no shipper reaches them. The message names the ranks."""
 
 
 def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:
-    """Make sure that the ranks which capture have every layer between them, each once, and that shippers reach them.
+    """Check that exactly one capturing rank holds each layer, and that shippers reach all these ranks.
 
     Args:
-        ranks: What each rank says of itself; see `TappedWorker.residuum_describe`.
+        ranks: The description of each rank; see `TappedWorker.residuum_describe`.
         num_layers: Decoder layers of the whole model.
 
     Raises:
-        UntappedLayersError: A layer would never be captured, or twice, or by a rank of another machine.
+        UntappedLayersError: No rank captures a layer, or two ranks do, or a rank on another machine does.
     """
     capturing = [rank for rank in ranks if rank["captures"]]
     held = [rank["first_layer"] + index for rank in capturing for index in range(rank["num_layers"])]
     if sorted(held) != list(range(num_layers)):
         stages = ", ".join(f"rank {rank['rank']}: {_layers_of(rank)}" for rank in capturing) or "none"
         raise UntappedLayersError(
-            f"the ranks that capture must have {num_layers} layers between them, each once; they have {stages}"
+            f"The ranks that capture must hold each of the model's {num_layers} layers once, but they hold {stages}. "
+            "This is a defect of residuum: please report it, with the engine's parallel sizes."
         )
     away = [str(rank["rank"]) for rank in capturing if not os.path.exists(rank["control_path"])]  # noqa: PTH110
     if away:
         raise UntappedLayersError(
-            f"ranks {', '.join(away)} run on another machine than this service, where no shipper reaches their rows; "
-            "run all pipeline stages on one machine"
+            f"Ranks {', '.join(away)} run on another machine, where no shipper of this service reaches their rows. Run "
+            "all pipeline stages on the machine of the service."
         )
 
 

@@ -1,4 +1,4 @@
-"""The settings of taps, rings, shippers and stores: the same for the inference service and for `vllm serve`."""
+"""The settings of taps, rings, shippers and stores, which the inference service and `vllm serve` share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing_extensions import Self
 
 from residuum.rpc.credentials import TLS, Credentials, CredentialsError
 from residuum.v1 import capture_pb2
+from residuum.wire.endpoints import parse_endpoint
 from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK
 from residuum.wire.placement import StoreAddress, parse_stores
-from svc_common.serving import parse_endpoint
 from svc_common.settings import ServiceSettings
 
 SITES = {
@@ -22,7 +22,7 @@ SITES = {
     "attn_out": capture_pb2.SITE_ATTN_OUT,
     "mlp_out": capture_pb2.SITE_MLP_OUT,
 }
-"""The sites that can be armed, by name."""
+"""The sites that --capture-sites accepts, by name."""
 
 
 def _split(value: Any) -> Any:
@@ -36,93 +36,91 @@ def _stores(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Stores = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_stores)]
-"""Stores, each host:port or name=host:port."""
+"""Stores, each as host:port or name=host:port."""
 
 
 def _known_sites(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in SITES:
-            raise ValueError(f"{name!r} is not a site; there are {', '.join(SITES)}")
+            raise ValueError(f"{name!r} is not a site. Choose among {', '.join(SITES)}")
     if len(set(names)) != len(names) or not names:
-        raise ValueError("name at least one site, and each once")
+        raise ValueError(f"got {', '.join(names) or 'no site'}. Name at least one site, and each only once")
     return names
 
 
 class TapSettings(ServiceSettings):
-    """What is tapped in vLLM, and where captured rows go."""
+    """The sites that are tapped in vLLM, and the stores that captured rows go to."""
 
     store: Stores = ()
-    """host:port of the store that captures go to, or of several, separated by commas. Each can have a name, as in
-    a=host:port,b=host:port: captures are placed by it, so it must stay the store's wherever that moves; the default is
-    its host:port. Without a store, nothing can be captured."""
+    """host:port of the store for captures; several are separated by commas. Each may have a name, as in
+    a=host:port,b=host:port. The name decides which captures a store holds, so a store must keep its name when it moves.
+    Default name: its host:port. Without a store, nothing can be captured."""
     fixed_stores: bool = False
-    """No store was ever added to the list, removed or called otherwise since the first capture: so an id that a caller
-    chose can only be in its own store, and the others are not asked, before a capture is made, whether they have it."""
+    """State that no store was added, removed or renamed since the first capture. Before it opens a capture whose ID a
+    caller chose, the service then does not ask the other stores whether they hold that ID."""
     store_token_file: Path | None = None
-    """The file that holds the service's own token for the store, which has the right `write`; read again when it
-    changes."""
+    """A file with this service's token for the store, which needs the right `write`. The service reads the file again
+    when it changes."""
     store_tls: bool = False
-    """Connect to the store with TLS, trusting public CAs."""
+    """Connect to the store with TLS, and trust public CAs."""
     store_tls_ca: Path | None = None
-    """Connect to the store with TLS, trusting the CAs in this PEM file."""
+    """Connect to the store with TLS, and trust the CAs in this PEM file."""
     store_tls_cert: Path | None = None
-    """A certificate to show to the store (mutual TLS): a PEM file."""
+    """A PEM file with this service's certificate for the store (mutual TLS)."""
     store_tls_key: Path | None = None
-    """The private key of store-tls-cert: a PEM file."""
+    """A PEM file with the private key of store-tls-cert."""
     store_tls_server_name: str = ""
-    """The name that the store's certificate must have, if it is not the host in `store`."""
+    """The name that the store's certificate must have, if it differs from the host in `store`."""
     insecure: bool = False
-    """Send a token for the store in plain text beyond loopback, too: for private networks."""
+    """Send the token for the store in plain text to other machines too. For private networks only."""
 
     capture_sites: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_known_sites)] = (
         "resid_post",
     )
-    """The sites that requests may capture, separated by commas: resid_post, resid_pre, attn_out, mlp_out. The memory of
-    capture blocks grows with them, see max-num-seqs; attn_out and mlp_out cost a kernel a layer even where nobody
-    captures them."""
+    """The sites that requests may capture, separated by commas: resid_post, resid_pre, attn_out, mlp_out. Each site
+    adds memory for capture blocks; see max-num-seqs. attn_out and mlp_out add one kernel per layer to each step, even
+    if no request captures them."""
     fold_norms: bool | None = None
-    """Fold taps into the norms that follow them, so that idle ones cost next to nothing. Default: on a GPU."""
+    """Fold taps into the norms that follow them, so that idle taps cost almost nothing. Default: only on a GPU."""
 
     capture_encoding: Literal["raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk"] = "raw"
-    """How captured rows are encoded if a request does not say so; docs/encodings.md tells what each keeps."""
+    """The encoding of captured rows if a request does not choose one. docs/encodings.md says what each one keeps."""
     capture_rp_k: int = Field(default=DEFAULT_PROJECTION, ge=1)
-    """Dimensions of random projections (rp, rp8) if a request does not say how many; the width of rows, if that is
-    less."""
+    """Dimensions of random projections (rp, rp8) if a request does not choose them; at most the width of rows."""
     capture_topk_k: int = Field(default=DEFAULT_TOPK, ge=1)
-    """Elements of the largest magnitude that topk and topk8 keep if a request does not say how many; the width of rows,
-    if that is less."""
+    """How many elements of largest magnitude topk and topk8 keep if a request does not choose; at most the width of
+    rows."""
 
     ring_mib: int = Field(default=256, ge=1)
-    """Shared memory between each capturing worker and the shippers, in MiB. With several stores, half of it is divided
-    among them, so that one that is away leaves room for the others."""
+    """Shared memory between each capturing worker and the shippers, in MiB. With several stores, each has a reserved
+    part of one half, so that a store that does not answer leaves room for the others."""
     shippers: int = Field(default=1, ge=1, le=64)
-    """Processes that send captured rows to the stores, each by one stream to every store."""
+    """Processes that send captured rows to the stores. Each opens one stream to every store."""
     shipper_nice: int = Field(default=5, ge=0, le=19)
-    """By how much shippers give way to the engine where both want a core: niceness, as of `nice`. 0: not at all."""
+    """Niceness of the shippers: with a higher value, they give way to the engine when both want a core. 0: equal."""
     max_vectors: int = Field(default=4096, ge=1)
-    """Steering vectors that are kept; the one that was not used for longest goes first. No request can use more."""
+    """Most steering vectors that are kept. The least recently used goes first. One request cannot use more."""
     max_vector_mib: int = Field(default=256, ge=1)
-    """Memory of the vectors that are kept, in MiB."""
+    """Memory for kept steering vectors, in MiB."""
     max_active_vectors: int = Field(default=1024, ge=1, le=1 << 20)
-    """Different steering vectors that running requests may use at once; more requests wait."""
+    """Most different steering vectors that running requests use at once. Other requests wait."""
     vector_wait_seconds: float = Field(default=30.0, gt=0)
-    """How long a request waits for room among the active vectors, or among the signs of random projections, before it
-    fails."""
+    """How long a request waits for room for its active vectors or for its random projection's signs. It then fails."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """What is logged."""
+    """The lowest level that is logged."""
 
     @property
     def stores(self) -> tuple[StoreAddress, ...]:
-        """The stores as this service reaches them."""
+        """The stores at the addresses where this service reaches them."""
         return parse_stores(self.store)
 
     @property
     def store_credentials(self) -> Credentials:
-        """What the store is shown.
+        """The credentials for the stores.
 
         Raises:
-            CredentialsError: It does not go together.
+            CredentialsError: The settings contradict each other.
         """
         files = {"ca": self.store_tls_ca, "cert": self.store_tls_cert, "key": self.store_tls_key}
         encrypted = self.store_tls or self.store_tls_server_name or any(files.values())

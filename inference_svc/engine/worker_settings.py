@@ -1,4 +1,4 @@
-"""What vLLM's workers are told of the settings: plain data, in the environment that they inherit."""
+"""The settings that vLLM's workers read: plain data, passed in an environment variable."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ if TYPE_CHECKING:
     from inference_svc.engine.tap_settings import TapSettings
 
 LONGEST_STEP_SECONDS = 7 * 24 * 3600
-"""How long a step may take: it may wait for the store for as long as the operator lets it (policy WAIT). vLLM by itself
-kills the engine after five minutes."""
+"""vLLM's limit for one step. With the policy WAIT, a step may wait for the store for days, until an operator acts.
+vLLM's own default would kill the engine after five minutes."""
 
 _TAPS_VERSION = 2
-"""Raised whenever the ops in the graph change."""
+"""Increase it whenever the ops in the graph change."""
 
 
 def worker_settings(settings: TapSettings, control_dir: str, owner_pid: int) -> dict[str, Any]:
-    """Return what a worker has to know.
+    """Return the settings that a worker reads.
 
     Args:
-        settings: The settings.
+        settings: The settings of the service.
         control_dir: A private folder for the control sockets of the rings.
-        owner_pid: The process without which the worker has nothing left to do: it ends with it.
+        owner_pid: The process of the service. The worker ends when this process ends.
     """
     return {
         "control_dir": control_dir,
@@ -37,14 +37,14 @@ def worker_settings(settings: TapSettings, control_dir: str, owner_pid: int) -> 
 
 
 def site_numbers(settings: TapSettings) -> list[int]:
-    """Return the sites that are armed, ascending."""
+    """Return the sites that requests may capture, ascending."""
     return sorted(SITES[name] for name in settings.capture_sites)
 
 
 def taps_fingerprint(settings: TapSettings) -> dict[str, Any]:
-    """Return what goes into vLLM's compile cache's key.
+    """Return the part of vLLM's compile cache key that identifies the taps.
 
-    A graph that was compiled without the ops, or with others, is never taken for this one.
+    It keeps vLLM from reusing a graph that was compiled without the ops, or with other ops.
     """
     return {
         "residuum_taps": _TAPS_VERSION,

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from inference_svc.resources.vectors import vector_name
+from inference_svc.resources.vector_cache import vector_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.wire.ids import make_id
 from residuum.wire.tokens import tenant_path

@@ -1,1 +1,1 @@
-"""What running requests share: steering vectors, signs of projections, and rows of memory."""
+"""Resources that running requests share: steering vectors, signs of random projections, and runs of rows."""

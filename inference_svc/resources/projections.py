@@ -1,8 +1,8 @@
-"""The signs of random projections that running requests need: made in the workers before a request goes to the engine.
+"""The signs of random projections: workers make them before a request that needs them goes to the engine.
 
-To make them takes long beside a step, and callers choose the seeds. So it is not done in a step: a request waits, here,
-until a thread of each worker has made what it needs; it is kept until the request has ended, and afterwards while there
-is room. How much requests may need at once is bounded; beyond it they take their turns.
+Making signs takes much longer than a step, and callers choose the seeds, so no step may do it. A request waits here
+until a thread of each worker has made its signs. The workers keep them until the request has ended, and then while
+there is room. The memory of signs in use is limited; requests beyond the limit wait, first come, first served.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from residuum.v1 import capture_pb2
 
 LEAST_BYTES = 1 << 20
-"""What signs count as at least. Each time that some are made, the workers are told of all that are kept, between two
-steps: so there must not be very many, however small."""
+"""The smallest size that the signs of one projection count as. It limits their number: each call to the workers lists
+all kept projections, and the workers handle it between two steps."""
 
 _POLL_SECONDS = 0.01
-"""How often the workers are asked whether signs are there. They answer between two steps."""
+"""How often the service asks the workers whether signs are ready. They answer between two steps."""
 
 
 class Projection(NamedTuple):
-    """A random projection, as far as its signs depend on it."""
+    """The parameters of a random projection that its signs depend on."""
 
     seed: int
     dimensions: int
     computed: bool
-    """Whether the rows that it projects are computed from others, in float32."""
+    """Whether the projected rows are computed by a reduction, in float32; see `taps.plan.is_computed`."""
 
 
 def projection_of(spec: capture_pb2.CaptureSpec | None) -> Projection | None:
-    """Return the random projection of a checked capture; None if it has none."""
+    """Return the random projection of a checked capture, or None if it uses none."""
     if spec is None or spec.encoding not in RANDOM_PROJECTIONS:
         return None
     options = spec.encoding_options
@@ -48,7 +48,7 @@ def projection_of(spec: capture_pb2.CaptureSpec | None) -> Projection | None:
 
 
 class Projections:
-    """Which signs the workers keep, and for whom. One event loop uses it, so it needs no lock."""
+    """Decides which signs the workers keep, and which requests wait for them. Used on one event loop, without locks."""
 
     def __init__(
         self,
@@ -58,15 +58,15 @@ class Projections:
         max_bytes: int = KEPT_BYTES,
         least_bytes: int = LEAST_BYTES,
     ) -> None:
-        """Keep nothing yet.
+        """Start without any signs.
 
         Args:
-            keep: Has every worker make the signs of these projections beside its steps, keep them and no others, and
-                returns of each whether they are there, or why they cannot be made.
+            keep: Makes every worker compute the signs of these projections in the background and keep no others.
+                Returns for each projection whether its signs are ready, or why they cannot be made.
             width: Elements of a row.
             wait_seconds: How long a request waits for its turn before it fails.
-            max_bytes: What all signs take at most; one matrix always is kept, whatever it takes.
-            least_bytes: What those of one projection count as at least.
+            max_bytes: Limit for all signs together. A single projection is admitted even if it is larger.
+            least_bytes: See `LEAST_BYTES`.
         """
         self._keep = keep
         self._width = width
@@ -79,10 +79,10 @@ class Projections:
 
     @asynccontextmanager
     async def held(self, projection: Projection) -> AsyncIterator[None]:
-        """Have the signs of a projection in every worker for as long as the context lasts.
+        """Keep the signs of a projection ready in every worker while the context lasts.
 
         Raises:
-            Failure: There was no room for too long, they cannot be made, or the engine is dead.
+            Failure: No room came free in time, a worker cannot make the signs, or the engine is dead.
         """
         await self._enter(projection)
         try:
@@ -92,7 +92,7 @@ class Projections:
             self._leave(projection)
 
     async def _enter(self, projection: Projection) -> None:
-        """Wait for room, behind those who wait already; who takes none goes ahead."""
+        """Wait for room, behind requests that wait already. Signs that are kept need no room, so no wait either."""
         if (projection in self._kept or not self._turns) and self._admit(projection):
             return
         loop = asyncio.get_running_loop()
@@ -107,12 +107,12 @@ class Projections:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:  # admitted in the same moment
+            if turn.done() and not turn.cancelled() and turn.exception() is None:  # admitted just before the cancel
                 self._leave(projection)
             raise
         finally:
             timer.cancel()
-            self._serve()  # whoever waits behind one that gave up
+            self._serve()  # requests behind one that gave up may be admitted now
 
     def _leave(self, projection: Projection) -> None:
         self._users[projection] -= 1
@@ -120,11 +120,11 @@ class Projections:
             del self._users[projection]
             task = self._kept[projection]
             if task.done() and (task.cancelled() or task.exception() is not None):
-                del self._kept[projection]  # for the next one to try again
+                del self._kept[projection]  # so that the next request tries again
         self._serve()
 
     def _serve(self) -> None:
-        """Give those who wait their turns, in their order."""
+        """Admit waiting requests in their order, as far as there is room."""
         while self._turns:
             projection, turn = self._turns[0]
             if not turn.done():
@@ -134,18 +134,19 @@ class Projections:
             self._turns.popleft()
 
     def _admit(self, projection: Projection) -> bool:
-        """Count a user, if there is room; what is not there begins to be made."""
+        """Add a user of a projection if there is room, and return whether there is. Start to make missing signs."""
         if projection not in self._kept:
             if not self._make_room(self._size(projection)):
                 return False
             task = self._kept[projection] = asyncio.create_task(self._made(projection))
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody waits any more
+            # Retrieves the exception even if no request awaits the task any more: asyncio would log it otherwise.
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._kept.move_to_end(projection)
         self._users[projection] += 1
         return True
 
     def _make_room(self, size: int) -> bool:
-        """Let idle signs go, those that were not used for longest first, as far as it takes."""
+        """Drop idle signs, least recently used first, until `size` more bytes fit. Return False if they cannot fit."""
         used = sum(self._size(item) for item in self._users)
         if used and used + size > self._max_bytes:
             return False
@@ -161,7 +162,7 @@ class Projections:
         """Wait until every worker has the signs.
 
         Raises:
-            Failure: One cannot make them.
+            Failure: A worker cannot make them.
         """
         while True:
             kept = list(self._kept)
@@ -179,8 +180,8 @@ class Projections:
     def _full(self) -> Failure:
         return Failure(
             Reason.ERROR_REASON_LIMIT_REACHED,
-            f"Running requests use other random projections, whose signs take the {self._max_bytes >> 20} MiB that "
-            f"there are, for {self._wait_seconds:g} s already; use the same seed and dimensions, or try again later.",
+            f"For {self._wait_seconds:g} s, running requests have used other random projections, whose signs take all "
+            f"of the {self._max_bytes >> 20} MiB for signs. Use the same seed and dimensions, or try again later.",
             limit="projections",
         )
 
@@ -189,6 +190,6 @@ def _not_made(projection: Projection, cause: str) -> Failure:
     return Failure(
         Reason.ERROR_REASON_INTERNAL,
         f"The signs of the random projection (seed {projection.seed}, {projection.dimensions} dimensions) could not be "
-        f"made ({cause}); the service's log says why. Ask for fewer dimensions, or for a seed and dimensions that "
-        "others have. If memory is short, the operator leaves the device more of it: a smaller KV cache.",
+        f"made ({cause}); the service's log says why. Use fewer dimensions, or the seed and dimensions of another "
+        "running request. If device memory is short, ask the operator for a smaller KV cache.",
     )

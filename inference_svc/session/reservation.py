@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from inference_svc.resources.projections import projection_of
-from inference_svc.resources.vectors import VectorHold
+from inference_svc.resources.vector_activator import VectorHold
 from inference_svc.session.interruption import unless_interrupted
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from inference_svc.requests.registry import Running
     from inference_svc.resources.projections import Projections
-    from inference_svc.resources.vectors import VectorActivator
+    from inference_svc.resources.vector_activator import VectorActivator
 
 
 class Reservations:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from inference_svc.engine.engine import Engine
     from inference_svc.requests.registry import Running
-    from inference_svc.resources.vectors import VectorHold
+    from inference_svc.resources.vector_activator import VectorHold
     from inference_svc.session.sequences import GeneratedSequence
 
 _ANSWER_SECONDS = 5.0

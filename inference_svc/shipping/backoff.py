@@ -1,4 +1,4 @@
-"""Waiting longer after each failure, but never long, and never in step with others."""
+"""Exponential backoff with a limit and jitter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 
 
 class Backoff:
-    """Delays that double from `first_seconds` up to `limit_seconds`, each shortened at random by up to a half.
+    """Delays that double from `first_seconds` to `limit_seconds`, each shortened at random by up to one half.
 
-    The randomness keeps shippers that lost the same store from returning to it all at once.
+    The jitter keeps shippers that lost the same store from reconnecting all at once.
     """
 
     def __init__(self, first_seconds: float, limit_seconds: float) -> None:
@@ -27,10 +27,10 @@ class Backoff:
         return delay * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
     def reset(self) -> None:
-        """Go back to the first delay: it works again."""
+        """Go back to the first delay, after a success."""
         self._delay_seconds = self._first_seconds
         self.failures = 0
 
     def worth_logging(self) -> bool:
-        """Tell whether to log the last failure: the first, the second, the fourth, the eighth and so on."""
+        """Return whether to log the last failure: the first, second, fourth, eighth and so on."""
         return self.failures & (self.failures - 1) == 0

@@ -1,9 +1,11 @@
-"""Figures of a process that another one reads: a small file that is replaced as a whole.
+"""Figures that one process writes and another reads, in a small file that is replaced as a whole.
 
-Workers and shippers leave theirs beside the control sockets; the service reads them when somebody asks. Nobody waits
-for anybody: figures can be had while the model waits for the store, and a reader costs the step nothing. Prometheus's
-own mode for several processes would do the same by files, but is set for a whole process by its environment, and so
-for vLLM's figures, too.
+Workers and shippers keep their files in the folder of the control sockets. The service reads them when Prometheus
+scrapes. No process waits for another: the figures are there even while the model waits for the store, and reading them
+does not delay a step.
+
+Prometheus's own multi-process mode uses files too. But an environment variable turns it on for the whole process, so it
+would change vLLM's metrics as well.
 """
 
 from __future__ import annotations
@@ -21,21 +23,21 @@ _PERIOD_SECONDS = 1.0
 
 
 class FigureFile:
-    """Keeps a file up to date, by no more than one write a second, and none while nothing changes."""
+    """Keeps a file of figures up to date. Writes at most once a second, and only changes."""
 
-    def __init__(self, path: Path, look: Callable[[], Figures]) -> None:
-        """Keep what `look` returns in a file, by calls of `refresh`."""
+    def __init__(self, path: Path, collect: Callable[[], Figures]) -> None:
+        """Keep the figures that `collect` returns in a file, whenever `refresh` is called."""
         self._path = path
-        self._look = look
+        self._collect = collect
         self._written: Figures | None = None
         self._next = 0.0
 
     def refresh(self) -> None:
-        """Write the figures if it is time and they have changed. That the disk is full is no reason to stop."""
+        """Write the figures if a second has passed and they have changed. Ignores errors, such as a full disk."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _PERIOD_SECONDS
-        figures = self._look()
+        figures = self._collect()
         if figures == self._written:
             return
         part = self._path.with_name(self._path.name + ".part")
@@ -50,7 +52,7 @@ class FigureFile:
 
 
 def read_figures(path: str | os.PathLike[str]) -> Figures:
-    """Return the figures of a process; empty if it has left none."""
+    """Return the figures in a file; empty if there is no readable file."""
     try:
         figures: Figures = json.loads(Path(path).read_text())
     except (OSError, ValueError):
@@ -58,13 +60,13 @@ def read_figures(path: str | os.PathLike[str]) -> Figures:
     return figures
 
 
-def beside(control_path: str | os.PathLike[str]) -> Path:
-    """Return where the worker of a control socket leaves its figures."""
+def figures_path(control_path: str | os.PathLike[str]) -> Path:
+    """Return the path of the figures of the worker that serves a control socket."""
     return Path(control_path).with_suffix(".figures")
 
 
 def figures_by_store(figures: Figures) -> dict[str, dict[str, float]]:
-    """Return the figures that a process has of each store, which stand there as "figure:store", by the store's name."""
+    """Return the figures of each store by its name, from the keys of the form "figure:store"."""
     found: dict[str, dict[str, float]] = {}
     for key, value in figures.items():
         name, colon, store = key.partition(":")

@@ -1,4 +1,4 @@
-"""Cutting rows into chunks that the store accepts, without copying any of it."""
+"""Cuts rows into chunks that the store accepts, in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from residuum.wire.encodings import RowFormat
 from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_POSITIONS, TARGET_CHUNK_BYTES
 
 _HEADER_ROOM = 64 << 10
-"""For a chunk's header: 4096 positions of up to five bytes each, hundreds of layers, and the rest."""
+"""Bytes reserved for a chunk's header: 4096 positions of up to five bytes, hundreds of layers, and smaller fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,48 +19,51 @@ class Piece:
     """A part of an extent's rows that fits one chunk."""
 
     header: capture_pb2.ChunkHeader
-    """What the payload holds."""
+    """Describes the rows of the payload."""
     payload: memoryview
-    """The encoded rows, where they lie in the ring; a copy only if a layer with a prefix had to be cut."""
+    """The encoded rows, a view of the ring. A copy only if a layer with a prefix had to be cut."""
 
 
 def payload_bytes(header: capture_pb2.ChunkHeader) -> int:
-    """Return the bytes that a header describes.
+    """Return the size in bytes of the payload that a header describes.
 
     Raises:
-        ValueError: The header's encoding, width, element type and options do not go together.
+        ValueError: The header's encoding, width, element type and options contradict each other.
     """
     return RowFormat.of(header).payload_bytes(len(header.layers), len(header.positions))
 
 
 def cut(header: capture_pb2.ChunkHeader, payload: memoryview) -> Iterator[Piece]:
-    """Cut rows into pieces of about TARGET_CHUNK_BYTES, which none exceeds unless one layer's rows do.
+    """Cut rows into pieces of at most TARGET_CHUNK_BYTES. A piece is larger only if it holds a single layer.
 
-    Groups of whole layers are as equal as can be: rows just above the target become two halves, not a whole and a
-    rest. Layers are cut by positions only where a single one would not fit a chunk.
+    Pieces are groups of whole layers of nearly equal size: rows just above the target become two halves, not a full
+    piece and a small rest. A layer is cut by positions only if it does not fit one chunk.
 
-    What cannot be cut is refused by the call itself; the pieces are made one by one, as they are asked for.
+    The call itself raises the errors. The iterator makes the pieces one by one, as they are used.
 
     Args:
-        header: What the payload holds.
+        header: Describes the rows of the payload.
         payload: The encoded rows.
 
     Raises:
-        ValueError: Header and payload do not fit each other, or one row alone exceeds a chunk.
+        ValueError: The payload does not have the size that the header describes, or one row exceeds a chunk.
     """
     if not len(payload) or payload_bytes(header) != len(payload):
-        raise ValueError(f"the header describes {payload_bytes(header)} bytes, the payload has {len(payload)}")
+        raise ValueError(f"the header describes {payload_bytes(header)} bytes, but the payload has {len(payload)}")
     form = RowFormat.of(header)
     layer_bytes = len(payload) // len(header.layers)
     if form.prefix_bytes + form.row_bytes > MAX_CHUNK_BYTES - _HEADER_ROOM:
-        raise ValueError(f"a row of {form.prefix_bytes + form.row_bytes} bytes does not fit a chunk")
+        raise ValueError(
+            f"a row of {form.prefix_bytes + form.row_bytes} bytes does not fit a chunk, which holds at most "
+            f"{MAX_CHUNK_BYTES - _HEADER_ROOM}"
+        )
     if layer_bytes <= MAX_CHUNK_BYTES - _HEADER_ROOM and len(header.positions) <= MAX_CHUNK_POSITIONS:
         return _by_layers(header, payload, layer_bytes)
     return _by_positions(header, payload, form)
 
 
 def append_message(number: int, capture_id: str, piece: Piece, tenant: str = "") -> bytes:
-    """Return the bytes of an AppendChunksRequest, checksum included. The payload is copied here, once."""
+    """Return the serialised AppendChunksRequest of a piece, including its checksum. This copies the payload once."""
     crc32c = frames.checksum(piece.payload)
     chunk = frames.chunk_prefix(piece.header, crc32c, len(piece.payload))
     prefix = frames.append_prefix(number, capture_id, len(chunk) + len(piece.payload), tenant)
@@ -75,21 +78,21 @@ def _by_layers(header: capture_pb2.ChunkHeader, payload: memoryview, layer_bytes
 
 
 def _by_positions(header: capture_pb2.ChunkHeader, payload: memoryview, form: RowFormat) -> Iterator[Piece]:
-    """Cut each layer's rows; what stands before a layer's rows comes before each of the parts."""
+    """Cut each layer's rows by positions. Each part repeats the layer's prefix."""
     positions = list(header.positions)
-    most = min(max(1, (TARGET_CHUNK_BYTES - form.prefix_bytes) // form.row_bytes), MAX_CHUNK_POSITIONS)
+    max_rows = min(max(1, (TARGET_CHUNK_BYTES - form.prefix_bytes) // form.row_bytes), MAX_CHUNK_POSITIONS)
     for number, layer in enumerate(header.layers):
         base = number * form.payload_bytes(1, len(positions)) + form.prefix_bytes
         prefix = payload[base - form.prefix_bytes : base]
-        for start, end in _spans(len(positions), most):
+        for start, end in _spans(len(positions), max_rows):
             part = _part(header, [layer], positions[start:end])
             rows = payload[base + start * form.row_bytes : base + end * form.row_bytes]
             yield Piece(part, memoryview(b"".join((prefix, rows))) if prefix else rows)
 
 
-def _spans(total: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the fewest runs of at most `most` that cover `total`, as equal as can be."""
-    runs = -(-total // most)
+def _spans(total: int, max_length: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of runs that cover `total`: as few as `max_length` allows, of nearly equal length."""
+    runs = -(-total // max_length)
     for run in range(runs):
         yield total * run // runs, total * (run + 1) // runs
 

@@ -1,14 +1,14 @@
-"""The words between a worker and a shipper, over a Unix domain socket. Small, length-prefixed, never pickled.
+"""The messages between a worker and a shipper, over a Unix domain socket. They are length-prefixed and not pickled.
 
     worker:  Hello, with the ring's file descriptor
     worker:  ExtentReady {ticket 1, offset 0, capture A, headers}
     worker:  LossReport {ticket 2, capture B, loss}
     shipper: Done {ticket 2}
-    shipper: Done {ticket 1}       from here on the worker may write those bytes again
-    shipper: Leaving               it is stopping: no more, please; Done still follows for what it has
+    shipper: Done {ticket 1}       from here on the worker may reuse those bytes
+    shipper: Leaving               it takes no more items; Done still follows for the items that it has
 
-A ticket names one thing handed over; it is never used again, so a late Done cannot free bytes that hold other rows
-by now. Numbers are little-endian. A message is its body's length (uint32), its kind (uint8) and its body.
+A ticket names one item, and no later item reuses it. So a late Done cannot free bytes that hold other rows by then.
+Numbers are little-endian. A message is the length of its body (uint32), its kind (uint8) and its body.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from residuum.v1 import capture_pb2, store_pb2
 
 PROTOCOL_VERSION: Final = 2
 MAX_BODY_BYTES: Final = 16 << 20
-"""Far above the headers of any extent; a longer body is not one of ours."""
+"""Far above the headers of any extent. A longer body cannot be a message of this protocol."""
 
 _PREFIX = struct.Struct("<IB")
 _HELLO = struct.Struct("<HQ")
@@ -35,7 +35,7 @@ _DONE = struct.Struct("<Q")
 
 
 class ProtocolError(Exception):
-    """The other end says something that is not in this protocol."""
+    """The peer sent bytes that are not a valid message at this point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,17 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class ExtentReady:
-    """An extent is the shipper's, to read, until it says Done."""
+    """Hands an extent to the shipper, which may read it until it sends Done."""
 
     ticket: int
     offset: int
     """Where in the ring the extent begins, in bytes."""
     capture_id: str
     headers: tuple[capture_pb2.ChunkHeader, ...]
-    """One at least. Their payloads, each [layers][positions][width], lie one after the other from the offset on."""
+    """One or more. Their payloads, each [layers][positions][width], follow each other from the offset on."""
 
     def body_bytes(self) -> int:
-        """Return the length of the message's body, which MAX_BODY_BYTES bounds."""
+        """Return the length of the message's body, which must not exceed MAX_BODY_BYTES."""
         headers = sum(_HEADER.size + header.ByteSize() for header in self.headers)
         return _EXTENT.size + len(self.capture_id.encode()) + headers
 
@@ -78,7 +78,7 @@ class ExtentReady:
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """Rows that will never come: news for the store."""
+    """Reports rows that will never come; the shipper passes it on to the store."""
 
     ticket: int
     capture_id: str
@@ -93,7 +93,7 @@ class LossReport:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What the ticket names is acknowledged by the store; an extent is the worker's again."""
+    """The store has acknowledged the ticket's item. If it is an extent, the worker may reuse its bytes."""
 
     ticket: int
 
@@ -104,7 +104,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The shipper is stopping and wants nothing more."""
+    """The shipper is stopping and takes no more items."""
 
     def encode(self) -> bytes:
         """Return the message's bytes."""
@@ -115,14 +115,14 @@ Message = Hello | ExtentReady | LossReport | Done | Leaving
 
 
 class MessageReader:
-    """Finds messages in the bytes of a socket, however they are cut."""
+    """Reads messages from the bytes of a socket, in pieces of any size."""
 
     def __init__(self) -> None:
         """Start with no bytes."""
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Take more bytes and yield the messages that are whole now.
+        """Take more bytes and yield the messages that are complete now.
 
         Raises:
             ProtocolError: The bytes are not messages of this protocol.
@@ -131,7 +131,7 @@ class MessageReader:
         while len(self._buffer) >= _PREFIX.size:
             size, kind = _PREFIX.unpack_from(self._buffer)
             if size > MAX_BODY_BYTES:
-                raise ProtocolError(f"a message of {size} bytes; at most {MAX_BODY_BYTES} are allowed")
+                raise ProtocolError(f"a message has {size} bytes, but at most {MAX_BODY_BYTES} are allowed")
             end = _PREFIX.size + size
             if len(self._buffer) < end:
                 return
@@ -161,27 +161,27 @@ def _decode_hello(body: bytes) -> Hello:
 
 def _decode_extent(body: bytes) -> ExtentReady:
     ticket, offset, id_bytes = _EXTENT.unpack_from(body)
-    at = _EXTENT.size + id_bytes
-    headers = tuple(_decode_headers(body, at))
-    return ExtentReady(ticket, offset, body[_EXTENT.size : at].decode(), headers)
+    headers_start = _EXTENT.size + id_bytes
+    headers = tuple(_decode_headers(body, headers_start))
+    return ExtentReady(ticket, offset, body[_EXTENT.size : headers_start].decode(), headers)
 
 
-def _decode_headers(body: bytes, at: int) -> Iterator[capture_pb2.ChunkHeader]:
-    if at >= len(body):
+def _decode_headers(body: bytes, offset: int) -> Iterator[capture_pb2.ChunkHeader]:
+    if offset >= len(body):
         raise struct.error("it has no header")
-    while at < len(body):
-        (size,) = _HEADER.unpack_from(body, at)
-        at += _HEADER.size
-        if at + size > len(body):
+    while offset < len(body):
+        (size,) = _HEADER.unpack_from(body, offset)
+        offset += _HEADER.size
+        if offset + size > len(body):
             raise struct.error("a header is cut off")
-        yield capture_pb2.ChunkHeader.FromString(body[at : at + size])
-        at += size
+        yield capture_pb2.ChunkHeader.FromString(body[offset : offset + size])
+        offset += size
 
 
 def _decode_loss(body: bytes) -> LossReport:
     ticket, id_bytes = _LOSS.unpack_from(body)
-    at = _LOSS.size + id_bytes
-    return LossReport(ticket, body[_LOSS.size : at].decode(), store_pb2.RowLoss.FromString(body[at:]))
+    loss_start = _LOSS.size + id_bytes
+    return LossReport(ticket, body[_LOSS.size : loss_start].decode(), store_pb2.RowLoss.FromString(body[loss_start:]))
 
 
 def _decode_done(body: bytes) -> Done:
@@ -190,7 +190,7 @@ def _decode_done(body: bytes) -> Done:
 
 def _decode_leaving(body: bytes) -> Leaving:
     if body:
-        raise struct.error("it has no body")
+        raise struct.error("it must not have a body")
     return Leaving()
 
 

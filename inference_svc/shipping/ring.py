@@ -1,4 +1,4 @@
-"""The ring: shared memory in which a worker fills extents, and its shippers read them."""
+"""The ring: shared memory in which a worker writes extents and shippers read them."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ import numpy as np
 import numpy.typing as npt
 
 EXTENT_ALIGNMENT: Final = 256
-"""Bytes. Every extent begins at a multiple: any element type is aligned, no cache line is shared by two extents, and
-a single row wastes little."""
+"""Bytes. Every extent begins at a multiple of this. Any element type is then aligned, two extents share no cache line,
+and an extent of a single row wastes little."""
 
 
 class Extent(NamedTuple):
-    """A run of a ring's bytes."""
+    """A contiguous piece of a ring."""
 
     offset: int
     """Bytes from the ring's start, a multiple of EXTENT_ALIGNMENT."""
     nbytes: int
-    """Its length: what was asked for, in bytes."""
+    """Its length in bytes, as it was requested."""
 
 
 class SharedRing:
-    """One piece of memory, shared by a file descriptor that has no name.
+    """One piece of memory that processes share through a file descriptor.
 
-    The memory is a memfd: nobody has to remove it, because it ends with the last process that maps it, however that
-    process ends; and /dev/shm, 64 MiB in a container by default, does not bound it. It is taken in full when the ring
-    is made, so that a machine with too little memory shows at start, not in the middle of a step; and it is sealed, so
-    that no process can shrink it under another.
+    The worker creates the ring and writes to it. Shippers attach it read-only. Its size is a multiple of the page size,
+    because CUDA pins whole pages.
 
-    The worker makes the ring and writes; shippers attach it and can only read. It is whole pages, as pinning for the
-    GPU wants it.
+    The memory is a memfd. It needs no cleanup: the kernel frees it when the last process that maps it ends, even if
+    that process crashes. And it does not count towards /dev/shm, which a container limits to 64 MiB by default. The
+    ring reserves all its memory at once, so that a machine with too little memory fails at startup and not during a
+    step. The memfd is sealed, so no process can shrink it while another uses it.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
-        """Wrap mapped memory; use `create` or `attach`."""
+        """Wrap mapped memory; call `create` or `attach` instead."""
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
-        """The whole ring, uint8[ring_bytes]: what is pinned for the GPU, once."""
+        """The whole ring, uint8 [ring_bytes]."""
 
     @property
     def ring_bytes(self) -> int:
@@ -50,20 +50,20 @@ class SharedRing:
 
     @classmethod
     def create(cls, ring_bytes: int) -> tuple[SharedRing, int]:
-        """Make a ring.
+        """Create a ring.
 
         Args:
-            ring_bytes: Its bytes at least; they are rounded up to whole pages.
+            ring_bytes: Its size, which is rounded up to whole pages.
 
         Returns:
-            The ring, and a file descriptor that other processes attach it by. The caller closes it.
+            The ring, and a file descriptor for `attach` in other processes. The caller closes the descriptor.
 
         Raises:
             ValueError: The size is not positive.
             OSError: There is not enough memory.
         """
         if ring_bytes < 1:
-            raise ValueError(f"a ring needs some bytes, not {ring_bytes}")
+            raise ValueError(f"a ring of {ring_bytes} bytes cannot be made; it needs at least 1")
         size = -(-ring_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         _check_memory(size)
         descriptor = os.memfd_create("residuum-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -78,29 +78,35 @@ class SharedRing:
 
     @classmethod
     def attach(cls, descriptor: int, ring_bytes: int) -> SharedRing:
-        """Map a ring that another process made, for reading. The descriptor may be closed afterwards.
+        """Map a ring of another process, read-only. The caller may close the descriptor afterwards.
 
         Raises:
             OSError: The descriptor is not a ring of that size.
-            ValueError: As above.
+            ValueError: The descriptor is not a ring of that size.
         """
         return cls(mmap.mmap(descriptor, ring_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
 
     def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
-        """Return an extent, uint8[nbytes], where it lies.
+        """Return a view of an extent's bytes, uint8 [nbytes].
 
         Raises:
-            IndexError: It is empty, or not within the ring.
+            IndexError: The extent is empty, or not within the ring.
         """
         end = extent.offset + extent.nbytes
         if not 0 <= extent.offset < end <= self.ring_bytes:
-            raise IndexError(f"bytes {extent.offset} to {end} are not an extent of the ring's {self.ring_bytes}")
+            raise IndexError(
+                f"bytes {extent.offset} to {end} are no extent of this ring, which has {self.ring_bytes} bytes"
+            )
         return self.memory[extent.offset : end]
 
 
 def _check_memory(size: int) -> None:
-    """Refuse what the machine has no room for: taking it would not fail, it would have some process killed."""
+    """Refuse a ring larger than the available memory: Linux would allocate it and later kill some process."""
     with Path("/proc/meminfo").open() as lines:
         available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     if size > available:
-        raise OSError(errno.ENOMEM, f"a ring of {size:,} bytes does not fit the {available:,} that are available")
+        raise OSError(
+            errno.ENOMEM,
+            f"a ring of {size:,} bytes does not fit the {available:,} bytes of memory that are available; choose a "
+            "smaller --ring-mib",
+        )

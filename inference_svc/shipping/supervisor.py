@@ -1,4 +1,4 @@
-"""Shippers as child processes of the inference service: started, kept running, stopped."""
+"""Runs shippers as child processes of the inference service: starts, restarts and stops them."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from svc_common.logs import get_logger
 _FIRST_DELAY_SECONDS = 0.2
 _LONGEST_DELAY_SECONDS = 5.0
 _STABLE_SECONDS = 30.0
-"""A shipper that ran this long before it ended is restarted as if it had never failed."""
+"""After a run at least this long, the backoff of a shipper that ended starts again with the first delay."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ShipperStatus:
-    """How one shipper stands."""
+    """The state of one shipper."""
 
     pid: int | None
-    """Its process; None while it is being restarted."""
+    """Its process ID; None while it is being restarted."""
     restarts: int
     """How often it was restarted."""
     last_exit: int | None
-    """The exit status of the process before; negative: the signal that ended it. None: there was none."""
+    """The exit status of the previous process; negative: the signal that ended it. None: no process has ended yet."""
     figures: Figures
-    """What it told of itself a second ago; see `Shipper.figures`. Empty: it has told nothing, or nobody asked it to."""
+    """Its figures, about a second old; see `Lanes.figures`. Empty if it has no figures file."""
 
 
 class ShipperSupervisor:
     """Keeps a number of shippers running.
 
-    A shipper that ends is started again, after a delay that grows while it keeps failing; what it had in hand the
-    workers have given to the others meanwhile, or give to it when it connects. No shipper outlives this process, even
-    one that is killed: each watches its parent.
+    A shipper that ends is restarted after a delay, which grows while it keeps failing. Workers hand its items to other
+    shippers in the meantime, or to its successor. No shipper outlives this process, even if this process is killed:
+    each shipper watches its parent.
 
     Example:
         supervisor = ShipperSupervisor([directory / "stage-0"], "localhost:50052", count=2)
         await supervisor.start()
-        ...                                  # first the engine ends: then nothing new comes
+        ...                                  # stop the engine first, so that no new rows come
         await supervisor.stop(grace_seconds=10)
     """
 
@@ -63,15 +63,15 @@ class ShipperSupervisor:
         folder: str | os.PathLike[str] | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        """Prepare; nothing is started before `start`.
+        """Prepare the shippers; `start` starts them.
 
         Args:
-            control_paths: The control sockets of the workers, which may come up later.
-            stores: The store, or several: host:port or name=host:port each.
-            count: How many shippers. Each has a stream to every store.
-            credentials: What the stores are shown.
-            folder: Where they leave figures of themselves. None: they do not.
-            arguments: More arguments for each; see `python -m inference_svc.shipping --help`.
+            control_paths: The control sockets of the workers. They need not exist yet.
+            stores: One store or several, each as host:port or name=host:port.
+            count: How many shippers to run. Each opens a stream to every store.
+            credentials: The credentials for the stores.
+            folder: The folder of their figures files. None: they write none.
+            arguments: More arguments for each shipper; see `python -m inference_svc.shipping --help`.
         """
         controls = [word for path in control_paths for word in ("--control", os.fspath(Path(path)))]
         named = [stores] if isinstance(stores, str) else stores
@@ -85,7 +85,7 @@ class ShipperSupervisor:
         self._keepers = [_Keeper(name, self._arguments, place) for name, place in enumerate(places)]
 
     async def start(self) -> None:
-        """Start the shippers; returns when their processes exist.
+        """Start the shippers. Returns when their processes exist.
 
         Raises:
             OSError: A process cannot be started.
@@ -94,11 +94,11 @@ class ShipperSupervisor:
             await keeper.start()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Let the shippers deliver what they have, then end them; kill those that outlast the grace. Idempotent."""
+        """Let the shippers deliver their items and end. Kill those that outlast the grace. Idempotent."""
         await asyncio.gather(*(keeper.stop(grace_seconds) for keeper in self._keepers))
 
     def status(self) -> list[ShipperStatus]:
-        """Return how each shipper stands."""
+        """Return the state of each shipper."""
         return [keeper.status() for keeper in self._keepers]
 
 
@@ -136,7 +136,7 @@ class _Keeper:
             self._signal("kill")
             await self._task
         except asyncio.CancelledError:
-            self._signal("kill")  # whoever stops us is in a hurry; never leave a process behind
+            self._signal("kill")  # the caller cannot wait, and no process may be left behind
             raise
 
     async def _keep(self, process: asyncio.subprocess.Process | None) -> None:
@@ -183,7 +183,7 @@ class _Keeper:
             self._signal("terminate")
         return self._process
 
-    def _signal(self, how: str) -> None:
+    def _signal(self, method: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             if self._process is not None:
-                getattr(self._process, how)()
+                getattr(self._process, method)()

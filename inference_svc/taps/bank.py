@@ -1,4 +1,4 @@
-"""The vectors that running requests use: a table at a fixed address, whose rows the inference service allots."""
+"""The vector bank: the active steering vectors on the device. The inference service decides which row holds which."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ if TYPE_CHECKING:
 
 
 _STAGED_VECTORS = 64
-"""Vectors that are on their way to the device at once."""
+"""How many vectors one upload to the device takes."""
 
 
 class VectorBank:
-    """A table of steering vectors, float32 [rows, hidden], with their inverse norms beside it."""
+    """A table of steering vectors, float32 [rows, hidden], and of their inverse norms, float32 [rows].
+
+    Both stay at fixed addresses: CUDA graphs hold these.
+    """
 
     def __init__(self, rows: int, hidden: int, device: torch.device) -> None:
         self.vectors: Tensor = torch.zeros(rows, hidden, dtype=torch.float32, device=device)
         self.inverse_norms: Tensor = torch.zeros(rows, dtype=torch.float32, device=device)
         on_gpu = device.type == "cuda"
-        # A stream of its own: vectors arrive while a step runs, and must neither wait for it nor hold up the next one.
+        # A stream of its own: vectors arrive while a step runs. The upload must not wait for it or delay the next one.
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         staged = min(rows, _STAGED_VECTORS)
         self._vectors = torch.zeros(staged, hidden, dtype=torch.float32, pin_memory=on_gpu)
@@ -37,17 +40,17 @@ class VectorBank:
         return int(self.vectors.nbytes + self.inverse_norms.nbytes)
 
     def load(self, rows: Iterable[tuple[int, bytes]]) -> None:
-        """Write vectors into rows; they are there when it returns.
+        """Write vectors into rows, and return when the device has them.
 
         Args:
-            rows: Pairs of a row and the vector's values, float32 little-endian [hidden]. The caller makes sure that
-                no running request uses the row.
+            rows: Pairs of a row and the vector's values, float32 little-endian [hidden]. No running request may use
+                these rows.
         """
         pending = iter(rows)
-        while some := list(islice(pending, len(self._vectors))):
-            self._stage(values for _, values in some)
+        while batch := list(islice(pending, len(self._vectors))):
+            self._stage(values for _, values in batch)
             with torch.cuda.stream(self._stream):  # does nothing without a stream
-                for index, (row, _) in enumerate(some):
+                for index, (row, _) in enumerate(batch):
                     self.vectors[row].copy_(self._vectors[index], non_blocking=True)
                     self.inverse_norms[row].copy_(self._inverse_norms[index], non_blocking=True)
             if self._stream is not None:

@@ -1,4 +1,4 @@
-"""Capture blocks: memory on the device that requests fill position by position, as attention fills KV pages."""
+"""Capture blocks: device memory that requests fill position by position, as attention fills pages of the KV cache."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class PoolExhaustedError(RuntimeError):
-    """More was asked for than one step can need: the pool was sized wrong."""
+    """The pool has no room for a block, and none will come free. See `BlockPool.rows_needed`."""
 
 
 @dataclass
 class Block:
-    """A block that one request is filling: rows [units, capacity] of the pool, a unit for each site and layer."""
+    """A block that one request fills: pool rows [units, capacity], with one unit for each site and layer."""
 
     first_row: int
-    """The pool's row that takes the first unit of the first position."""
+    """The pool row for the first unit of the first position."""
     capacity: int
-    """How many positions fit: from one unit's row of a position to the next unit's."""
+    """How many positions fit. It is also the distance, in pool rows, from one unit to the next."""
     capture: Capture
-    """What fills it."""
+    """The capture that the block belongs to."""
     positions: list[int] = field(default_factory=list)
-    """The positions it holds, in the order of its rows."""
+    """The positions that the block holds, in the order of its rows."""
 
     @property
     def free(self) -> int:
@@ -42,27 +42,28 @@ class Block:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the pool that it takes."""
+        """How many pool rows the block takes."""
         return self.capture.units * self.capacity
 
 
 class BlockPool:
-    """The memory of all blocks: [rows, hidden] in the model's dtype, allotted once.
+    """The memory of all blocks, [rows, hidden] in the model's dtype, allocated once.
 
-    A block takes the rows of what its capture asks for and no more. Blocks for generated tokens hold 32 positions and
-    fill slowly; they are taken from the end of the pool. Those for a prompt hold what one step computes, leave when
-    that step is done, and are taken from the start: so the two do not fragment each other's room.
+    A block takes rows only for the sites and layers of its capture. Blocks for generated tokens hold up to 32 positions
+    and fill slowly; they come from the end of the pool. Blocks for a prompt hold the positions of one step and leave
+    after that step; they come from the start. So the two kinds do not fragment each other's room.
     """
 
     def __init__(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, largest_block: int) -> None:
-        """Allot the memory.
+        """Allocate the memory.
 
         Args:
             rows: Rows of the pool; see `rows_needed`.
             hidden: Elements of a row.
-            dtype: The model's.
-            device: The model's.
-            largest_block: Rows that a block may take, if it holds more positions than it must: what fits the ring well.
+            dtype: The model's dtype.
+            device: The model's device.
+            largest_block: Most rows of a block with more than the minimum of positions. Chosen so that several fit the
+                ring.
         """
         self.memory: Tensor = torch.zeros(rows, hidden, dtype=dtype, device=device)
         self._runs = FreeRuns(rows)
@@ -74,16 +75,16 @@ class BlockPool:
 
     @staticmethod
     def rows_needed(step_tokens: int, requests: int, units: int, steps_leaving: int = 0) -> int:
-        """Return how many rows the worst step needs.
+        """Return how many rows are enough for any step.
+
+        A step fills step_tokens / 32 blocks of 32 positions. Each request may leave two more blocks partly filled: one
+        at the end of its prompt, and one for generated tokens.
 
         Args:
-            step_tokens: Tokens that one step computes at most.
-            requests: Requests that run at once at most.
-            units: Rows of a captured position at most: sites times layers.
-            steps_leaving: Steps whose blocks may still be on their way out.
-
-        A step fills step_tokens / 32 blocks of 32 positions, and each request may leave two of them part full: one at
-        the end of its prompt, and one in generation.
+            step_tokens: Most tokens that one step computes.
+            requests: Most requests that run at once.
+            units: Most rows of one captured position: sites times layers.
+            steps_leaving: Earlier steps whose blocks may not have left the device yet.
         """
         blocks = (1 + steps_leaving) * (-(-step_tokens // BLOCK_TOKENS) + requests) + requests
         return blocks * BLOCK_TOKENS * units
@@ -100,62 +101,68 @@ class BlockPool:
 
     @property
     def free_rows(self) -> int:
-        """Rows of no block."""
+        """Rows that belong to no block."""
         with self._changed:
             return self._runs.total
 
     def rows(self, block: Block) -> Tensor:
-        """Return what a block holds, where it lies: [units, positions, hidden]."""
+        """Return a view of a block's filled rows, [units, positions, hidden]."""
         whole = self.memory[block.first_row : block.first_row + block.num_rows]
         return whole.view(block.capture.units, block.capacity, -1)[:, : len(block.positions)]
 
-    def take(self, capture: Capture, positions: int, least: int = BLOCK_TOKENS) -> Block:
-        """Allot a block; waits while the room for it is on its way out.
+    def take(self, capture: Capture, positions: int, min_capacity: int = BLOCK_TOKENS) -> Block:
+        """Allocate a block. Wait for room while other blocks are leaving the device.
 
         Args:
-            capture: What will fill it.
-            positions: How many positions are at hand; the block may hold fewer.
-            least: How many it holds at least, 32 or fewer.
+            capture: The capture that fills the block.
+            positions: How many positions this step has for the block. The block may hold fewer.
+            min_capacity: How many positions the block holds at least, at most 32.
 
         Raises:
-            PoolExhaustedError: There is no room, and none will come back.
+            PoolExhaustedError: There is no room, and none will come free.
         """
-        capacities = sorted({least, max(least, min(positions, self._most_positions(capture)))}, reverse=True)
+        largest = max(min_capacity, min(positions, self._max_capacity(capture)))
+        capacities = sorted({min_capacity, largest}, reverse=True)
         with self._changed:
             while True:
                 if self._failed:
-                    raise PoolExhaustedError("captured rows cannot leave the device; see the log above")
+                    raise PoolExhaustedError(
+                        "Captured rows cannot leave the device; the log above says why. Restart the service."
+                    )
                 for capacity in capacities:
                     first = self._runs.take(capacity * capture.units, from_end=capacity <= BLOCK_TOKENS)
                     if first is not None:
                         return Block(first, capacity, capture)
                 if not self._leaving:
-                    raise PoolExhaustedError("no room is left for captured rows; the pool is too small for this step")
+                    raise PoolExhaustedError(
+                        "No room is left for captured rows: the pool is too small for this step. This is a defect of "
+                        "residuum: please report it."
+                    )
                 self._changed.wait()
 
-    def _most_positions(self, capture: Capture) -> int:
-        """Return how many positions a block holds at most, so that it fits the ring well once it is encoded."""
+    def _max_capacity(self, capture: Capture) -> int:
+        """Return the most positions of a block such that its encoded rows fit the ring well."""
         form = capture.encoding.format_of(self.memory.shape[1], self._wire_type)
-        largest = self._largest_block * self.row_bytes // max(form.row_bytes, self.row_bytes)
-        most = min(MAX_CHUNK_POSITIONS, largest // capture.units)
-        if form.prefix_bytes:  # a layer's rows that are encoded together fit a chunk
-            most = min(most, (TARGET_CHUNK_BYTES - form.prefix_bytes) // form.row_bytes)
-        return most
+        max_rows = self._largest_block * self.row_bytes // max(form.row_bytes, self.row_bytes)
+        capacity = min(MAX_CHUNK_POSITIONS, max_rows // capture.units)
+        if form.prefix_bytes:  # a layer's rows are encoded together, so they must fit one chunk
+            capacity = min(capacity, (TARGET_CHUNK_BYTES - form.prefix_bytes) // form.row_bytes)
+        return capacity
 
     def leaving(self, count: int) -> None:
-        """Note that blocks will be given back by another thread."""
+        """Note that another thread will give back `count` blocks. Until then, `take` waits instead of failing."""
         with self._changed:
             self._leaving += count
 
     def give_back(self, block: Block) -> None:
-        """Return a block whose rows have been copied out."""
+        """Free a block whose rows are no longer needed."""
         with self._changed:
             self._runs.give_back(block.first_row, block.num_rows)
             self._leaving = max(self._leaving - 1, 0)
             self._changed.notify()
 
     def fail(self) -> None:
-        """Note that blocks on their way out will not come back."""
+        """Note that leaving blocks will never be given back. Every `take` fails from now on."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()

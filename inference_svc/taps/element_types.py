@@ -1,4 +1,4 @@
-"""Element types: torch's and the wire's."""
+"""Element types: conversion between torch's dtypes and those of the wire format."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WIRE_TYPES = {
     torch.float16: tensor_pb2.DATA_TYPE_FLOAT16,
     torch.bfloat16: tensor_pb2.DATA_TYPE_BFLOAT16,
 }
-"""The wire's names of torch's types."""
+"""The wire type of each torch dtype."""
 
-_TORCH_TYPES = {wire: own for own, wire in WIRE_TYPES.items()}
+_TORCH_TYPES = {wire_type: dtype for dtype, wire_type in WIRE_TYPES.items()}
 
 _CASTS = {
     capture_pb2.ENCODING_FP32: torch.float32,
@@ -28,10 +28,10 @@ _CASTS = {
 
 
 def cast_of(form: RowFormat) -> torch.dtype | None:
-    """Return the type of the elements of a format that is nothing but elements: RAW and the casts; of others None."""
+    """Return the element dtype of a format whose rows are only elements (RAW and the casts); None for other formats."""
     return own_type(form) if form.encoding == capture_pb2.ENCODING_RAW else _CASTS.get(form.encoding)
 
 
 def own_type(form: RowFormat) -> torch.dtype:
-    """Return the type in which the model computed the rows."""
+    """Return the dtype in which the model computed the rows."""
     return _TORCH_TYPES[form.dtype]

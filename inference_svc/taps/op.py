@@ -1,8 +1,8 @@
-"""The custom ops that sit in the compiled graph: one call a tap point, whose arguments never change.
+"""The custom ops in the compiled graph. Each tap point is one call, and its arguments never change.
 
-`tap` stands by itself. It is registered with `mutates_args=["hidden"]`, so the compiler neither drops nor reorders it.
-`tap_norm` takes the place of a model's own add and RMS norm; the model goes on with what it returns. Everything that
-differs from step to step is data behind them.
+`tap` changes `hidden` in place. Its schema declares that (`Tensor(a!)`), so the compiler neither drops nor reorders it.
+`tap_norm` replaces a model's own add and RMS norm and returns their results. Everything that changes from step to step
+is data that the ops read, not an argument.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LIBRARY.define(
 
 
 class Tap(Protocol):
-    """What is done at the tap points."""
+    """The implementation of the ops on a device."""
 
     def tap(self, hidden: Tensor, residual: Tensor | None, point: int) -> None:
         """Steer and capture the rows of `hidden` + `residual` ([rows, hidden]) at a point, in place."""
@@ -31,29 +31,29 @@ class Tap(Protocol):
     def tap_norm(
         self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, point: int, *, plus_one: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the RMS norm of the sum and the sum itself, after it was steered and captured; see kernel.py."""
+        """Steer and capture the sum of `hidden` and `residual`; return its RMS norm and the sum. See kernel.py."""
 
 
 class _Current:
-    """The tap of this process. There is one model in a worker process, and so one tap."""
+    """The tap of this process. A worker process has one model, so it has one tap."""
 
     tap: Tap
 
 
 def install(tap: Tap) -> None:
-    """Make `tap` what the ops call, in this process. Comes before the model is hooked."""
+    """Set the tap that the ops call in this process. Call it before the model is hooked."""
     _Current.tap = tap
 
 
 def call(hidden: Tensor, residual: Tensor | None, point: int) -> None:
-    """Call `tap`; traced into the graph."""
+    """Call the op `tap`. The compiler traces this call into the graph."""
     torch.ops.residuum.tap(hidden, residual, point)
 
 
 def call_norm(
     hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, point: int, *, plus_one: bool
 ) -> tuple[Tensor, Tensor]:
-    """Call `tap_norm`; traced into the graph."""
+    """Call the op `tap_norm`. The compiler traces this call into the graph."""
     normed, summed = torch.ops.residuum.tap_norm(hidden, residual, weight, epsilon, plus_one, point)
     return normed, summed
 

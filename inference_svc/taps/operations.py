@@ -1,6 +1,6 @@
-"""The arithmetic of steering, on rows of any requests at once.
+"""The arithmetic of steering, for rows of several requests at once.
 
-Source of the definitions: steering.proto. All of it is float32; v^ is v / |v|.
+steering.proto defines the operations. All arithmetic is float32. v^ means v / |v|.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class OperationBatch(NamedTuple):
-    """One operation for each of some rows; the rows are distinct, the vectors need not be."""
+    """One operation for each of r different rows."""
 
     rows: Tensor
     """Rows of the batch, int64 [r]."""
     vectors: Tensor
-    """Rows of the vector bank, int64 [r]."""
+    """Rows of the vector bank, int64 [r]. Several rows may use the same vector."""
     kinds: Tensor
-    """`Kind` of each, int64 [r]."""
+    """The `Kind` of each operation, int64 [r]."""
     scales: Tensor
     """Factor of ADD and ABLATE, float32 [r]."""
     lows: Tensor
@@ -31,49 +31,51 @@ class OperationBatch(NamedTuple):
     highs: Tensor
     """Upper bound of CAP, float32 [r]."""
     keeps_norm: Tensor
-    """Whether the row gets back the norm that it had, bool [r]."""
+    """Whether the row is rescaled to the norm that it had before, bool [r]."""
 
 
 def reach(dtype: torch.dtype) -> float:
-    """Return how large steering may make an element of a row of this dtype.
+    """Return the largest magnitude to which steering may push an element of a row of this dtype.
 
-    Half of what the dtype holds, for what layers add to it later; and no larger than that the sum of a row's squares
-    is a float32, because norms are computed so. No model comes near 1e16 by itself.
+    It is half of the dtype's maximum, to leave room for what later layers add. It is also at most 1e16, because norms
+    sum a row's squares in float32. The activations of a model do not come near 1e16 without steering.
     """
     return min(1e16, float(torch.finfo(dtype).max) / 2)
 
 
-def bounded(steered: Tensor, x: Tensor, most: float) -> Tensor:
-    """Return steered rows that hold no element larger than `most`, unless it was before.
+def bounded(steered: Tensor, x: Tensor, limit: float) -> Tensor:
+    """Limit the magnitude of steered elements to `limit`, or to their magnitude before steering if that is larger.
 
-    A row with an infinity makes NaN of itself in the next norm, and so of its keys and values. These stay in the
-    engine's cache when the request has ended, and attention multiplies what it masks by zero: so the NaN would get
-    into requests that come after. (A GPU's kernel asks this only of rows that an operation moves by more than a
-    thousandth of `most`; less than that does not add up to an infinity in any model's layers.)
+    An infinity in a row becomes NaN in the next norm, and then in the row's keys and values. These stay in the engine's
+    KV cache after the request has ended. Attention multiplies masked values by zero, which keeps a NaN: it would reach
+    later requests.
+
+    The GPU kernel checks only rows that an operation moves by more than a thousandth of `limit`. Smaller moves do not
+    add up to an infinity over the layers of any model.
 
     Args:
         steered: The rows after all operations, float32 [r, hidden].
-        x: The rows before, likewise.
-        most: See `reach`.
+        x: The rows before steering, float32 [r, hidden].
+        limit: See `reach`.
 
     Returns:
-        The rows, [r, hidden]. An element for which no number came out is as it was before.
+        The rows, float32 [r, hidden]. An element that steering made NaN gets back its old value.
     """
-    bounds = x.abs().clamp(min=most)
+    bounds = x.abs().clamp(min=limit)
     return torch.where(steered.isnan(), x, torch.maximum(torch.minimum(steered, bounds), -bounds))
 
 
 def apply_batch(x: Tensor, v: Tensor, inverse_norms: Tensor, batch: OperationBatch) -> Tensor:
-    """Return rows after one operation each.
+    """Apply one operation to each row and return the new rows.
 
     Args:
         x: The residual rows, float32 [r, hidden].
-        v: Each row's vector, float32 [r, hidden].
-        inverse_norms: 1 / |v| of each, float32 [r]; 0 for the zero vector.
-        batch: What is done to each row.
+        v: The vector of each row, float32 [r, hidden].
+        inverse_norms: 1 / |v| for each vector, float32 [r]; 0 for a zero vector.
+        batch: The operations.
 
     Returns:
-        The rows after it, float32 [r, hidden].
+        The new rows, float32 [r, hidden].
     """
     projections = (x * v).sum(dim=-1) * inverse_norms  # x . v^
     clamped = torch.maximum(torch.minimum(projections, batch.highs), batch.lows)

@@ -1,6 +1,7 @@
-"""What a worker has to know of one request: carried in `SamplingParams.extra_args`, read once when it is scheduled.
+"""Request plans: the capture and the steering operations of one request, for the workers.
 
-vLLM serialises `extra_args` with msgpack, so a plan is plain data; selections travel as their protobuf bytes.
+A plan travels in `SamplingParams.extra_args`. The worker reads it once, when the request is first scheduled. vLLM
+serialises `extra_args` with msgpack, so a plan is plain data, and position selections are protobuf bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ KEY = "residuum_plan"
 
 
 class Kind(IntEnum):
-    """The kinds of steering operation, as the tables know them."""
+    """The kinds of steering operations, as numbers for the device tables."""
 
     ADD = 0
     ABLATE = 1
     CAP = 2
-    """Also what sets a projection: a cap whose bounds are equal."""
+    """Also used to set a projection to a value: a cap whose bounds are equal."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class Operation:
     high: float = float("inf")
     """Upper bound of CAP."""
     keep_norm: bool = False
-    """The row gets back the norm that it had before."""
+    """Rescale the row to the norm that it had before."""
 
     def to_data(self) -> dict[str, Any]:
-        """Return the operation as plain data."""
+        """Return the operation as plain data, for `from_data`."""
         return {
             **vars(self),
             "kind": int(self.kind),
@@ -63,33 +64,33 @@ class Operation:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Operation:
-        """Return the operation of its plain data."""
+        """Return the operation that `to_data` converted."""
         return cls(**{**_restore(data), "kind": Kind(data["kind"])})
 
 
 @dataclass(frozen=True)
 class RowEncoding:
-    """How captured rows are encoded; the fields are those of the contract."""
+    """How captured rows are encoded. The fields are those of capture.proto."""
 
     encoding: capture_pb2.Encoding.ValueType = capture_pb2.ENCODING_RAW
     dimensions: int = 0
     seed: int = 0
     axis: capture_pb2.QuantizationAxis.ValueType = capture_pb2.QUANTIZATION_AXIS_UNSPECIFIED
     rows: tuple[int, ...] = ()
-    """The bank's rows of the vectors of PROJECT."""
+    """For PROJECT, the rows of the vector bank that hold its vectors."""
 
     @property
     def has_basis(self) -> bool:
-        """Whether rows are multiplied with something: vectors, or signs."""
+        """Whether rows are multiplied with a basis: vectors, or the signs of a random projection."""
         return bool(self.rows) or self.encoding in RANDOM_PROJECTIONS
 
     def format_of(self, width: int, dtype: tensor_pb2.DataType.ValueType) -> RowFormat:
-        """Return the format of rows of so many elements."""
+        """Return the format of encoded rows that had `width` elements of `dtype`."""
         return _format(self.encoding, width, dtype, self.dimensions, self.axis)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RowEncoding:
-        """Return the encoding of its plain data, `vars` of it."""
+        """Return the encoding whose `vars` are `data`."""
         return cls(**{**data, "rows": tuple(data["rows"])})
 
 
@@ -105,13 +106,13 @@ def _format(
 
 
 def is_computed(reduction: capture_pb2.Reduction.ValueType) -> bool:
-    """Tell whether the rows of a reduction are computed, in float32, rather than some of those that were captured."""
+    """Return whether a reduction computes new rows, in float32, instead of choosing among the captured rows."""
     return reduction in (capture_pb2.REDUCTION_MEAN, capture_pb2.REDUCTION_MAX, capture_pb2.REDUCTION_SUM)
 
 
 @dataclass(frozen=True)
 class Capture:
-    """What is captured of a request."""
+    """Which rows of a request are captured, and how they are encoded."""
 
     capture_id: str
     sequence: int
@@ -121,10 +122,11 @@ class Capture:
     sites: tuple[capture_pb2.Site.ValueType, ...] = (capture_pb2.SITE_RESID_POST,)
     """The sites, ascending."""
     sheds: bool = False
-    """Drop rows when the ring is full, instead of waiting."""
+    """Drop rows when the ring is full, instead of waiting (policy SHED)."""
     before_steering: bool = False
+    """Capture rows as they were before steering."""
     is_probe: bool = False
-    """Keep the rows in the worker for the self-test, instead of sending them to the store."""
+    """Keep the rows in the worker for the self-test, instead of sending them to a store."""
     encoding: RowEncoding = field(default_factory=RowEncoding)
     reduction: capture_pb2.Reduction.ValueType = capture_pb2.REDUCTION_NONE
     spare_positions: int = 0
@@ -132,26 +134,26 @@ class Capture:
 
     @property
     def units(self) -> int:
-        """Rows that one captured position gives: one for each site and layer, in this order."""
+        """Rows of one captured position: one for each site and, within a site, for each layer."""
         return len(self.sites) * len(self.layers)
 
     @property
     def is_reduced(self) -> bool:
-        """Whether one row is sent in the place of many."""
+        """Whether a reduction replaces many rows by one."""
         return self.reduction != capture_pb2.REDUCTION_NONE
 
     @property
     def is_computed(self) -> bool:
-        """Whether the rows that are sent are computed from others; see `is_computed`."""
+        """Whether a reduction computes the rows that are sent; see the function `is_computed`."""
         return is_computed(self.reduction)
 
     @property
     def is_followed(self) -> bool:
-        """Whether the sink keeps something for it from its request's begin to its end."""
+        """Whether the sink keeps state for the capture between blocks; see `FollowedCaptures`."""
         return self.is_reduced or self.encoding.has_basis
 
     def to_data(self) -> dict[str, Any]:
-        """Return the capture as plain data."""
+        """Return the capture as plain data, for `from_data`."""
         return {
             **vars(self),
             "layers": list(self.layers),
@@ -162,7 +164,7 @@ class Capture:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Capture:
-        """Return the capture of its plain data."""
+        """Return the capture that `to_data` converted."""
         encoding = RowEncoding.from_data(data["encoding"])
         return cls(**{**_restore(data), "sites": tuple(data["sites"]), "encoding": encoding})
 
@@ -175,7 +177,7 @@ class RequestPlan:
     capture: Capture | None = None
     operations: tuple[Operation, ...] = ()
     name: str = ""
-    """What the inference service calls it when it changes the operations. Empty: it never will."""
+    """The name under which the inference service changes the request's operations. Empty: they never change."""
 
     def to_extra_args(self) -> dict[str, Any]:
         """Return the plan as the value of `SamplingParams.extra_args`."""
@@ -187,7 +189,7 @@ class RequestPlan:
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> RequestPlan | None:
-        """Return the plan in a request's `extra_args`; None if the taps have nothing to do for it."""
+        """Return the plan in a request's `extra_args`, or None if the request has none."""
         data = (extra_args or {}).get(KEY)
         if data is None:
             return None
@@ -200,7 +202,12 @@ class RequestPlan:
         )
 
     def for_rank(self, points: TapPoints, *, captures: bool) -> RequestPlan:
-        """Return what one rank does of it: the layers of its own stage are captured, if it is one that captures."""
+        """Return the plan for one rank.
+
+        Args:
+            points: The tap points of the rank's pipeline stage. Only layers of this stage are captured.
+            captures: Whether the rank captures at all.
+        """
         layers = points.own(self.capture.layers) if self.capture and captures else ()
         return replace(self, capture=replace(self.capture, layers=layers) if self.capture and layers else None)
 

@@ -1,6 +1,6 @@
-"""Tap points: the places of the graph where the op sits, and the sites of layers that each of them sees.
+"""Tap points: the places in the graph where the op is called, and the sites that each point sees.
 
-Between two layers there is one point for two sites: the residual stream after a layer is the one before the next.
+Between two layers, one point sees two sites: `resid_post` of a layer is `resid_pre` of the next.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ENTRY = 0
 
 @dataclass(frozen=True)
 class TapPoints:
-    """The points of one pipeline stage: the entry, one after each layer, then those of its attention and its MLP."""
+    """The points of one pipeline stage, numbered in this order: the entry, then after each layer, attention, MLP."""
 
     first_layer: int
     num_layers: int
 
     @property
     def count(self) -> int:
-        """How many points there are, whether or not the op sits at them."""
+        """How many points there are, including those without an op."""
         return 1 + 3 * self.num_layers
 
     @property
@@ -37,7 +37,7 @@ class TapPoints:
         return range(self.first_layer, self.first_layer + self.num_layers)
 
     def own(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Return those of some layers that this stage has."""
+        """Return those of `layers` that belong to this stage."""
         return tuple(layer for layer in layers if layer in self.layers)
 
     def after(self, layer: int) -> int:
@@ -55,7 +55,7 @@ class TapPoints:
         }[site]
 
     def sites(self, point: int) -> tuple[tuple[Site.ValueType, int], ...]:
-        """Return the (site, layer) pairs that a point sees; those of other stages' layers are among them."""
+        """Return the (site, layer) pairs that a point sees. A pair may name a layer of a neighbouring stage."""
         index, layers = point - 1, self.num_layers
         if index < layers:
             layer = self.first_layer + index

@@ -1,9 +1,9 @@
-"""Reductions: one row in the place of many, kept while a request runs. The rule is written in capture.proto.
+"""Reductions: one row replaces many. capture.proto defines them.
 
-The worker does not know where a request ends: the engine may compute a few positions too many, after an end token or a
-stop text. So the last wanted positions are kept as they are, and the row of each of them is sent in the end: whichever
-the last one was, its row is there, and those beyond it count for nothing. If the engine ran further than that, the row
-is missing, and the capture INCOMPLETE.
+The worker does not know which position is a request's last: the engine may compute a few more after an end token or a
+stop text. So the worker keeps the rows of the last few positions, and at the end sends one reduced row for each of
+them, as if it were the last. The row of the actual last position is among them; readers ignore the others. If the
+engine ran even further, that row is missing and the capture is incomplete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REDUCTIONS = (
     capture_pb2.REDUCTION_MAX,
     capture_pb2.REDUCTION_SUM,
 )
-"""What the taps can do."""
+"""The reductions that the taps support."""
 
 
 class Batch(NamedTuple):
@@ -39,15 +39,15 @@ class Batch(NamedTuple):
     capture: Capture
     positions: Sequence[int]
     rows: Tensor
-    """[units, positions, width], in the model's dtype; reduced ones may be float32."""
+    """[units, positions, width], in the model's dtype; computed rows are float32."""
 
 
 class Reduction:
-    """The reductions of one sequence: of its prompt, and of its generated tokens."""
+    """The two reductions of one sequence: one over its prompt, one over its generated tokens."""
 
     def __init__(self, plan: RequestPlan) -> None:
-        """Begin with nothing."""
-        assert plan.capture is not None  # noqa: S101 - made only for what captures
+        """Start without rows."""
+        assert plan.capture is not None  # noqa: S101 - made only for captures
         self._capture = plan.capture
         self._prompt_tokens = plan.prompt_tokens
         wanted = wanted_positions(plan.capture.positions, plan.prompt_tokens, 0, plan.prompt_tokens)
@@ -56,9 +56,10 @@ class Reduction:
         self._generated = _Running(plan.capture.reduction, keep=plan.capture.spare_positions + 1)
 
     def add(self, batch: Batch) -> Batch | None:
-        """Take the rows of a block, all of the prompt or all generated; return the prompt's row if it is known now.
+        """Add the rows of a block, and return the prompt's row if the prompt is complete now.
 
-        The batch's rows are not needed any more once what this puts on the device's stream is done.
+        All rows of a block belong to the prompt, or all are generated. On a GPU, the work is only enqueued here: the
+        rows may be overwritten once the current stream has done it.
         """
         if batch.positions[0] >= self._prompt_tokens:
             self._generated.add(batch.positions, batch.rows)
@@ -69,32 +70,32 @@ class Reduction:
         return Batch(self._capture, *self._prompt.take())
 
     def miss(self, positions: Sequence[int]) -> None:
-        """Note that wanted positions never come: what includes them cannot be told."""
+        """Note that the rows of these positions never come, so reductions over them are not whole."""
         self._prompt.is_whole &= min(positions) >= self._prompt_tokens
         self._generated.is_whole &= max(positions) < self._prompt_tokens
 
     def is_whole(self, batch: Batch) -> bool:
-        """Tell whether all rows came that a batch of this stands for."""
+        """Return whether all rows came that a reduced batch includes."""
         return (self._generated if batch.positions[0] >= self._prompt_tokens else self._prompt).is_whole
 
     def finish(self) -> Batch | None:
-        """Return the rows of the last generated positions; None if there are none."""
+        """Return the reduced rows of the last generated positions; None if no generated row came."""
         return Batch(self._capture, *self._generated.take()) if self._generated.positions else None
 
 
 class _Running:
-    """The rows that came so far: the first ones reduced, the last ones as they are."""
+    """A running reduction: the first rows are folded into one, the last `keep` rows are kept as they are."""
 
     def __init__(self, reduction: capture_pb2.Reduction.ValueType, keep: int) -> None:
         self._reduction = reduction
         self._keep = keep
-        self._total: Tensor | None = None  # of those that were folded, float32 [units, 1, width]
+        self._total: Tensor | None = None  # of the folded rows, float32 [units, 1, width]
         self._folded = 0
         self._rows: Tensor | None = None  # [units, positions, width]
         self.positions: list[int] = []
-        """Those of the rows that are kept as they are."""
+        """The positions of the rows that are kept as they are."""
         self.is_whole = True
-        """Whether no row failed to come."""
+        """Whether every row came."""
 
     def add(self, positions: Sequence[int], rows: Tensor) -> None:
         old = rows[:, :0] if self._rows is None else self._rows
@@ -106,8 +107,8 @@ class _Running:
         self.positions = [*self.positions, *positions][excess:]
 
     def take(self) -> tuple[list[int], Tensor]:
-        """Return the positions that are kept, and the reduction up to each of them, [units, positions, width]."""
-        assert self._rows is not None  # noqa: S101 - something was added
+        """Return the kept positions, and the reduction up to each of them, [units, positions, width]."""
+        assert self._rows is not None  # noqa: S101 - called only after `add`
         rows = self._rows
         if self._reduction == capture_pb2.REDUCTION_LAST:
             return self.positions, rows

@@ -1,21 +1,26 @@
-"""Where full blocks go: into the shared ring, from where shippers take them; or, for the self-test, nowhere else."""
+"""The sink: the last step of a captured row in the worker. Full blocks are encoded into the ring, where shippers read.
+
+Each part has one job: `FollowedCaptures` runs reductions and holds projection bases, `RingWriter` deals with extents
+and losses, `Probes` keeps the blocks of the self-test.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from inference_svc.taps.cpu import encoder
 from inference_svc.taps.element_types import own_type
+from inference_svc.taps.encodings.bases import Bases
 from inference_svc.taps.encodings.check import check_encodings
-from inference_svc.taps.encodings.signs import SignCache, Signs
-from inference_svc.taps.reductions import Batch, Reduction
-from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.encodings import RANDOM_PROJECTIONS
-from svc_common.logs import get_logger
+from inference_svc.taps.encodings.signs import SignCache
+from inference_svc.taps.followed_captures import FollowedCaptures
+from inference_svc.taps.probes import Probe, Probes
+from inference_svc.taps.reductions import Batch
+from inference_svc.taps.ring_writer import RingWriter, RowFormat
+from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,122 +28,91 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from inference_svc.shipping.ring import Extent
     from inference_svc.shipping.worker.producer import RingProducer
     from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.plan import Capture, RequestPlan
-    from residuum.v1 import tensor_pb2
     from residuum.wire.encodings import RowFormat as EncodedFormat
 
-_log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """What a captured row is."""
-
-    hidden: int
-    """Elements."""
-    dtype: tensor_pb2.DataType.ValueType
-
-
-class Probe(NamedTuple):
-    """A block that was kept for the self-test."""
-
-    capture: Capture
-    positions: list[int]
-    rows: Tensor
-    """[sites, layers, positions, hidden]."""
-
-
-class _Followed(NamedTuple):
-    """What is kept of a capture from its request's begin to its end."""
-
-    capture: Capture
-    basis: Tensor | None
-    """What its rows are multiplied with: vectors, float32 [vectors, hidden], or signs, [hidden, dimensions]."""
-    reduction: Reduction | None
-    problem: str = ""
-    """Why nothing can be sent of it, if nothing can."""
+_CPU_SIGN_DTYPE = torch.float32
+"""Products of 16-bit matrices are slow on a CPU."""
 
 
 class BlockSink:
-    """Encodes blocks into the ring, as soon as they are sent: for blocks that lie in this process's own memory."""
+    """Encodes blocks in this process's own memory into the ring, within the call of `send`."""
 
     def __init__(
-        self, pool: BlockPool, row_format: RowFormat, producer: RingProducer, bank: VectorBank | None = None
+        self,
+        pool: BlockPool,
+        row_format: RowFormat,
+        producer: RingProducer,
+        bank: VectorBank | None = None,
+        sign_dtype: torch.dtype = _CPU_SIGN_DTYPE,
     ) -> None:
-        """Make the sink of a pool; without a bank, nothing can be projected to vectors."""
+        """Make the sink of a pool.
+
+        Args:
+            pool: The blocks.
+            row_format: The rows as the model computes them.
+            producer: The ring.
+            bank: The active vectors. None: no capture projects its rows to vectors.
+            sign_dtype: See `Bases`.
+        """
         self._pool = pool
         self._format = row_format
         self._producer = producer
-        self._bank = bank
-        self._probes: dict[str, list[Probe]] = {}
         self._signs = SignCache(row_format.hidden, pool.memory.device)
-        # By the very object: another request may come by the same name before the last blocks of this one have left.
-        self._followed: dict[int, _Followed] = {}
+        self._bases = Bases(self._signs, bank, sign_dtype)
+        self._writer = RingWriter(producer, row_format)
+        self._followed = FollowedCaptures(self._bases, self._writer)
+        self._probes = Probes(pool)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it has allotted on the device for good."""
+        """Bytes of device memory that the sink allocates for its lifetime."""
         return 0
 
     def check_encodings(self) -> None:
-        """Encode rows in every way and compare with the reference; before anything is sent.
+        """Encode known rows in every encoding and compare them with the reference. Comes before any capture.
 
         Raises:
-            CannotEncodeError: They are not what they should be.
+            CannotEncodeError: The encoded rows differ.
         """
         memory = self._pool.memory
-        check_encodings(memory.shape[1], memory.dtype, memory.device, self._signs, self._encoded)
+        check_encodings(memory.shape[1], memory.dtype, memory.device, self._signs, self._encode_for_check)
 
     def begin(self, plan: RequestPlan) -> None:
-        """Prepare for the blocks of a request whose capture is followed; they come until `end`."""
-        capture = plan.capture
-        assert capture is not None  # noqa: S101 - it is followed
-        try:
-            reduction = Reduction(plan) if capture.is_reduced else None
-            followed = _Followed(capture, self._basis(capture), reduction)
-        except (MemoryError, RuntimeError) as error:  # torch's, of a device without memory for example
-            _log.exception("a capture cannot be made", request_id=capture.capture_id)
-            problem = f"The worker could not prepare for this capture ({type(error).__name__}); its log says why."
-            followed = _Followed(capture, None, None, problem)
-        self._followed[id(capture)] = followed
+        """Prepare for the blocks of a request whose capture is followed (`Capture.is_followed`), until `end`."""
+        self._followed.begin(plan)
 
     def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
-        """Have the signs of projections at hand, made beside the steps; see `SignCache.keep`.
-
-        Args:
-            projections: Of each its seed, its dimensions, and whether the rows that it projects are computed.
-        """
-        return self._signs.keep(
-            [Signs(seed, size, self._signs_type(computed=computed)) for seed, size, computed in projections]
-        )
+        """Make the signs of random projections on a thread and keep them; see `Bases.keep_signs`."""
+        return self._bases.keep_signs(projections)
 
     def send(self, blocks: Sequence[Block]) -> None:
-        """Move blocks' rows on and give the blocks back to the pool.
+        """Move the rows of blocks on, and give the blocks back to the pool.
 
-        A full ring is handled as the capture asks: WAIT holds up the step, SHED drops the rows and says so.
+        When the ring is full, the capture's policy decides: WAIT holds up the step, SHED drops the rows and reports
+        them as lost.
         """
         for block in blocks:
             if block.capture.is_probe:
-                self._keep_probe(block)
+                self._probes.keep(block)
             elif block.positions:
-                batch = self._batch_of(block)
+                batch = self._followed.add(self._batch(block))
                 if batch is not None:
                     self._ship(batch)
             self._pool.give_back(block)
 
     def end(self, capture: Capture) -> None:
-        """Send what is still to come of a capture that is followed, and whose last block was sent; forget it."""
-        last = self._last_batch(capture)
+        """Send the last rows of a followed capture, after its last block was sent, and forget it."""
+        last = self._followed.finish(capture)
         if last is not None:
             self._ship(last)
-        self._forget(capture)
+        self._followed.forget(capture)
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until every block that was sent has left the pool; tell whether it has. Here they leave at once."""
+        """Wait until every block that was sent has left the pool, and return whether it has. Here `send` does that."""
         del timeout_seconds
         return True
 
@@ -149,141 +123,37 @@ class BlockSink:
         reason: capture_pb2.IncompleteReason.ValueType,
         detail: str,
     ) -> None:
-        """Report rows of a capture that will never come."""
+        """Report rows of a capture that never come."""
         if capture.is_probe or not positions:
             return
-        reduction = self._reduction(capture)
-        if reduction is not None:
-            reduction.miss(positions)
-        self._report_loss(capture, positions, reason, detail)
+        self._followed.miss(capture, positions)
+        self._writer.report_loss(capture, positions, reason, detail)
 
     def take_probe(self, capture_id: str) -> list[Probe]:
-        """Return, once, the blocks of a self-test's capture."""
-        return self._probes.pop(capture_id, [])
+        """Return the blocks of a self-test's capture and forget them."""
+        return self._probes.take(capture_id)
 
-    def _report_loss(
-        self,
-        capture: Capture,
-        positions: Sequence[int],
-        reason: capture_pb2.IncompleteReason.ValueType,
-        detail: str,
-    ) -> None:
-        loss = store_pb2.RowLoss(
-            sequence=capture.sequence,
-            sites=capture.sites,
-            layers=capture.layers,
-            positions=positions,
-            reason=reason,
-            detail=detail,
-        )
-        self._producer.report_loss(capture.capture_id, loss)
-
-    def _keep_probe(self, block: Block) -> None:
-        capture = block.capture
-        rows = self._pool.rows(block).clone().unflatten(0, (len(capture.sites), len(capture.layers)))
-        self._probes.setdefault(capture.capture_id, []).append(Probe(capture, list(block.positions), rows))
-
-    def _batch_of(self, block: Block) -> Batch | None:
-        """Return what is to be sent now that a block has come."""
-        followed = self._followed.get(id(block.capture))
-        if followed is not None and followed.problem:
-            self.lose(block.capture, block.positions, capture_pb2.INCOMPLETE_REASON_WRITE_FAILED, followed.problem)
-            return None
-        batch = Batch(block.capture, block.positions, self._pool.rows(block))
-        reduction = self._reduction(block.capture)
-        return batch if reduction is None else self._told(reduction.add(batch), reduction)
-
-    def _last_batch(self, capture: Capture) -> Batch | None:
-        reduction = self._reduction(capture)
-        return None if reduction is None else self._told(reduction.finish(), reduction)
-
-    def _told(self, batch: Batch | None, reduction: Reduction) -> Batch | None:
-        """Return reduced rows; if some that they stand for never came, say that they are lost instead."""
-        if batch is None or reduction.is_whole(batch):
-            return batch
-        detail = "Rows that this one stands for were lost."
-        self._report_loss(batch.capture, batch.positions, capture_pb2.INCOMPLETE_REASON_WRITE_FAILED, detail)
-        return None
-
-    def _reduction(self, capture: Capture) -> Reduction | None:
-        return self._followed[id(capture)].reduction if capture.is_reduced else None
-
-    def _forget(self, capture: Capture) -> None:
-        del self._followed[id(capture)]
+    def _batch(self, block: Block) -> Batch:
+        return Batch(block.capture, block.positions, self._pool.rows(block))
 
     def _ship(self, batch: Batch) -> None:
-        extent = self._producer.acquire(self._nbytes(batch), not batch.capture.sheds, batch.capture.capture_id)
+        extent = self._writer.acquire(batch, block=not batch.capture.sheds)
         if extent is None:
-            self._shed(batch)
-        else:
-            self._encode(batch, extent)
-            self._publish(batch, extent)
-
-    def _shed(self, batch: Batch) -> None:
-        self._report_loss(
-            batch.capture,
-            batch.positions,
-            capture_pb2.INCOMPLETE_REASON_OVERFLOW,
-            "The ring had no more room for what goes to its store, and the capture's policy is SHED.",
-        )
-
-    def _form(self, capture: Capture) -> EncodedFormat:
-        return capture.encoding.format_of(self._format.hidden, self._format.dtype)
-
-    def _nbytes(self, batch: Batch) -> int:
-        return self._form(batch.capture).payload_bytes(batch.capture.units, len(batch.positions))
+            self._writer.shed(batch)
+            return
+        rows, basis = self._rows_and_basis(batch)
+        target = torch.from_numpy(self._producer.view(extent)).view(batch.capture.units, -1)
+        encoder.encode(rows, self._writer.format_of(batch.capture), basis, target)
+        self._writer.publish(batch, extent)
 
     def _rows_and_basis(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return rows in the type that they are encoded from, and what they are multiplied with, if they are."""
-        encoding, form, rows = batch.capture.encoding, self._form(batch.capture), batch.rows
-        if encoding.encoding in (capture_pb2.ENCODING_RAW, capture_pb2.ENCODING_TOPK):
-            return rows.to(own_type(form)), None
-        return rows, self._followed[id(batch.capture)].basis if encoding.has_basis else None
+        """Return the rows in the dtype that they are encoded from, and their basis, if they have one."""
+        if batch.capture.encoding.encoding in (capture_pb2.ENCODING_RAW, capture_pb2.ENCODING_TOPK):
+            return batch.rows.to(own_type(self._writer.format_of(batch.capture))), None
+        return batch.rows, self._followed.basis(batch.capture)
 
-    def _basis(self, capture: Capture) -> Tensor | None:
-        """Return what a capture's rows are multiplied with, to be held until its last block has left.
-
-        The request has ended by then, and the bank's rows may be others', and its signs dropped.
-        """
-        encoding = capture.encoding
-        if encoding.rows:
-            assert self._bank is not None  # noqa: S101 - a worker has one
-            return torch.stack([self._bank.vectors[row] for row in encoding.rows])
-        if encoding.encoding in RANDOM_PROJECTIONS:
-            dtype = self._signs_type(computed=capture.is_computed)
-            return self._signs.get(encoding.seed, encoding.dimensions, dtype)
-        return None
-
-    def _encoded(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:
-        """Return rows as they would come to the ring."""
+    def _encode_for_check(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:
+        """Return the bytes of rows as `send` would write them into the ring."""
         data = np.empty(form.payload_bytes(*rows.shape[:2]), dtype=np.uint8)
         encoder.encode(rows, form, basis, torch.from_numpy(data).view(len(rows), -1))
         return data
-
-    def _signs_type(self, *, computed: bool) -> torch.dtype:
-        del computed
-        return torch.float32  # 16-bit matrices are slow on a CPU
-
-    def _encode(self, batch: Batch, extent: Extent) -> None:
-        """Encode a batch into the ring."""
-        rows, basis = self._rows_and_basis(batch)
-        target = torch.from_numpy(self._producer.view(extent)).view(batch.capture.units, -1)
-        encoder.encode(rows, self._form(batch.capture), basis, target)
-
-    def _publish(self, batch: Batch, extent: Extent) -> None:
-        capture, form = batch.capture, self._form(batch.capture)
-        headers = [
-            capture_pb2.ChunkHeader(
-                sequence=capture.sequence,
-                site=site,
-                layers=capture.layers,
-                positions=batch.positions,
-                dtype=form.dtype,
-                width=form.width,
-                encoding=form.encoding,
-                dimensions=form.dimensions,
-                axis=form.axis,
-            )
-            for site in capture.sites
-        ]
-        self._producer.publish(extent, capture.capture_id, headers)

@@ -19,7 +19,8 @@ from inference_svc.engine.engine import Engine, facts_of
 from inference_svc.requests.plans import count_spare_positions, make_plan
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.projections import Projections, projection_of
-from inference_svc.resources.vectors import VectorActivator, VectorCache, cache_capacity
+from inference_svc.resources.vector_activator import VectorActivator
+from inference_svc.resources.vector_cache import VectorCache, cache_capacity
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.reservation import Reservations
 from inference_svc.vllm_serve.delivery import Delivery
@@ -82,7 +83,7 @@ class FrontEnd:
         self._registry = RequestRegistry(time_to_live=0.0, max_registrations=0)
         kept = cache_capacity(settings.max_vectors, settings.max_vector_mib, self._facts.hidden_size)
         self._cache = VectorCache(
-            kept, self._facts.hidden_size, self._registry.is_leased, "send them in vllm_xargs.residuum_vectors"
+            kept, self._facts.hidden_size, self._registry.is_leased, "Send them in vllm_xargs.residuum_vectors."
         )
         wait_seconds = settings.vector_wait_seconds
         self._admission = Admission(self._facts, self._cache)

@@ -16,7 +16,7 @@ from inference_svc.engine.worker_settings import taps_fingerprint, worker_settin
 from inference_svc.taps.vllm.limits import UnsupportedEngineError
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
 from inference_svc.vllm_serve import plugin
-from residuum.rpc.extras import install_extra
+from residuum.rpc.extras import install_server
 from svc_common.settings import from_environment
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _check_front_end() -> None:
     if (problem := plugin.problem()) is not None:
         raise UnsupportedEngineError(
             f"vLLM's API server does not know residuum: {problem}. Its plugin is called `residuum`: name it in "
-            f"VLLM_PLUGINS if you set that, and in vLLM's environment {install_extra('cuda')}."
+            f"VLLM_PLUGINS if you set that, and in vLLM's environment {install_server()}."
         )
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in {"", "0"}:
         raise UnsupportedEngineError(

@@ -30,7 +30,7 @@ NAMES = """
     SequenceOutcome ServerFault SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreStats
     StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer UnknownModel
     UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__ directions load_vectors
-    vllm_xargs
+    serve vllm_xargs
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 

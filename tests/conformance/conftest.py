@@ -1,7 +1,8 @@
-"""One engine at a time for the whole folder: every test with the compiled one, then every test with the eager one."""
+"""One engine at a time for the whole folder: first all tests with the compiled one, then all with the eager one."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import residuum
+from tests import sharing
 from tests.conformance import stock
 from tests.conformance.engines import Engine, running_engine, stock_arguments
 from tests.reference.hf import Reference
@@ -16,38 +18,42 @@ from tests.reference.tiny import HIDDEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process has this engine."""
+    sharing.check(items, "engine", "conformance", Path(__file__).parent)
 
 
 @pytest.fixture(scope="package", params=["compiled", "eager"])
 def engine(request: pytest.FixtureRequest, tiny_llama: Path, cache_root: Path) -> Iterator[Engine]:
-    """Both services on the tiny model. A test that asks for it runs twice: compiled and eager."""
+    """Both services on the tiny model. A test that uses it runs twice: compiled and eager."""
     if request.param == "compiled" and any("stock_before" in item.fixturenames for item in request.session.items):
-        request.getfixturevalue("stock_before")  # it must come first: see test_compile_cache.py
+        request.getfixturevalue("stock_before")  # it must run first; see test_compile_cache.py
     with running_engine(request.param, tiny_llama, cache_root.parent, cache_root) as running:
         yield running
 
 
 @pytest.fixture(scope="package")
 def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where vLLM keeps what it compiles; empty to begin with."""
+    """vLLM's cache of compiled graphs, empty at the start."""
     return tmp_path_factory.mktemp("conformance") / "vllm-cache"
 
 
 @pytest.fixture(scope="package")
 def stock_before(tiny_llama: Path, cache_root: Path) -> stock.Run:
-    """What stock vLLM generated, compiled, in the empty cache, before any engine with taps ran there."""
+    """The tokens that stock vLLM generated, compiled, with an empty cache, before any engine with taps used it."""
     return stock.run(cache_root, stock_arguments(tiny_llama))
 
 
 @pytest.fixture(scope="package")
 def reference(tiny_llama: Path) -> Reference:
     """The same model, run by transformers."""
-    torch.set_num_threads(1)  # it is tiny, and the engine is busy on the other cores
+    torch.set_num_threads(1)  # the model is tiny, and the engine uses the other cores
     return Reference(tiny_llama)
 
 
 @pytest.fixture(scope="package")
 def direction() -> residuum.Vector:
-    """A vector to steer with."""
+    """A vector for steering."""
     return residuum.Vector.from_array(np.random.default_rng(4).standard_normal(HIDDEN).astype(np.float32))

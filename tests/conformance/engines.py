@@ -1,4 +1,4 @@
-"""A running pair of services under test: real processes, vLLM on the CPU, a tiny model in float32."""
+"""Both services under test: real processes, vLLM on the CPU, a tiny model in float32."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHUNK = 64
-"""Tokens that a step computes at most: longer prompts are computed in several."""
+"""Most tokens of a step. Longer prompts are computed in several steps."""
 
 KV_BLOCK = 32
-"""Positions in a block of vLLM's KV cache; what the prefix cache keeps is whole blocks."""
+"""Positions in a block of vLLM's KV cache. The prefix cache keeps whole blocks."""
 
 KV_BLOCKS = 64
-"""Blocks of vLLM's KV cache: few, so that several long requests at once are preempted."""
+"""Blocks of vLLM's KV cache: few, so that vLLM preempts several long requests at once."""
 
 _KV_GIB = 0.25
 _VLLM_ARGUMENTS = {
@@ -37,28 +37,28 @@ _VLLM_ARGUMENTS = {
     "block_size": KV_BLOCK,
     "num_gpu_blocks_override": KV_BLOCKS,
 }
-"""What decides what vLLM compiles, and how it schedules."""
+"""The arguments that decide what vLLM compiles, and how it schedules."""
 
 RING_MIB = 4
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Both services, and what a test needs of them."""
+    """Both services, and access to them for tests."""
 
     name: str
-    """"compiled", with taps folded into norms, or "eager", with all taps by themselves."""
+    """"compiled", with taps folded into norms, or "eager", with all taps as ops of their own."""
     store: Service
     inference: Service
     client: residuum.Client
     journal: Journal
-    """What the engine computed, step by step."""
+    """The engine's steps."""
 
     @contextmanager
     def paced(self, seconds: float = 0.02) -> Iterator[None]:
-        """Let each step take this long at least, so that a test can do something while a request generates.
+        """Make each step take at least this long, so that a test can act while a request generates.
 
-        The tiny model is done with hundreds of tokens before a client on a busy machine has read the first.
+        Otherwise the tiny model generates hundreds of tokens before a client on a busy machine reads the first.
         """
         pace = pace_file(self.journal.path)
         pace.write_text(str(seconds))
@@ -68,7 +68,7 @@ class Engine:
             pace.unlink()
 
     def serving(self) -> dict[str, Any]:
-        """Return what the service logged when it began to serve."""
+        """Return the service's log line "serving"."""
         for line in self.inference.log.read_text().splitlines():
             with suppress(ValueError):
                 entry: dict[str, Any] = json.loads(line)
@@ -78,9 +78,9 @@ class Engine:
 
     @contextmanager
     def held(self, *vectors: residuum.Vector) -> Iterator[None]:
-        """Let vLLM's engine stand still, so that everything that is asked for meanwhile runs at once.
+        """Pause vLLM's engine, so that all requests made in the meantime run at once.
 
-        An engine that stands still takes no vectors: those that are to be used must be named.
+        A paused engine loads no vectors, so the vectors in use must be named here.
         """
         if vectors:
             self.client.generate([5], max_tokens=1, steer=[residuum.Add(vector, layer=0) for vector in vectors])
@@ -99,20 +99,20 @@ class Engine:
 
 
 def stock_arguments(model: Path) -> dict[str, Any]:
-    """Return vLLM's arguments for an engine like the compiled one, with vLLM's own worker."""
+    """Return vLLM's arguments for an engine like the compiled one, but with vLLM's own worker."""
     memory = int(_KV_GIB * (1 << 30))
     return {"model": str(model), "kv_cache_memory_bytes": memory, "disable_log_stats": True, **_VLLM_ARGUMENTS}
 
 
 @contextmanager
 def running_engine(name: str, model: Path, folder: Path, cache_root: Path) -> Iterator[Engine]:
-    """Run both services, the engine "compiled" or "eager".
+    """Run both services, with the engine "compiled" or "eager".
 
     Args:
-        name: Which.
+        name: "compiled" or "eager".
         model: The model's folder.
-        folder: Where the journal is kept.
-        cache_root: Where vLLM keeps what it compiled.
+        folder: The folder for the journal.
+        cache_root: The folder of vLLM's cache of compiled graphs.
     """
     further = ("block_size", "num_gpu_blocks_override")
     engine_args = {key: _VLLM_ARGUMENTS[key] for key in further}

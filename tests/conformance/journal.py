@@ -1,4 +1,4 @@
-"""Reading the journal that `scheduler.JournalScheduler` keeps: what the engine really computed, step by step."""
+"""Reads the journal of `scheduler.JournalScheduler`: what the engine really computed, step by step."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the engine that computed something."""
+    """A step in which the engine computed tokens."""
 
     chunks: dict[str, tuple[int, int]]
-    """The first position and the number of positions computed of each request, by the engine's own id."""
+    """The first position and the number of positions of each request, by the engine's own request ID."""
     preempted: tuple[str, ...]
-    """Requests whose KV cache was taken away when the step was scheduled, by the engine's own id."""
+    """Requests that were preempted when the step was scheduled, by the engine's own request ID."""
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it computed single tokens of some requests beside larger parts of others."""
+        """Whether it computed single tokens of some requests and larger parts of others."""
         counts = {count for _, count in self.chunks.values()}
         return 1 in counts and len(counts) > 1
 
 
 def pace_file(journal: Path) -> Path:
-    """Return the file that says how many seconds each step takes at least; if it is there."""
+    """Return the path of the file that sets the shortest time of a step, in seconds. The file is optional."""
     return journal.with_name(f"{journal.name}.pace")
 
 
@@ -37,7 +37,7 @@ class Journal:
         self._steps: list[Step] = []
 
     def steps(self) -> list[Step]:
-        """Return every step until now. A step is there before anything that it computed."""
+        """Return all steps so far. A step is in the journal before any of its tokens is delivered."""
         with self.path.open("rb") as file:
             file.seek(self._read)
             for line in file:
@@ -50,12 +50,12 @@ class Journal:
         return self._steps
 
     def steps_of(self, *request_ids: str) -> list[Step]:
-        """Return the steps that computed something of any of these requests."""
+        """Return the steps that computed positions of any of these requests."""
         prefixes = tuple(f"{request_id}#" for request_id in request_ids)
         return [step for step in self.steps() if any(name.startswith(prefixes) for name in step.chunks)]
 
     def chunks(self, request_id: str, sequence: int = 0) -> list[tuple[int, int]]:
-        """Return (first position, number of positions) of each step that computed something of a sequence."""
+        """Return (first position, number of positions) of each step that computed positions of a sequence."""
         prefix = f"{request_id}#{sequence}-"
         return [chunk for step in self.steps() for name, chunk in step.chunks.items() if name.startswith(prefix)]
 

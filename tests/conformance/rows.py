@@ -1,4 +1,4 @@
-"""What a capture must hold, row by row: nothing else, nothing less, nothing twice, and the reference's values."""
+"""The rows that a capture must hold: exactly the requested ones, each once, with the reference's values."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from tests.reference.hf import Reference
 
     Wanted = Callable[[int, int], Iterable[int]]
-    """The positions that are wanted of a sequence, by the tokens of its prompt and the rows that it has."""
+    """Returns the wanted positions of a sequence, from its number of prompt tokens and its number of rows."""
 
 MAX_ERROR = 2e-4
-"""Both sides compute in float32, in another order; rows of another token or layer differ by about 1."""
+"""Both sides compute in float32, in different orders. Rows of another token or layer differ by about 1."""
 
 EVERY_LAYER = tuple(range(LAYERS))
 
 ALL = residuum.Capture(layers=EVERY_LAYER, sites=SITES)
-"""Every row that there is."""
+"""All rows of a capture."""
 
 
 class Row(NamedTuple):
@@ -54,7 +54,7 @@ def make_prompt(rng: np.random.Generator, size: int) -> list[int]:
 
 
 def stored_rows(engine: Engine, capture_id: str) -> dict[Row, Rows]:
-    """Return every row that the store has of a capture, read from its own messages. None may come twice."""
+    """Return every row that the store has of a capture, read from its messages. No row may occur twice."""
     found: dict[Row, Rows] = {}
     with grpc.insecure_channel(engine.store.endpoint) as channel:
         request = store_pb2.ReadChunksRequest(capture_id=capture_id)
@@ -82,16 +82,16 @@ def check_capture(
     wanted: Wanted = everything,
     changes: Mapping[int, Change] | None = None,
 ) -> dict[Row, Rows]:
-    """Check a whole capture: it is complete, and holds just the rows that were asked for, each as the reference has it.
+    """Check a complete capture: it holds exactly the requested rows, with the reference's values.
 
     Args:
-        engine: Where it was made.
-        reference: The same model.
-        reply: What the request was answered.
-        sites: The sites that were asked for.
-        layers: The layers that were asked for.
-        wanted: The positions that were asked for.
-        changes: The steering, as the reference is to do it.
+        engine: The engine that captured.
+        reference: The same model in transformers.
+        reply: The request's reply.
+        sites: The requested sites.
+        layers: The requested layers.
+        wanted: The requested positions.
+        changes: The steering for the reference.
 
     Returns:
         The rows.
@@ -115,7 +115,7 @@ def check_complete(
     wanted: Wanted = everything,
     changes: Mapping[int, Change] | None = None,
 ) -> dict[Row, Rows]:
-    """Check the same of a request whose reply is not known but from its manifest."""
+    """The same check for a request whose reply is known only from its manifest."""
     manifest = engine.client.manifest(request_id, wait=30)
     assert manifest.state == "complete", f"{manifest.state}: {manifest.describe_missing()}"
     expected = _expected_rows(manifest, reference, sites, layers, wanted, changes)
@@ -138,7 +138,7 @@ def check_partial(
     layers: Sequence[int] = EVERY_LAYER,
     wanted: Wanted = everything,
 ) -> dict[Row, Rows]:
-    """Check a capture that is not complete: its rows are right, and its manifest names every one that is not there.
+    """Check an incomplete capture: its rows are right, and its manifest names every missing row.
 
     Returns:
         The rows.
@@ -156,10 +156,10 @@ def check_partial(
 
 
 def check_aborted(engine: Engine, reference: Reference, request_id: str, wanted: Wanted = everything) -> None:
-    """Check what is left of a request that was stopped, of which every site of every layer was asked for.
+    """Check the rows of a request that was stopped and that captures every site of every layer.
 
-    Of each sequence that is a gapless beginning of what was asked for, as far at every site of every layer; and all of
-    it if a token of the reply was delivered, for then the rows before it were computed.
+    The rows of each sequence must be a beginning without gaps, of equal length at every site of every layer. If a token
+    of the reply was delivered, all rows before it must be there, because they were computed.
     """
     rows = check_partial(engine, reference, request_id, wanted=wanted)
     manifest = engine.client.manifest(request_id)
@@ -190,7 +190,7 @@ def _expected_rows(
     expected: dict[Row, Rows] = {}
     prompt = manifest.prompt_token_ids
     for sequence, outcome in enumerate(manifest.sequences):
-        # The last generated token is never fed to the model.
+        # The model never gets the last generated token as input.
         token_ids = prompt + outcome.generated_token_ids[:-1]
         values = reference.rows(token_ids, changes)
         positions = sorted(set(wanted(len(prompt), len(token_ids))))
@@ -222,7 +222,7 @@ def _named(sets: Iterable[RowSet]) -> set[Row]:
 
 
 def _check_client(engine: Engine, capture_id: str, rows: Mapping[Row, Rows]) -> None:
-    """Check that the client hands out the same rows, under the same names."""
+    """Check that the client returns the same rows, under the same names."""
     acts = engine.client.activations(capture_id)
     for sequence in acts.sequences:
         for site in acts.sites:

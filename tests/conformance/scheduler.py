@@ -1,7 +1,6 @@
-"""vLLM's scheduler, keeping a journal of its steps: a test reads there that its case really occurred.
+"""vLLM's scheduler with a journal of its steps, in which tests check that their case really occurred.
 
-Nothing is decided otherwise than in vLLM; a test may only slow it down. Imported by the engine's process, which
-`--engine-args` tells to.
+It schedules like vLLM; a test may only slow it down. The engine's process imports it, because of `--engine-args`.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 JOURNAL_VARIABLE = "RESIDUUM_TEST_JOURNAL"
-"""The environment variable that names the file."""
+"""The environment variable with the path of the journal."""
 
 
 class JournalScheduler(Scheduler):
-    """Writes a line of JSON for each step that computes something; see `journal.Step`."""
+    """Writes a line of JSON for each step that computes tokens; see `journal.Step`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

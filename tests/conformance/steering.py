@@ -1,4 +1,4 @@
-"""Steering said twice: as the client asks for it, and as the reference does it."""
+"""Steering in two forms: as the client requests it, and as the reference computes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Steering(NamedTuple):
-    """One and the same steering."""
+    """The same steering in both forms."""
 
     steer: list[residuum.Add]
     """For the client."""
@@ -33,8 +33,8 @@ def adding(
         vector: The vector.
         layer: The layer.
         scale: The factor.
-        positions: Where, for the client.
-        start: Where from, for the reference.
+        positions: The positions, for the client.
+        start: The first position, for the reference.
     """
     return Steering(
         [residuum.Add(vector, layer=layer, scale=scale, positions=positions)],
@@ -53,13 +53,13 @@ def add(v: torch.Tensor, scale: float) -> Change:
 
 
 def ablate(v: torch.Tensor) -> Change:
-    """Take away the direction of v."""
+    """Remove the direction of v."""
     unit = v / v.norm()
     return lambda x: x - (x @ unit)[:, None] * unit
 
 
 def cap(v: torch.Tensor, low: float, high: float) -> Change:
-    """Keep the projection onto v within bounds."""
+    """Clamp the projection onto v."""
     unit = v / v.norm()
     return lambda x: x + ((x @ unit).clamp(low, high) - x @ unit)[:, None] * unit
 
@@ -71,7 +71,7 @@ def replace(v: torch.Tensor, value: float) -> Change:
 
 
 def keeping_norm(change: Change) -> Change:
-    """Give rows back the norm that they had before a change."""
+    """Rescale rows to the norm that they had before a change."""
 
     def kept(x: torch.Tensor) -> torch.Tensor:
         moved = change(x)
@@ -81,7 +81,7 @@ def keeping_norm(change: Change) -> Change:
 
 
 def in_turn(changes: Sequence[tuple[int, Change | None]]) -> Change:
-    """Change rows from each of some positions on, ascending, up to the next one; None leaves them as they are."""
+    """Apply a change to rows from a position on, up to the next change; None changes nothing."""
 
     def changed(x: torch.Tensor) -> torch.Tensor:
         starts = [start for start, _ in changes]

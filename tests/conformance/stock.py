@@ -1,4 +1,4 @@
-"""vLLM by itself, with none of our code: `python -m tests.conformance.stock JOB.json RESULT.json`."""
+"""Stock vLLM without residuum's code: `python -m tests.conformance.stock JOB.json RESULT.json`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent.parent
 
 PROMPT = list(range(100, 190))
-"""Longer than a step takes at once."""
+"""Longer than what one step computes."""
 
 NEW_TOKENS = 24
 _SECONDS = 250.0
@@ -22,16 +22,16 @@ _SECONDS = 250.0
 
 @dataclass(frozen=True)
 class Run:
-    """What stock vLLM did."""
+    """The results of stock vLLM."""
 
     token_ids: tuple[int, ...]
     """The greedy reply to `PROMPT`."""
     compiled: frozenset[Path]
-    """The compiled graphs that are in the cache after it."""
+    """The compiled graphs in the cache afterwards."""
 
 
 def run(cache_root: Path, arguments: dict[str, Any]) -> Run:
-    """Generate with stock vLLM, started with these arguments, in a process of its own."""
+    """Generate with stock vLLM, started with these arguments in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder, "job.json"), Path(folder, "result.json")
         job.write_text(json.dumps(arguments))
@@ -50,12 +50,12 @@ def run(cache_root: Path, arguments: dict[str, Any]) -> Run:
 
 
 def compiled_graphs(cache_root: Path) -> frozenset[Path]:
-    """Return the folders of the compiled graphs in vLLM's cache: one for each key."""
+    """Return the folders of compiled graphs in vLLM's cache, one for each cache key."""
     return frozenset(cache_root.glob("torch_compile_cache/torch_aot_compile/*"))
 
 
 def main() -> None:
-    """Generate, and write the token ids."""
+    """Generate, and write the token IDs."""
     from vllm import LLM, SamplingParams
 
     job, result = map(Path, sys.argv[1:])

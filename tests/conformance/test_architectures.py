@@ -1,6 +1,6 @@
-"""Every row of each architecture, through both services, against transformers; several engines at a time.
+"""Every row of each architecture, through both services, compared with transformers. Several engines run at a time.
 
-The workers' uninitialised memory is full of garbage, so that what depends on it cannot pass by chance.
+The workers' uninitialised memory is filled with garbage, so that code that depends on it cannot pass by chance.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 _ENGINES = 2
-"""At a time: starting keeps one core busy, and stopping none."""
+"""How many at a time: an engine uses one core when it starts, and none when it stops."""
 _STREAM = ("resid_post", "resid_pre")
 _SCALED = ("granite_hybrid",)
-"""Those whose layers scale what their parts give, before they add it."""
+"""Architectures whose layers scale the outputs of attention and MLP before they add them."""
 NAMES = [name for name, architecture in ARCHITECTURES.items() if architecture.everyday]
 CASES = [(name, _STREAM if name in _SCALED else SITES) for name in NAMES]
 REFUSED = [(name, SITES) for name in _SCALED]
@@ -36,7 +36,7 @@ REFUSED = [(name, SITES) for name in _SCALED]
 
 @pytest.fixture(scope="module")
 def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OutcomeOf]:
-    """Tells what becomes of each architecture that is asked for, with some sites armed."""
+    """Checks each requested architecture once, with some capture sites."""
     params = [item.callspec.params for item in request.session.items if item.path == request.path]
     cases = [(chosen["name"], chosen["sites"]) for chosen in params]
     folder = tmp_path_factory.mktemp("architectures")

@@ -1,4 +1,4 @@
-"""Many requests in one batch: none gets another's rows, and none has rows that it did not ask for."""
+"""Many requests in one batch: none gets rows of another, and none gets rows that it did not ask for."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from tests.conformance.rows import Wanted
     from tests.reference.hf import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 
 def _explicit(prompt: int, rows: int) -> Iterable[int]:
     return [p for p in range(rows) if p in {0, 5, 6, 30, prompt - 1}]
 
 
-# What may be asked for, and what that means for a prompt of so many tokens and a sequence of so many rows.
+# Position selections, and what each means for a given number of prompt tokens and rows.
 SELECTIONS: dict[str, tuple[object, Wanted]] = {
     "all": (None, everything),
     "prompt": ("prompt", lambda prompt, rows: range(prompt)),
@@ -47,9 +47,9 @@ SELECTIONS: dict[str, tuple[object, Wanted]] = {
 
 
 def test_64_requests_of_all_kinds_at_once(engine: Engine, reference: Reference) -> None:
-    """Random prompts, sites, layers, positions, lengths; every second one is sampled, half of these by a seed.
+    """Random prompts, sites, layers, positions and lengths. Half of the requests sample, half of these with a seed.
 
-    Half of them wait, and take the places in the batch of those that have ended.
+    Half of the requests wait, and take the places of ended ones in the batch.
     """
     rng = np.random.default_rng(5)
     asked = []
@@ -77,7 +77,7 @@ def test_64_requests_of_all_kinds_at_once(engine: Engine, reference: Reference) 
 
 
 def test_rows_keep_their_request_as_the_batch_changes(engine: Engine, reference: Reference) -> None:
-    """Requests end in another order than they began; of some, the last chunk of the prompt is one token."""
+    """Requests end in another order than they started. The last prompt chunk of some is one token."""
     rng = np.random.default_rng(6)
     sizes = [(20, 60), (3, 5), (40, 30), (1, 12), (9, 45), (30, 20), (1, 40), (65, 3), (1, 2), (129, 25), (64, 10)]
     with engine.held():
@@ -118,14 +118,14 @@ def test_a_chunk_of_one_token_beside_others(engine: Engine, reference: Reference
 
 @pytest.mark.parametrize("size", [CHUNK - 20, CHUNK, 2 * CHUNK])
 def test_a_seeded_request_whose_prompt_is_computed_in_chunks(engine: Engine, reference: Reference, size: int) -> None:
-    """A step that computes only a part of the prompt takes no random numbers: the reply is the one without chunks."""
+    """A step that computes only a part of a prompt draws no random numbers: the reply is the same as without chunks."""
     rng = np.random.default_rng(16)
     prompt = make_prompt(rng, size)
     asked = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.0, "capture": ALL}
     alone = engine.client.generate(prompt, seed=1, **asked)
     check_capture(engine, reference, alone)
     assert len(_chunks(engine, alone, size)) == -(-size // CHUNK)
-    for _ in range(10):  # which of them the engine sees first is not for us to say
+    for _ in range(10):  # the order in which the engine gets them is not fixed
         with engine.held():
             neighbours = [
                 engine.client.stream(make_prompt(rng, CHUNK - 14), seed=2, **asked),
@@ -146,5 +146,5 @@ def test_a_seeded_request_whose_prompt_is_computed_in_chunks(engine: Engine, ref
 
 
 def _chunks(engine: Engine, reply: residuum.Reply, prompt_tokens: int) -> list[int]:
-    """Return how many tokens each step computed of a reply's prompt."""
+    """Return how many tokens of a reply's prompt each step computed."""
     return [count for first, count in engine.journal.chunks(reply.request_id) if first < prompt_tokens]

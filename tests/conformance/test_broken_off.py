@@ -1,4 +1,4 @@
-"""Captures that do not end well: what is there is right and gapless, what is not is named, and none says complete."""
+"""Captures that are broken off: their rows are right and without gaps, missing rows are named, none is complete."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from tests.conformance.rows import Wanted
     from tests.reference.hf import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 PROMPT = make_prompt(np.random.default_rng(13), 40)
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A request that is to be broken off."""
+    """A request that the test breaks off."""
 
     way: str
-    """Who breaks it off: "abort", "dropped stream" or "closed client"."""
+    """How: "abort", "dropped stream" or "closed client"."""
     prompt: list[int]
     after: int
-    """After how many tokens of its reply; 0 is as soon as it was accepted."""
+    """After how many tokens of its reply; 0: as soon as it was accepted."""
     sequences: int
     positions: object
     wanted: Wanted
@@ -58,7 +58,7 @@ SELECTIONS: tuple[tuple[object, Wanted], ...] = (
 
 
 def break_off(engine: Engine, broken: Broken) -> str:
-    """Start a request, and break it off; return its id."""
+    """Start a request and break it off; return its ID."""
     with residuum.Client(engine.inference.endpoint) as client:
         stream = client.stream(
             broken.prompt,
@@ -105,7 +105,7 @@ def test_requests_that_are_broken_off_at_random(engine: Engine, reference: Refer
         check_capture(engine, reference, stream.reply)
     aborted = 0
     for name, one in zip(names, broken, strict=True):
-        if engine.client.manifest(name, wait=60).state == "complete":  # its last token was there before
+        if engine.client.manifest(name, wait=60).state == "complete":  # its last token had been delivered before
             check_complete(engine, reference, name, wanted=one.wanted)
         else:
             aborted += 1
@@ -116,7 +116,7 @@ def test_requests_that_are_broken_off_at_random(engine: Engine, reference: Refer
 
 
 def test_a_long_prompt_that_is_broken_off_before_its_first_token(engine: Engine, reference: Reference) -> None:
-    """While others take most of each step: it is waiting, or in the middle of its chunks."""
+    """While other requests take most of each step, it waits or is in the middle of its chunks."""
     rng = np.random.default_rng(15)
     others = [engine.client.stream(make_prompt(rng, 400), max_tokens=2, capture=ALL) for _ in range(3)]
     stream = engine.client.stream(make_prompt(rng, 450), max_tokens=2, capture=ALL)
@@ -129,7 +129,7 @@ def test_a_long_prompt_that_is_broken_off_before_its_first_token(engine: Engine,
 
 
 def test_rows_that_are_shed_are_named(engine: Engine, reference: Reference) -> None:
-    """The store stands still until the ring is full, and those who may shed rows do not wait for it."""
+    """The store is stopped until the ring is full. Requests that may shed rows do not wait for it."""
     capture = residuum.Capture(sites=SITES, overflow="shed")
     held = (RING_MIB << 20) // (len(SITES) * LAYERS * HIDDEN * 4)  # positions that the ring holds
     assert held < 7 * 400

@@ -1,4 +1,4 @@
-"""vLLM's cache of compiled graphs, shared with stock vLLM: neither is ever given the other's graph."""
+"""vLLM's cache of compiled graphs, shared with stock vLLM: neither gets the other's graph."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 
-pytestmark = [pytest.mark.engine, pytest.mark.parametrize("engine", ["compiled"], indirect=True)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.shares_engine("conformance"),
+    pytest.mark.parametrize("engine", ["compiled"], indirect=True),
+]
 
 
 def test_the_taps_work_where_stock_vllm_compiled_first(
     engine: Engine, stock_before: stock.Run, reference: Reference, cache_root: Path
 ) -> None:
-    """The service would not have started otherwise: its self-test looks."""
+    """Otherwise the service would not have started: its self-test would have failed."""
     assert stock_before.compiled, "stock vLLM keeps its graph where this test looks"
     assert stock.compiled_graphs(cache_root) > stock_before.compiled, "the service compiled one of its own"
     reply = engine.client.generate(stock.PROMPT, max_tokens=stock.NEW_TOKENS, ignore_eos=True, capture=ALL)

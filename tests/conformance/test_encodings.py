@@ -1,6 +1,6 @@
-"""Encoded and reduced captures, of the real engine, through the real store, as the client reads them.
+"""Encoded and reduced captures from the real engine, through the real store, as the client reads them.
 
-What a row must be is told by RAW rows of the same tokens, which test_rows.py compares with transformers.
+RAW rows of the same tokens give the expected values. test_rows.py compares RAW rows with transformers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Engine
     from tests.reference.hf import Rows
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 PROMPT = make_prompt(np.random.default_rng(40), 150)
 SITES = ("resid_post", "attn_out")
 DIMENSIONS, SEED = 24, 2**63 + 5
 CLOSE = 2e-6
-"""Rows of the same tokens, computed by two requests, as a part of the greatest."""
+"""The largest relative difference between rows of the same tokens in two requests."""
 
 REDUCTIONS = ("last", "mean", "max", "sum")
 
@@ -44,7 +44,7 @@ def vectors() -> list[residuum.Vector]:
 
 
 def capture(encoding: str, **options: Any) -> residuum.Capture:
-    """A capture of two sites, with the options that the encoding must have."""
+    """A capture of two sites, with the options that the encoding needs."""
     if encoding in ("rp", "rp8"):
         options |= {"dimensions": DIMENSIONS, "seed": SEED}
     elif encoding in ("topk", "topk8"):
@@ -55,7 +55,7 @@ def capture(encoding: str, **options: Any) -> residuum.Capture:
 
 
 def expected(raw: Rows, encoding: str) -> tuple[Rows, Rows | float]:
-    """Return what rows [rows, hidden] become, float64, and how far from it they may be."""
+    """Return the expected values of encoded rows [rows, hidden], float64, and the largest error."""
     raw = raw.astype(np.float64)
     noise = CLOSE * np.abs(raw).max()
     if encoding in ("rp", "rp8"):
@@ -98,7 +98,7 @@ def reduced(rows: Rows, reduction: str) -> Rows:
 
 
 def check_reduced(acts: Activations, raw: Activations, reduction: str, sequence: int = 0) -> None:
-    """Check that there is a row of each phase of which RAW has any, at its last position, and what it is."""
+    """Check that each phase with RAW rows has one row, at its last position, and check its values."""
     assert acts.manifest.state == "complete", acts.manifest.describe_missing()
     prompt = len(raw.manifest.prompt_token_ids)
     for site in SITES:
@@ -112,7 +112,7 @@ def check_reduced(acts: Activations, raw: Activations, reduction: str, sequence:
 
 
 def stored_bytes(engine: Engine, capture_id: str) -> int:
-    """Return the bytes of the payloads that the store has, each as long as its header says."""
+    """Return the payload bytes in the store. Each payload must be as long as its header says."""
     total = 0
     with grpc.insecure_channel(engine.store.endpoint) as channel:
         request = store_pb2.ReadChunksRequest(capture_id=capture_id)
@@ -126,7 +126,7 @@ def stored_bytes(engine: Engine, capture_id: str) -> int:
 
 @pytest.mark.parametrize("encoding", ["raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project"])
 def test_rows_of_every_encoding(engine: Engine, encoding: str) -> None:
-    """A prompt in three chunks, and a reply of more than a block."""
+    """A prompt in three chunks, and a reply longer than a block."""
     reply = engine.client.generate(PROMPT, max_tokens=50, ignore_eos=True, capture=capture(encoding))
     other = engine.client.generate(PROMPT, max_tokens=50, ignore_eos=True, capture=residuum.Capture(sites=SITES))
     assert reply.token_ids == other.token_ids
@@ -141,7 +141,7 @@ def test_rows_of_every_encoding(engine: Engine, encoding: str) -> None:
 
 
 def test_rows_along_dimensions(engine: Engine) -> None:
-    """Each number is right to half a step of its dimension's spread over some rows: at most that over all of them."""
+    """The error of each number is at most half a step of its dimension's spread, over some rows or all of them."""
     reply = engine.client.generate(
         PROMPT, max_tokens=50, ignore_eos=True, capture=capture("full8", axis="dimension")
     )  # fmt: skip
@@ -189,7 +189,7 @@ def test_short_replies(engine: Engine, max_tokens: int) -> None:
 
 
 def test_a_stop_text(engine: Engine) -> None:
-    """The engine computes beyond it: those rows are no part of the reduction."""
+    """The engine computes beyond the end. The reduction must not include those rows."""
     with engine.client.stream(PROMPT[:40], max_tokens=40, ignore_eos=True) as stream:
         pieces = [delta.text for delta in stream]
     text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces]).tolist()
@@ -220,7 +220,7 @@ def test_sequences_of_one_prompt(engine: Engine) -> None:
 
 
 def test_preempted_requests(engine: Engine) -> None:
-    """Encoded and reduced captures of requests that are computed again from their first position, beside each other."""
+    """Encoded and reduced captures of preempted requests, side by side."""
     rng = np.random.default_rng(42)
     kinds = [("rp8", None), ("full8", None), ("topk", None), ("project", None), *(("fp32", r) for r in REDUCTIONS)]
     prompts = [make_prompt(rng, int(rng.integers(20, 100))) for _ in range(14)]
@@ -252,13 +252,13 @@ def test_preempted_requests(engine: Engine) -> None:
                     phases = rows[: len(reply.prompt_token_ids)], rows[len(reply.prompt_token_ids) :]
                     wanted = np.stack([reduced(phase, reduction) for phase in phases])
                     np.testing.assert_allclose(got, wanted, atol=2e-4 * np.abs(wanted).max())
-                elif encoding != "topk":  # which of two nearly equal elements is kept may differ
+                elif encoding != "topk":  # it is open which of two nearly equal elements is kept
                     exact, bound = expected(rows, encoding)
                     assert (np.abs(got - exact) <= bound + 2e-4 * np.abs(exact).max()).all()
 
 
 def test_encoded_rows_that_are_shed_are_named(engine: Engine) -> None:
-    """The store stands still until the ring is full. What is complete then is right, and what is not says so."""
+    """The store is stopped until the ring is full. Complete captures are right, and incomplete ones say so."""
     shed = [capture("full8", overflow="shed"), capture("fp32", reduction="sum", overflow="shed")]
     held = (RING_MIB << 20) // (len(SITES) * LAYERS * (8 + HIDDEN))  # positions that the ring holds
     assert held < 11 * 400
@@ -291,7 +291,7 @@ def test_encoded_rows_that_are_shed_are_named(engine: Engine) -> None:
 
 
 def rows_of(engine: Engine, tokens: Iterable[int]) -> dict[str, dict[int, Rows]]:
-    """Return RAW rows of tokens, all of them given as a prompt."""
+    """Return RAW rows of tokens that are all given as a prompt."""
     reply = engine.client.generate(list(tokens), max_tokens=1, ignore_eos=True, capture=residuum.Capture(sites=SITES))
     acts = engine.client.activations(reply.request_id)
     return {site: {layer: acts.select(site=site)[layer] for layer in EVERY_LAYER} for site in SITES}

@@ -1,4 +1,4 @@
-"""How requests end: by a token, by a text, by length, in several sequences; and ids that are taken."""
+"""How requests end: by a token, a text or the length, in several sequences; and IDs that are taken."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 PROMPT = make_prompt(np.random.default_rng(12), 40)
 
 
 @pytest.mark.parametrize("generated", [1, 2, 7, 33])
 def test_the_end_token(engine: Engine, reference: Reference, generated: int) -> None:
-    """The model is steered towards it: from one position on, its logit is the largest."""
+    """The model is steered towards a token: from one position on, its logit is the largest."""
     vector = residuum.Vector.from_array(reference.output_weights(EOS))
     start = len(PROMPT) + generated - 2  # the row that predicts the last token
     steered = adding(vector, layer=LAYERS - 1, scale=100.0, positions=[(start, None)], start=start)
@@ -42,7 +42,7 @@ def test_the_end_token(engine: Engine, reference: Reference, generated: int) -> 
 
 
 def test_a_stop_text(engine: Engine, reference: Reference) -> None:
-    """The service finds it in the text, while the engine computes on: those rows belong to nobody."""
+    """The service finds the stop text while the engine computes on. The rows beyond it belong to no capture."""
     with engine.client.stream(PROMPT, max_tokens=40, ignore_eos=True) as stream:
         pieces = [delta.text for delta in stream]
     text = "".join(pieces)

@@ -1,4 +1,4 @@
-"""A layer that two ranks share: both steer, one captures, and the rows are those of one rank."""
+"""A layer that two ranks share: both steer, one captures, and the rows equal those of a single rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose KV cache vLLM takes away in mid-reply, and that it computes again from their first position."""
+"""Requests that vLLM preempts during their reply, and then computes again from their first position."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 MAX_SHORTFALL = 1e-2
 
 
 def test_rows_of_preempted_requests(engine: Engine, reference: Reference, direction: residuum.Vector) -> None:
-    """Fourteen long replies at once, nearly twice of what the KV cache holds, each captured in its own way."""
+    """Fourteen long replies at once, nearly twice what the KV cache holds, each captured in another way."""
     rng = np.random.default_rng(11)
     kinds = [
         (ALL, everything),

@@ -1,4 +1,4 @@
-"""What vLLM keeps of earlier prompts: a capture lacks no row for it, and nobody reads what another's steering made."""
+"""vLLM's prefix cache: a capture lacks no rows because of it, and no request reads values steered by another."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 MAX_SHORTFALL = 1e-2
-"""How far the logit of a greedy token may be below the largest; those of two random tokens differ by about 1."""
+"""How far the logit of a greedy token may be below the largest. Logits of random tokens differ by about 1."""
 
 
 def read_from_cache(engine: Engine, reply: residuum.Reply) -> int:
-    """Return how many positions of the prompt were not computed for a request."""
+    """Return how many prompt positions were not computed for a request."""
     return engine.journal.chunks(reply.request_id)[0][0]
 
 
@@ -40,7 +40,7 @@ def test_a_warm_cache_leaves_no_row_out(engine: Engine, reference: Reference, ex
 
 
 def test_a_prompt_that_is_wholly_in_the_cache(engine: Engine, reference: Reference) -> None:
-    """Three whole blocks, and a longer prompt that began with them came before."""
+    """Three whole blocks; a longer prompt with the same start came before."""
     prompt = make_prompt(np.random.default_rng(40), 5 * KV_BLOCK)
     engine.client.generate(prompt, max_tokens=1)
     longer = engine.client.generate(prompt[: 3 * KV_BLOCK + 1], max_tokens=1)
@@ -52,7 +52,7 @@ def test_a_prompt_that_is_wholly_in_the_cache(engine: Engine, reference: Referen
 
 
 def test_a_partly_cached_block(engine: Engine, reference: Reference) -> None:
-    """Two prompts part in the middle of a block."""
+    """Two prompts differ from the middle of a block on."""
     rng = np.random.default_rng(41)
     begin = make_prompt(rng, KV_BLOCK + 8)
     engine.client.generate(begin + make_prompt(rng, 40), max_tokens=1)
@@ -66,7 +66,7 @@ def test_a_partly_cached_block(engine: Engine, reference: Reference) -> None:
 def test_steered_differently_after_one_another(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """Two vectors with one prompt, then neither: each computes its own; equal steering shares."""
+    """One prompt with two vectors, then with none: each steering has its own cache, and equal steering shares it."""
     prompt = make_prompt(np.random.default_rng(42), 2 * KV_BLOCK + 5)
     one, two = adding(direction, scale=0.7), adding(residuum.Vector.from_array(-direction.values[::-1]), scale=0.9)
     for steer, changes, is_warm in (
@@ -88,7 +88,7 @@ def test_steered_differently_after_one_another(
 def test_steering_of_the_reply_alone_shares_no_prompt_that_is_longer(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """What is generated for one is prompt for the other: the same tokens, steered here and not there."""
+    """Tokens that one request generated are the prompt of another: the same tokens, steered only in the first."""
     begin = make_prompt(np.random.default_rng(43), KV_BLOCK - 4)
     steered = adding(direction, scale=0.7, positions="generated")
     first = engine.client.generate(begin, max_tokens=40, ignore_eos=True, steer=steered.steer)

@@ -1,4 +1,4 @@
-"""The reference of the conformance runs, held to arithmetic: what enters a layer and what is added make what leaves."""
+"""The reference of the conformance tests, checked by arithmetic: input plus additions equals output of each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request at a time: which row is which, at each site, and around the borders of blocks and chunks."""
+"""One request at a time: the rows of each site, and around the borders of blocks and chunks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from tests.conformance.rows import Row
     from tests.reference.hf import Reference, Rows
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 PROMPT = make_prompt(np.random.default_rng(3), 150)
 
 
 def test_a_layer_is_what_transformers_calls_its_output(engine: Engine, reference: Reference) -> None:
-    """Layer k is hidden_states[k + 1], before it hidden_states[k], and the last one is what the final norm is given."""
+    """resid_post of layer k is hidden_states[k + 1], resid_pre hidden_states[k]; the last is the final norm's input."""
     reply = engine.client.generate(PROMPT[:20], max_tokens=4, ignore_eos=True, capture=ALL)
     acts = engine.client.activations(reply.request_id).select(site="resid_post")
     states = reference.hidden_states(acts.token_ids)
@@ -41,7 +41,7 @@ def test_a_layer_is_what_transformers_calls_its_output(engine: Engine, reference
 
 
 def test_taps_are_folded_into_norms_in_one_engine_and_not_in_the_other(engine: Engine) -> None:
-    """So that all other tests see both."""
+    """This ensures that all other tests see both."""
     assert engine.serving()["folded_norms"] == (LAYERS if engine.name == "compiled" else 0)
 
 
@@ -53,7 +53,7 @@ def test_some_layers(engine: Engine, reference: Reference, layers: tuple[int, ..
 
 
 def test_what_enters_a_layer_and_what_is_added_make_what_leaves(engine: Engine, reference: Reference) -> None:
-    """At every site of every layer, of a prompt in three chunks and a reply; that its rows are right, and add up."""
+    """Every site of every layer, for a prompt in three chunks and a reply: the rows are right and add up."""
     reply = engine.client.generate(PROMPT, max_tokens=40, ignore_eos=True, capture=ALL)
     check_capture(engine, reference, reply)
     assert len(engine.journal.chunks(reply.request_id)) == 3 + 39
@@ -73,7 +73,7 @@ def test_what_enters_a_layer_and_what_is_added_make_what_leaves(engine: Engine, 
     ids=" and ".join,
 )  # fmt: skip
 def test_some_sites(engine: Engine, reference: Reference, sites: tuple[str, ...]) -> None:
-    """Of some layers and positions, too: whatever was not asked for is not there."""
+    """Some layers and positions only: nothing else is captured."""
     capture = residuum.Capture(sites=sites, layers=(0, 2), positions=[3, (63, 65), (-1, None)])
     reply = engine.client.generate(PROMPT[:70], max_tokens=10, ignore_eos=True, capture=capture)
     check_capture(
@@ -90,7 +90,7 @@ def test_some_sites(engine: Engine, reference: Reference, sites: tuple[str, ...]
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150])
 def test_lengths_of_prompts(engine: Engine, reference: Reference, length: int) -> None:
-    """Around the blocks of a capture, vLLM's blocks and its chunks: in 65 and 129 tokens, the last chunk is one."""
+    """Lengths around capture blocks, vLLM's blocks and its chunks. With 65 and 129 tokens, the last chunk is one."""
     reply = engine.client.generate(PROMPT[:length], max_tokens=34, ignore_eos=True, capture=ALL)
     check_capture(engine, reference, reply)
     chunks = [(first, min(CHUNK, length - first)) for first in range(0, length, CHUNK)]
@@ -125,5 +125,5 @@ def test_both_engines_give_the_same(
 
 @pytest.fixture(scope="package")
 def replies_of_engines() -> dict[str, tuple[tuple[int, ...], dict[Row, Rows]]]:
-    """What each engine answered to the same request."""
+    """The replies of each engine to the same request."""
     return {}

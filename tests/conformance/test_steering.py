@@ -1,4 +1,4 @@
-"""Steering does what it says to every row, and to nobody else's."""
+"""Steering changes every row as requested, and no row of another request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 PROMPT = make_prompt(np.random.default_rng(8), 150)
 MAX_SHORTFALL = 1e-2
@@ -91,7 +91,7 @@ def test_steering_of_some_positions(
 
 
 def test_rows_before_steering(engine: Engine, reference: Reference, direction: residuum.Vector) -> None:
-    """Of what leaves the steered layer, and of what enters the next one, which is the same; no other row differs."""
+    """resid_post of the steered layer and resid_pre of the next, which are the same rows; no other row differs."""
     steered = adding(direction, scale=0.7)
     capture = residuum.Capture(sites=SITES, before_steering=True)
     reply = engine.client.generate(PROMPT[:70], max_tokens=4, ignore_eos=True, capture=capture, steer=steered.steer)
@@ -106,7 +106,7 @@ def test_rows_before_steering(engine: Engine, reference: Reference, direction: r
 def test_steering_is_seen_from_the_next_layer_on(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """What a steered layer's parts add is as without; what enters the next layer is what was steered."""
+    """Attention and MLP of the steered layer are unchanged; the input of the next layer is steered."""
     steered = adding(direction, scale=0.7)
     reply = engine.client.generate(PROMPT[:70], max_tokens=4, ignore_eos=True, capture=ALL, steer=steered.steer)
     check_capture(engine, reference, reply, changes=steered.changes)
@@ -124,7 +124,7 @@ def test_steering_is_seen_from_the_next_layer_on(
 
 
 def test_captured_steered_both_and_neither_in_one_batch(engine: Engine, reference: Reference) -> None:
-    """Twelve at once, half of them steered, by three vectors; each does what it was asked, by rows or by its tokens."""
+    """Twelve at once, half of them steered, by three vectors. Rows or tokens show that each is steered as requested."""
     rng = np.random.default_rng(9)
     vectors = [residuum.Vector.from_array(rng.standard_normal(HIDDEN).astype(np.float32)) for _ in range(3)]
     asked = []
@@ -157,7 +157,7 @@ def test_captured_steered_both_and_neither_in_one_batch(engine: Engine, referenc
 def test_a_request_is_not_touched_by_its_neighbours(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """Steered and captured among seven that are neither, it equals the same request run alone."""
+    """Steered and captured among seven plain requests, it equals the same request run alone."""
     steered = adding(direction, scale=1.5)
     asked = {"max_tokens": 24, "ignore_eos": True, "capture": ALL, "steer": steered.steer}
     alone = engine.client.generate(PROMPT[:30], **asked)

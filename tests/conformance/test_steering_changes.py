@@ -1,5 +1,5 @@
-"""Steering that is changed while a request generates: exact from the position that was told, also when the engine takes
-the request's KV cache away and computes it again."""
+"""Steering that changes while a request generates: exact from the announced position on, even if the engine preempts
+the request and computes it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 MAX_SHORTFALL = 1e-2
 
@@ -27,7 +27,7 @@ MAX_SHORTFALL = 1e-2
 def test_steering_is_changed_while_it_generates(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """On with one vector, on with another operation on another layer, and off."""
+    """One vector, then another operation on another layer, then none."""
     other = make_vector(5)
     v, w = tensor(direction), tensor(other)
     prompt = make_prompt(np.random.default_rng(50), 40)
@@ -56,7 +56,7 @@ def test_steering_is_changed_while_it_generates(
 
 
 def test_each_sequence_is_changed_where_it_is(engine: Engine, reference: Reference, direction: residuum.Vector) -> None:
-    """An unsteered request of three sequences, steered later."""
+    """An unsteered request of three sequences that is steered later."""
     prompt = make_prompt(np.random.default_rng(51), 30)
     with engine.paced():
         stream = engine.client.stream(
@@ -76,7 +76,7 @@ def test_each_sequence_is_changed_where_it_is(engine: Engine, reference: Referen
 def test_what_is_computed_again_is_steered_as_the_first_time(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """Fourteen long replies, nearly twice of what the KV cache holds, all changed in mid-reply."""
+    """Fourteen long replies, nearly twice what the KV cache holds, all changed during the reply."""
     rng = np.random.default_rng(52)
     v = tensor(direction)
     with engine.held(direction):
@@ -114,7 +114,7 @@ def test_what_is_computed_again_is_steered_as_the_first_time(
 def test_nobody_reads_what_a_changed_request_computed(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """The same steering without a change, over the whole of the other's text: its KV must be its own."""
+    """The same steering without a change, over the other request's whole text: its KV cache must be its own."""
     prompt = make_prompt(np.random.default_rng(53), KV_BLOCK + 4)
     steer = residuum.Add(direction, layer=1, scale=0.7)
     with engine.paced():
@@ -123,7 +123,7 @@ def test_nobody_reads_what_a_changed_request_computed(
         stream.update_steering(None)
     finish(stream)
     text = [*prompt, *stream.reply.token_ids]
-    engine.client.generate(prompt, max_tokens=2, steer=steer)  # what steers so may share its own prompt
+    engine.client.generate(prompt, max_tokens=2, steer=steer)  # a request with this steering may share its own prompt
     reply = engine.client.generate(text[: 4 * KV_BLOCK], max_tokens=8, ignore_eos=True, steer=steer)
     changes = {1: add(tensor(direction), 0.7)}
     assert reference.shortfall(reply.prompt_token_ids, reply.token_ids, changes) < MAX_SHORTFALL
@@ -145,7 +145,7 @@ def read(stream: residuum.Stream, tokens: int) -> None:
 
 
 def finish(stream: residuum.Stream) -> None:
-    """Read what is left of a stream."""
+    """Read the rest of a stream."""
     for _ in stream:
         pass
 

@@ -1,4 +1,4 @@
-"""If what was found out about a model is wrong, nothing is served: the self-test compares rows with the logits."""
+"""If residuum misjudges a model, the service refuses to serve it: the self-test compares rows with the logits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bench.conformance.check import Setup, check
 from bench.conformance.results import Verdict
 from svc_common.launcher import start_store
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance"), pytest.mark.slow]
 
 WRONG_GUESS = "tests.conformance.wrong_guess.WrongGuess"
 LEFTOVER, SUM = "exaone4", "llama"
-"""An architecture whose second tensor is left over, and one where it is part of the stream."""
+"""An architecture whose second tensor is unused, and one where it is part of the stream."""
 
 
 def test_a_wrong_guess_is_not_served(tmp_path):

@@ -1,4 +1,4 @@
-"""A worker extension that has the taps take the residual stream for what it is not; see `test_wrong_guess.py`."""
+"""A worker extension that makes residuum misjudge the residual stream; see `test_wrong_guess.py`."""
 
 from inference_svc.taps.model import structure
 
@@ -6,7 +6,7 @@ EXTENSION = f"{__name__}.WrongGuess"
 
 
 class WrongGuess:
-    """Nothing is added to a worker; what counts is that its process imports this module."""
+    """It adds nothing to a worker. Its only purpose is that the worker's process imports this module."""
 
 
 _adds_residual = structure.adds_residual

@@ -83,7 +83,9 @@ def test_our_own_commands_exist_elsewhere_too(page: Path):
 def check_command(line):
     program, *arguments = line
     if program == "residuum":
-        _parser().parse_args(arguments)
+        _, further = _parser().parse_known_args(arguments)
+        named = {word.partition("=")[0] for word in further if word.startswith("--")}
+        assert named <= (flags(InferenceSettings) if arguments[0] == "serve" else set()), named
     elif program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert {word for word in arguments if "=" not in word} <= set(targets)
@@ -93,9 +95,9 @@ def check_command(line):
             given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
             assert given <= flags(SERVICES[arguments[1]]), given
     elif program == "pip":
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        for asked in re.findall(r"(?:residuum|\.)\[([\w,]+)\]", " ".join(arguments)):
-            assert set(asked.split(",")) <= set(extras)
+        for folder, asked in re.findall(r"(?<!\S)\.(/server)?\[([\w,]+)\]", " ".join(arguments)):
+            project = tomllib.loads((ROOT / folder.strip("/") / "pyproject.toml").read_text())["project"]
+            assert set(asked.split(",")) <= set(project["optional-dependencies"])
     else:
         assert program in OTHERS, f"what is {program}?"
 
@@ -112,7 +114,7 @@ def test_files_in_toml_are_of_services(block: Block, tmp_path: Path):
 
 def test_the_check_of_commands_can_fail():
     for wrong in ("residuum generate", "residuum ls --nothing", "make nothing", "python -m store_svc --nothing",
-                  "python -m bench.nothing", "pip install residuum[nothing]", "nothing"):  # fmt: skip
+                  "python -m bench.nothing", "pip install ./server[gguf]", "nothing"):  # fmt: skip
         with pytest.raises((AssertionError, SystemExit, ModuleNotFoundError)):
             check_command(wrong.split())
     assert words("FOO=1 a 'b c' | d > e && f") == [["a", "b c"], ["d"], ["f"]]

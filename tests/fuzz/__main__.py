@@ -2,7 +2,7 @@
 
     python -m tests.fuzz --service store --minutes 10
 
-With atheris (`pip install ".[fuzz]"`), what reaches new code is kept in the corpus, and an input that fails is
+With atheris (`pip install --group fuzz`), what reaches new code is kept in the corpus, and an input that fails is
 written to a file whose name it prints; give that file's name to run it alone. Without atheris inputs are random, and
 nothing tells good ones from others; the seed of each is printed if it fails.
 """

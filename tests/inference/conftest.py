@@ -1,6 +1,6 @@
 """Fixtures: the service on a fake engine, with and without a store.
 
-What they need is imported in them: it brings in vllm, which the tests of the taps do without.
+They import their needs themselves: these load vllm, which the tests of the taps do without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows to encode, in every way, and what must come of them: by the reference in numpy, from bytes to bytes."""
+"""Rows to encode in every encoding, and the expected bytes, from the reference in numpy."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ VECTORS = 5
 
 
 class Case(NamedTuple):
-    """Rows as they lie in a block, and how they are encoded."""
+    """Rows as a block holds them, and their encoding."""
 
     name: str
     form: RowFormat
     rows: torch.Tensor
     """[units, positions, width], with gaps between the units."""
     vectors: np.ndarray
-    """What PROJECT projects to."""
+    """The vectors of PROJECT."""
 
     def basis(self, device: str = "cpu") -> torch.Tensor | None:
-        """What the encoder is given, of the reference's own matrix."""
+        """The basis for the encoder, made from the reference's own matrix."""
         if self.form.encoding == PROJECT:
             return torch.from_numpy(self.vectors).to(device)
         if self.form.encoding not in RANDOM_PROJECTIONS:
@@ -50,7 +50,7 @@ class Case(NamedTuple):
         return torch.from_numpy(signs).to(device).to(self.rows.dtype if device == "cuda" else torch.float32)
 
     def check(self, payload: np.ndarray, *, exact_bfloat16: bool = True) -> None:
-        """Compare an encoder's payload with the reference's: to the bit, but for sums, whose order is free."""
+        """Compare an encoder's payload with the reference's: bit by bit, except for sums, whose order is free."""
         units, positions, width = self.rows.shape
         values = self.rows.contiguous().view(torch.uint8).numpy().view(numpy_dtype(self.form.dtype))
         basis = basis_of(self.form, capture_pb2.EncodingOptions(seed=SEED), list(self.vectors))
@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
 
 def cases(widths: tuple[tuple[int, int], ...] = ((48, 16), (70, 7), (33, 33))) -> Iterator[Case]:
-    """Yield every encoding of every element type; of (width, dimensions), of which some are no round numbers."""
+    """Yield every encoding for every element type, with several pairs of (width, dimensions), some of them odd."""
     for dtype in DTYPES:
         for width, dimensions in widths:
             for form in _forms(width, dimensions, dtype):
@@ -96,7 +96,7 @@ def _forms(width: int, dimensions: int, dtype: torch.dtype) -> Iterator[RowForma
 
 
 def _awkward(rng: np.random.Generator, shape: tuple[int, int, int]) -> np.ndarray:
-    """Return rows of few different numbers, of zeros, of equal ones, and such that are not finite."""
+    """Return rows with few different numbers, with zeros, with equal numbers, and with numbers that are not finite."""
     rows = rng.integers(-3, 4, size=shape).astype(np.float64)
     rows[0, 0] = 0.0
     rows[0, 1] = -1.5

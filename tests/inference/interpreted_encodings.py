@@ -1,6 +1,6 @@
-"""Runs the GPU's encoders on the CPU, in Triton's interpreter, beside the reference; fails if they differ.
+"""Runs the GPU's encoders on the CPU, in Triton's interpreter, and fails if they differ from the reference.
 
-A program of its own: TRITON_INTERPRET must be set before Triton is imported.
+It is a program of its own, because TRITON_INTERPRET must be set before Triton is imported.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from inference_svc.taps.gpu.encoder import GpuEncoder
 from tests.inference.encoder_cases import Case, cases
 
 GUARD = 64
-"""Bytes before and after the payload that must stay as they are."""
+"""Bytes before and after the payload, which must not change."""
 
 memory = np.zeros(1 << 16, dtype=np.uint8)
 
 
 def main() -> None:
-    """Encode every case: whole, and in parts, through buffers that are too small for it."""
+    """Encode every case twice: as a whole, and in parts, through buffers that are too small for the whole."""
     kernel.HostPointer = host_tensor  # type: ignore[assignment,misc]
     for case in cases(((48, 16), (35, 7))):
         check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
-        # Of rows along dimensions, a unit's are always encoded together.
+        # With the axis BY_DIMENSION, the rows of a unit are always encoded together.
         if not case.form.prefix_bytes and case.name.startswith("random"):
             row_bytes = max(case.form.row_bytes, 4 * case.form.dimensions)
             check(case, GpuEncoder(torch.device("cpu"), 4 * (2 * row_bytes // 4 + 1)))
@@ -40,11 +40,11 @@ def check(case: Case, encoder: GpuEncoder) -> None:
     encoder.encode(case.rows, case.form, case.basis(), memory.ctypes.data + GUARD)
     assert (memory[:GUARD] == 0xEE).all()
     assert (memory[GUARD + size :] == 0xEE).all()
-    case.check(memory[GUARD : GUARD + size].copy(), exact_bfloat16=False)  # the interpreter cuts bfloat16 off
+    case.check(memory[GUARD : GUARD + size].copy(), exact_bfloat16=False)  # the interpreter truncates to bfloat16
 
 
 def host_tensor(address: int, dtype: torch.dtype) -> torch.Tensor:
-    """The interpreter takes tensors alone."""
+    """The interpreter takes only tensors."""
     offset = address - memory.ctypes.data
     rest = memory[offset : len(memory) - (len(memory) - offset) % dtype.itemsize]
     return torch.from_numpy(rest).view(dtype)

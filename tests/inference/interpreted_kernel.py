@@ -1,8 +1,8 @@
-"""Runs the GPU's kernel on the CPU, in Triton's interpreter, beside the CPU's tap; prints the largest differences.
+"""Runs the GPU's kernels on the CPU, in Triton's interpreter, and prints the largest differences from the CPU's tap.
 
-What steering makes of rows is compared with float64 as well, and fails here if it is too far away.
+It also compares steered rows with float64, and fails if they differ too much.
 
-A program of its own: TRITON_INTERPRET must be set before Triton is imported.
+It is a program of its own, because TRITON_INTERPRET must be set before Triton is imported.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SITES = (
     capture_pb2.SITE_MLP_OUT,
 )
 CAPACITY = 7
-"""Positions of a block: no round number, and fewer than a block has in earnest."""
+"""Positions of a block: an odd number, and fewer than a real block has."""
 
 
 def main() -> None:
-    """Print {case: [largest differences in what the model goes on with, in captured rows]}, relative."""
+    """Print {case: [largest relative difference of the model's values, the same for captured rows]}."""
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
     dtypes = ("float32", "bfloat16", "float16")
@@ -98,11 +98,11 @@ def copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float
 
 
 def check_steering(seed: int, dtype: torch.dtype) -> None:
-    """Check rows of 1 to 8 operations: against float64, beside other rows, and where nothing is moved."""
+    """Check rows of 1 to 8 operations: against float64, next to other rows, and with operations that move nothing."""
     rows, hidden, has_residual = (1, 5, 24)[seed % 3], (2, 48, 70)[seed // 3 % 3], bool(seed % 2)
     case = steering.make_case(seed, dtype, rows, hidden, 8, has_residual=has_residual)
     got = steered(case)
-    case.check(got, roundings=2.0 if dtype == torch.bfloat16 else 1.0)  # the interpreter cuts bfloat16 off
+    case.check(got, roundings=2.0 if dtype == torch.bfloat16 else 1.0)  # the interpreter truncates to bfloat16
     mine = seed % rows
     beside = steering.neighbours(case, mine, seed + 1000)
     assert steering.same_bits(got[mine], steered(beside)[mine]), "a row depends on those beside it"
@@ -114,7 +114,7 @@ def check_steering(seed: int, dtype: torch.dtype) -> None:
 
 
 def check_idle_norm(case: steering.Case) -> None:
-    """Check that the folded norm hands on the same sum, to the bit, whether nothing or nobody steers."""
+    """Check that the folded norm returns the same sum, bit by bit, with operations that move nothing and with none."""
     weight = torch.ones(case.hidden.shape[1], dtype=case.hidden.dtype)
 
     def run(tables: kernel.KernelTables) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +122,7 @@ def check_idle_norm(case: steering.Case) -> None:
 
     tables = tables_of(case)
     nobody = tables._replace(rows=torch.full_like(tables.rows, -1))
-    case.residual = case.hidden.flip(0)  # zeros of both signs meet
+    case.residual = case.hidden.flip(0)  # negative and positive zeros add up
     for one, other in zip(run(tables), run(nobody), strict=True):
         assert steering.same_bits(one, other), "the norm of a row was moved by nothing"
 
@@ -140,7 +140,7 @@ def tables_of(case: steering.Case) -> kernel.KernelTables:
 def prepare(
     rng: np.random.Generator, hidden: int, dtype: torch.dtype
 ) -> tuple[CpuTap, kernel.KernelTables, list[BlockPool]]:
-    """Return the CPU's tap and what the kernel reads, armed with the same parts, and their pools."""
+    """Return the CPU's tap and the kernel's tables, armed with the same programs, and their pools."""
     bank = VectorBank(8, hidden, CPU)
     bank.load([(row, rng.standard_normal(hidden).astype("<f4").tobytes()) for row in range(8)])
     pools = [BlockPool(1000, hidden, dtype, CPU, 0) for _ in range(2)]
@@ -151,7 +151,7 @@ def prepare(
 
 
 def random_layout(rng: np.random.Generator) -> StepLayout:
-    """Return a layout of all but the last two rows: those must stay as they are."""
+    """Return a layout of all rows but the last two, which must not change."""
     order, programs, lines, place = rng.permutation(ROWS - 2), [], [], 0
     for index, chosen in enumerate(np.split(order, [3, 4, 8])):
         operations = [steering.make_operation(rng) for _ in range(int(rng.integers(9)))]

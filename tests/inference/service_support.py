@@ -1,4 +1,4 @@
-"""An engine and a store that do as a test says, and the service between them, over real gRPC on loopback."""
+"""A scripted engine and a scripted store, and the real service between them, over gRPC on loopback."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FACTS = ModelFacts(
     control_paths=(),
 )
 DEADLINE = 20.0
-"""For what must happen, in seconds."""
+"""Timeout, in seconds, for events that must happen."""
 LAYERS = selection_pb2.LayerSelection(all=True)
 CAPTURE = capture_pb2.CaptureSpec(layers=LAYERS)
 
@@ -80,7 +80,7 @@ def spec(request_id="", capture=None, operations=(), *, updatable=False):
 
 
 def ask(target="", ids=(5, 6, 7), **sampling):
-    """A GenerateRequest by id, or with the spec inline."""
+    """A GenerateRequest with a request ID, or with an inline spec."""
     by = {"request_id": target} if isinstance(target, str) and target else {"spec": target or spec()}
     parameters = inference_pb2.SamplingParameters(**sampling)
     return inference_pb2.GenerateRequest(**by, token_ids=inference_pb2.TokenIds(ids=ids), sampling=parameters)
@@ -88,7 +88,7 @@ def ask(target="", ids=(5, 6, 7), **sampling):
 
 @dataclass
 class EngineCall:
-    """What the engine was asked for."""
+    """The arguments of one call of the engine."""
 
     engine_id: str
     prompt: list
@@ -98,9 +98,9 @@ class EngineCall:
 
 
 class FakeEngine:
-    """Takes the place of `inference_svc.engine.engine.Engine`.
+    """Replaces `inference_svc.engine.engine.Engine`.
 
-    `script` is an async generator of deltas for each call.
+    `script` is an async generator function that yields the deltas of a call.
     """
 
     def __init__(self):
@@ -108,16 +108,16 @@ class FakeEngine:
         self.script = three_tokens
         self.calls = []
         self.closed = []
-        """Engine ids of the generators that have ended, however they did."""
+        """Engine IDs of generators that have ended, in any way."""
         self.bank = {}
         self.signs = []
-        """What `keep_signs` was called with."""
+        """The arguments of each call of `keep_signs`."""
         self.signs_ready = asyncio.Event()
         self.signs_ready.set()
         self.changes = []
-        """What `change_steering` was called with."""
+        """The arguments of each call of `change_steering`."""
         self.positions = {}
-        """The first position that a sequence's change holds from, by the sequence's engine id; else 0."""
+        """The first position of a sequence's change, by the sequence's engine ID; 0 by default."""
         self.answers = asyncio.Event()
         self.answers.set()
         self.change_error = None
@@ -170,7 +170,7 @@ async def three_tokens(call):
 
 
 def stuck_after(*deltas):
-    """A script that makes these deltas and then nothing, for ever."""
+    """A script that yields these deltas and then waits for ever."""
 
     async def script(call):
         for delta in deltas:
@@ -181,9 +181,9 @@ def stuck_after(*deltas):
 
 
 class FakeStore(store_pb2_grpc.StoreServiceServicer):
-    """Remembers what it is told.
+    """Records the calls of a store.
 
-    `refuse` is a reason to answer OpenCapture with, and `refuse_seal` SealCapture; while `gate` is not set, it hangs.
+    `refuse` is a reason to answer OpenCapture with, `refuse_seal` one for SealCapture. Calls hang until `gate` is set.
     """
 
     def __init__(self):
@@ -230,7 +230,7 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
             await asyncio.wait_for(self.changed.wait_for(condition), DEADLINE)
 
     async def seal(self):
-        """Wait for the one seal and return it."""
+        """Wait for the only seal and return it."""
         await self.until(lambda: self.seals)
         (seal,) = self.seals
         return seal
@@ -238,7 +238,7 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
 
 @asynccontextmanager
 async def listening(add, servicer, port=0, on_end=None, access=None, before=(), patience=20.0, stall=600.0):
-    """Serve on a port of loopback, by default a free one, and yield the endpoint; `before` are interceptors."""
+    """Serve on loopback, by default on a free port, and yield the endpoint. `before` are interceptors."""
     asking = AioAccessInterceptor(access or Access(None, []))
     log = get_logger("test")
     interceptors = [*before, AioErrorInterceptor(log, on_end), asking, AioPatienceInterceptor(log, patience, stall)]
@@ -253,7 +253,7 @@ async def listening(add, servicer, port=0, on_end=None, access=None, before=(), 
 
 
 class Service:
-    """The inference service with its parts in reach, and a client's stub to it."""
+    """The inference service, its parts, and a client's stub for it."""
 
     def __init__(self, engine, stores, settings, access):
         self.engine = engine
@@ -279,7 +279,7 @@ class Service:
         return [event async for event in self.stub.Generate(request)]
 
     async def update(self, request_id, *operations):
-        """Change the steering; return the first positions."""
+        """Change the steering, and return the first positions."""
         request = inference_pb2.UpdateSteeringRequest(
             request_id=request_id, steering=steering_pb2.SteeringSpec(operations=operations)
         )
@@ -326,7 +326,7 @@ async def running_service(store_endpoint=None, engine=None, before=(), **setting
 
 
 async def failure_of(call):
-    """Await a call that must fail by the contract, and return the Failure that the client sees."""
+    """Await a call that must fail as the contract says, and return the Failure that the client sees."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     failure = failure_from_rpc_error(caught.value)

@@ -1,4 +1,4 @@
-"""Random rows with random operations, and what must come out of a tap, in float64."""
+"""Random rows with random operations, and the expected results in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SMALLEST = {torch.float32: 0.0, torch.float16: 2.0**-24, torch.bfloat16: 0.0}
 
 @dataclass
 class Case:
-    """Rows of a batch, and the operations of each."""
+    """The rows of a batch, and the operations of each row."""
 
     hidden: torch.Tensor
     residual: torch.Tensor | None
@@ -44,7 +44,7 @@ class Case:
         return bank
 
     def layout(self) -> StepLayout:
-        """Every row is a request of its own; those with equal operations share a program, as in earnest."""
+        """Every row is a request of its own. As in the engine, rows with equal operations share a program."""
         numbers: dict[Program, int] = {}
         lines = []
         for row, operations in enumerate(self.operations):
@@ -54,11 +54,11 @@ class Case:
         return StepLayout(list(numbers), np.array(lines, dtype=np.int64).reshape(-1, 4))
 
     def check(self, steered: torch.Tensor, roundings: float = 1.0) -> None:
-        """Compare what a tap made of `hidden` with float64, and rows without operations to the bit.
+        """Compare a tap's result for `hidden` with float64. Rows without operations must keep their bits.
 
         Args:
-            steered: What the tap made.
-            roundings: How far it may be from the nearest number of the dtype, in halves of the last digit.
+            steered: The tap's result.
+            roundings: The largest error, in half units of the dtype's last digit.
         """
         for row, operations in enumerate(self.operations):
             if not operations:
@@ -74,7 +74,7 @@ class Case:
 
 
 def expected(x: np.ndarray, operations: list[Operation], vectors: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return a row after its operations in float64, and how far float32 may be from it."""
+    """Return a row after its operations in float64, and the largest error that float32 may have."""
     start, error = np.linalg.norm(x), 0.0
     for operation in operations:
         vector = vectors[operation.row].astype(np.float64)
@@ -83,7 +83,7 @@ def expected(x: np.ndarray, operations: list[Operation], vectors: np.ndarray) ->
         size = np.linalg.norm(x) + np.linalg.norm(plain) + abs(operation.scale) * np.linalg.norm(vector) + sum(bounds)
         later = (2 + abs(operation.scale)) * error + 1e-6 * size
         if operation.keep_norm and np.linalg.norm(plain):
-            # Where little is left of the row, scaling it up scales up its error as well.
+            # Where little is left of the row, rescaling it also scales up its error.
             factor = np.linalg.norm(x) / np.linalg.norm(plain)
             later = 2 * factor * later + error + 1e-6 * np.linalg.norm(x)
         x, error = steer(x, operation, vector), later
@@ -91,7 +91,7 @@ def expected(x: np.ndarray, operations: list[Operation], vectors: np.ndarray) ->
 
 
 def make_case(seed: int, dtype: torch.dtype, rows: int, hidden: int, most: int, *, has_residual: bool) -> Case:
-    """Return a case of rows with up to `most` operations each; some have none."""
+    """Return a case of rows with 0 to `most` operations each."""
     rng = np.random.default_rng(seed)
     vectors = (rng.standard_normal((VECTORS, hidden)) * 10.0 ** rng.integers(-3, 3, (VECTORS, 1))).astype("<f4")
     values = torch.from_numpy(rng.standard_normal((2, rows, hidden)) * 10.0 ** rng.integers(-2, 2, (2, rows, 1)))
@@ -122,10 +122,10 @@ def idle_operations() -> list[Operation]:
 
 
 def check_overflow(case: Case, steer_rows: Callable[[Case], torch.Tensor]) -> None:
-    """Check that rows come out finite whatever is asked for, and as far out as they may be."""
+    """Check that rows are finite after any operations, and as large as the limit allows."""
     dtype, huge = case.hidden.dtype, 3e38
     case.vectors[0] *= 1e30 / np.abs(case.vectors[0]).max()
-    case.vectors[1] = np.eye(1, case.vectors.shape[1])  # zeros beside what overflows
+    case.vectors[1] = np.eye(1, case.vectors.shape[1])  # zeros next to elements that overflow
     ways = [(Kind.ADD, huge, 0.0, 0.0), (Kind.ABLATE, -huge, 0.0, 0.0), (Kind.CAP, 1.0, huge, huge)]
     operations = [
         Operation(kind, vector, (0,), select(), scale, low, high, keeps_norm)
@@ -147,7 +147,7 @@ def check_overflow(case: Case, steer_rows: Callable[[Case], torch.Tensor]) -> No
 
 
 def awkward_rows(dtype: torch.dtype, rows: int, hidden: int, seed: int) -> torch.Tensor:
-    """Rows of every size, with zeros of both signs."""
+    """Rows of very different sizes, with zeros of both signs."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((rows, hidden)) * 10.0 ** rng.integers(-9, 4, (rows, hidden))
     values[rng.random((rows, hidden)) < 0.2] = 0.0
@@ -155,7 +155,7 @@ def awkward_rows(dtype: torch.dtype, rows: int, hidden: int, seed: int) -> torch
 
 
 def neighbours(case: Case, mine: int, seed: int) -> Case:
-    """Return the case with other rows and operations beside one row, in a batch of the same shape."""
+    """Return the same case with other rows and operations around one row, in a batch of the same shape."""
     other = make_case(
         seed, case.hidden.dtype, len(case.hidden), case.hidden.shape[1], 8, has_residual=case.residual is not None
     )
@@ -170,8 +170,8 @@ def neighbours(case: Case, mine: int, seed: int) -> Case:
 def make_tables(
     layout: StepLayout, count: int, bank: VectorBank, pool: BlockPool | None = None, points: TapPoints = POINTS
 ) -> KernelTables:
-    """Return what the kernels read in a step of `count` rows, on the bank's device."""
-    from inference_svc.taps.gpu.kernel import ROW_FIELDS, KernelTables  # Triton need not be there for the CPU's tap
+    """Return the kernel's tables for a step of `count` rows, on the bank's device."""
+    from inference_svc.taps.gpu.kernel import ROW_FIELDS, KernelTables  # tests of the CPU's tap run without Triton
     from inference_svc.taps.gpu.tables import ProgramTable
 
     device = bank.vectors.device

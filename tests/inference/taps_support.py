@@ -1,4 +1,4 @@
-"""What the tests of the taps share: plans in short words, a ring in this process, and a model of what must come out."""
+"""What the tests of the taps share: short constructors, a ring in this process, and a model of the expected results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def capture(capture_id="capture", layers=(0,), positions=None, **options):
 
 
 def is_wanted(selection, prompt_tokens, position):
-    """The rule of selection.proto for one position, word by word."""
+    """The rule of selection.proto for one position."""
     if selection.phases and (PROMPT if position < prompt_tokens else GENERATED) not in selection.phases:
         return False
     if selection.every > 1 and position % selection.every:
@@ -75,7 +75,7 @@ def _moved(x, operation, vector):
 
 @dataclass
 class Chunk:
-    """The rows of one header that was published, as they were at that moment."""
+    """The rows of one published header, copied when it was published."""
 
     capture_id: str
     header: object
@@ -88,7 +88,7 @@ class Chunk:
 
 
 class Ring:
-    """Stands in for RingProducer: keeps what is published. `free` says how many bytes may be taken; None: any."""
+    """Replaces RingProducer and keeps what is published. `free` limits the bytes to acquire; None: no limit."""
 
     def __init__(self, free=None):
         self.free = free
@@ -123,13 +123,13 @@ class Ring:
         self.losses.append((capture_id, loss))
 
     def take(self):
-        """Return what was published since the last call."""
+        """Return the chunks published since the last call."""
         chunks, self.chunks = self.chunks, []
         return chunks
 
 
 class Worker:
-    """The taps of a worker process, with an engine that does as it is told."""
+    """The taps of a worker process, without an engine: the test calls each step."""
 
     def __init__(
         self,
@@ -159,9 +159,9 @@ class Worker:
         """Run one step.
 
         Args:
-            rows: (request id, first position, count) for each request, in the order of the batch.
-            admitted: (request id, plan or None) of new requests.
-            finished: Ids of requests that ended.
+            rows: (request ID, first position, count) for each request, in the order of the batch.
+            admitted: (request ID, plan or None) of new requests.
+            finished: IDs of requests that ended.
             tensors: For each layer, or (site, layer), (hidden, residual or None), changed in place. None: zeros.
         """
         self.runtime.begin_step(finished, [(name, plan.to_extra_args() if plan else None) for name, plan in admitted])
@@ -179,20 +179,20 @@ class Worker:
 
 @dataclass
 class Tracked:
-    """What the model knows of a request."""
+    """What the model knows of one request."""
 
     plan: RequestPlan
     next_position: int = 0
     pending: list = field(default_factory=list)
-    """Positions that were captured and have not left."""
+    """Positions that were captured and not sent yet."""
     capacity: int = 0
-    """How many make them leave."""
+    """At how many pending positions the block is sent."""
     first_generated: int = 32
-    """How many generated ones make the first of them leave."""
+    """The same for the first block of generated positions."""
 
 
 class Model:
-    """What must come out of the taps, told the slow way: row by row, with lists and float64."""
+    """The expected results of the taps, computed in the slow way: row by row, with lists and float64."""
 
     def __init__(self, layers, vectors, largest_block=0):
         self.layers = layers
@@ -206,7 +206,7 @@ class Model:
         """(capture id, site, layer, position)"""
 
     def begin_step(self, finished, admitted):
-        """Take the scheduler's news; return the blocks that leave: (capture id, positions)."""
+        """Take finished and admitted requests; return the blocks that are sent: (capture ID, positions)."""
         left = []
         for name in finished:
             request = self.requests.pop(name, None)
@@ -219,7 +219,7 @@ class Model:
         return left
 
     def steered(self, name, position, layer, hidden, residual):
-        """Return what `hidden` must be after the tap, float64; None if it must not be touched."""
+        """Return the expected `hidden` after the tap, float64; None if it must not change."""
         request = self.requests.get(name)
         operations = [
             operation
@@ -235,12 +235,12 @@ class Model:
         return x - delayed
 
     def run(self, rows, before, after):
-        """Take in a step's rows; return the blocks that leave with it: (capture id, positions).
+        """Take a step's rows; return the blocks that are sent with it: (capture ID, positions).
 
         Args:
             rows: As for `Worker.step`.
             before: For each (site, layer), the sums hidden + residual before the tap, [rows, hidden].
-            after: The same after the tap.
+            after: The same sums after the tap.
         """
         left, row = [], 0
         for name, first, count in rows:
@@ -278,7 +278,7 @@ class Model:
         return block
 
     def _capacity(self, request, position, stop):
-        """A block takes what this step computes on this side of the prompt's end, within bounds, or 32."""
+        """Return a block's capacity: the positions that this step computes of its phase, within the limits, or 32."""
         wanted, prompt, least = request.plan.capture, request.plan.prompt_tokens, 32
         if position >= prompt:
             least, request.first_generated = request.first_generated, 32

@@ -1,4 +1,4 @@
-"""How much memory capture blocks take, as an operator reads it in docs/operations/sizing.md."""
+"""The memory of capture blocks, as docs/operations/sizing.md tells operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inference_svc.taps.vllm.worker import _STEPS_LEAVING
 
 PAGE = Path(inference_svc.__file__).parents[1] / "docs" / "operations" / "sizing.md"
 LAYERS, HIDDEN, ELEMENT_BYTES = 32, 4096, 2
-"""Of a model with 8 B parameters, in bfloat16."""
+"""Rows of a model with 8 billion parameters, in bfloat16."""
 TOKENS, REQUESTS = (InferenceSettings.model_fields[name].default for name in ("max_num_batched_tokens", "max_num_seqs"))
 GIB = 1 << 30
 

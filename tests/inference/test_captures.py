@@ -1,4 +1,4 @@
-"""Captures of a generation in a real store: how each way of ending is told in the manifest."""
+"""Captures of a generation in a real store: the manifest after each kind of end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.inference.service_support import DEADLINE, LAYERS, ask, failure_of, r
 from tests.inference.taps_support import select
 
 NO_ROWS = capture_pb2.CaptureSpec(layers=LAYERS, positions=select((1000, None)))
-"""A capture that is complete as soon as it is sealed: no worker sends rows here."""
+"""A capture that is complete as soon as it is sealed: in these tests no worker sends rows."""
 
 
 @pytest.fixture
@@ -77,10 +77,10 @@ async def test_a_failed_request_is_incomplete_and_says_why(service, manifest):
 
 
 async def test_an_id_that_the_store_knows_from_before_is_refused(real_store, manifest):
-    """Another run of the service does not remember the ids of the one before; the store does."""
+    """A new run of the service does not remember IDs of an earlier run, but the store does."""
     async with running_service(real_store) as first:
         await first.events(ask(spec("r", NO_ROWS)))
-        await manifest("r")  # sealed: until then an opening that says the same is taken for the same one, tried again
+        await manifest("r")  # sealed: before that, an equal OpenCapture counts as a retry of the first one
     async with running_service(real_store) as second:
         failure = await failure_of(second.events(ask(spec("r", NO_ROWS))))
         assert (failure.reason_name, failure.metadata["capture_id"]) == ("CAPTURE_EXISTS", "r")

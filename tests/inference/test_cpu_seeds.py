@@ -1,4 +1,4 @@
-"""Seeds on a CPU, on a runner made of what is touched of vLLM's, with real generators."""
+"""Seeds on a CPU: the workaround on a fake runner with real generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError
 
 
 class Runner:
-    """It draws for each row with a generator, then takes back what was drawn for a discarded one, as vLLM does."""
+    """Like vLLM, it draws from the generator of each row, and then rewinds the generators of discarded rows."""
 
     def __init__(self):
         self.input_batch = SimpleNamespace(generators={})
@@ -39,7 +39,7 @@ def expected(seed, count):
 
 
 def test_vllm_alone_cannot_discard_a_seeded_token():
-    """Once it can, cpu_seeds is not needed."""
+    """When CPU generators can be rewound, cpu_seeds is not needed any more."""
     runner = Runner()
     runner.input_batch.generators[0] = seeded(1)
     runner.discard_request_mask.np[0] = True

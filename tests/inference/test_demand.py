@@ -1,4 +1,4 @@
-"""What a request takes of the program tables: never more than was told before it ran."""
+"""The bound on a request's room in the program tables: no request exceeds it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_no_request_takes_more_than_it_was_told_to(steering, captured):
     wanted = capture(layers=range(LAYERS), positions=captured) if captured else None
     plan = RequestPlan(40, wanted, tuple(steering))
     demand = demand_of([(item.layers, item.positions) for item in steering], captured)
-    planner = StepPlanner(None)  # steers alone; what is captured is told apart by its positions just the same
+    planner = StepPlanner(None)  # steering only: captured positions are divided in the same way
     planner.add_request(RequestState(RequestPlan(40, None, plan.operations)), 0, 0, 100)
     layout = planner.finish()
     assert len(layout.programs) <= demand.programs
     table = ProgramTable(max(demand.programs, 1), demand.entries, TapPoints(0, LAYERS), CPU)
-    numbers = table.place(layout.programs)  # raises if they do not fit
+    numbers = table.place(layout.programs)  # raises TablesFullError if they do not fit
     assert len(set(numbers.tolist())) == len(numbers)
 
 
@@ -59,7 +59,7 @@ def test_room_that_was_left_in_pieces_is_won_back():
     table = ProgramTable(8, 8, TapPoints(0, 1), CPU)
     kept = [program(at, 2) for at in (0, 10, 20, 30)]
     table.place(kept)
-    wanted = [kept[1], program(40, 6)]  # beside the one that stays there are 2 entries before it, and 4 after it
+    wanted = [kept[1], program(40, 6)]  # around the entries of the program that stays, 2 and 4 are free
     numbers = table.place(wanted)
     first, count = table.lines[numbers[1], 1, :2].tolist()
-    assert table.entries[first : first + count, 0].tolist() == list(range(40, 46))  # ADD is 0, so these are the vectors
+    assert table.entries[first : first + count, 0].tolist() == list(range(40, 46))  # ADD is 0, so these are vectors

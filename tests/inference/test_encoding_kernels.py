@@ -1,4 +1,4 @@
-"""The GPU's encoders compile for a GPU, as far as can be told without one: to machine code, which then is not run."""
+"""The GPU's encoders compile to machine code for a GPU. Nothing here runs that code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_kernel_compiles(name):
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_quantised_numbers_are_divided_and_rounded_exactly():
-    """No approximate division, no subnormal numbers taken for zero: the reference in numpy knows neither."""
+    """No approximate division, and subnormal numbers are not flushed to zero: the reference in numpy does neither."""
     ptx = compiled(*CASES["quantised rows"])["ptx"]
     assert "div.rn.f32" in ptx
     assert ".ftz" not in ptx

@@ -1,4 +1,4 @@
-"""What becomes of rows on their way into the ring: encoded, projected, reduced; and what is lost on that way."""
+"""Rows on their way into the ring: encoded, projected, reduced, or lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST, MEAN, MAX, SUM = (getattr(capture_pb2, f"REDUCTION_{name}") for name in ("
 
 
 class EncodedRing(Ring):
-    """A ring that keeps payloads as they are."""
+    """A ring that keeps the encoded payloads."""
 
     def publish(self, extent, capture_id, headers):
         data, at = self._taken.pop(extent), 0
@@ -43,13 +43,13 @@ def make_worker(dtype=torch.float32, layers=range(2), **options):
 
 
 class Engine:
-    """A worker whose model computes random rows, and a record of all of them."""
+    """A worker whose model computes random rows, and records all of them."""
 
     def __init__(self, dtype=torch.float32, **options):
         self.worker = make_worker(dtype, **options)
         self.dtype = dtype
         self.rows = {}
-        """(request, site, layer, position): what was computed for it first."""
+        """(request, site, layer, position): the row that was computed first."""
 
     def compute(self, *parts, admitted=(), finished=()):
         """Run a step of (request, first position, count)."""
@@ -65,7 +65,7 @@ class Engine:
         self.worker.step(parts, admitted=admitted, finished=finished, tensors=tensors)
 
     def run(self, plan, tokens, chunk=50):
-        """Compute one request from its first position to the last, in chunks of the prompt and then one by one."""
+        """Compute one request from its first position to its last: the prompt in chunks, then one token at a time."""
         prompt, admitted = plan.prompt_tokens, [("a", plan)]
         for first in range(0, prompt, chunk):
             self.compute(("a", first, min(chunk, prompt - first)), admitted=admitted)
@@ -75,7 +75,7 @@ class Engine:
         self.compute(finished=["a"])
 
     def stored(self):
-        """Return {(site, layer, position): decoded row}, none of them twice."""
+        """Return {(site, layer, position): decoded row}. No key may occur twice."""
         found = {}
         for header, form, payload in self.worker.ring.chunks:
             prefixes, rows = form.split(payload, len(header.layers), len(header.positions))
@@ -120,7 +120,7 @@ def test_a_capture_is_encoded_as_it_asks(name, dtype):
         expected = form.encode(values.astype(DTYPES[dtype][0]), basis_of(form, options, list(vectors)))
         wanted = form.decode(form.split(expected, *values.shape[:2])[1])
         got = form.decode(form.split(payload, *values.shape[:2])[1])
-        step = 0.02 if form.encoding == RP8 else 0.0  # where a number may fall to the next one
+        step = 0.02 if form.encoding == RP8 else 0.0  # a sum may round to the next integer
         np.testing.assert_allclose(got.astype(float), wanted.astype(float), atol=1e-5 + step)
 
 
@@ -156,7 +156,7 @@ def test_a_block_holds_fewer_positions_where_encoded_rows_are_longer():
 
 
 def test_vectors_are_those_of_the_requests_begin():
-    """The bank's row may be another's before the last block has left."""
+    """Another vector may be in the bank's row before the last block has left."""
     engine = Engine()
     encoding = RowEncoding(PROJECT, 1, rows=(4,))
     vector = engine.worker.bank.vectors[4].double().numpy()
@@ -182,7 +182,7 @@ def test_a_full_ring_sheds_encoded_rows_by_their_own_size():
 
 
 def reduced(rows, reduction):
-    """The rows' reduction, float64."""
+    """The reduction of rows, in float64."""
     return {LAST: rows[-1], MEAN: rows.mean(0), MAX: rows.max(0), SUM: rows.sum(0)}[reduction]
 
 
@@ -255,10 +255,10 @@ def test_a_position_that_is_computed_again_counts_once(reduction):
     torch.manual_seed(3)
     engine = Engine()
     engine.compute(("a", 0, 40), admitted=[("a", RequestPlan(60, capture(None, reduction)))])
-    engine.compute(("a", 0, 60))  # preempted in its prompt
+    engine.compute(("a", 0, 60))  # preempted during its prompt
     for position in range(60, 100):
         engine.compute(("a", position, 1))
-    engine.compute(("a", 0, 64))  # and in its reply
+    engine.compute(("a", 0, 64))  # preempted during its reply
     engine.compute(("a", 64, 40))
     engine.compute(finished=["a"])
     found = engine.stored()
@@ -271,7 +271,7 @@ def test_a_position_that_is_computed_again_counts_once(reduction):
 def test_rows_that_never_come_make_no_reduction():
     engine = Engine()
     engine.compute(("a", 0, 20), admitted=[("a", RequestPlan(60, capture(None, MEAN)))])
-    engine.compute(("a", 25, 35))  # five positions were taken from a cache
+    engine.compute(("a", 25, 35))  # the engine read five positions from a cache
     engine.compute(("a", 60, 1))
     engine.compute(finished=["a"])
     assert {position for _, _, position in engine.stored()} == {60}, "the reply's row is whole"
@@ -306,11 +306,10 @@ def test_a_stage_encodes_and_reduces_its_own_layers():
 
 
 def test_another_request_may_come_by_the_same_name():
-    """Before the first one's last block has left, as it may on a GPU."""
+    """Before the first one's last block has left, as can happen on a GPU."""
     torch.manual_seed(5)
-    engine, sink = Engine(), make_worker().sink
-    sink._producer = engine.worker.ring
-    sink._pool = engine.worker.pool
+    engine = Engine()
+    sink = engine.worker.sink
     plans = [RequestPlan(4, capture(None, SUM)) for _ in range(2)]
     blocks = []
     for plan, value in zip(plans, (1.0, 10.0), strict=True):
@@ -340,14 +339,14 @@ happenings = st.lists(st.one_of(st.integers(1, 45), st.just("preempt")), min_siz
     st.sampled_from(list(SELECTIONS.values())),
 )
 def test_reductions_however_a_request_is_computed(happenings, prompt, spare, reduction, positions):
-    """In chunks of any length, from the first position again at any time: against all rows, one by one."""
+    """In chunks of any length, with preemption at any time: compared with all rows, one by one."""
     engine, position, reached = Engine(), 0, 0
     admitted = [("a", RequestPlan(prompt, capture(None, reduction, positions, spare_positions=spare)))]
     for happening in happenings:
         if happening == "preempt":
             position = 0
             continue
-        # A step computes tokens that are known: those of the prompt, those that were generated, and one more.
+        # A step computes known tokens: those of the prompt and of the reply, and one new one.
         count = min(happening, max(prompt, reached + (reached >= prompt)) - position)
         engine.compute(("a", position, count), admitted=admitted)
         admitted, position = (), position + count

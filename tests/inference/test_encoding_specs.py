@@ -1,4 +1,4 @@
-"""Encodings and reductions that requests ask for: what cannot be is refused, and defaults are filled in."""
+"""Encodings and reductions in requests: invalid ones are refused, and defaults are filled in."""
 
 from __future__ import annotations
 

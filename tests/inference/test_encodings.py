@@ -1,4 +1,4 @@
-"""Encoders on the worker's side, beside the reference in numpy: on a CPU, and, interpreted, the GPU's kernels."""
+"""The worker's encoders agree with the reference in numpy: on a CPU, and the GPU's kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_check_at_the_start_passes(dtype):
 
 @pytest.mark.parametrize("index", range(11))
 def test_the_check_at_the_start_notices_each_encoder_that_is_wrong(index):
-    """One bit of each encoding in turn."""
+    """Flip one bit in the result of each encoding in turn."""
     seen = []
 
     def wrong(rows, form, basis):

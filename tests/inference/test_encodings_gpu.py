@@ -1,6 +1,6 @@
-"""The encoders of a GPU, on one, beside the reference in numpy; through pinned memory, as rows go in earnest.
+"""The encoders on a GPU agree with the reference in numpy, through pinned memory as in the service.
 
-Only where there is a GPU: the same kernels run interpreted in test_encodings.py.
+Runs only on a machine with a GPU. test_encodings.py runs the same kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNITS, POSITIONS = 3, 70
 
 @pytest.fixture(scope="module")
 def memory():
-    """Host memory that the device reaches."""
+    """Host memory that the device can reach."""
     array = np.zeros(64 << 20, dtype=np.uint8)
     assert int(torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.nbytes, 0)) == 0
     yield array
@@ -60,7 +60,7 @@ def test_rows_are_encoded_as_the_contract_says(memory, widths):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_encoding_does_not_wait_for_the_device(memory, dtype):
-    """What is encoded while the stream is held up is only put on the stream."""
+    """Encoding only enqueues work: it returns while the stream is busy."""
     encoder, width = GpuEncoder(DEVICE), 2048
     rows = torch.randn(36, 512, width, dtype=dtype, device=DEVICE)
     vectors = torch.randn(8, width, device=DEVICE)
@@ -71,10 +71,10 @@ def test_encoding_does_not_wait_for_the_device(memory, dtype):
         if form.payload_bytes(36, 512) > memory.nbytes:
             continue
         basis = signs.get(0, size, dtype) if encoding in RANDOM_PROJECTIONS else vectors
-        encoder.encode(rows, form, basis, memory.ctypes.data)  # compiled, and warm
+        encoder.encode(rows, form, basis, memory.ctypes.data)  # compiles the kernels
         torch.cuda.synchronize()
         allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda._sleep(1 << 30)  # hundreds of milliseconds
+        torch.cuda._sleep(1 << 30)  # keeps the stream busy for hundreds of milliseconds
         held = torch.cuda.Event()
         held.record()
         encoder.encode(rows, form, basis, memory.ctypes.data)
@@ -85,7 +85,7 @@ def test_encoding_does_not_wait_for_the_device(memory, dtype):
 
 
 class Producer:
-    """A ring of pinned memory that keeps what is published, in order."""
+    """A ring of pinned memory that keeps the published extents, in order."""
 
     def __init__(self):
         self.memory = np.zeros(64 << 20, dtype=np.uint8)
@@ -111,7 +111,7 @@ class Producer:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_blocks_of_all_encodings_and_reductions_pass_the_sink(dtype):
-    """At once, through one sink, whose blocks are written over as soon as they come back."""
+    """All at once, through one sink, whose blocks are overwritten as soon as they are free."""
     width, rng = 1024, np.random.default_rng(0)
     pool = BlockPool(UNITS * 40 * 96, width, dtype, DEVICE, largest_block=UNITS * 300)
     bank = VectorBank(8, width, DEVICE)
@@ -152,7 +152,7 @@ def test_blocks_of_all_encodings_and_reductions_pass_the_sink(dtype):
         exact = projected(exact, got, form, signs, bank.vectors[[3, 1]].cpu().double())
         spread = (exact.amax(-1) - exact.amin(-1)).max().item()
         is_quantized = form.encoding in {ENCODINGS[name] for name in ("full8", "rp8", "topk8")}
-        # bfloat16 has 8 bits of significance: it is off by 2**-8 of a value at the most, however close the values are.
+        # bfloat16 has 8 significant bits: a value is off by at most 2**-8 of itself, however small the spread is.
         bound = spread / 255 * 0.6 if is_quantized else exact.abs().max().item() * 2**-8
         assert (got - exact).abs().max().item() <= bound, capture_id
 
@@ -168,5 +168,5 @@ def projected(exact, got, form, signs, vectors):
         return exact @ signs
     if form.encoding == PROJECT:
         return exact @ vectors.T
-    # Which elements are kept is checked above.
+    # The check of the kept elements is above.
     return torch.where(got == 0, 0.0, exact) if form.encoding in SIZED else exact

@@ -1,4 +1,4 @@
-"""The engine's wrapper, on a stand-in for AsyncLLM: what vLLM is asked, and what is made of its answers."""
+"""The wrapper of the engine, on a fake AsyncLLM: what it asks of vLLM, and what it makes of the answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tokenizer:
 
 
 class FakeLLM:
-    """As much of AsyncLLM as the wrapper uses."""
+    """The part of AsyncLLM that the wrapper uses."""
 
     def __init__(self):
         self.asked = []
@@ -49,7 +49,7 @@ class FakeLLM:
         self.error = None
         self.closed = 0
         self.answers = {}
-        """For each method of the workers, its answers in turn: one for each rank."""
+        """For each method of the workers, its answers in turn: one list with an item for each rank."""
         self.errored = False
 
     async def generate(self, prompt, sampling, request_id):
@@ -94,21 +94,21 @@ async def test_deltas_say_what_vllm_says(engine, llm):
     assert deltas == [
         Delta("a", [1]),
         Delta("b", [2, 3], "stop", "###"),
-        Delta("", [], "stop", ""),  # stopped by a token: that is no text
+        Delta("", [], "stop", ""),  # a stop token is not a stop text
     ]
 
 
 async def test_a_plain_request_is_a_plain_request(engine, llm):
     sampling, _ = await generate(engine)
     ((prompt, asked, request_id),) = llm.asked
-    # vLLM takes it as its renderer's own: it parses nothing, and asks no thread to.
+    # vLLM treats it as its own renderer's output: it neither parses it nor hands it to a thread
     assert (prompt, request_id) == ({"type": "token", "prompt_token_ids": [1, 2]}, "r#0")
     assert asked.extra_args is None
     assert not asked.skip_reading_prefix_cache
-    assert asked is not sampling  # sequences must not share what is written here
+    assert asked is not sampling  # sequences must not share the top-level fields, which the wrapper writes
     assert sampling.extra_args is None
     assert not sampling.skip_clone
-    assert asked.clone().stop is asked.stop  # nor does vLLM make a deep copy of it all
+    assert asked.clone().stop is asked.stop  # vLLM does not make a deep copy of it either
 
 
 async def test_a_captured_prompt_is_computed_and_not_read_from_the_cache(engine, llm):
@@ -166,7 +166,7 @@ async def test_steering_is_changed_on_every_rank_alike(engine, llm):
 
 
 async def test_an_engine_that_dies_during_a_change_of_steering_is_a_failure_of_the_contract(engine, llm, monkeypatch):
-    """vLLM does not answer then, and never will."""
+    """Then vLLM never answers."""
     monkeypatch.setattr(engine_module, "_DEATH_POLL_SECONDS", 0.01)
 
     async def die(method, args):
@@ -233,7 +233,7 @@ async def test_prompts_that_cannot_be_are_refused(engine, request_, field):
     assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
 
 
-LONGEST = 4 * FACTS.max_model_len  # characters: the longest token has four
+LONGEST = 4 * FACTS.max_model_len  # characters; the longest token has four
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
     monkeypatch.setenv(SETTINGS_VARIABLE, "")
     for name in ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_NO_USAGE_STATS"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "")  # so that it is put back
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "")  # restores SIGINT's handler afterwards
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
     settings = InferenceSettings(
         model="folder", ring_mib=3, max_active_vectors=5, capture_sites="mlp_out,resid_pre", store="b=h:2,h:1"
@@ -398,7 +398,7 @@ def test_ranks_capture_each_layer_once(tmp_path):
     for wrong, told in [
         (stages[:2], "rank 0: 0–2"),
         ([*stages, rank(4, 4, 1, here)], "rank 4: 4–4"),
-        (stages[1::2], "they have none"),
+        (stages[1::2], "they hold none"),
     ]:
         with pytest.raises(UntappedLayersError, match=told):
             check_ranks(wrong, 5)
@@ -407,7 +407,7 @@ def test_ranks_capture_each_layer_once(tmp_path):
 def test_a_stage_on_another_machine_is_refused(tmp_path):
     here = tmp_path / "rank0.sock"
     here.touch()
-    with pytest.raises(UntappedLayersError, match="ranks 1 run on another machine"):
+    with pytest.raises(UntappedLayersError, match="Ranks 1 run on another machine"):
         check_ranks([rank(0, 0, 2, here), rank(1, 2, 2, tmp_path / "rank1.sock")], 4)
 
 

@@ -1,4 +1,4 @@
-"""Generate: its events, what the engine and the store are told, and every way it can end."""
+"""Generate: its events, the calls of engine and store, and every kind of end."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_sequences_are_generated_each_for_itself(service, store):
 async def test_abort_stops_every_sequence_and_seals_as_aborted(service, store):
     service.engine.script = stuck_after(Delta("x", [1]))
     stream = service.stub.Generate(ask(spec("r", CAPTURE), num_sequences=2))
-    for _ in range(3):  # started, and a token of each sequence
+    for _ in range(3):  # the start, and one token of each sequence
         await stream.read()
     await service.abort("r")
     failure = await failure_of(stream.read())
@@ -162,7 +162,7 @@ async def test_a_client_that_drops_the_stream_stops_the_engine(service, store):
 
 
 async def test_a_client_that_reads_nothing_and_leaves_stops_the_engine(service, store):
-    """The service is held up in sending then, not in waiting for the engine."""
+    """The service waits in sending then, not for the engine."""
 
     async def flood(call):
         for _ in range(10_000):
@@ -178,7 +178,7 @@ async def test_a_client_that_reads_nothing_and_leaves_stops_the_engine(service, 
 
 
 async def test_a_client_that_leaves_with_the_last_event_has_a_complete_capture(service, store):
-    """Everything was generated: whether it waits for the call's status makes no difference to the capture."""
+    """All tokens were generated: the capture does not depend on whether the client waits for the call's status."""
     run = service.parts.generator.run(ask(spec("r", CAPTURE)))
     async for event in run:
         if event.HasField("finished"):
@@ -220,7 +220,7 @@ async def test_a_dead_engine_is_told_and_blamed(service, store):
 
 @pytest.mark.parametrize("capture", [None, CAPTURE])
 async def test_a_request_that_failed_leaves_nothing_for_the_collector(service, capture):
-    """Collections stop everything that runs; see `freeze_heap`."""
+    """A garbage collection stops everything; see `freeze_heap`."""
     errors = []
 
     async def script(call):
@@ -338,7 +338,7 @@ async def test_a_store_that_refuses_leaves_the_registration_usable(service, stor
 
 
 async def test_a_client_that_leaves_while_the_capture_is_opened_leaves_none_open(service, store):
-    """The store may have opened it by then, so it is ended, and the id is used up."""
+    """The store may have opened the capture, so the service seals it, and the ID is used up."""
     store.gate.clear()
     stream = service.stub.Generate(ask(spec("r", CAPTURE), num_sequences=2))
     await store.until(lambda: store.opened)
@@ -351,7 +351,7 @@ async def test_a_client_that_leaves_while_the_capture_is_opened_leaves_none_open
 
 
 async def test_requests_run_side_by_side(service):
-    """One waits for ever; another comes and goes meanwhile."""
+    """One request waits for ever; another comes and goes in the meantime."""
     never = stuck_after()
     service.engine.script = lambda call: never(call) if call.engine_id == "stuck#0" else three_tokens(call)
     stuck = service.stub.Generate(ask(spec("stuck")))

@@ -1,7 +1,7 @@
-"""What a step of a running batch may cost the host: nothing that grows with the layers, and little for each request.
+"""The cost of a step on the host: it must not grow with the layers, and must stay small for each request.
 
-The code under test is the GPU's, with its tables in host memory; where there is a GPU, one test lets CUDA itself object
-to whatever makes the host wait for the device.
+The code under test is the GPU's, with its tables in host memory. On a machine with a GPU, one more test makes CUDA
+raise an error for every call that waits for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.host.loop import DecodeLoop, Device, Steering
 FEW, MANY = 4, 64
 LAYERS, MANY_LAYERS = 4, 400
 WARMUP_STEPS = 5
-"""Every staging buffer has been used by then."""
+"""After this many steps, every staging buffer has been used."""
 KINDS = [
     pytest.param(True, Steering.NONE, id="captured"),
     pytest.param(False, Steering.SHARED, id="steered"),
@@ -30,7 +30,7 @@ KINDS = [
 
 
 def decoding(requests=FEW, layers=LAYERS, *, captures=True, steering=Steering.NONE, device=Device.HOST):
-    """A running batch."""
+    """A steady batch of requests."""
     loop = DecodeLoop(requests, layers, device=device, captures=captures, steering=steering)
     for _ in range(WARMUP_STEPS):
         loop.step()
@@ -38,7 +38,7 @@ def decoding(requests=FEW, layers=LAYERS, *, captures=True, steering=Steering.NO
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts what reaches torch: every operation, and so every tensor that is made."""
+    """Counts calls that reach torch: every operation, and so every new tensor."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def dispatched(loop):
 
 
 class Traced:
-    """Counts the lines of the service's own code that run, as a debugger would see them."""
+    """Counts the executed lines of the service's own code, as a debugger would see them."""
 
     def __init__(self):
         self.lines = 0
@@ -128,7 +128,7 @@ def test_full_blocks_cost_torch_nothing_more(captures, steering):
     loop = decoding(captures=captures, steering=steering)
     quiet = dispatched(loop).calls
     steps = [dispatched(loop).calls for _ in range(33)]
-    # Of each request the prompt's block, and one or two of 33 generated tokens: the first is shorter.
+    # For each request one block of the prompt, and one or two for 33 generated tokens: the first one is shorter.
     assert 2 * FEW <= loop.sink.sent <= 3 * FEW if captures else loop.sink.sent == 0
     assert all(calls == quiet for calls in steps)
 

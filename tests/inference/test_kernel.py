@@ -1,4 +1,4 @@
-"""The GPU's kernel does what the CPU's tap does, as far as it can be told without a GPU."""
+"""The GPU's kernels agree with the CPU's tap, as far as this can be tested without a GPU."""
 
 from __future__ import annotations
 

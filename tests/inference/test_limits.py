@@ -1,4 +1,4 @@
-"""Engines that are refused at start."""
+"""Engine configurations that the taps refuse at startup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether captured rows explain the model's own logits, on a model of a few lines."""
+"""The logits check, on a model of a few lines: do captured rows explain the model's own logits?"""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def run(call_model):
 
 @pytest.fixture(params=[False, True], ids=["one tensor", "two tensors"])
 def served(request):
-    """A check that has heard two tokens served, the rows that gave them, and the tokens."""
+    """A check that has recorded two served tokens, the rows that predicted them, and the tokens."""
     torch.manual_seed(0)
     model = Model(pair=request.param)
     with torch.inference_mode():
         check = LogitsCheck(model, model.layer, lambda module: False)
         check.remember(ModelCall((torch.zeros(TOKENS, WIDTH),), {}))
-        model.compute_logits(torch.randn(1, WIDTH))  # not heard
+        model.compute_logits(torch.randn(1, WIDTH))  # not recorded
         check.listen()
         rows, tokens = [], []
         for embedding in torch.randn(2, 1, WIDTH):

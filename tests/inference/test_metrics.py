@@ -1,4 +1,4 @@
-"""What the inference service shows to Prometheus, as a scrape sees it, and what it logs of each request."""
+"""The service's metrics as a scrape sees them, and its log lines for requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from inference_svc.engine.engine import Delta
 from inference_svc.metrics import ShippingCollector
-from inference_svc.shipping.figures import beside
+from inference_svc.shipping.figures import figures_path
 from inference_svc.shipping.supervisor import ShipperStatus
 from residuum.rpc.errors import Reason
 from residuum.v1 import inference_pb2
@@ -48,7 +48,7 @@ def scrape(service):
     listener = MetricsListener("127.0.0.1:0", service.metrics.registry)
 
     async def look():
-        """From a thread, as the listener's own are: the loop goes on."""
+        """From a thread, like the listener's threads: the event loop goes on."""
         return await asyncio.to_thread(samples, listener.port)
 
     yield look
@@ -60,7 +60,7 @@ def some(found, expected):
 
 
 async def poll(condition):
-    """Wait for what has no event to wait for."""
+    """Poll for a condition that has no event to wait for."""
     end = time.monotonic() + DEADLINE
     while not await condition():
         assert time.monotonic() < end
@@ -75,7 +75,7 @@ async def until(look, name, value):
 
 
 async def logged(lines, event, count=1):
-    """Wait for lines of an event and return them."""
+    """Wait for log lines of an event and return them."""
 
     async def is_so():
         return len(of(lines, event)) >= count
@@ -187,7 +187,7 @@ async def test_names_follow_prometheus(service, scrape):
 
 
 def test_workers_and_shippers(tmp_path):
-    """One worker has left figures and one has not; one shipper runs and one is being restarted."""
+    """One worker has written figures and one has not; one shipper runs and one is being restarted."""
     controls = [str(tmp_path / f"rank{rank}.sock") for rank in (0, 2)]
     ring = {
         "ring_bytes": 100,
@@ -198,7 +198,7 @@ def test_workers_and_shippers(tmp_path):
         "published": 8,
         "seconds_waited": 1.5,
     }
-    beside(controls[0]).write_text(json.dumps(ring))
+    figures_path(controls[0]).write_text(json.dumps(ring))
     shippers = SimpleNamespace(
         status=lambda: [
             ShipperStatus(7, 0, None, {"acked_bytes:a": 50, "ack_lag_seconds:a": 0.5, "unacked_bytes:h:1": 9}),

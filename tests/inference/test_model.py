@@ -1,4 +1,4 @@
-"""Finding decoder layers by structure, hooking them, and the op in a compiled graph."""
+"""Finding decoder layers by structure, putting taps into them, and the op in a compiled graph."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ATTN, MLP = capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT
 
 
 class PPMissingLayer(nn.Identity):
-    """Named as vLLM's."""
+    """Has the name of vLLM's class."""
 
 
 class Layer(nn.Module):
-    """A decoder layer that hands on (hidden, residual), as vLLM's do."""
+    """A decoder layer that passes on (hidden, residual), as vLLM's layers do."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """As vLLM's: with a residual, it adds first, and returns both."""
+    """Like vLLM's norm: with a residual, it adds first and returns both."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -64,7 +64,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """In a run without context it gives what it finds in memory, as vLLM's does on a CPU."""
+    """Like vLLM's attention on a CPU: in a run without requests it returns uninitialised memory."""
 
     found = float("nan")
 
@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Norms that add; hidden and residual are handed on."""
+    """Its norms add; it passes on hidden and residual."""
 
     def __init__(self, scale=1.0):
         super().__init__()
@@ -95,7 +95,7 @@ class LlamaLayer(nn.Module):
 
 
 class GemmaLayer(LlamaLayer):
-    """Norms after attention and MLP as well: what is added is what they return."""
+    """It has norms after attention and MLP too: their outputs are added to the stream."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class GemmaLayer(LlamaLayer):
 
 
 class GPTLayer(nn.Module):
-    """Adds by itself, and hands on one tensor."""
+    """It adds by itself, and passes on one tensor."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ class GPTLayer(nn.Module):
 
 
 class MambaLayer(nn.Module):
-    """A norm that adds, a mixer in which tokens meet, and no MLP."""
+    """It has a norm that adds, a mixer that combines tokens, and no MLP."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +162,7 @@ def watch(model):
 
 
 class Recorder:
-    """A tap that remembers what it sees, and adds `push` to it."""
+    """A tap that records what it sees, and adds `push` to it."""
 
     def __init__(self, push=0.0):
         self.seen = []
@@ -178,7 +178,7 @@ class Recorder:
 
 @pytest.fixture
 def tap(monkeypatch):
-    """Install a recorder as the process's tap, for one test."""
+    """Install a recorder as the process's tap for one test."""
     monkeypatch.setattr(op._Current, "tap", None, raising=False)
     recorder = Recorder()
     op.install(recorder)
@@ -312,7 +312,7 @@ def test_the_parts_of_a_layer_are_found_and_add_up(tap, make, monkeypatch):
     structure, numbered, run = watch(model)
     check_sum(sum_error(numbered, structure, run))
     hook_layers(numbered, structure, sites=(POST, PRE, ATTN, MLP))
-    monkeypatch.setattr(Attention, "found", 0.0)  # as when it serves
+    monkeypatch.setattr(Attention, "found", 0.0)  # as in the service
     with torch.no_grad():
         run()
     seen = {point: hidden if residual is None else hidden + residual for point, hidden, residual in tap.seen}
@@ -322,7 +322,7 @@ def test_the_parts_of_a_layer_are_found_and_add_up(tap, make, monkeypatch):
 
 
 class CohereLayer(nn.Module):
-    """Hands on a residual that nobody reads: the next layer begins one of its own."""
+    """It passes on a second tensor that nothing reads: the next layer starts a new one."""
 
     def __init__(self):
         super().__init__()
@@ -415,7 +415,7 @@ needs_headers = pytest.mark.skipif(
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_headers)])
 def test_the_op_stays_in_the_compiled_graph_as_data_changes_behind_it(tap, backend):
-    """One compiled function: it captures in one call, steers in the next, and does nothing in a third."""
+    """One compiled function captures in one call, steers in the next, and does nothing in the third."""
     model = Decoder(layers(2))
     hook_layers(dict(enumerate(model.layers)))
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""vLLM's own norms with a tap folded in: the same numbers as before, and the tap in between."""
+"""vLLM's own norms with a folded tap: the same results as without, and the tap sees the sum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH, POINT = 64, 1
 
 @pytest.fixture
 def tap(monkeypatch):
-    """A tap with a vector of ones in its bank, installed for one test."""
+    """A tap whose bank holds a vector of ones, installed for one test."""
     bank = VectorBank(1, WIDTH, CPU)
     bank.load([(0, torch.ones(WIDTH).numpy().tobytes())])
     made = CpuTap(bank, None, TapPoints(0, 2))

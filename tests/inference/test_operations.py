@@ -23,7 +23,7 @@ numbers = st.floats(-100, 100, width=32)
 
 @st.composite
 def batches(draw):
-    """Rows with an operation and a vector for each; of a few vectors, so that some rows share one."""
+    """Rows with one operation and one vector each. There are few vectors, so some rows share one."""
     rows = draw(st.integers(1, 64))
     x = draw(arrays.arrays(np.float32, (rows, HIDDEN), elements=numbers, fill=numbers))
     vectors = draw(arrays.arrays(np.float32, (8, HIDDEN), elements=st.floats(-10, 10, width=32).filter(is_no_dust)))
@@ -32,7 +32,7 @@ def batches(draw):
 
 
 def is_no_dust(value):
-    """Directions of vectors whose squares vanish in float32 are not defined to any precision."""
+    """The direction of a vector whose squares underflow in float32 has no defined precision."""
     return not 0 < abs(value) < 1e-3
 
 
@@ -68,11 +68,11 @@ def test_each_row_gets_its_own_operation(case):
     for row, operation in enumerate(operations):
         vector = vectors[operation.row].astype(np.float64)
         expected = steer(x[row].astype(np.float64), operation, vector)
-        # What float32 can keep: seven digits of the largest number that takes part.
+        # The precision of float32: seven digits of the largest number involved.
         size = np.abs(x[row]).sum() + max(abs(operation.scale), 1) * (np.abs(vector).max() + np.abs(x[row]).sum())
         size += max((abs(bound) for bound in (operation.low, operation.high) if math.isfinite(bound)), default=0)
         if operation.keep_norm:
-            # Where little is left of the row, scaling it up scales up its error as well.
+            # Where little is left of the row, rescaling it also scales up its error.
             left = np.linalg.norm(steer(x[row].astype(np.float64), replace(operation, keep_norm=False), vector))
             size *= max(np.linalg.norm(x[row]) / left, 1) if left > 1e-3 * size else np.inf
         np.testing.assert_allclose(result[row], expected, rtol=1e-5, atol=2e-6 * size)

@@ -1,4 +1,4 @@
-"""Plans: from a checked spec, through vLLM's serialisation, to the worker."""
+"""Request plans: from a checked spec, through vLLM's serialisation, to the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which signs of random projections the workers are told to keep: those of requests that run, within bounds."""
+"""The signs that workers are told to keep: those of running requests, within the limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def projecting(seed=0, encoding=RP, reduction=capture_pb2.REDUCTION_NONE):
 
 
 class Workers:
-    """Stands in for the engine: what it was told to keep last, and what it says of it."""
+    """Replaces the engine: records what it was told to keep last, and answers as scripted."""
 
     def __init__(self):
         self.kept = []
@@ -79,10 +79,10 @@ async def test_the_signs_are_there_when_the_context_begins_and_those_of_running_
         assert not entering.done()
         workers.ready.set()
         await asyncio.wait_for(entering, LONG)
-        for seed in (2, 3, 4):  # one after the other: each takes the place of the idle one before
+        for seed in (2, 3, 4):  # one after the other: each replaces the idle one before
             async with projections.held(numbered(seed)):
                 assert set(workers.kept) == {numbered(1), numbered(seed)}
-    async with projections.held(numbered(4)):  # kept while there was room: nothing is asked for
+    async with projections.held(numbered(4)):  # still kept: the workers are not called
         assert set(workers.kept) == {numbered(1), numbered(4)}
 
 
@@ -101,7 +101,7 @@ async def test_requests_beyond_the_room_take_their_turns():
         tasks[seed] = asyncio.create_task(run(seed, gates[seed]))
         while len(order) < min(seed + 1, 2):  # noqa: ASYNC110 - nothing else tells of it
             await asyncio.sleep(0)
-    again = asyncio.create_task(run(1, gates[1]))  # takes no room
+    again = asyncio.create_task(run(1, gates[1]))  # needs no room
     while order.count(1) < 2:  # noqa: ASYNC110 - as above
         await asyncio.sleep(0)
     tasks[2].cancel()
@@ -148,7 +148,7 @@ async def test_one_that_is_cancelled_in_the_moment_in_which_it_gives_up_takes_no
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-    for seed in (2, 3):  # one of which would be taken for held for ever
+    for seed in (2, 3):  # a leak would keep one of them held for ever
         await asyncio.wait_for(hold(seed), LONG)
     assert workers.kept == [numbered(3)]
 

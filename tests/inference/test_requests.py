@@ -1,4 +1,4 @@
-"""Requests by id, with a clock that moves when it is told to."""
+"""Requests by ID, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_too_many_registrations_are_refused_until_one_is_gone(registry, clock):
     for name in "abc":
         registry.register(make_spec(name))
     assert reason_of(registry.register, make_spec("d")) == ("LIMIT_REACHED", {"limit": "max_registrations"})
-    registry.register(make_spec("a"))  # known: needs no more room
+    registry.register(make_spec("a"))  # known already: needs no more room
     registry.start_registered("b")
     registry.register(make_spec("d"))
 
@@ -147,7 +147,7 @@ def test_a_released_registration_can_be_started_again(registry, clock):
     clock.now += 2 * TIME_TO_LIVE
     registry.release(running)
     assert registry.running == ()
-    clock.now += TIME_TO_LIVE - 1  # its time is counted anew
+    clock.now += TIME_TO_LIVE - 1  # its time starts again
     assert registry.start_registered("r").spec == make_spec()
 
 
@@ -163,7 +163,7 @@ def test_a_request_that_was_aborted_before_it_began_has_ended(registry):
     registry.release(running)
     assert registry.running == ()
     assert reason_of(registry.start_registered, "r")[0] == "UNKNOWN_REQUEST"
-    registry.abort("r")  # stopping what has ended is fine
+    registry.abort("r")  # aborting an ended request is allowed
 
 
 def test_abort_reaches_the_running_request(registry):
@@ -230,7 +230,7 @@ def test_registrations_take_only_so_much_memory(clock):
     assert 33 < size <= 50
     for name in "ab":
         registry.register(make_spec(name, b"d" * 32))
-    registry.register(make_spec("a", b"d" * 32))  # takes no more than before
+    registry.register(make_spec("a", b"d" * 32))  # needs no more room than before
     full = ("LIMIT_REACHED", {"limit": "max_registration_mib"})
     assert reason_of(registry.register, make_spec("c", b"d" * 32)) == full
     registry.start_registered("a")

@@ -1,4 +1,4 @@
-"""Whether the second tensor of a layer is part of the stream, decided with memory full of garbage."""
+"""Is the second tensor of a layer part of the stream? Decided while uninitialised memory holds garbage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Returns memory that was never written: each time another kind of garbage."""
+    """Returns uninitialised memory: other garbage in each call."""
 
     def __init__(self, found):
         super().__init__()
@@ -34,14 +34,14 @@ class Attention(nn.Module):
 
 
 class Untouched(nn.Module):
-    """Attention that writes into an argument, but in a run without requests does not."""
+    """Attention that writes into an argument, but not in a run without requests."""
 
     def forward(self, hidden, output):
         return None
 
 
 class WritingAttention(Attention):
-    """Hands memory that was never written to what should write into it."""
+    """Passes uninitialised memory to a module that should write into it."""
 
     def __init__(self, found):
         super().__init__(found)
@@ -54,7 +54,7 @@ class WritingAttention(Attention):
 
 
 class SumLayer(nn.Module):
-    """Hands on the stream as a sum, as Llama's does."""
+    """Passes on the stream as a sum, like Llama."""
 
     scale = 1.0
 
@@ -73,7 +73,7 @@ class SumLayer(nn.Module):
 
 
 class LeftoverLayer(nn.Module):
-    """Hands on the whole stream, and a tensor that nothing reads, as Exaone 4's does."""
+    """Passes on the whole stream and a tensor that nothing reads, like Exaone 4."""
 
     def __init__(self, attention):
         super().__init__()
@@ -168,7 +168,7 @@ def test_a_stage_that_shows_nothing_is_refused():
 
 def test_a_model_whose_values_differ_from_run_to_run_is_refused():
     class Careless(LeftoverLayer):
-        """All that it returns is garbage."""
+        """All its outputs are garbage."""
 
         def forward(self, hidden, residual):
             hidden, residual = super().forward(hidden, residual)

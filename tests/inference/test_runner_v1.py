@@ -1,4 +1,4 @@
-"""The adapter to vLLM's first model runner, on runners made of what the adapter uses."""
+"""The adapter to vLLM's first model runner, on fake runners."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError, attach
 
 
 class Runner:
-    """As much of vLLM's runner as the adapter touches."""
+    """The part of vLLM's runner that the adapter uses."""
 
     def __init__(self):
         self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=np.zeros(8, dtype=np.int32))
 
     def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
-        # Here vLLM brings the order of rows up to date.
+        # At this point vLLM updates the order of rows.
         self.input_batch.req_ids = ["b", "a"]
         self.input_batch.num_computed_tokens_cpu[:3] = [7, 0, 99]
         return scheduler_output, num_scheduled_tokens
@@ -43,7 +43,7 @@ def without(name):
 
 class OtherSignature(Runner):
     def _prepare_inputs(self, plan):
-        """What another vLLM might call it."""
+        """Another version of vLLM might rename it."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The adapter to the second model runner, on a stand-in of its shape."""
+"""The adapter to vLLM's second model runner, on a fake runner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inference_svc.taps.vllm.runner_v2 import attach
 
 @dataclass
 class InputBatch:
-    """The fields of vLLM's own that the adapter reads."""
+    """The fields of vLLM's InputBatch that the adapter reads."""
 
     req_ids: list[str]
     num_scheduled_tokens: np.ndarray
@@ -23,7 +23,7 @@ class InputBatch:
 class Runner:
     def prepare_inputs(self, scheduler_output: dict[str, int], batch_desc: object) -> InputBatch:
         del batch_desc
-        ids = sorted(scheduler_output, key=scheduler_output.__getitem__)  # decode before prefill
+        ids = sorted(scheduler_output, key=scheduler_output.__getitem__)  # decodes come before prefills
         counts = np.array([scheduler_output[name] for name in ids])
         return InputBatch(ids, counts, np.arange(len(ids)) * 10)
 
@@ -46,7 +46,7 @@ def test_nothing_is_told_that_is_not_asked_for() -> None:
 
 class Renamed:
     def prepare(self, scheduler_output: object) -> None:
-        """Another vLLM's name for it."""
+        """Another version of vLLM might rename it."""
 
 
 def test_a_missing_name_is_named_with_the_version() -> None:

@@ -1,4 +1,4 @@
-"""Runs of free rows, under any order of taking and giving back."""
+"""Runs of free rows, taken and given back in any order."""
 
 from __future__ import annotations
 

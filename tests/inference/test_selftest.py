@@ -1,4 +1,4 @@
-"""The start-up self-test, on an engine whose taps work, and on engines whose taps are broken in one way each."""
+"""The startup self-test, on an engine whose taps work, and on engines whose taps have one defect each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEERED = 1
 
 
 def rows_of(push):
-    """Rows of a model whose layers add something each; float32 [layers, positions, hidden]."""
+    """Rows of a model in which each layer adds something, float32 [layers, positions, hidden]."""
     added = np.random.default_rng(0).standard_normal((LAYERS, POSITIONS, HIDDEN)).astype(np.float32)
     rows = added.cumsum(axis=0)
     if push is not None:
@@ -30,7 +30,7 @@ def rows_of(push):
 
 
 class ProbedEngine:
-    """An engine with a model of four layers. `fault` takes its rows, and whether they are steered, and spoils them."""
+    """An engine with a model of four layers. `fault` takes its rows and whether they are steered, and corrupts them."""
 
     facts = dataclasses.replace(FACTS, num_layers=LAYERS, hidden_size=HIDDEN)
 
@@ -64,7 +64,7 @@ class ProbedEngine:
         self.is_listening = True
 
     async def explain_logits(self, rows, tokens):
-        """As two ranks answer, of which one sees another request's row; and a third that makes no logits."""
+        """Answer like three ranks: one sees the request's row, one another request's, and one computes no logits."""
         assert self.is_listening
         assert tokens == TOKENS
         given = np.frombuffer(rows, "<f4").reshape(len(tokens), HIDDEN)
@@ -72,7 +72,7 @@ class ProbedEngine:
         return [(1.0, 0.5), (error, self.token_gap)]
 
     async def take_probe(self, capture_id):
-        """As two pipeline stages deliver it: the prompt's block, and the generated rows' block."""
+        """Deliver two blocks as a worker does: one for the prompt, one for generated rows."""
         rows = self.probes.pop(capture_id)
         return [
             ([POST], list(layers), list(positions), np.ascontiguousarray(rows[layers][:, positions]).tobytes())
@@ -84,7 +84,7 @@ class ProbedEngine:
 async def test_taps_that_work_pass():
     engine = ProbedEngine()
     await run_self_test(engine)
-    assert len(set(engine.salts)) == 2  # else the second request would read the first one's cache
+    assert len(set(engine.salts)) == 2  # otherwise the second request would read the first one's prefix cache
     assert not engine.probes
 
 
@@ -128,14 +128,14 @@ def keep_the_steering_to_itself(rows, push):
 
 FAULTS = {
     "a layer's rows are not numbers": (at(3, np.nan), r"layers \[3\] did not arrive"),
-    "a layer's rows are infinite": (at(1, np.inf), "not finite"),
+    "a layer's rows are infinite": (at(1, np.inf), "captured rows hold infinity"),
     "a layer's rows are zero": (at(0, 0.0), r"layers \[0\] are all zero"),
     "two layers have the same rows": (repeat_a_layer, r"layers \[1\] equal those of the layer before"),
     "the last layer's rows are not what the logits came from": (miss_a_part, "does not explain the model's own logits"),
-    "nothing is steered": (steer_nothing, "missed its aim by 100"),
-    "steering begins a layer too early": (steer_too_early, "moved rows of the layers before it"),
-    "steering is too weak": (steer_half, "missed its aim by 50"),
-    "steering does not reach the next layers": (keep_the_steering_to_itself, "did not reach the layers after it"),
+    "nothing is steered": (steer_nothing, "wrong amount: they are off by 100"),
+    "steering begins a layer too early": (steer_too_early, "moved rows of earlier layers"),
+    "steering is too weak": (steer_half, "wrong amount: they are off by 50"),
+    "steering does not reach the next layers": (keep_the_steering_to_itself, "did not move the rows of later layers"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What the service does for every token: the same for the first and the 4,000th, and nothing that waits up."""
+"""The service's work for each token: constant from the first to the 4,000th, without waits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_token_late_in_a_long_reply_costs_what_an_early_one_does(service
         tracemalloc.start()
         try:
             for number in range(LONG):
-                if number % 1000 == 100:  # peaks of a hundred tokens, once in a thousand
+                if number % 1000 == 100:  # limits for one hundred tokens, with a rare peak allowed once in a thousand
                     tracemalloc.reset_peak()
                     before = tracemalloc.get_traced_memory()[0]
                 hand.token()
@@ -72,7 +72,7 @@ async def test_a_token_late_in_a_long_reply_costs_what_an_early_one_does(service
         finally:
             tracemalloc.stop()
     early, late = peaks[199], peaks[LONG - 801]
-    # To decode the reply again, or to join its text, would take 3,000 characters and more for a token.
+    # Decoding the reply again, or joining its text, would touch 3,000 characters and more for each token.
     assert late < early + 2500, peaks
 
 
@@ -90,7 +90,7 @@ def test_the_client_joins_a_long_reply_once():
             costs.append(tracemalloc.get_traced_memory()[1] - before)
     finally:
         tracemalloc.stop()
-    # A list grows by an eighth from time to time, which is what it costs now and then; nothing is as long as the text.
+    # A list grows by an eighth from time to time, which explains single peaks. No allocation is as long as the text.
     assert sorted(costs)[int(LONG * 0.97)] < 2000
     builder.add(
         inference_pb2.GenerateResponse(
@@ -116,8 +116,8 @@ async def test_log_lines_do_not_grow_with_the_reply(service, caplog):
 
 
 class OwnCode:
-    """Counts what the service's own code does while the context lasts: its functions and generators that are entered,
-    again after each time that they waited; and its tasks."""
+    """Counts the work of the service's own code while the context lasts: entered functions and generators, including
+    each resumption after a wait, and tasks."""
 
     _FOLDERS = tuple(str(Path(module.__file__).parent) for module in (inference_svc, residuum.rpc))
 
@@ -147,13 +147,13 @@ class OwnCode:
 
 
 async def test_a_plain_request_has_one_task_and_few_steps(service):
-    """What all requests of a crowd pay for before any of them has its first token."""
+    """The cost that all requests of a crowd have before the first token."""
     await service.events(ask(spec("first")))
     with OwnCode() as own:
         for number in range(10):
             await service.events(ask(spec(f"r{number}"), max_tokens=3))
     assert own.tasks == ["_generate"] * 10
-    assert own.steps / 10 < 180  # three tokens are among it
+    assert own.steps / 10 < 180  # it includes three tokens
 
 
 async def test_a_token_takes_few_steps(service):
@@ -178,7 +178,7 @@ async def test_the_engine_has_a_request_before_anybody_reads_its_first_event(ser
 
 
 class CountingTokenizer:
-    """Counts what is asked of it after it was made ready."""
+    """Counts its calls after it was made ready."""
 
     def __init__(self):
         self.asked = []
@@ -197,7 +197,7 @@ class CountingTokenizer:
 
 @pytest.mark.parametrize("prompt", [{"text": "abc"}, {"token_ids": inference_pb2.TokenIds(ids=[0, 1, 2])}])
 async def test_a_request_asks_the_one_tokenizer_for_its_text_alone(prompt):
-    """No copy of it, no look at its special tokens, for a request or a token: only the prompt's text is encoded."""
+    """No request or token copies the tokenizer or reads its special tokens; only the prompt's text is encoded."""
     tokenizer = CountingTokenizer()
     llm = FakeLLM()
     llm.outputs = [completion("a", [1])] * 100

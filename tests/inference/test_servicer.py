@@ -1,4 +1,4 @@
-"""The calls of InferenceService other than Generate, over real gRPC; and what no handler ever sees."""
+"""The calls of InferenceService other than Generate, over real gRPC, and calls that never reach a handler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.inference.service_support import (
 
 METHOD = "/residuum.v1.InferenceService/"
 NOWHERE = "127.0.0.1:1"
-"""An endpoint where nobody listens."""
+"""An endpoint where no server listens."""
 
 
 async def model_info(service):
@@ -224,7 +224,7 @@ async def test_a_store_that_is_away_refuses_captures_alone(call):
 
 
 async def test_a_store_that_is_away_is_asked_once_more_over_a_new_connection(service, store):
-    """And then whoever asked for the capture is told at once, and may try again."""
+    """The caller who asks for the capture gets the error at once, and may retry."""
     store.away = True
     with pytest.raises(Failure) as caught:
         await service.parts.stores.of("x").check_reachable()
@@ -244,7 +244,7 @@ async def test_a_store_that_comes_back_is_found():
 
 
 async def registered(service, wanted):
-    """Register, as often as it takes."""
+    """Register, and retry as often as needed."""
     while True:
         with suppress(grpc.aio.AioRpcError):
             return await service.register(wanted)
@@ -337,7 +337,7 @@ async def test_health_watches_and_silent_checks_leave_room_for_calls():
             watch.cancel()
         answers = []
         end = time.monotonic() + 30
-        while not answers:  # the places come back when the server has heard of it
+        while not answers:  # the server has noticed the end of the calls
             assert time.monotonic() < end
             with suppress(grpc.aio.AioRpcError):
                 answers.append(await reflect(iter([b""])).read())

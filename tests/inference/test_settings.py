@@ -1,4 +1,4 @@
-"""Settings as an operator meets them: by the command, before anything heavy is loaded."""
+"""Settings as an operator uses them: through the command, before any heavy import."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_file_may_write_names_as_flags_are_written(tmp_path, name, sites):
         ("ring-mib = 1\nring_mib = 2", "sets ring_mib twice"),
         ("capture-site = []", "--capture-site (RESIDUUM_CAPTURE_SITE): there is no such setting; is --capture-sites"),
         ("[inference]", "there is no such setting; see --help"),
-        ('capture-sites = ["resid"]', "'resid' is not a site; there are resid_post, resid_pre, attn_out, mlp_out"),
+        ('capture-sites = ["resid"]', "'resid' is not a site. Choose among resid_post, resid_pre, attn_out, mlp_out"),
         ("model = ", "x.toml is not TOML"),
     ],
 )
@@ -214,9 +214,9 @@ def test_stores_and_where_clients_reach_them(arguments, stores, advertised):
         (["--store", "a=h:1,a=h:2"], "the name 'a' stands for two stores"),
         (["--store", "a=h:1,h:1"], "the endpoint 'h:1' stands for two stores"),
         (["--store", "a=h"], "'h' is not host:port"),
-        ([*TWO, "--advertise-store", "x:1"], "has 1 endpoints without names, for 2 stores"),
-        ([*TWO, "--advertise-store", "c=x:1"], "names c; the stores are a, b"),
-        (["--advertise-store", "x:1"], "give --store, too"),
+        ([*TWO, "--advertise-store", "x:1"], "has 1 endpoints without names, but there are 2 stores"),
+        ([*TWO, "--advertise-store", "c=x:1"], "names c, which --store does not have. Choose among its stores: a, b"),
+        (["--advertise-store", "x:1"], "there is no store. Give --store."),
     ],
 )
 def test_lists_of_stores_that_cannot_be_meant(arguments, told):

@@ -1,4 +1,4 @@
-"""Signs of random projections in a worker: made beside the steps, and there as long as a request needs them."""
+"""Signs of random projections in a worker: made in the background, and kept while a request needs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from vllm.v1.worker import gpu_worker
 
 from inference_svc.taps.encodings import signs as signs_module
-from inference_svc.taps.encodings.signs import IDLE_BYTES, IDLE_MATRICES, KEPT_BYTES, SignCache, Signs, most_bytes
+from inference_svc.taps.encodings.signs import IDLE_BYTES, IDLE_MATRICES, KEPT_BYTES, SignCache, Signs, max_sign_bytes
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.vllm.gpu_worker import TappedGpuWorker
 from residuum.v1 import capture_pb2
@@ -27,7 +27,7 @@ LONG = 20.0
 
 @pytest.fixture
 def makers(monkeypatch):
-    """The names of the threads that make signs, one for each matrix."""
+    """The names of the threads that made signs, one for each matrix."""
     names = []
 
     def watched(*arguments):
@@ -39,7 +39,7 @@ def makers(monkeypatch):
 
 
 def wait_for(cache_keep):
-    """Ask again until all is there, as the service does."""
+    """Ask again until all are ready, as the service does."""
     while not all(cache_keep()):
         threading.Event().wait(0.001)
 
@@ -59,7 +59,7 @@ def test_no_step_makes_signs(makers, name, reduction):
 
 
 def test_signs_stay_until_the_last_block_of_their_request_has_left(makers):
-    """The service lets them go when the request has ended; the worker hears of that end a step later."""
+    """The service drops them when the request has ended. The worker learns of the end one step later."""
     engine = Engine()
     encoding = encoding_of("rp")
     plan = RequestPlan(20, capture(encoding))
@@ -82,7 +82,7 @@ def test_what_is_kept_does_not_go_for_others():
     np.testing.assert_array_equal(held[1].numpy(), projection_signs(1, WIDTH, SIZE))
     for seed in range(10, 20):
         cache.get(seed, SIZE, torch.float32)
-    cache.get(9, 4 * SIZE, torch.float32)  # one that is larger than all room for idle ones is not kept at all
+    cache.get(9, 4 * SIZE, torch.float32)  # a matrix larger than the limit for idle ones is not kept
     cache.get(20, SIZE, torch.float32)
     cache.get(21, SIZE, torch.float32)
     assert all(cache.get(*key) is matrix for key, matrix in zip(kept, held, strict=True))
@@ -116,7 +116,7 @@ def fail(*arguments):
 
 
 def outcome(cache, *keys):
-    """Ask for matrices until each was made or failed; return what was told of each first."""
+    """Ask for matrices until each was made or failed; return the first result of each."""
     told = {}
     while len(told) < len(keys):
         for key, state in zip(keys, cache.keep(keys), strict=True):
@@ -160,8 +160,8 @@ def test_all_that_the_service_may_ask_for_is_no_more_than_is_left_free():
     wait_for(lambda: cache.keep(kept))
     for seed in range(100, 103):
         cache.get(seed, 1000, torch.float32)
-    assert KEPT_BYTES < cache.nbytes <= most_bytes(2048) == KEPT_BYTES + IDLE_BYTES
-    assert most_bytes(16384) == 4 * 16384**2 + IDLE_BYTES
+    assert KEPT_BYTES < cache.nbytes <= max_sign_bytes(2048) == KEPT_BYTES + IDLE_BYTES
+    assert max_sign_bytes(16384) == 4 * 16384**2 + IDLE_BYTES
 
 
 @pytest.mark.parametrize("reduction", [capture_pb2.REDUCTION_NONE, capture_pb2.REDUCTION_MEAN])

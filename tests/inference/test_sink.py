@@ -1,4 +1,4 @@
-"""Where blocks go: the ring, the store's ear when rows are lost, or the self-test."""
+"""The sink: blocks go to the ring, or to the self-test, and losses are reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.inference.taps_support import CPU, Worker, capture, select
 
 
 def run_request(worker, plan, tokens):
-    """Compute a prompt in one step and end the request."""
+    """Compute a prompt in one step, then end the request."""
     rows = torch.arange(tokens * worker.hidden, dtype=worker.dtype).view(tokens, worker.hidden)
     tensors = {layer: (rows + 1000 * layer, None) for layer in worker.layers}
     worker.step([("a", 0, tokens)], admitted=[("a", plan)], tensors=tensors)
@@ -111,7 +111,7 @@ def test_a_pool_without_a_long_run_gives_a_short_one():
 
 
 def test_a_block_travels_through_the_real_ring(tmp_path):
-    """The sink's rows are in shared memory, as the header says, when a shipper hears of them."""
+    """When a shipper learns of an extent, the rows are in shared memory as the header says."""
     pool = BlockPool(128, 4, torch.bfloat16, CPU, largest_block=0)
     producer = RingProducer(tmp_path / "ring", ring_bytes=1 << 16)
     producer.start()
@@ -153,7 +153,7 @@ def test_the_real_ring_holds_up_a_step_until_there_is_room(tmp_path):
         held = producer.acquire(producer.ring_bytes, block=True)
         step = threading.Thread(target=send_one, args=(pool, sink))
         step.start()
-        while not producer.stats().waits:  # it cannot end before it has waited
+        while not producer.stats().waits:  # the step cannot end before it has waited
             assert step.is_alive()
         producer.release(held)
         step.join(20)

@@ -1,4 +1,4 @@
-"""What a process that vLLM spawns does first."""
+"""The first actions of a process that vLLM spawns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from tests.shipping.support import ENVIRONMENT
 
-# The service's program, as `python -m` runs it, up to where it reads its settings: there it spawns a process.
+# The service's program, as `python -m` runs it, until it reads its settings. At that point it spawns a process.
 PROGRAM = """
 import multiprocessing, runpy, sys
 import svc_common.settings
@@ -30,7 +30,7 @@ runpy.run_module("inference_svc", run_name="__main__", alter_sys=True)
 
 
 def tell(answers):
-    """Say what this process has imported, and whether it has left that out of collections."""
+    """Report what this process has imported, and whether garbage collection skips it."""
     answers.put(("vllm.v1.engine.async_llm" in sys.modules, gc.get_freeze_count() > 100_000, gc.isenabled()))
 
 

@@ -1,4 +1,4 @@
-"""Checking a request's spec: every bad input by its reason and metadata, every default filled in, and the salt."""
+"""The check of a request's spec: every invalid input with its reason and metadata, the defaults, and the salt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FACTS = SimpleNamespace(
     reductions=tuple(capture_pb2.Reduction.values()[1:]),
     capture_defaults=CaptureDefaults(),
 )
-"""What the checks need of ModelFacts, which cannot be imported without vLLM."""
+"""The fields of ModelFacts that the checks need. ModelFacts itself cannot be imported without vLLM."""
 A, B = b"a" * 32, b"b" * 32
 ALL = selection_pb2.LayerSelection(all=True)
 
@@ -60,7 +60,7 @@ def cap(digest=A, **fields):
 
 
 def operation_without_kind():
-    """What an operation looks like that a newer client knows and this server does not."""
+    """An operation of a newer client that this server does not know."""
     return steering_pb2.SteeringOperation(layers=ALL)
 
 
@@ -253,7 +253,7 @@ def test_the_prompts_length_does_not_matter_to_absolute_positions(positions):
     ids=["last token", "all but the last", "prompt", "generated"],
 )
 def test_where_the_prompt_ends_matters_to_positions_that_depend_on_it(positions):
-    """A chat's second turn has the first as its head, and steers other positions of it."""
+    """The second turn of a chat starts with the tokens of the first, and steers other positions of them."""
     first, second = (salt(add(), add(positions=positions), prompt_tokens=tokens) for tokens in (10, 11))
     assert first != second
 

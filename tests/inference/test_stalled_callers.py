@@ -1,4 +1,4 @@
-"""Callers of Generate who stop reading: a real client on a real stream, whose window is full."""
+"""Callers of Generate that stop reading: a real client on a real stream with a full window."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from svc_common.alarms import AioAlarm
 from tests.inference.service_support import CAPTURE, DEADLINE, ask, failure_of, running_service, spec, stuck_after
 
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
-"""A client that is sent 64 KiB ahead of what it reads. By default that grows to megabytes."""
+"""A client whose window is 64 KiB. By default it grows to megabytes."""
 STALL = 1.0
-"""Seconds, in which on a busy machine all else that is sent here is read."""
+"""Seconds in which even a busy machine reads everything that is sent here."""
 FULL = 200_000
-"""Characters, in one message: more than its window and the server's own buffer."""
+"""Characters of one message: more than the client's window and the server's buffer."""
 
 
 @asynccontextmanager
@@ -42,7 +42,7 @@ async def test_a_caller_that_stops_reading_loses_its_request_and_hears_why(store
             assert (await store.seal()).outcome == capture_pb2.CAPTURE_STATE_ABORTED
             assert service.registry.running == ()
             service.engine.script = stuck_after(Delta("y", [2], "length"))
-            other = service.stub.Generate(ask())  # there is room again, although the first one has not hung up
+            other = service.stub.Generate(ask())  # there is room again, although the first caller has not disconnected
             assert (await other.read()).HasField("started")
             assert stalled_calls(service) == 1
             read = 0
@@ -56,7 +56,7 @@ async def test_a_caller_that_stops_reading_loses_its_request_and_hears_why(store
 
 
 async def next_event(stream):
-    """Return the next event of a stream, or None when it has failed."""
+    """Return the next event of a stream, or None if the stream failed."""
     try:
         return await stream.read()
     except grpc.aio.AioRpcError:
@@ -98,7 +98,7 @@ async def test_those_who_wait_for_tokens_may_wait(store):
         slow = service.stub.Generate(ask(spec("slow")))
         assert (await slow.read()).HasField("started")
         async with small_window(service) as stub:
-            for at in range(3):  # each takes longer than anybody may leave unread
+            for at in range(3):  # each one takes longer than the limit for unread data
                 stalled = stub.Generate(ask(spec(f"stalled-{at}")))
                 await stalled.read()
                 await service.engine.until(lambda at=at: f"stalled-{at}#0" in service.engine.closed)
@@ -128,10 +128,10 @@ async def test_an_alarm_rings_for_what_takes_too_long_and_for_nothing_else():
     start = loop.time()
     with alarm.over(rung.set):
         await asyncio.wait_for(rung.wait(), DEADLINE)
-    assert loop.time() - start >= 0.19  # the clock of a loop is coarse
+    assert loop.time() - start >= 0.19  # the event loop's clock is coarse
     assert not early
     rung.clear()
-    with alarm.over(rung.set):  # and once more, when it has been quiet
+    with alarm.over(rung.set):  # and again after a pause
         await asyncio.wait_for(rung.wait(), DEADLINE)
 
 

@@ -1,4 +1,4 @@
-"""A batch that is laid out as a whole is laid out as one request after the other would be."""
+"""A batch that is laid out at once gets the same layout as request by request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POST, ATTN = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_ATTN_OUT
 
 
 class Worker:
-    """A runtime with a tap that keeps what it was armed with, and a sink that gives blocks back at once."""
+    """A runtime whose tap records layouts and whose sink gives blocks back at once."""
 
     def __init__(self, *, steadies: bool) -> None:
         self.pool = BlockPool(BlockPool.rows_needed(64, 16, 2 * LAYERS), HIDDEN, torch.float32, CPU, 0)
@@ -39,7 +39,7 @@ class Worker:
             (row, id(program), place, stride if place >= 0 else 0)
             for (row, _, place, stride), program in zip(layout.lines.tolist(), programs, strict=True)
         )
-        self.kept = programs  # interned programs live as long as somebody holds them
+        self.kept = programs  # keeps interned programs alive
 
     def disarm(self):
         self.lines = []
@@ -79,7 +79,7 @@ happenings = st.one_of(
 
 
 class Pair:
-    """Two workers that are told the same; one of them lays out every request by itself."""
+    """Two workers that get the same steps. One of them lays out every request by itself."""
 
     def __init__(self):
         self.workers = (Worker(steadies=True), Worker(steadies=False))
@@ -94,7 +94,7 @@ class Pair:
         assert steady.sent == plain.sent
 
     def compute(self, more=(), **options):
-        """Compute a token of all that run, and what else is given."""
+        """Compute a token of each running request, and the given rows."""
         rows = [*((name, first, 1) for name, first in self.running.items()), *more]
         if rows:
             self.step(rows, **options)
@@ -131,7 +131,7 @@ class Pair:
         assert first == second
 
     def swap(self, number):
-        name = self.some(number)  # vLLM puts another request into its row
+        name = self.some(number)  # vLLM moves another request into its row
         self.running[name] = self.running.pop(name)
 
 

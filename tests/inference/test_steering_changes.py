@@ -1,4 +1,4 @@
-"""Changes of the steering in the worker: each holds from the first position that has not been computed."""
+"""Changes of steering in the worker: each holds from the first position that has not been computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add(row=0, scale=1.0, positions=None, layers=(0,)):
 
 
 class Engine:
-    """A worker's runtime, and what it lays out for each row of a step. What is armed stays so, as on a device."""
+    """A worker's runtime. It records the operations of each row of a step. Its tap stays armed, as on a device."""
 
     def __init__(self):
         self.runtime = TapRuntime(TapPoints(0, LAYERS), self, None, None)
@@ -40,7 +40,7 @@ class Engine:
         self.layout = None
 
     def step(self, *rows, admitted=(), finished=()):
-        """Run a step; return the operations of each row, of each request (id, first position, count) in order."""
+        """Run a step; return the operations of each row, for each request (ID, first position, count) in order."""
         self.runtime.begin_step(finished, [(name, plan.to_extra_args()) for name, plan in admitted])
         names, firsts, counts = zip(*rows, strict=True) if rows else ((), (), ())
         self.runtime.place(lambda: StepRows(names, firsts, counts))
@@ -67,7 +67,7 @@ def plan(*operations, prompt=4, name="n", **options):
 
 
 def scales(steps):
-    """The scale of the one operation of each row; None for those that are left alone."""
+    """The scale of each row's only operation; None for rows without operations."""
     return [row[0].scale if row else None for row in steps]
 
 
@@ -173,7 +173,7 @@ def test_requests_beside_a_changed_one_are_steered_as_before(engine):
 
 @dataclass
 class Reference:
-    """What must be done to each position, told with a list: that of the operations when it was first computed."""
+    """The expected operations of each position, in a list: those that held when it was first computed."""
 
     prompt: int
     operations: tuple
@@ -208,7 +208,7 @@ steerings = st.lists(
 actions = st.one_of(
     st.tuples(st.just("compute"), st.integers(1, 9)),
     st.tuples(st.just("compute"), st.just(1)),
-    st.tuples(st.just("preempt"), st.integers(0, 20)),  # what its own cached blocks still hold need not be computed
+    st.tuples(st.just("preempt"), st.integers(0, 20)),  # positions in its own cached blocks need not be computed
     st.tuples(st.just("change"), steerings),
 )
 
@@ -297,4 +297,4 @@ def test_a_request_that_was_never_changed_is_not_divided(monkeypatch):
     engine.step(("r", 0, 4), admitted=[("r", plan(add()))])
     engine.step(("r", 0, 5))
     engine.change(add(scale=2))
-    engine.step(("r", 5, 1))  # nor is one that goes on after a change
+    engine.step(("r", 5, 1))  # a request that goes on after a change costs no more either

@@ -1,6 +1,6 @@
 """The arithmetic of steering as a whole: rows of any dtype with several operations each, against float64.
 
-`test_operations.py` looks at one operation, and `test_kernel.py` at the GPU's kernel, with the same cases.
+`test_operations.py` tests single operations, and `test_kernel.py` the GPU's kernels, with the same cases.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_a_steered_row_depends_on_its_own_request_alone(seed, other_seed, dtype,
 
 @pytest.mark.parametrize("hidden", [576, 4096])
 def test_a_steered_row_is_the_same_beside_steered_rows_and_beside_others(hidden):
-    """How many rows are steered changes the shape of what torch computes, though not that of the batch."""
+    """The number of steered rows changes the shape of torch's tensors, even in a batch of the same size."""
     case = make_case(1, torch.bfloat16, 64, hidden, 8, has_residual=True)
     case.operations[5] = (
         make_case(2, torch.bfloat16, 1, hidden, 8, has_residual=True).operations[0] or case.operations[5]

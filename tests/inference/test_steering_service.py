@@ -1,4 +1,4 @@
-"""UpdateSteering: what the engine is told, what is recorded, and every way it can fail."""
+"""UpdateSteering: the calls of the engine, what is recorded, and every way in which it fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add(of=JOY, scale=1.0):
 
 
 class Hand:
-    """Makes the tokens of a service's engine one by one, as a test says."""
+    """Lets a test produce the tokens of the service's engine one by one."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -57,14 +57,14 @@ class Hand:
                 return
 
     def token(self, name="r#0", *, last=False):
-        """Make a token; the position from which a change would hold moves on."""
+        """Produce a token. The position from which a change would hold moves on."""
         self.queues.setdefault(name, asyncio.Queue()).put_nowait(Delta("x", [1], "stop" if last else None))
         self.engine.positions[name] = None if last else (self.engine.positions.get(name) or 2) + 1
 
 
 @asynccontextmanager
 async def generating(service, request_spec=None, **sampling):
-    """A request that has begun, and whose tokens a hand makes: (its stream, the hand)."""
+    """A request that has started, and the hand that produces its tokens: (stream, hand)."""
     hand = Hand(service.engine)
     stream = service.stub.Generate(ask(request_spec or spec("r", CAPTURE, updatable=True), **sampling))
     assert (await stream.read()).HasField("started")
@@ -82,7 +82,7 @@ async def read_all(stream):
 
 
 async def another_request(service, hand):
-    """Let another request come and go. What was asked for before it has gone as far as it can by then."""
+    """Let another request come and go. By then, every earlier call has got as far as it can."""
     hand.token("another#0", last=True)
     assert (await service.events(ask(spec("another"))))[-1].HasField("finished")
 
@@ -154,7 +154,7 @@ async def test_sequences_are_changed_where_each_of_them_is(service, store):
         while tokens < 5:
             tokens += len((await stream.read()).delta.token_ids)
         await service.engine.until(lambda: service.engine.closed == ["r#2"])
-        # r#0 has not come to the engine; r#3 has made its prompt; r#2 has ended.
+        # r#0 has not reached the engine; r#3 has computed its prompt; r#2 has ended.
         service.engine.positions["r#3"] = 3
         assert await service.update("r", add()) == [0, 4, 6, 3]
         assert set(service.engine.changes[0]) == {"r#0", "r#1", "r#3"}
@@ -167,7 +167,7 @@ async def test_sequences_are_changed_where_each_of_them_is(service, store):
 
 
 async def test_a_sequence_that_has_just_ended_in_the_engine_tells_the_number_of_its_tokens(service, store):
-    """Its last tokens are under way to the service when the workers say that it is gone."""
+    """Its last tokens are on their way to the service when the workers report its end."""
     async with generating(service) as (stream, hand):
         hand.token()
         await stream.read()
@@ -297,7 +297,7 @@ async def test_steering_is_changed_so_many_times_and_no_more(service, store):
 
 
 async def test_changes_of_steering_fit_the_manifest(service, store):
-    """All of a seal's changes, first positions among them, are within what a store takes."""
+    """All changes in a seal, including first positions, stay within the store's limits."""
     await service.put(JOY)
     long = steering_pb2.SteeringOperation(
         layers=layers(0),
@@ -321,7 +321,7 @@ async def test_changes_of_steering_fit_the_manifest(service, store):
 
 
 async def test_all_the_steering_that_a_request_had_fits_the_taps_tables(service, monkeypatch):
-    """It may be computed again in one step, with each of them; what it had before counts once."""
+    """A preempted request may be computed again in one step, with each change. Its first steering counts once."""
     monkeypatch.setattr(steering_changes, "MAX_ENTRIES", 5)
     await service.put(JOY)
     async with generating(service, spec("r", CAPTURE, [add(scale=1.0)], updatable=True)):
@@ -348,7 +348,7 @@ async def test_no_room_among_the_active_vectors_refuses_a_change_of_steering(sto
 
 
 async def test_more_vectors_than_are_kept_are_refused_as_that_and_not_as_missing(store):
-    """Else the client would send those that were dropped, and so have others dropped."""
+    """Otherwise clients would send the dropped vectors again, and so cause others to be dropped."""
     async with running_service(store.endpoint, max_vectors=2) as service:
         await service.put(JOY, WOE, AWE)
         request = spec("r", None, [add(JOY), add(WOE), add(AWE)])
@@ -375,7 +375,7 @@ async def test_a_change_of_steering_waits_for_room_among_the_active_vectors(stor
 
 
 async def test_the_steering_that_is_changed_keeps_its_vectors_until_the_request_ends(store):
-    """What was computed before may be computed again."""
+    """Positions computed before the change may be computed again."""
     async with running_service(store.endpoint, max_active_vectors=2, vector_wait_seconds=0.05) as service:
         await service.put(JOY, WOE, AWE)
         async with generating(service, spec("r", None, [add(JOY)], updatable=True)) as (stream, hand):
@@ -433,7 +433,7 @@ async def test_a_change_of_steering_is_recorded_though_its_caller_has_gone(servi
 
 
 async def test_a_change_of_steering_that_waits_for_room_goes_with_its_caller(store):
-    """It has not reached the engine: it must not come as a surprise later."""
+    """It has not reached the engine, so it must not take effect later."""
     async with running_service(store.endpoint, max_active_vectors=1) as service:
         await service.put(JOY, WOE)
         async with generating(service, spec("holds", None, [add(JOY)])) as (stream, hand):
@@ -473,7 +473,7 @@ async def test_a_request_that_is_stopped_records_the_change_that_is_under_way(se
 
 
 async def test_a_request_does_not_wait_for_ever_for_an_engine_that_does_not_answer(service, store, monkeypatch):
-    """Its step waits for a store that is away: the change comes after all that is computed for the request."""
+    """Its step waits for a store that does not answer. The change holds after all computed positions."""
     monkeypatch.setattr(steering_changes, "_ANSWER_SECONDS", 0.05)
     async with generating(service) as (stream, _):
         service.engine.answers.clear()
@@ -510,13 +510,13 @@ async def test_a_change_of_steering_that_waits_for_room_ends_with_its_request(st
 
 
 async def test_steering_can_be_changed_when_all_was_generated_and_not_yet_read(service, store):
-    """It changes nothing any more, and tells so: the number of the tokens."""
+    """It changes nothing any more, and says so: the first position is the number of tokens."""
     async with generating(service) as (stream, hand):
         hand.token()
         hand.token(last=True)
         await service.engine.until(lambda: service.engine.closed == ["r#0"])
         (answer,) = await asyncio.gather(service.update("r"), return_exceptions=True)
-        if isinstance(answer, grpc.aio.AioRpcError):  # the service was quicker
+        if isinstance(answer, grpc.aio.AioRpcError):  # the service was faster
             assert answer.code() == grpc.StatusCode.NOT_FOUND
         else:
             assert answer == [5]
@@ -526,7 +526,7 @@ async def test_steering_can_be_changed_when_all_was_generated_and_not_yet_read(s
 
 
 async def test_a_change_of_steering_after_the_end_holds_nothing(service):
-    """The last moment: the run is over, and the service has not yet forgotten it."""
+    """The last moment: the run is over, but the service has not forgotten the request yet."""
     await service.put(JOY)
     async with generating(service, spec("r", updatable=True)):
         changes = service.parts.generator._changes["r"]

@@ -1,4 +1,4 @@
-"""Steering from the message to the plan: Replace, a vector for each layer, and what may be changed later."""
+"""Steering from message to plan: Replace, one vector per layer, and which changes are allowed later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns at the rows of the banks: the first that came is served first, and only who takes no room goes ahead."""
+"""Turns for the rows of the banks: first come, first served; only requests that need no room go ahead."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests.registry import RequestRegistry
-from inference_svc.resources.vectors import VectorActivator, VectorCache, VectorHold
+from inference_svc.resources.vector_activator import VectorActivator, VectorHold
+from inference_svc.resources.vector_cache import VectorCache
 from residuum.rpc.errors import Failure
 from residuum.v1 import steering_pb2
 from residuum.wire.digests import vector_message
 
 HIDDEN, KNOWN = 4, 12
 LONG, SOON = 20.0, 0.05
-"""A wait that must not run out, and one that a test lets run out, in seconds."""
+"""A wait that must not expire, and one that a test lets expire, in seconds."""
 
 
 def numbered(number):
@@ -33,7 +34,7 @@ async def settle():
 
 
 class Bench:
-    """An activator with vectors 0 to 11 in its cache, and requests that hold some until they are told to end."""
+    """An activator with vectors 0 to 11 in its cache, and requests that hold some of them until a test ends them."""
 
     def __init__(self, rows, wait_seconds=LONG):
         self.bank = {}
@@ -97,7 +98,7 @@ async def test_a_request_that_needs_many_rows_is_not_passed_by_smaller_ones():
         await settle()
         b.start("many", 4, 5, 6)
         await settle()
-        b.start("small", 7)  # there is a row for it
+        b.start("small", 7)  # one row is free
         await settle()
         assert b.holding == ["one", "two"]
         await b.end("one", "two")
@@ -118,7 +119,7 @@ async def test_a_request_whose_vectors_are_in_use_goes_ahead():
 
 
 async def test_a_request_whose_vectors_are_there_and_idle_takes_its_turn():
-    """Else two that come by turns would keep the rows from one that needs both."""
+    """Otherwise two requests that alternate would keep the rows from one that needs both."""
     async with bench(2) as b:
         b.start("a", 1)
         await settle()
@@ -175,7 +176,7 @@ async def test_those_behind_a_waiter_that_gives_up_go_on_at_once():
 
 
 async def test_a_waiter_that_is_cancelled_twice_does_not_disturb_who_loads():
-    """As when a client goes away from a request that is just being aborted."""
+    """As when a client disconnects from a request that is being aborted."""
     async with bench(2) as b:
         b.start("holds", 1, 2)
         await settle()
@@ -260,10 +261,10 @@ async def test_a_hold_of_vectors_grows_and_is_given_back_as_a_whole():
 
 
 async def test_a_hold_of_vectors_cannot_wait_for_itself():
-    """And so does not stand in the way of others either."""
+    """So it does not delay others either."""
     async with bench(2) as b, VectorHold(b.activator) as hold:
         await hold.add([numbered(1).digest])
-        with pytest.raises(Failure, match="uses 3 vectors; at most 2"):
+        with pytest.raises(Failure, match="uses 3 vectors, but at most 2"):
             await hold.add([numbered(2).digest, numbered(3).digest])
         await hold.add([numbered(2).digest])
 

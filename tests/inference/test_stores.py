@@ -1,4 +1,4 @@
-"""A service with several real stores: where captures go, what one that is away touches, and ids that exist already."""
+"""A service with several real stores: placement, a store that does not answer, and IDs that exist already."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.inference.taps_support import select
 
 NAMES = ("a", "b", "c")
 NO_ROWS = capture_pb2.CaptureSpec(layers=LAYERS, positions=select((1000, None)))
-"""A capture that is complete as soon as it is sealed: no worker sends rows here."""
+"""A capture that is complete as soon as it is sealed: in these tests no worker sends rows."""
 
 
 class Group:
@@ -69,7 +69,7 @@ async def group(tmp_path):
 
 
 async def until(holds):
-    """Wait for what has no event to wait for."""
+    """Poll for a condition that has no event to wait for."""
     end = time.monotonic() + DEADLINE
     while not holds():
         assert time.monotonic() < end
@@ -77,7 +77,7 @@ async def until(holds):
 
 
 def placed(store, names=NAMES, start=0):
-    """An id that belongs to a store."""
+    """An ID that belongs to a store."""
     return next(name for at in range(start, 1 << 20) if first_rank(names, name := f"x-{at}") == store)
 
 
@@ -94,7 +94,7 @@ async def test_each_capture_goes_to_its_store_and_the_caller_is_told_which(group
 
 
 async def test_an_id_that_another_store_has_from_before_is_refused(group):
-    """A store was added: the id would be the new one's, and the former one has a capture of it."""
+    """A store was added: the ID now belongs to the new one, but an earlier store holds a capture with it."""
     name = placed("c")
     before = first_rank(("a", "b"), name)
     async with running_service(group.addresses("a", "b")) as service:
@@ -112,13 +112,15 @@ async def test_an_id_that_another_store_has_from_before_is_refused(group):
 
 
 async def test_a_store_that_is_away_refuses_its_own_captures_alone(group):
-    """With a list that never changed, nothing else is touched: neither ids of callers nor those of the service."""
+    """If the list never changed, no other store matters: neither for IDs of callers nor for those of the service."""
     await group.stop("c")
     async with running_service(group.addresses(), fixed_stores=True) as service:
         for call in (service.register, lambda wanted: service.events(ask(wanted))):
             failure = await failure_of(call(spec(placed("c"), NO_ROWS)))
             assert (failure.reason_name, failure.metadata["store"]) == ("STORE_UNREACHABLE", "c")
-            assert "no capture can be made whose id belongs there; those of other ids are" in failure.message
+            assert (
+                "captures whose ID belongs to it cannot be made. Try again later, or use another ID" in failure.message
+            )
         for name in "ab":
             assert (await service.events(ask(spec(placed(name), NO_ROWS))))[-1].HasField("finished")
         await service.events(ask(spec()))
@@ -132,7 +134,7 @@ async def test_ids_that_callers_chose_need_every_store_unless_the_list_never_cha
     async with running_service(group.addresses()) as service:
         failure = await failure_of(service.events(ask(spec(placed("a"), NO_ROWS))))
         assert (failure.reason_name, failure.metadata["store"]) == ("STORE_UNREACHABLE", "c")
-        assert "Leave the id to the service" in failure.message
+        assert "Let the service choose the ID" in failure.message
         assert not await group.ids("a"), "nothing was made"
         await group.start("c")
         await service.events(ask(spec(placed("a"), NO_ROWS)))
@@ -141,7 +143,7 @@ async def test_ids_that_callers_chose_need_every_store_unless_the_list_never_cha
 async def test_ids_that_the_service_makes_avoid_a_store_that_does_not_answer(group):
     await group.stop("c")
     async with running_service(group.addresses()) as service:
-        await failure_of(service.register(spec(placed("c"), NO_ROWS)))  # from now on it is known
+        await failure_of(service.register(spec(placed("c"), NO_ROWS)))  # now the service knows it is away
         for _ in range(12):
             request_id = (await service.register(spec("", NO_ROWS))).request_id
             await service.events(ask(request_id))
@@ -157,7 +159,7 @@ async def test_a_store_that_failed_is_tried_again_after_a_while(monkeypatch):
     with pytest.raises(Failure):
         await keeper.check_reachable()
     assert (keeper.is_avoided, keeper.answered) == (True, False)
-    monkeypatch.setattr(capture_keeper, "_AVOIDED_SECONDS", 0.0)  # as if the time were over
+    monkeypatch.setattr(capture_keeper, "_AVOIDED_SECONDS", 0.0)  # as if the time had passed
     assert not keeper.is_avoided
     await keeper.close(0)
 

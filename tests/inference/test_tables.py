@@ -1,4 +1,4 @@
-"""The program tables that a GPU's kernel reads."""
+"""The program tables that the GPU's kernels read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_rows_before_steering() -> None:
 def test_one_point_keeps_a_row_after_a_layer_and_before_the_next() -> None:
     table = make_table(layers=3)
     number = number_of(table, program(capture=(0, 2), sites=(POST, PRE, ATTN)))
-    units = {POST: (0, 1), PRE: (2, 3), ATTN: (4, 5)}  # in the order of sites, then layers
+    units = {POST: (0, 1), PRE: (2, 3), ATTN: (4, 5)}  # ordered by site, then by layer
     assert table.lines[number, :4, 2:4].tolist() == [
         [NOT_KEPT, 2 * units[PRE][0]],
         [2 * units[POST][0], NOT_KEPT],
@@ -99,12 +99,12 @@ def test_a_step_that_needs_more_than_fits() -> None:
     table.place(held[:2])
     with pytest.raises(TablesFullError, match="2 programs"):
         table.place(held)
-    assert vectors_on(table, number_of(table, held[2]), 0) == [2]  # and the next step goes on
+    assert vectors_on(table, number_of(table, held[2]), 0) == [2]  # the next step works again
 
 
 def test_what_stands_apart_is_uploaded_too() -> None:
     table = make_table(programs=8, layers=1)
     first, kept, last = (program(*(step(row + at, 0) for at in range(2))) for row in (1, 3, 5))
     table.place([first, kept, last])
-    numbers = table.place([kept, *(program(step(row, 0)) for row in range(10, 17))]).tolist()  # in the others' places
+    numbers = table.place([kept, *(program(step(row, 0)) for row in range(10, 17))]).tolist()  # they replace the others
     assert [vectors_on(table, number, 0) for number in numbers] == [[3, 4], *([row] for row in range(10, 17))]

@@ -1,4 +1,4 @@
-"""The taps of a worker as a whole, against a slow model of what must come out."""
+"""The taps of a worker as a whole, compared with a slow model of the expected results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def selections(draw):
 
 
 def layer_sets():
-    """Few, so that requests often share theirs."""
+    """Few, so that requests often share a program."""
     return st.sampled_from([tuple(MODEL_LAYERS), (0, 4), (1, 2, 3), (2,)])
 
 
@@ -53,7 +53,7 @@ def operations(draw):
 
 @st.composite
 def plans(draw, name):
-    """A plan, or None for a request that the taps have nothing to do with."""
+    """A plan, or None for a request without work for the taps."""
     wanted = draw(
         st.none()
         | st.builds(
@@ -79,9 +79,9 @@ class Request:
     plan: RequestPlan | None
     prompt: int
     known: int
-    """Tokens of the prompt and generated so far."""
+    """Tokens of the prompt and of the reply so far."""
     computed: int
-    """Tokens that lie in the KV cache. Not 0 at the start: the prompt's head was read from the prefix cache."""
+    """Tokens in the KV cache. More than 0 at the start if the prefix cache had the prompt's first tokens."""
     admitted: bool = False
 
 
@@ -97,7 +97,7 @@ class Step:
 
 @st.composite
 def schedules(draw):
-    """Steps as vLLM makes them: chunked prefill, decodes, preemption and ends at any time, in any order of rows."""
+    """Steps as vLLM makes them: chunked prefill, decodes, preemption and ends at any time, rows in any order."""
     random = draw(st.randoms(use_true_random=False))
     waiting = [_request(draw, f"r{number}") for number in range(draw(st.integers(1, 4)))]
     running, steps, ended = [], [], []
@@ -125,7 +125,7 @@ def _request(draw, name):
 
 
 def _schedule(random, request, step):
-    """Let one request take its part in a step, or wait, or lose its memory to others."""
+    """Let one request compute in a step, or wait, or be preempted."""
     fate = random.random()
     if request.admitted and fate < 0.08:
         request.computed = 0
@@ -133,7 +133,7 @@ def _schedule(random, request, step):
     if request.admitted and fate < 0.2:
         return
     if not request.admitted or (request.computed == 0 and random.random() < 0.5):
-        step.admitted.append((request.name, request.plan))  # a preempted one may be announced anew
+        step.admitted.append((request.name, request.plan))  # a preempted request may be reported as new
         request.admitted = True
     count = random.randint(1, min(request.known - request.computed, MAX_CHUNK))
     step.rows.append((request.name, request.computed, count))
@@ -160,7 +160,7 @@ def as_numpy(tensor, dtype):
 
 
 def sums(tensors, dtype):
-    """The rows at each place, rounded as the model rounds them."""
+    """The rows at each place, rounded to the model's dtype."""
     result = {}
     for place, (hidden, residual) in tensors.items():
         total = as_numpy(hidden, dtype)
@@ -218,7 +218,7 @@ def rows_held(model, request):
 
 
 def pool_size(steps, layers):
-    """What the worker would allot for the largest step and the most requests of this schedule."""
+    """The pool size that a worker would choose for the largest step and the most requests of this schedule."""
     alive, most = set(), 1
     for step in steps:
         alive = (alive - set(step.finished)) | {name for name, _ in step.admitted}
@@ -227,7 +227,7 @@ def pool_size(steps, layers):
 
 
 def check_shipped(model, chunks, left):
-    """Check that these chunks are the blocks that had to leave, and take their rows out of the model."""
+    """Check that these chunks are exactly the expected blocks, and remove their rows from the model."""
     own = {name: sorted({key[1:3] for key in model.rows if key[0] == name}) for name, _ in left}
     expected = Counter(
         (name, site, tuple(positions)) for name, positions in left for site in {site for site, _ in own[name]}
@@ -254,7 +254,7 @@ def lost_rows(worker):
 
 
 def test_requests_are_steered_by_their_own_vectors_alone():
-    """Rows of one request are the same to the bit, whatever the requests beside it do."""
+    """The rows of a request have the same bits whatever the other requests do."""
 
     def run(neighbours_row):
         worker = Worker(hidden=HIDDEN, vectors=VECTORS)
@@ -274,7 +274,7 @@ def test_requests_are_steered_by_their_own_vectors_alone():
 
 
 def test_operations_on_a_layer_round_once():
-    """The second operation sees the first one's float32 result, not what bfloat16 makes of it."""
+    """The second operation gets the first one's float32 result, not its rounding to bfloat16."""
     vectors = [[1.0, 0.0, 0.0, 0.0]]
     add_and_back = tuple(Operation(Kind.ADD, 0, (0,), select(), scale=scale) for scale in (1000.0, -1000.0))
     worker = Worker(hidden=4, dtype=torch.bfloat16, vectors=vectors)
@@ -293,7 +293,7 @@ def test_operations_on_a_layer_round_once():
     ids=["add", "ablate", "cap"],
 )
 def test_an_operation_that_moves_nothing_leaves_the_row_to_the_bit(idle):
-    """Also beside a residual that is so large that adding and taking it away again would lose digits."""
+    """Even with a residual so large that adding and subtracting it would lose digits."""
     worker = Worker(hidden=HIDDEN, vectors=VECTORS)
     hidden, residual = torch.full((1, HIDDEN), 0.1), torch.full((1, HIDDEN), 1e4)
     worker.step([("a", 0, 1)], admitted=[("a", RequestPlan(1, None, (idle,)))], tensors={0: (hidden, residual)})
@@ -320,7 +320,7 @@ def test_a_step_of_others_alone_finds_the_tap_idle():
 
 
 def test_the_pool_has_room_for_the_worst_step():
-    """Every request ends its prompt in it, with two rows: one fills a block, the other needs one more."""
+    """Every request ends its prompt in this step, with two rows: one fills a block, the other needs a new block."""
     names = ["a", "b", "c", "d"]
     worker = Worker(rows=BlockPool.rows_needed(2 * len(names), len(names), 2))
     plans = [(name, RequestPlan(33, capture(name))) for name in names]
@@ -339,7 +339,7 @@ def test_one_block_never_holds_prompt_and_generated_rows():
 
 
 def test_rows_that_the_engine_skipped_are_reported_as_lost():
-    """A gap over the prompt's end: the prompt's rows leave, the rows in the gap are lost, the rest is captured."""
+    """A gap around the prompt's end: the prompt's rows are sent, the gap is lost, and the rest is captured."""
     worker = Worker()
     plan = RequestPlan(20, capture(layers=(0, 1), positions=select(every=2)))
     worker.step([("a", 0, 10)], admitted=[("a", plan)])

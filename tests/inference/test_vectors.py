@@ -1,4 +1,4 @@
-"""Steering vectors: the cache on the host and the rows of the banks."""
+"""Steering vectors: the cache in host memory, and the rows of the banks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
-from inference_svc.resources.vectors import VectorActivator, VectorCache, cache_capacity, vector_name
+from inference_svc.resources.vector_activator import VectorActivator
+from inference_svc.resources.vector_cache import VectorCache, cache_capacity, vector_name
 from residuum.rpc.errors import Failure
 from residuum.v1 import tensor_pb2
 from residuum.wire.digests import digest_of_bytes, vector_message
 
 HIDDEN = 4
 SOON = 0.05
-"""A wait that a test lets run out, in seconds."""
+"""A wait that a test lets expire, in seconds."""
 LONG = 20.0
-"""A wait that must not run out."""
+"""A wait that must not expire."""
 
 
 def vector(*values):
@@ -34,7 +35,7 @@ def message(values, dtype=tensor_pb2.DATA_TYPE_FLOAT32, digest=None):
 
 
 class Users:
-    """Stands in for the registry: the digests that requests need."""
+    """Replaces the registry: the names of vectors that requests need."""
 
     def __init__(self):
         self.digests = set()
@@ -87,7 +88,7 @@ def test_bad_vectors_are_refused_and_not_kept(cache, bad, reason, metadata):
 
 def test_what_was_put_is_there(cache):
     cache.put(numbered(1))
-    cache.put(numbered(1))  # again is harmless
+    cache.put(numbered(1))  # a second time does no harm
     assert cache.get(numbered(1).digest) == numbered(1).values
     assert cache.missing([numbered(1).digest]) == []
 
@@ -101,7 +102,7 @@ def test_missing_vectors_are_named_once_and_in_order(cache):
 def test_the_vector_that_was_not_used_for_longest_goes_first(cache):
     for number in (1, 2, 3):
         cache.put(numbered(number))
-    cache.missing([numbered(1).digest])  # asking for it is a use
+    cache.missing([numbered(1).digest])  # asking for a vector counts as a use
     cache.put(numbered(4))
     assert cache.missing([numbered(number).digest for number in (1, 2, 3, 4)]) == [numbered(2).digest]
 
@@ -123,18 +124,18 @@ def test_no_room_is_told_and_changes_nothing(cache, users):
         cache.put(numbered(4))
     assert (caught.value.reason_name, caught.value.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors"})
     assert cache.missing([item.digest for item in [*kept, numbered(4)]]) == [numbered(4).digest]
-    cache.put(kept[0])  # sending one that is here needs no room
+    cache.put(kept[0])  # a vector that is in the cache needs no room
 
 
 @pytest.mark.parametrize("tenant", ["", "alice"])
 def test_room_is_found_without_passing_all_that_is_in_use_again_and_again(tenant):
-    """Of 400 vectors, the 200 oldest are in use; then 1,000 new ones come, one after the other."""
+    """Of 400 vectors, the 200 oldest are in use. Then 1,000 new ones come, one after the other."""
     held = {vector_name(tenant, numbered(number).digest) for number in range(200)}
     asked = []
     cache = VectorCache(10_000 if tenant else 400, HIDDEN, lambda name: bool(asked.append(name)) or name in held)
     limit = {"tenant": tenant, "max_bytes": 400 * 4 * HIDDEN} if tenant else {}
     for number in range(10):
-        cache.put(numbered(-1 - number), "bob")  # another's are not looked at for a tenant's own limit
+        cache.put(numbered(-1 - number), "bob")  # a tenant's own limit does not look at other tenants' vectors
     for number in range(1400):
         cache.put(numbered(number), **limit)
     assert cache.missing(held) == []
@@ -146,7 +147,7 @@ def test_room_is_found_without_passing_all_that_is_in_use_again_and_again(tenant
 
 def test_more_vectors_than_are_kept_are_told(cache):
     cache.check_number(3)
-    with pytest.raises(Failure, match="uses 4 vectors; at most 3 are kept") as caught:
+    with pytest.raises(Failure, match="uses 4 vectors, but the service keeps at most 3") as caught:
         cache.check_number(4)
     assert (caught.value.reason_name, caught.value.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors"})
 
@@ -174,7 +175,7 @@ def test_vectors_are_kept_within_a_number_and_within_memory():
 
 
 class Bank:
-    """Stands in for the workers' banks. While `gate` is not set, loading waits; with `error`, it fails."""
+    """Replaces the workers' banks. Loading waits until `gate` is set, and fails with `error`."""
 
     def __init__(self):
         self.rows = {}
@@ -212,12 +213,12 @@ class Bench:
             await until.wait()
 
     def check(self, rows):
-        """Check that the rows hold the vectors that they should."""
+        """Check that the rows hold the expected vectors."""
         for digest, row in rows.items():
             assert self.bank.rows[row] == self.cache.get(digest)
 
     async def check_untouched(self):
-        """Check that every row can still be had: nothing of what failed is left."""
+        """Check that every row can be taken: a failed request left nothing behind."""
         async with self.active(1, 2) as rows:
             self.check(rows)
             assert sorted(rows.values()) == [0, 1]
@@ -290,7 +291,7 @@ async def test_a_row_in_use_is_not_taken_though_it_was_used_before_others(bench)
 
 
 async def test_a_request_does_not_take_a_row_from_itself(bench):
-    """One of its vectors is active and idle: that row is no room for the other."""
+    """One of its vectors is active and idle, so its row is not room for the other."""
     async with bench.active(1):
         pass
     done = asyncio.Event()
@@ -337,7 +338,7 @@ async def test_more_vectors_than_rows_fail_at_once(bench):
     with pytest.raises(Failure) as caught:
         await bench.active(1, 2, 3).__aenter__()
     assert caught.value.reason_name == "LIMIT_REACHED"
-    assert "uses 3 vectors; at most 2" in caught.value.message
+    assert "uses 3 vectors, but at most 2" in caught.value.message
     await bench.check_untouched()
 
 
@@ -355,7 +356,7 @@ async def test_a_load_that_fails_leaves_no_trace(bench):
     with pytest.raises(RuntimeError, match="worker is gone"):
         await bench.active(1, 2).__aenter__()
     bench.bank.error = None
-    async with bench.active(1) as rows:  # loaded again: the row was not half there
+    async with bench.active(1) as rows:  # loaded again: the row was not left half loaded
         bench.check(rows)
     await bench.check_untouched()
 
@@ -388,7 +389,7 @@ async def test_nobody_uses_a_row_that_is_being_loaded(bench):
     await settle()
     bench.bank.gate.set()
     done.set()
-    await asyncio.gather(*tasks)  # each checks its row when it gets it
+    await asyncio.gather(*tasks)  # each request checks its row when it gets it
     assert bench.bank.loads == 1
 
 

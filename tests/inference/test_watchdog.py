@@ -1,4 +1,4 @@
-"""A worker ends with the processes that it belongs to."""
+"""A worker ends with the processes that it depends on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_it_ends_when_its_service_is_killed(place: str) -> None:
     try:
         assert worker.stderr is not None
         assert b"watching\n" in worker.stderr
-        service.kill()  # not waited for yet: a zombie has ended as well
+        service.kill()  # not waited for yet: a zombie counts as ended
         assert worker.wait(30) == 1
     finally:
         service.kill()

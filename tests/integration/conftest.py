@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 import residuum
 from svc_common.launcher import Service, running_services
+from tests import sharing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process has this engine."""
+    sharing.check(items, "services", "integration", Path(__file__).parent)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from svc_common.launcher import Service
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("integration")]
 
 
 @pytest.fixture(autouse=True)

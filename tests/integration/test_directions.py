@@ -12,7 +12,7 @@ import residuum
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("integration")]
 
 SUBJECTS = ("this film", "my new job", "the weather today", "our holiday", "that restaurant", "the new phone")
 HAPPY = tuple(f"I love {subject}, it makes me so happy and I" for subject in SUBJECTS)

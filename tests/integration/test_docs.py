@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from svc_common.launcher import Service
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("integration")]
 
 RUNNABLE = [page for page in PAGES if any(block.language in RUN and not block.reason for block in blocks(page))]
 SHELL_SECONDS = 120

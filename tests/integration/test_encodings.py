@@ -7,7 +7,7 @@ import pytest
 
 import residuum
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("integration")]
 
 LAYERS = (3, 20)
 PROMPT = "The old lighthouse keeper climbed the stairs one last time"

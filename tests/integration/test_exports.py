@@ -20,7 +20,7 @@ from opened import OPENERS
 if TYPE_CHECKING:
     from svc_common.launcher import Service
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("integration")]
 
 
 @pytest.mark.parametrize("kind", list(OPENERS))

@@ -16,7 +16,7 @@ from residuum.cli import main
 if TYPE_CHECKING:
     from svc_common.launcher import Service
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("integration")]
 
 DEADLINE = 30.0
 

@@ -14,7 +14,7 @@ from examples.demo.reference import compare
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("integration")]
 
 PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",

@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
+from residuum.wire.endpoints import parse_endpoint
 from residuum.wire.placement import parse_stores
 from store_svc.settings import StoreSettings
-from svc_common.serving import parse_endpoint
 from tests.hostile.memory import inference_bound_mib
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -390,7 +390,7 @@ def test_gpus_are_reserved_and_used(compose):
 def test_the_gpu_base_is_a_vllm_that_the_service_takes(compose):
     base = compose["services"]["inference-gpu"]["build"]["args"]["BASE"]
     version = re.fullmatch(r"vllm/vllm-openai:v(\d+\.\d+\.\d+)", base).group(1)
-    text = (ROOT / "pyproject.toml").read_text()
+    text = (ROOT / "server/pyproject.toml").read_text()
     (wanted,) = re.findall(r'^cuda = \[.*"(vllm[^"]+)"', text, flags=re.MULTILINE)
     assert version in Requirement(wanted).specifier
     assert ("ARG", f"BASE={base}") in instructions(DOCKERFILES["gpu"])
@@ -406,7 +406,7 @@ def test_the_gpu_base_keeps_its_packages():
     ]
     assert commands
     assert all(re.search(r"--constraint \S*base\.txt", command) for command in commands)
-    assert "--no-index" in commands[-1]  # the wheel, with nothing left to fetch
+    assert "--no-index" in commands[-1]  # the wheels, with nothing left to fetch
 
 
 # -------------------------------------------------------------------------------------------------- TLS, as an overlay
@@ -487,7 +487,8 @@ def test_no_frontend_is_pulled(dockerfile):
 
 
 def test_the_base_has_the_python_of_the_locks(dockerfile):
-    base = f"python:{'.'.join(map(str, constant(ROOT / 'scripts/setup_venv.py', 'WANTED')))}-slim"
+    python = re.search(r"^PYTHON \?= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1)
+    base = f"python:{python}-slim"
     wheel_base = next(rest for stage in stages(dockerfile) for _, rest in stage[:1] if rest.endswith("AS wheel"))
     assert wheel_base == f"{base} AS wheel" or ("ARG", f"BASE={base}") in instructions(dockerfile)
 

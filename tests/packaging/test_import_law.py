@@ -33,8 +33,8 @@ def test_import_linter_keeps_every_contract(tool):
     [
         ("client/residuum/__init__.py", "import torch"),
         ("client/residuum/__init__.py", "import svc_common.serving"),
-        ("client/residuum/exports/__init__.py", "import residuum.captures.client"),
-        ("client/residuum/protocol/__init__.py", "import residuum.transport.streams"),
+        ("client/residuum/exports/__init__.py", "import residuum.captures.row_stream"),
+        ("client/residuum/protocol/__init__.py", "import residuum.transport.failures"),
         ("client/residuum/protocol/__init__.py", "import grpc"),
         ("client/residuum/rpc/channels.py", "import residuum.exceptions"),
         ("client/residuum/values/__init__.py", "import residuum.protocol.requests"),

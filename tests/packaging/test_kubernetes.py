@@ -13,9 +13,9 @@ import yaml
 
 from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
+from residuum.wire.endpoints import parse_endpoint
 from residuum.wire.tokens import make_token
 from store_svc.settings import StoreSettings
-from svc_common.serving import parse_endpoint
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 # The oldest that has what is used (StatefulSets that keep their volumes became stable in 1.32), and the newest known.

@@ -13,7 +13,8 @@ import yaml
 
 from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
 from inference_svc.requests.registry import RequestRegistry
-from inference_svc.resources.vectors import VectorActivator, VectorCache
+from inference_svc.resources.vector_activator import VectorActivator
+from inference_svc.resources.vector_cache import VectorCache
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from residuum.rpc.credentials import Credentials
 from residuum.wire.ids import make_id

@@ -1,23 +1,34 @@
-"""How tests are shared out names folders and files by hand; one that was renamed would be shared out wrongly."""
-
-from __future__ import annotations
-
-from pathlib import Path
+"""How tests are shared out goes by marks; who uses a shared engine without one is told."""
 
 import pytest
 
 from tests import sharing
 
-ROOT = Path(__file__).resolve().parents[2]
+
+class Item:
+    """As much of a test as is looked at."""
+
+    def __init__(self, path, *marks):
+        self.path, self.nodeid, self.fixturenames = path, "tests/x.py::test_x", ["engine"]
+        self._marks = dict(marks)
+
+    def get_closest_marker(self, name):
+        return self._marks.get(name)
 
 
-@pytest.mark.parametrize("folder", sharing._ONE_ENGINE)
-def test_a_folder_whose_tests_share_an_engine_is_there(folder: str) -> None:
-    assert list((ROOT / folder).glob("test_*.py"))
+def test_a_group_is_the_engine_of_the_mark_or_the_file():
+    shared = [sharing.group_of(f"tests/integration/{name}.py::test_x[1]") for name in ("test_docs", "test_smollm2")]
+    assert shared == ["integration", "integration"]
+    assert sharing.group_of("tests/conformance/test_rows.py::test_x") == "conformance"
+    for file in ("tests/conformance/test_parallel.py", "tests/packaging/test_locks.py"):
+        assert sharing.group_of(f"{file}::test_x") == file
 
 
-@pytest.mark.parametrize("file", sharing._OWN_ENGINES)
-def test_a_file_that_shares_nothing_is_there_and_in_such_a_folder(file: str) -> None:
-    assert (ROOT / file).is_file()
-    assert Path(file).parent.as_posix() in sharing._ONE_ENGINE
-    assert sharing.group_of(f"{file}::test_x") == file
+def test_who_uses_a_shared_engine_says_so(tmp_path):
+    file = tmp_path / "test_x.py"
+    marked = (sharing.MARK, pytest.mark.shares_engine("one").mark)
+    sharing.check([Item(file, marked)], "engine", "one", tmp_path)
+    sharing.check([Item(tmp_path.parent / "test_y.py")], "engine", "one", tmp_path)
+    for item in (Item(file), Item(file, (sharing.MARK, pytest.mark.shares_engine("two").mark))):
+        with pytest.raises(pytest.UsageError, match="shares_engine"):
+            sharing.check([item], "engine", "one", tmp_path)

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import venv
 import zipfile
 from pathlib import Path
 
@@ -14,19 +13,9 @@ HEAVY = ["torch", "vllm", "lmdb", "transformers"]
 
 
 @pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
+def python(wheel, environment):
     """The Python of a fresh environment in which only the wheel and its base dependencies are installed."""
-    folder = tmp_path_factory.mktemp("thin")
-    venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv/bin/python"
-    constraints = [f"--constraint={ROOT / 'requirements' / name}" for name in ("cpu.lock", "dev.lock")]
-    command = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--only-binary=:all:", *constraints]
-    for _ in range(2):  # an index may fail once; a missing or clashing dependency fails twice
-        result = subprocess.run([*command, str(wheel)], capture_output=True, text=True, check=False)
-        if result.returncode == 0:
-            break
-    assert result.returncode == 0, result.stderr
-    return python
+    return environment(wheel, f"--constraint={ROOT / 'requirements/dev.lock'}")
 
 
 def run(python, code, tmp_path):
@@ -36,10 +25,17 @@ def run(python, code, tmp_path):
     return json.loads(result.stdout)
 
 
-def test_wheel_holds_the_four_packages_and_the_type_marker(wheel):
+def test_wheel_holds_the_client_and_the_type_marker_and_no_plugin(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"residuum", "inference_svc", "store_svc", "svc_common"}
+    assert tops == {"residuum"}
+    (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+    assert zipfile.ZipFile(wheel).read(entry_points).split() == [
+        b"[console_scripts]",
+        b"residuum",
+        b"=",
+        b"residuum.cli:main",
+    ]
     assert "residuum/py.typed" in names
     assert "residuum/v1/store_pb2.pyi" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
@@ -72,6 +68,18 @@ for module in pkgutil.walk_packages(residuum.__path__, "residuum."):
 print(json.dumps(failed))
 """
     assert run(python, code, tmp_path) == ["residuum.torch"]
+
+
+def test_serving_says_what_is_missing(python, tmp_path):
+    line = "pip install . './server[cuda,store]'"
+    for where, command in (
+        ("residuum serve", [python.parent / "residuum", "serve", "--model", "m", "--max-model-len", "64"]),
+        ("residuum.serve", [python, "-I", "-c", "import residuum\nwith residuum.serve('m'): pass"]),
+    ):
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert result.returncode == 1, where
+        assert line in result.stderr.splitlines()[-1], where
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_import_is_quick(python, tmp_path):

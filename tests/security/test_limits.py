@@ -140,7 +140,7 @@ class TestVectors:
 
     @pytest.fixture
     def cache(self):
-        from inference_svc.resources.vectors import VectorCache
+        from inference_svc.resources.vector_cache import VectorCache
 
         self.leased = set()
         return VectorCache(100, 4, lambda name: name in self.leased)
@@ -154,7 +154,7 @@ class TestVectors:
         cache.put(self.vector(number), tenant, vectors * self.BYTES)
 
     def has(self, cache, number, tenant="alice"):
-        from inference_svc.resources.vectors import vector_name
+        from inference_svc.resources.vector_cache import vector_name
 
         return not cache.missing([vector_name(tenant, self.vector(number).digest)])
 
@@ -168,7 +168,7 @@ class TestVectors:
         assert self.has(cache, 2)
 
     def test_what_its_requests_need_stays(self, cache):
-        from inference_svc.resources.vectors import vector_name
+        from inference_svc.resources.vector_cache import vector_name
         from residuum.rpc.errors import Failure
 
         for number in (1, 2):

@@ -1,4 +1,4 @@
-"""Fixtures that start stores, workers' ends and shipper processes, and end them."""
+"""Fixtures that start and stop stores, producers and shipper processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that can be told to fail, shipper processes, and rows whose every byte is known."""
+"""A store that fails as scripted, shipper processes, and rows of which every byte is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, ROOTS))}
 
 
 def wait_until(condition, what="the condition", deadline=DEADLINE):
-    """Poll until the condition holds; for what has no event to wait for."""
+    """Poll until the condition holds, where there is no event to wait for."""
     end = time.monotonic() + deadline
     while not (result := condition()):
         assert time.monotonic() < end, f"{what} did not come true in {deadline} s"
@@ -44,14 +44,14 @@ def make_header(positions, layers=4, width=64, dtype=tensor_pb2.DATA_TYPE_FLOAT3
 
 
 def make_rows(capture_id, header):
-    """Rows that no other (capture, layer, position) has: [layers][positions][width] of float32."""
+    """Rows that are different for each (capture, layer, position): float32 [layers][positions][width]."""
     seed = zlib.crc32(f"{capture_id} {list(header.positions)}".encode())
     shape = (len(header.layers), len(header.positions), header.width)
     return np.random.default_rng(seed).random(shape, dtype=np.float32)
 
 
 class Work:
-    """Publishes rows and remembers them, to compare with what a store has."""
+    """Publishes rows and records them, to compare with what a store got."""
 
     def __init__(self, producer):
         self.producer = producer
@@ -78,10 +78,10 @@ class EndOfStream(Exception):  # noqa: N818
 
 
 class ScriptedStore(store_pb2_grpc.StoreServiceServicer):
-    """Keeps rows in a dict. What it is sent is parsed by protobuf itself, not by our own parser.
+    """Keeps rows in a dictionary. protobuf itself parses the messages, not residuum's own parser.
 
-    `script(store, request, context)` runs before each message is kept: it may abort the stream, end it,
-    wait, or return the reason for which the message is rejected.
+    `script(store, request, context)` runs before each message is kept. It may abort or end the stream, wait, or return
+    a reason to reject the message.
     """
 
     def __init__(self, script=None, port=0):

@@ -1,4 +1,4 @@
-"""How several stores share a ring: what one does not give back leaves the others their reserves."""
+"""How several stores share a ring: a store that gives nothing back leaves the others their reserves."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_half_is_for_each_and_half_for_whoever_comes_first():
 def test_what_can_never_be_had(nbytes):
     allotment = SharedAllotment(16 * UNIT, ["a", "b"])
     assert allotment.largest == 8 * UNIT
-    with pytest.raises(ValueError, match="the largest has 2048"):
+    with pytest.raises(ValueError, match="this ring allows 1 to 2048 bytes"):
         allotment.take(nbytes, "a")
 
 
@@ -59,7 +59,7 @@ def test_the_least_ring_has_room_for_an_extent_in_each_reserve(nbytes, stores):
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40), st.booleans()), max_size=150),
 )
 def test_stores_that_give_nothing_back_leave_the_others_their_reserves(count, units, steps):
-    """Store 0 gives everything back, the others nothing: 0 gets any extent that fits its reserve."""
+    """Store 0 gives everything back, the others nothing: store 0 gets any extent that fits its reserve."""
     names = [f"s{at}" for at in range(count)]
     allotment = SharedAllotment(units * UNIT, names)
     reserve = reserve_bytes(units * UNIT, count)

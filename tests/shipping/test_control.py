@@ -1,4 +1,4 @@
-"""A shipper's end of the control socket, against a worker that is played by hand."""
+"""The shipper's side of the control socket, with a worker that the test plays."""
 
 from __future__ import annotations
 

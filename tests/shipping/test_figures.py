@@ -1,4 +1,4 @@
-"""Figures that workers and shippers leave of themselves, as another process reads them."""
+"""The figures of workers and shippers, as another process reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from inference_svc.shipping import figures
-from inference_svc.shipping.figures import FigureFile, beside, figures_by_store, read_figures
+from inference_svc.shipping.figures import FigureFile, figures_by_store, figures_path, read_figures
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
 
@@ -43,7 +43,7 @@ def test_a_file_is_written_when_something_changed_and_not_too_often(tmp_path, mo
     seen["a"] = 3.0
     now[0] += 5
     tmp_path.rmdir()
-    file.refresh()  # as on a full disk: somebody else's trouble
+    file.refresh()  # as on a full disk: no reason to fail
 
 
 def test_half_a_file_is_none(tmp_path):
@@ -63,7 +63,7 @@ async def test_a_worker_and_a_shipper_tell_what_they_did(
         for number in range(4):
             work.publish(f"capture-{number}", range(32))
         assert await asyncio.to_thread(work.producer.drain, DEADLINE)
-        ring = await asyncio.to_thread(wait_until, lambda: _settled(beside(control_path)))
+        ring = await asyncio.to_thread(wait_until, lambda: _settled(figures_path(control_path)))
         assert (ring["published"], ring["freed"], ring["under_way"], ring["bytes_used"]) == (4, 4, 0, 0)
         assert (ring["ring_bytes"], ring["connected_shippers"]) == (work.producer.ring_bytes, 1)
 
@@ -97,7 +97,7 @@ async def test_a_store_that_owes_an_acknowledgement_shows(
 
         shipper = await asyncio.to_thread(wait_until, lags)
         assert (shipper["settled"], shipper["unacked_bytes"]) == (0, sum(map(len, work.expected.values())))
-        ring = await asyncio.to_thread(wait_until, lambda: read_figures(beside(control_path)))
+        ring = await asyncio.to_thread(wait_until, lambda: read_figures(figures_path(control_path)))
         assert (ring["under_way"], ring["freed"]) == (1, 0)
         assert ring["bytes_used"] > 0
         answers.set()
@@ -109,13 +109,13 @@ async def test_a_store_that_owes_an_acknowledgement_shows(
 
 def test_nothing_is_left_behind(start_producer, control_path):
     producer = start_producer()
-    wait_until(lambda: beside(control_path).exists())
+    wait_until(lambda: figures_path(control_path).exists())
     producer.close()
-    assert not beside(control_path).exists()
+    assert not figures_path(control_path).exists()
 
 
 def _of(supervisor, store):
-    """What the only shipper says of a store."""
+    """The only shipper's figures of a store."""
     (status,) = supervisor.status()
     return figures_by_store(status.figures).get(store.endpoint, {})
 

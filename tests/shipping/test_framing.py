@@ -92,7 +92,7 @@ def test_every_chunk_keeps_to_the_limits(header):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_of_every_encoding_are_the_same_however_they_are_cut(name):
-    """3 layers, of 900 positions or as many as make a layer too large for a chunk."""
+    """3 layers of 900 positions, or of so many that one layer does not fit a chunk."""
     small = FORMATS[name]
     wide = dataclasses.replace(small, width=4096, dimensions=small.dimensions and 2048)
     positions = max(900, (2 << 20) // wide.row_bytes + 1)
@@ -147,4 +147,4 @@ def test_worst_header_fits_beside_the_largest_layer():
 )
 def test_what_cannot_be_framed_is_refused(header, size):
     with pytest.raises(ValueError, match=r"bytes|element type"):
-        cut(header, memoryview(bytearray(size)))  # at once: nothing is sent of what cannot be sent whole
+        cut(header, memoryview(bytearray(size)))  # before anything is sent

@@ -1,4 +1,4 @@
-"""Which lane, and which share of the ring, what is captured takes."""
+"""Which lane, and which reserve of the ring, a capture uses."""
 
 from __future__ import annotations
 

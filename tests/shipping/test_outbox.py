@@ -92,7 +92,7 @@ def test_parcels_are_made_only_as_there_is_room_for_them(outbox):
     stream = outbox.start_stream()
     take_all(outbox, stream, 3)
     blocked_take(outbox, stream)
-    assert made == ["a", "b", "c", "d"]  # the one that waits for room is known, no more
+    assert made == ["a", "b", "c", "d"]  # only the parcel that waits for room has been made
     assert outbox.end_stream() == 3
     stream = outbox.start_stream()
     assert take_all(outbox, stream, 3) == [(1, "a"), (2, "b"), (3, "c")]
@@ -146,7 +146,7 @@ def test_a_malformed_message_is_found_by_sending_one_by_one(outbox):
     stream = outbox.start_stream()
     take_all(outbox, stream, 1)
     blocked_take(outbox, stream)
-    outbox.acknowledge(ack(1))  # "a" was not it
+    outbox.acknowledge(ack(1))  # "a" was not the malformed one
     assert outbox.suspect() is None
     take_all(outbox, outbox.start_stream(), 1)
     assert outbox.suspect().capture_id == "bad"
@@ -169,7 +169,7 @@ def test_closing_ends_a_stream_when_nothing_waits(outbox):
     assert take_all(outbox, stream, 1) == [(1, "a")]
     assert outbox.take(stream) is None
     outbox.end_stream()
-    assert outbox.wait_for_parcels()  # it was not acked: another stream is needed
+    assert outbox.wait_for_parcels()  # it was not acknowledged, so it needs another stream
     take_all(outbox, outbox.start_stream(), 1)
     outbox.acknowledge(ack(1))
     assert not outbox.wait_for_parcels()

@@ -22,12 +22,12 @@ from tests.shipping.support import DEADLINE, make_header, wait_until
 
 HEADER = make_header([0, 1])
 NBYTES = 2048
-"""What HEADER describes."""
+"""The size of the rows that HEADER describes."""
 PAGE = 4096
 
 
 class FakeShipper:
-    """A shipper's end of the control socket, played by hand."""
+    """The shipper's side of the control socket, played by the test."""
 
     def __init__(self, path):
         self.socket = socket.socket(socket.AF_UNIX)
@@ -77,7 +77,7 @@ def publish(producer, *capture_ids):
 
 
 def open_files():
-    gc.collect()  # the mapping, which has a descriptor of its own, goes with the last view of it
+    gc.collect()  # the mapping has its own descriptor, which closes with the last view
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -132,7 +132,7 @@ def test_acquire_without_waiting_returns_none_when_no_run_is_long_enough(start_p
     producer.release(extents[0])
     producer.release(extents[2])
     assert producer.fill == (1024 + EXTENT_ALIGNMENT) / PAGE
-    assert producer.acquire(1025, block=False) is None  # there is that much, but not in one run
+    assert producer.acquire(1025, block=False) is None  # there is enough room, but not contiguous
     producer.release(extents[1])
     assert producer.acquire(3072, block=False) == Extent(0, 3072)
     assert producer.stats().waits == 0
@@ -177,7 +177,7 @@ def test_acquire_waits_until_an_extent_is_given_back(start_producer, connect):
     wait_until(lambda: producer.stats().waits)
     shipper.send(Done(tickets[1]))
     wait_until(lambda: producer.stats().freed)
-    assert thread.is_alive()  # half of it is there
+    assert thread.is_alive()  # half of the room is there
     shipper.send(Done(tickets[0]))
     thread.join(DEADLINE)
     assert result == [Extent(0, PAGE)]
@@ -200,7 +200,7 @@ def test_closing_wakes_a_waiting_acquire(start_producer):
     thread, result = in_thread(lambda: producer.acquire(1, block=True))
     wait_until(lambda: producer.stats().waits)
     producer.close()
-    thread.join(2)  # it looks around by itself every 5 s: that is not what should wake it
+    thread.join(2)  # the dispatcher also wakes up every 5 s; that must not be the reason
     assert not thread.is_alive()
     assert isinstance(result[0], ProducerClosedError)
 
@@ -271,7 +271,7 @@ def test_more_headers_than_a_message_holds_are_refused(start_producer):
 
 
 class Allotted(RuleBasedStateMachine):
-    """Extents of any sizes, taken, released, published and acknowledged in any order."""
+    """Extents of any size, taken, released, published and acknowledged in any order."""
 
     extents = Bundle("extents")
 

@@ -71,7 +71,7 @@ def test_no_extent_beyond_the_ends(ring, extent):
 
 @pytest.mark.parametrize("ring_bytes", [0, -1])
 def test_senseless_sizes_are_refused(ring_bytes):
-    with pytest.raises(ValueError, match="some bytes"):
+    with pytest.raises(ValueError, match="needs at least 1"):
         SharedRing.create(ring_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Shipper processes as they are started in earnest."""
+"""Shipper processes, started as in the service."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def publish_some(work, count=16):
 
 
 def unreachable_endpoint():
-    """A port that was free and that nobody listens on."""
+    """A port that was free and where no server listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{taken.getsockname()[1]}"
@@ -102,7 +102,7 @@ def test_a_large_extent_goes_through_with_little_memory(start_producer, start_st
 
 
 def own_bytes(process):
-    """A process's memory, without what it shares with others: the ring."""
+    """A process's private memory, without the ring that it shares."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
@@ -145,7 +145,7 @@ def test_what_a_dead_worker_handed_over_is_delivered_and_its_successor_served(
     worker = subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert worker.stdout.readline() == b"published\n"
-        start_shipper(store.endpoint)  # now, so that it is handed everything at once
+        start_shipper(store.endpoint)  # now, so that it gets everything at once
         store.wait_for(lambda: store.messages)
     finally:
         worker.kill()
@@ -181,7 +181,7 @@ def test_sigterm_with_the_store_away_ends_at_the_grace_and_loses_nothing(work, s
     publish_some(work, count=4)
     wait_until(lambda: work.producer.stats().connected_shippers)
     shipper.send_signal(signal.SIGINT)
-    assert shipper.wait(DEADLINE) in (0, 1)  # 0 if it had not yet read the socket
+    assert shipper.wait(DEADLINE) in (0, 1)  # 0 if it had not read the socket yet
     store = start_store()
     start_shipper(store.endpoint)
     assert work.producer.drain(DEADLINE)

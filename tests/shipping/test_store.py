@@ -1,4 +1,4 @@
-"""From a ring to the pages of a real store, and back: every row. What dies in between, tests/faults is about."""
+"""From a ring to a real store's pages and back: every row. tests/faults kills processes in between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS, WIDTH = 4, 64
 
 
 class RealStore:
-    """A store service in a process of its own."""
+    """A store service in its own process."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -61,7 +61,7 @@ class RealStore:
         self.stub.OpenCapture(store_pb2.OpenCaptureRequest(description=description), wait_for_ready=True)
 
     def seal(self, capture_id):
-        """Seal with one generated token, so that the prompt's rows are those expected; return the final manifest."""
+        """Seal with one generated token, so that exactly the prompt's rows are expected; return the final manifest."""
         outcome = capture_pb2.SequenceOutcome(generated_token_ids=[1], finish_reason="length")
         request = store_pb2.SealCaptureRequest(
             capture_id=capture_id, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_COMPLETE

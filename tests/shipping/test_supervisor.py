@@ -37,7 +37,7 @@ def is_running(pid):
 
 
 def niceness_of_threads(pid):
-    """Threads end at any time, also while they are looked at."""
+    """Threads may end at any time, even while a test looks at them."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
@@ -99,7 +99,7 @@ async def test_stopping_delivers_what_was_handed_over_and_ends_every_process(
 async def test_what_is_meant_for_the_parents_group_passes_shippers_by_though_they_are_of_its_session(
     start_producer, start_supervisor, start_store
 ):
-    """In another session their niceness would say nothing to the engine; see sched(7), autogroup."""
+    """In another session, niceness would have no effect on the engine; see autogroup in sched(7)."""
     producer = start_producer()
     supervisor = await start_supervisor(start_store().endpoint, 1)
     await until(lambda: producer.stats().connected_shippers == 1)

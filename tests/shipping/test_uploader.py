@@ -1,4 +1,4 @@
-"""The stream to the store, against a store that fails on purpose. Everything but the process is real."""
+"""The stream to the store, with a store that fails on purpose. Only the processes are not real."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_no_more_than_the_limit_is_under_way(work, start_store, start_uploader):
     extent_bytes = 4 * 32 * 64 * 4
     _, outbox = start_uploader(store.endpoint, max_unacked_bytes=3 * extent_bytes)
     publish_some(work, count=8)
-    wait_until(lambda: (len(outbox._under_way), len(outbox._sources)) == (3, 5))
+    wait_until(lambda: (len(outbox._in_flight), len(outbox._sources)) == (3, 5))
     assert outbox._unacked_bytes == 3 * extent_bytes
     gate.set()
     assert work.producer.drain(DEADLINE)

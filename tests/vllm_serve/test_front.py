@@ -80,7 +80,9 @@ async def test_after_a_self_test_that_failed_requests_are_told_what_it_saw(contr
 
 async def test_so_they_are_where_a_layer_is_not_tapped(control):
     front = await started(Silent(LAYERS - 1, control))
-    assert "not every layer is known to be tapped: the ranks that capture must have 2 layers" in refusal(front)
+    assert "not every layer is known to be tapped: The ranks that capture must hold each of the model's 2 layers" in (
+        refusal(front)
+    )
 
 
 async def test_one_that_came_before_the_outcome_is_told_in_its_answer(control):

@@ -1,1 +1,1 @@
-"""The store's side of both clients: captures are listed, read and deleted."""
+"""Many captures at once."""

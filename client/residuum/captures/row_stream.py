@@ -19,7 +19,7 @@ from residuum.values.manifest import Manifest
 from residuum.values.selections import LayersLike, PositionsLike
 
 if TYPE_CHECKING:
-    from residuum.captures.client import CaptureClient
+    from residuum._sync.captures import CaptureClient
 
 _Item = TypeVar("_Item")
 

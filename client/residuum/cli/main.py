@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import residuum
-from residuum.cli import commands, doctor, health, token
+from residuum.cli import commands, doctor, health, serve, token
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
 from residuum.exports.formats import FORMATS
@@ -39,7 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The command line after the program's name; by default that of the process.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, further = parser.parse_known_args(arguments)
+    if options.run is serve.run:
+        options.flags = further
+    elif further:
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
     output = Output(as_json=options.json)
     command: Command = options.run
     try:
@@ -79,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(groups, "doctor", doctor.run, "check every step of the way to both services, and say what to do")
     _add_health(groups)
     _add_token(groups)
+    _add_serve(groups)
     return parser
 
 
@@ -151,6 +157,30 @@ def _add_credentials(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="send a token to another machine in plain text, too (default: RESIDUUM_INSECURE, or refuse)",
     )
+
+
+def _add_serve(groups: _Groups) -> None:
+    parser = groups.add_parser(
+        "serve",
+        help="start a store and an inference service here, until Ctrl-C (needs residuum-server)",
+        description="Start a store and an inference service on this machine, until Ctrl-C. Further flags are those of "
+        "the inference service, such as --enforce-eager or --max-model-len 1024; see python -m inference_svc --help.",
+        allow_abbrev=False,  # --d is not --data: it may be meant for the inference service
+    )
+    parser.set_defaults(run=serve.run, usage_error=parser.error, json=False)
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="the model's folder, or its name on the Hugging Face hub (default: none, it must be given)",
+    )
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help="where captures are kept, and both services' logs (default: residuum-data, in the current folder)",
+    )
+    kept.add_argument("--temporary", action="store_true", help="delete captures at the end (default: keep them)")
 
 
 def _add_generate(groups: _Groups) -> None:

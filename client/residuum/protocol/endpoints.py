@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from residuum.exceptions import InvalidRequest
+from residuum.wire.endpoints import parse_endpoint
 
 
 def check_endpoint(endpoint: str) -> str:
@@ -11,9 +12,10 @@ def check_endpoint(endpoint: str) -> str:
     Raises:
         InvalidRequest: It has not.
     """
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16 or "//" in host:
+    try:
+        parse_endpoint(endpoint)
+    except ValueError:
         raise InvalidRequest(
             f"{endpoint!r} is not an endpoint: write host:port, such as localhost:50051.", reason="INVALID_FIELD"
-        )
+        ) from None
     return endpoint

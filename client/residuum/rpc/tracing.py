@@ -180,8 +180,16 @@ def end_span(made: Span, code: grpc.StatusCode | None) -> None:
 
 
 def _aio_code(call: Any) -> grpc.StatusCode | None:
-    """Return the code of a call that is done, without waiting: its own `code` is a coroutine."""
-    status = getattr(getattr(call, "_cython_call", None), "_status", None)
-    if status is None:
-        return grpc.StatusCode.CANCELLED if call.cancelled() else None
-    return next((code for code in grpc.StatusCode if code.value[0] == status.code()), None)
+    """Return the code of a call that is done.
+
+    Its `code` is a coroutine. It has nothing to wait for, so it ends at the first step, and no task is needed, which
+    might outlive the event loop.
+    """
+    coroutine = call.code()
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        code: grpc.StatusCode = end.value
+        return code
+    coroutine.close()  # it would wait: the call is done in a way that this grpc does not report
+    return grpc.StatusCode.CANCELLED if call.cancelled() else None

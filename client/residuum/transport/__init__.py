@@ -1,1 +1,1 @@
-"""Connections to the services, and calls that run on them."""
+"""Connections to the services, and what both clients do around calls."""

@@ -1,19 +1,14 @@
-"""Many generations at once, in threads or as tasks."""
+"""Many generations at once: what both clients check before and after."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from residuum.exceptions import BatchFailed, InvalidRequest, RequestAborted, ResiduumError
+from residuum.exceptions import BatchFailed, InvalidRequest, ResiduumError
 from residuum.protocol.requests import Prompt, short
-from residuum.transport.progress import progress_bar
-from residuum.transport.streams import Stream
 from residuum.values.replies import Reply
 
 
@@ -65,87 +60,3 @@ def collect(replies: Sequence[Reply | None], errors: dict[int, ResiduumError]) -
     if errors:
         raise BatchFailed(replies, errors)
     return [reply for reply in replies if reply is not None]
-
-
-def run_batch(
-    start: Callable[[Prompt], Stream], prompts: Sequence[Prompt], *, max_concurrency: int, progress: bool
-) -> list[Reply]:
-    """Run one generation for each prompt, some at once; see `Client.generate_many`."""
-    batch = _Batch(start)
-    replies: list[Reply | None] = [None] * len(prompts)
-    errors: dict[int, ResiduumError] = {}
-    workers = min(check_concurrency(max_concurrency), max(len(prompts), 1))
-    with ThreadPoolExecutor(workers) as pool, progress_bar("generating", len(prompts), enabled=progress) as advance:
-        numbers: dict[Future[Reply], int] = {pool.submit(batch.run, prompt): at for at, prompt in enumerate(prompts)}
-        try:
-            for future in as_completed(numbers):
-                try:
-                    replies[numbers[future]] = future.result()
-                except ResiduumError as error:
-                    errors[numbers[future]] = error
-                advance(1)
-        except BaseException:  # an interrupt, or a mistake in the call: stop what runs, start nothing more
-            pool.shutdown(wait=False, cancel_futures=True)
-            batch.stop()
-            raise
-    return collect(replies, errors)
-
-
-class _Batch:
-    """The generations that run."""
-
-    def __init__(self, start: Callable[[Prompt], Stream]) -> None:
-        self._start = start
-        self._running: set[Stream] = set()
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-
-    def run(self, prompt: Prompt) -> Reply:
-        """Run one."""
-        if self._stopped.is_set():
-            raise RequestAborted("The batch was stopped before this prompt.")
-        with self._start(prompt) as stream:
-            with self._lock:
-                self._running.add(stream)
-                if self._stopped.is_set():
-                    stream.close()
-            for _ in stream:
-                pass
-            with self._lock:
-                self._running.discard(stream)
-        return stream.reply
-
-    def stop(self) -> None:
-        """Stop them all."""
-        with self._lock:
-            self._stopped.set()
-            for stream in self._running:
-                stream.close()
-
-
-async def run_async_batch(
-    run: Callable[[Prompt], Awaitable[Reply]], prompts: Sequence[Prompt], *, max_concurrency: int, progress: bool
-) -> list[Reply]:
-    """Run one generation for each prompt, some at once; see `AsyncClient.generate_many`."""
-    room = asyncio.Semaphore(check_concurrency(max_concurrency))
-    replies: list[Reply | None] = [None] * len(prompts)
-    errors: dict[int, ResiduumError] = {}
-    with progress_bar("generating", len(prompts), enabled=progress) as advance:
-
-        async def run_one(at: int, prompt: Prompt) -> None:
-            try:
-                async with room:
-                    replies[at] = await run(prompt)
-            except ResiduumError as error:
-                errors[at] = error
-            advance(1)
-
-        tasks = [asyncio.ensure_future(run_one(at, prompt)) for at, prompt in enumerate(prompts)]
-        try:
-            await asyncio.gather(*tasks)
-        except BaseException:  # cancelled, or a mistake in the call: stop what runs
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
-    return collect(replies, errors)

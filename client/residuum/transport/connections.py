@@ -45,8 +45,8 @@ class Channels(Generic[_Channel]):
             return channels
 
 
-class Backoff:
-    """When a broken read is tried again: soon, then slower, and not forever. Progress begins anew."""
+class ReadRetries:
+    """When a broken read is tried again: soon, then slower, and not forever. Progress starts the count again."""
 
     _FIRST_SECONDS = 0.1
     _LONGEST_SECONDS = 2.0

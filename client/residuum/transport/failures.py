@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from residuum import exceptions as exc
+from residuum.protocol.events import ReplyBuilder
 from residuum.protocol.failures import EXCEPTIONS
 from residuum.rpc.errors import failure_from_rpc_error
 
@@ -61,6 +62,25 @@ def from_rpc_error(error: grpc.RpcError, endpoint: str, **facts: str) -> exc.Res
     told = _from_rpc_error(error, endpoint)
     told.metadata = {**facts, **told.metadata}
     return told
+
+
+def from_generation_error(error: grpc.RpcError, endpoint: str, builder: ReplyBuilder) -> exc.ResiduumError:
+    """Return the exception that tells what a failed generation means; `builder` has its events so far."""
+    failure = from_rpc_error(error, endpoint, **_facts(builder))
+    if isinstance(failure, exc.RequestAborted) and not failure.reason:
+        return stream_closed(builder)
+    return failure
+
+
+def stream_closed(builder: ReplyBuilder) -> exc.RequestAborted:
+    """Return what to raise when a stream is read that was closed before its end."""
+    return exc.RequestAborted(
+        "The stream was closed before its end, which stopped the request.", metadata=_facts(builder)
+    )
+
+
+def _facts(builder: ReplyBuilder) -> dict[str, str]:
+    return {"request_id": builder.request_id} if builder.is_started else {}
 
 
 def _from_rpc_error(error: grpc.RpcError, endpoint: str) -> exc.ResiduumError:

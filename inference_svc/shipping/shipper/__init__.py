@@ -1,1 +1,1 @@
-"""The shipper's half of shipping: a process that sends extents to the stores."""
+"""The shipper: a process that sends extents to the stores."""

@@ -1,4 +1,4 @@
-"""A shipper's end of a worker's control socket: what comes in becomes parcels, what is acknowledged is given back."""
+"""The shipper's side of a worker's control socket. It turns items into parcels, and gives acknowledged items back."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _FIRST_DELAY_SECONDS = 0.05
 _LONGEST_DELAY_SECONDS = 1.0
 _RECEIVE_BYTES = 1 << 16
 _SEND_TIMEOUT = struct.pack("@ll", 10, 0)
-"""A timeval. A worker that reads nothing for so long, stopped in a debugger perhaps, must not hold up the others."""
+"""A timeval of 10 seconds. A worker that does not read for longer, such as one in a debugger, must not delay others."""
 
 Put = Callable[[str, Iterable[Parcel]], None]
-"""Takes a capture's id and its parcels, which are made as they are asked for, and never waits."""
+"""Takes a capture's path (see `tenant_path`) and its parcels. Never waits, and iterates over the parcels later."""
 
 _log = get_logger(__name__)
 
 
 class ControlClient:
-    """Serves one worker, on a thread of its own; when the worker goes, waits for its successor at the same path.
+    """Serves one worker on a thread of its own. When the worker ends, it waits for a successor at the same path.
 
-    A worker that goes leaves its ring behind: the mapping here keeps the memory, so what was handed over is still sent.
+    The mapping here keeps the ring's memory after the worker has ended, so the shipper still sends the items it has.
     """
 
     def __init__(self, path: Path, put: Put) -> None:
-        """Give what the worker behind the path hands over to `put`, from `start` on."""
+        """Prepare to pass the parcels of the worker at `path` to `put`; `start` starts it."""
         self._path = path
         self._put = put
         self._leaving = threading.Event()
@@ -59,18 +59,18 @@ class ControlClient:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Tell whether the thread runs: it ends when told to, or by a defect."""
+        """Return whether the thread runs. It ends after `leave` or `close`, or by a defect."""
         return self._thread.is_alive()
 
     def leave(self) -> None:
-        """Ask the worker for nothing more. What it has handed over is still given back."""
+        """Ask the worker for no more items. Items that it has handed over are still given back."""
         with self._lock:
             self._leaving.set()
             if self._session is not None:
                 self._session.send(Leaving())
 
     def close(self) -> None:
-        """Close the connection and end the thread. The worker hands what was not given back to another shipper."""
+        """Close the connection and end the thread. The worker hands items without a Done to another shipper."""
         with self._lock:
             self._leaving.set()
             if self._session is not None:
@@ -83,7 +83,7 @@ class ControlClient:
             try:
                 connection = _connect(self._path)
             except OSError:
-                self._leaving.wait(backoff.next_delay())  # the worker is still loading its model, perhaps
+                self._leaving.wait(backoff.next_delay())  # the worker may still be loading its model
                 continue
             backoff.reset()
             self._serve(connection)
@@ -118,7 +118,7 @@ class _Session:
         self._ring: SharedRing | None = None
 
     def run(self) -> None:
-        """Take what the worker hands over until it closes the connection."""
+        """Take the worker's messages until it closes the connection."""
         reader = MessageReader()
         data, descriptors, _, _ = socket.recv_fds(self._connection, _RECEIVE_BYTES, 1)
         try:
@@ -131,12 +131,12 @@ class _Session:
                 os.close(descriptor)
 
     def send(self, message: Message) -> None:
-        """Say something to the worker; one that is gone needs to hear nothing."""
+        """Send a message to the worker; do nothing if it has disconnected."""
         with self._sending:
             try:
                 self._connection.sendall(message.encode())
             except OSError:
-                # Gone, or stuck for so long that half a message may be out: a new connection starts afresh.
+                # The worker has ended, or is stuck and may have got half a message. Only a new connection helps.
                 self.shut_down()
 
     def shut_down(self) -> None:
@@ -164,7 +164,7 @@ class _Session:
             done = Done(message.ticket)
             self._put(message.capture_id, loss_parcels(message.capture_id, message.loss, lambda: self.send(done)))
         else:
-            raise ProtocolError(f"{type(message).__name__} was not expected from a worker")
+            raise ProtocolError(f"a worker must not send {type(message).__name__} at this point")
 
     def _take_extent(self, message: ExtentReady, ring: SharedRing) -> None:
         rows = ring.view(Extent(message.offset, sum(map(payload_bytes, message.headers)))).data
@@ -187,5 +187,8 @@ def _connect(path: Path) -> socket.socket:
 
 def _attach(hello: Hello, descriptor: int) -> SharedRing:
     if hello.version != PROTOCOL_VERSION:
-        raise ProtocolError(f"the worker speaks version {hello.version}, this shipper version {PROTOCOL_VERSION}")
+        raise ProtocolError(
+            f"the worker speaks version {hello.version} of the protocol, this shipper version {PROTOCOL_VERSION}; run "
+            "both from the same installation of residuum"
+        )
     return SharedRing.attach(descriptor, hello.ring_bytes)

@@ -1,4 +1,4 @@
-"""One lane for each store: what waits for it, and the stream that takes it there. No lane waits for another."""
+"""Lanes: each store has its own outbox and its own stream. No lane waits for another."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _TICK_SECONDS = 0.5
 
 
 class Lane:
-    """The way to one store."""
+    """The outbox and the uploader of one store."""
 
     def __init__(self, store: StoreAddress, max_unacked_bytes: int, credentials: Credentials) -> None:
-        """Prepare; see `Lanes`."""
+        """Prepare the lane of one store; see `Lanes`."""
         self.store = store
         self.outbox = Outbox(max_unacked_bytes)
         self.uploader = Uploader(store.endpoint, self.outbox, credentials, name=store.name)
 
     def figures(self) -> dict[str, float]:
-        """Return what was done on the way to the store, and is under way."""
+        """Return the figures of this lane, by name."""
         return {
             "settled": self.uploader.num_settled,
             "rejected": self.uploader.num_rejected,
@@ -36,16 +36,16 @@ class Lane:
         }
 
     def check_progress(self, limit_seconds: float) -> None:
-        """Try a new connection if the store has owed an acknowledgement for longer than that."""
+        """Try a new connection if the store has owed an acknowledgement for longer than `limit_seconds`."""
         if self.outbox.seconds_without_ack() > limit_seconds:
             self.uploader.restart_stream(f"no acknowledgement for {limit_seconds:g} s")
 
 
 class Lanes:
-    """The ways to all stores. Each has its own stream, acknowledgements, flow control and back-off.
+    """The lanes of all stores. Each has its own stream, acknowledgements, flow control and backoff.
 
-    So a store that is away, or slow, holds up what is for it and nothing else; all that is shared is the thread that
-    reads a worker's socket, and it never waits: what is handed over stays in the ring until it is sent.
+    A store that is slow or does not answer delays only its own rows. The lanes share one thread, which reads a worker's
+    socket. It never waits, because rows stay in the ring until they are sent.
     """
 
     def __init__(self, stores: Sequence[StoreAddress], max_unacked_bytes: int, credentials: Credentials) -> None:
@@ -53,8 +53,8 @@ class Lanes:
 
         Args:
             stores: The stores, of different names.
-            max_unacked_bytes: Payload that may be under way to each of them without an acknowledgement.
-            credentials: What they are shown.
+            max_unacked_bytes: Most payload bytes that each store may leave unacknowledged.
+            credentials: The credentials for all stores.
         """
         self._lanes = {store.name: Lane(store, max_unacked_bytes, credentials) for store in stores}
 
@@ -62,7 +62,7 @@ class Lanes:
         return iter(self._lanes.values())
 
     def put(self, path: str, parcels: Iterable[Parcel]) -> None:
-        """Add parcels of a capture, from any thread, to what waits for the store that keeps it; see `Outbox.put`.
+        """Add parcels of a capture to the outbox of its store, from any thread; see `Outbox.put`.
 
         Args:
             path: The capture, and its tenant; see `tenant_path`.
@@ -77,7 +77,7 @@ class Lanes:
             lane.uploader.start()
 
     def are_alive(self) -> bool:
-        """Tell whether all threads run."""
+        """Return whether all threads run."""
         return all(lane.uploader.is_alive() for lane in self._lanes.values())
 
     def check_progress(self, limit_seconds: float) -> None:
@@ -86,24 +86,24 @@ class Lanes:
             lane.check_progress(limit_seconds)
 
     def close(self) -> None:
-        """Let streams end when all is sent."""
+        """Let the streams end once no parcel waits."""
         for lane in self._lanes.values():
             lane.outbox.close()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until all is delivered; say whether it is."""
+        """Wait until everything is delivered, and return whether it is."""
         end = time.monotonic() + timeout_seconds
         return all(lane.uploader.wait(max(0.0, end - time.monotonic())) for lane in self._lanes.values())
 
     def abandon(self) -> dict[str, int]:
-        """Give up what is left, at once; return how many parcels that are, by store, of those that left any."""
+        """Give up at once. Return the number of undelivered parcels of each store that has any."""
         left = {str(lane.store): lane.outbox.abandon() for lane in self._lanes.values() if lane.uploader.is_alive()}
         for lane in self._lanes.values():
             lane.uploader.abandon()
         return {store: count for store, count in left.items() if count}
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of each lane, as "figure:store"."""
+        """Return the figures of all lanes, with keys of the form "figure:store"."""
         return {
             f"{name}:{lane.store.name}": value
             for lane in self._lanes.values()

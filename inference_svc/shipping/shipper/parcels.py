@@ -1,4 +1,4 @@
-"""What a shipper sends: the pieces of an extent, or the news of a loss, each one message of AppendChunks."""
+"""Parcels: the messages of AppendChunks. A parcel is a piece of an extent, or the report of a loss."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from residuum.wire.tokens import split_path
 
 
 class Delivery:
-    """What one ticket names, until the store has acknowledged every parcel of it.
+    """One item of a worker (an extent or a loss report), until the store has acknowledged all its parcels.
 
-    Until `on_done` is called, an extent's bytes are the shipper's: whatever happens to a stream, they can be sent again
-    from where they lie, so nothing is ever copied aside.
+    The extent's bytes belong to the shipper until `on_done` is called. If a stream fails, it sends them again from the
+    ring, so it never needs a copy.
 
-    It counts bytes, not parcels: parcels are made as they are sent, so their number is not known before.
+    A delivery counts bytes, not parcels: parcels are made as they are sent, so their number is not known in advance.
     """
 
     def __init__(self, num_bytes: int, on_done: Callable[[], None]) -> None:
-        """Expect parcels whose shares are that many bytes together."""
+        """Expect parcels whose shares add up to `num_bytes`."""
         self._remaining = num_bytes
         self._on_done = on_done
 
     def settle(self, share: int) -> None:
-        """Count a parcel's share as settled. Only one thread may call it."""
+        """Count a parcel's share as settled. Only one thread may call this."""
         self._remaining -= share
         if self._remaining == 0:
             self._on_done()
@@ -33,25 +33,25 @@ class Delivery:
 
 @dataclass(slots=True)
 class Parcel:
-    """One message that is to be sent, and sent again, until the store acknowledges it."""
+    """One message for the store, sent again until the store acknowledges or rejects it."""
 
     capture_id: str
     content: Piece | store_pb2.RowLoss
     delivery: Delivery
     share: int
-    """Bytes of the delivery that are settled with it; a loss that the worker reported is one."""
+    """How many bytes of the delivery it settles; a loss that the worker reported counts as 1."""
     resent: bool = False
-    """The store found its checksum wrong once."""
+    """Whether it was sent again because the store found its checksum wrong."""
     tenant: str = ""
-    """Whose capture it is."""
+    """The tenant of the capture."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the payload; of a loss, none to speak of."""
+        """Bytes of the payload; a loss counts as 0."""
         return len(self.content.payload) if isinstance(self.content, Piece) else 0
 
     def encode(self, number: int) -> bytes:
-        """Return the bytes of the AppendChunksRequest of that number."""
+        """Return the serialised AppendChunksRequest with this number."""
         if isinstance(self.content, Piece):
             return append_message(number, self.capture_id, self.content, self.tenant)
         message = store_pb2.AppendChunksRequest(
@@ -60,13 +60,13 @@ class Parcel:
         return message.SerializeToString()
 
     def settle(self) -> None:
-        """Count it as settled. Only one thread may call it."""
+        """Count the parcel as settled. Only one thread may call this."""
         self.delivery.settle(self.share)
 
     def as_loss(self, detail: str) -> Parcel | None:
-        """Return the news that these rows cannot be written, which takes this parcel's place; None if it is that news.
+        """Return a loss report to send instead of this parcel's rows; None if the parcel is a loss report already.
 
-        The delivery stays unfinished until the news itself is acknowledged: no row disappears without a word.
+        The delivery is finished only when the store acknowledges the report, so no row is lost silently.
         """
         if not isinstance(self.content, Piece):
             return None
@@ -77,15 +77,15 @@ class Parcel:
 def extent_parcels(
     path: str, headers: Sequence[capture_pb2.ChunkHeader], rows: memoryview, on_done: Callable[[], None]
 ) -> Iterator[Parcel]:
-    """Yield the parcels of an extent, made one by one; `on_done` follows the last one's settling.
+    """Yield the parcels of an extent, each made when it is asked for.
 
-    Rows that no chunk can hold become the news of their loss.
+    Rows that do not fit any chunk become a loss report.
 
     Args:
         path: The capture that the rows belong to, and its tenant; see `tenant_path`.
-        headers: What the rows are; of known element types.
-        rows: The payloads of the headers, one after the other, and nothing else.
-        on_done: Called once every row is settled.
+        headers: The headers of the rows, with known element types.
+        rows: Exactly the payloads of the headers, in order.
+        on_done: Called once the last parcel is settled.
     """
     tenant, capture_id = split_path(path)
     delivery = Delivery(len(rows), on_done)
@@ -102,13 +102,13 @@ def extent_parcels(
 
 
 def loss_parcels(path: str, loss: store_pb2.RowLoss, on_done: Callable[[], None]) -> list[Parcel]:
-    """Return the one parcel of a loss."""
+    """Return the single parcel of a loss report."""
     tenant, capture_id = split_path(path)
     return [Parcel(capture_id, loss, Delivery(1, on_done), share=1, tenant=tenant)]
 
 
 def write_failed(header: capture_pb2.ChunkHeader, detail: str) -> store_pb2.RowLoss:
-    """Return the loss of all the rows that a header names."""
+    """Return a loss report for all rows of a header."""
     return store_pb2.RowLoss(
         sequence=header.sequence,
         sites=[header.site],

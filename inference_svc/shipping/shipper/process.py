@@ -1,4 +1,4 @@
-"""The shipper process: from the control sockets of workers to one stream to each store."""
+"""The shipper process: it connects the control sockets of workers with the lanes to the stores."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ShipperSettings:
-    """What a shipper is told on its command line."""
+    """The settings of a shipper, from its command line."""
 
     control_paths: tuple[Path, ...]
     """The control sockets of the workers. They need not exist yet."""
     stores: tuple[StoreAddress, ...]
     """The stores, of different names."""
     max_unacked_bytes: int = 64 << 20
-    """Payload that may be under way to each store without an acknowledgement."""
+    """Most payload bytes that each store may leave unacknowledged."""
     ack_timeout_seconds: float = 30.0
-    """A store that owes an acknowledgement and gives none for this long is tried on a new connection."""
+    """After this long without a due acknowledgement, the shipper opens a new connection to the store."""
     grace_seconds: float = 10.0
-    """After SIGTERM, or when the parent is gone: how long to go on delivering what was handed over."""
+    """How long the shipper goes on delivering after SIGTERM, or after its parent has ended."""
     parent_pid: int | None = None
-    """The process that started this one: without it, the shipper ends. None: it may live alone."""
+    """The process that started the shipper. The shipper ends when it ends. None: the shipper watches no process."""
     credentials: Credentials = field(default_factory=Credentials)
-    """What the stores are shown."""
+    """The credentials for the stores."""
     figures_path: Path | None = None
-    """Where to keep figures of this process. None: nowhere."""
+    """The file for the shipper's figures. None: it keeps none."""
 
 
 class Shipper:
-    """Everything of a shipper process.
+    """A shipper process.
 
-    It ends on SIGTERM or SIGINT, and when its parent is gone: it tells the workers that it leaves, delivers what it
-    has, and goes, at the latest after the grace. What it could not deliver a living worker hands to another shipper.
+    It stops on SIGTERM or SIGINT, or when its parent has ended: it tells the workers that it leaves, delivers its
+    items, and ends, at the latest after the grace. A worker that still runs hands undelivered items to another shipper.
     """
 
     def __init__(self, settings: ShipperSettings) -> None:
-        """Prepare; nothing is connected before `run`."""
+        """Prepare the shipper; `run` connects it."""
         self._settings = settings
         self._lanes = Lanes(settings.stores, settings.max_unacked_bytes, settings.credentials)
         path = settings.figures_path
@@ -61,10 +61,10 @@ class Shipper:
         self._clients = [ControlClient(path, self._lanes.put) for path in settings.control_paths]
 
     def run(self) -> int:
-        """Ship until told to stop.
+        """Ship until a signal or the end of the parent stops the process.
 
         Returns:
-            The exit status: 0 if all that was handed over was delivered.
+            The exit status: 0 if all items were delivered, 1 otherwise.
         """
         signals = _signal_socket()
         self._lanes.start()
@@ -74,12 +74,12 @@ class Shipper:
         return self._stop(self._watch(signals))
 
     def _watch(self, signals: socket.socket) -> str:
-        """Wait for a reason to stop, and keep an eye on the stream; return the reason."""
+        """Wait for a reason to stop and return it. Check the progress of the streams in the meantime."""
         while True:
             with contextlib.suppress(TimeoutError):
                 return signal.Signals(signals.recv(1)[0]).name
             if self._settings.parent_pid not in (None, os.getppid()):
-                return "the parent is gone"
+                return "the parent has ended"
             if not (self._lanes.are_alive() and all(client.is_alive() for client in self._clients)):
                 return "a thread failed"
             self._check_progress()
@@ -110,7 +110,7 @@ class Shipper:
         return 1 if undelivered else 0
 
     def _deliver(self) -> None:
-        """Go on until all is delivered, or the grace is over."""
+        """Wait until everything is delivered, or the grace is over."""
         end = time.monotonic() + self._settings.grace_seconds
         while not self._lanes.wait(min(_TICK_SECONDS, max(0.0, end - time.monotonic()))):
             if time.monotonic() >= end:
@@ -119,10 +119,10 @@ class Shipper:
 
 
 def _signal_socket() -> socket.socket:
-    """Return a socket from which the number of each signal can be read, as it comes.
+    """Return a socket that delivers the number of each signal as one byte.
 
-    Python writes it there whichever thread the system hands the signal to, some library's among them, and nothing has
-    to run in a handler, in the middle of who knows what.
+    Python writes the number no matter which thread the system interrupts. So no code has to run in a signal handler,
+    which could interrupt any other code.
     """
     receiver, sender = socket.socketpair()
     receiver.settimeout(_TICK_SECONDS)

@@ -16,11 +16,11 @@ from svc_common.memory import keep_memory
 from svc_common.priority import give_way
 
 _NICENESS = 5
-"""The engine must not wait for a core while what could wait has it."""
+"""Niceness by default: the engine must not wait for a core that a shipper uses."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a shipper until it is told to stop; return its exit status."""
+    """Run a shipper until it stops, and return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -55,35 +55,35 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         action="append",
         required=True,
-        help="control socket of a worker; repeat it for several. It need not exist yet",
+        help="control socket of a worker; repeat the flag for several. The socket need not exist yet",
     )
     parser.add_argument(
         "--store",
         metavar="[NAME=]HOST:PORT",
         action="append",
         required=True,
-        help="a store service; repeat it for several: each capture goes to the one that hashing of its id names",
+        help="a store; repeat the flag for several. The hash of a capture's ID decides which store it goes to",
     )
     parser.add_argument(
         "--max-unacked-bytes",
         metavar="N",
         type=int,
         default=ShipperSettings.max_unacked_bytes,
-        help="payload under way to each store without an acknowledgement, at most",
+        help="most payload bytes that each store may leave unacknowledged",
     )
     parser.add_argument(
         "--ack-timeout",
         metavar="SECONDS",
         type=float,
         default=ShipperSettings.ack_timeout_seconds,
-        help="without an acknowledgement for this long, try a new connection",
+        help="open a new connection when a due acknowledgement is missing for this long",
     )
     parser.add_argument(
         "--grace",
         metavar="SECONDS",
         type=float,
         default=ShipperSettings.grace_seconds,
-        help="after SIGTERM, go on delivering for this long at most",
+        help="go on delivering for at most this long after SIGTERM",
     )
     parser.add_argument(
         "--nice",
@@ -91,15 +91,15 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         choices=range(20),
         default=_NICENESS,
-        help="give way to others who want the same core, 0 (not at all) to 19",
+        help="niceness, 0 to 19: with a higher value, other processes get a shared core first",
     )
     credentials.add_arguments(parser)
     parser.add_argument("--parent-pid", metavar="PID", type=int, help="stop when this is no longer the parent process")
-    parser.add_argument("--figures", metavar="FILE", type=Path, help="keep figures of this process in a file, as JSON")
+    parser.add_argument("--figures", metavar="FILE", type=Path, help="keep figures of this shipper in a JSON file")
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default=os.environ.get(LEVEL_VARIABLE, "info"),
-        help="least level that is logged",
+        help="lowest level that is logged",
     )
     return parser

@@ -1,4 +1,4 @@
-"""The stream to the store: one AppendChunks after another, until everything is acknowledged."""
+"""The uploader: it keeps a stream of AppendChunks to one store until every parcel is acknowledged."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _FIRST_DELAY_SECONDS = 0.1
 _LONGEST_DELAY_SECONDS = 5.0
 _LOGGED_CAPTURES = 10_000
 
-# Rows for a capture that is gone, or whose end the store already knows (the step that async scheduling computes beyond
-# the last token, for one): nobody waits for them, and no news of them could be written either.
+# Rows of a capture that was deleted or has ended: async scheduling, for example, computes one step beyond the last
+# token. No reader misses these rows, and the store could not record their loss either.
 _UNWANTED = (Reason.ERROR_REASON_UNKNOWN_CAPTURE, Reason.ERROR_REASON_CAPTURE_ENDED)
 
 _log = get_logger(__name__)
 
 
 class Uploader:
-    """Sends what an outbox holds to one store, on a thread of its own.
+    """Sends the parcels of an outbox to one store, on a thread of its own.
 
-    Each stream has a channel of its own: a connection that has gone bad goes with its stream, and the delay between
-    attempts is only the one here.
+    Each stream has its own channel. So a broken connection ends with its stream, and only the backoff here delays the
+    next attempt.
     """
 
     def __init__(
         self, endpoint: str, outbox: Outbox, credentials: Credentials | None = None, *, name: str = ""
     ) -> None:
-        """Send to host:port, the store of that name, what the outbox holds, from `start` on."""
+        """Prepare to send the parcels of `outbox` to the store `name` at `endpoint` (host:port); `start` starts it."""
         self._endpoint = endpoint
         self._store = str(StoreAddress(name or endpoint, endpoint))
         self._credentials = credentials
@@ -47,15 +47,15 @@ class Uploader:
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         self._abandoned = threading.Event()
         self._call: grpc.Call | None = None
-        self._unacked = 0  # parcels that the last stream sent and the store did not acknowledge
+        self._unacked = 0  # parcels of the last stream that the store did not acknowledge
         self._reported: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="residuum-uploader", daemon=True)
         self.num_settled = 0
-        """Parcels that the store has settled."""
+        """Parcels that the store has acknowledged or rejected."""
         self.num_rejected = 0
-        """Those among them that it rejected."""
+        """Parcels that the store has rejected."""
         self.acked_bytes = 0
-        """Bytes of the rows that it has acknowledged."""
+        """Payload bytes that the store has acknowledged."""
         self.num_streams = 0
         """Streams that were opened."""
 
@@ -64,23 +64,23 @@ class Uploader:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Tell whether the thread runs: it ends when the outbox is closing and all is settled, or by a defect."""
+        """Return whether the thread runs. It ends when the outbox is closing and all is settled, or by a defect."""
         return self._thread.is_alive()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the thread has ended; say whether it has."""
+        """Wait until the thread has ended, and return whether it has."""
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def restart_stream(self, why: str) -> None:
-        """Give up the current stream, from any thread; the next one sends again what it left unacknowledged."""
+        """Give up the current stream, from any thread. The next one sends its unacknowledged parcels again."""
         call = self._call
         if call is not None:
             _log.warning("store stream given up", store=self._store, why=why)
             call.cancel()
 
     def abandon(self) -> None:
-        """Stop at once, whatever is left in the outbox, which was abandoned before."""
+        """Stop at once, even if parcels are left. Call `Outbox.abandon` first."""
         self._abandoned.set()
         call = self._call
         if call is not None:
@@ -92,7 +92,7 @@ class Uploader:
                 self._run_stream()
             except grpc.RpcError as error:
                 self._wait_after(error.code().name, error.details())
-            except CredentialsError as error:  # the file is being replaced, perhaps
+            except CredentialsError as error:  # retried, because the file may be in the middle of a replacement
                 self._wait_after("CREDENTIALS", str(error))
             else:
                 if self._unacked:
@@ -101,13 +101,13 @@ class Uploader:
     def _run_stream(self) -> None:
         """Run one stream to its end."""
         with open_channel(self._endpoint, credentials=self._credentials) as channel:
-            name = self._outbox.start_stream()
+            stream = self._outbox.start_stream()
             self.num_streams += 1
-            # No serializer: the frames are the bytes already.
+            # No serializer: the messages are serialised already.
             append: grpc.StreamStreamMultiCallable[bytes, store_pb2.AppendChunksResponse] = channel.stream_stream(
                 _METHOD, response_deserializer=store_pb2.AppendChunksResponse.FromString
             )
-            call = append(self._frames(name))
+            call = append(self._messages(stream))
             self._call = call
             if self._abandoned.is_set():
                 call.cancel()
@@ -120,11 +120,11 @@ class Uploader:
                 raise
             finally:
                 self._call = None
-                # Also what lets grpc's thread out of `_frames`.
+                # This also lets gRPC's thread return from `_messages`.
                 self._unacked = self._outbox.end_stream()
 
-    def _frames(self, stream: int) -> Iterator[bytes]:
-        """Yield a stream's messages; runs on grpc's thread, which waits here while the outbox holds nothing to send."""
+    def _messages(self, stream: int) -> Iterator[bytes]:
+        """Yield a stream's messages. Runs on gRPC's thread, which waits here while no parcel can be sent."""
         while (taken := self._outbox.take(stream)) is not None:
             number, parcel = taken
             yield parcel.encode(number)
@@ -145,14 +145,14 @@ class Uploader:
         if error.reason in _UNWANTED:
             parcel.settle()
         elif error.reason == Reason.ERROR_REASON_CHECKSUM_MISMATCH and not parcel.resent:
-            parcel.resent = True  # damaged on its way, perhaps: the ring still has the rows
+            parcel.resent = True  # it may have been damaged on its way, and the ring still has the rows
             self._outbox.put([parcel])
         else:
             self._report(parcel.capture_id, error)
             self._give_up(parcel, f"the store rejected rows: {error.message}")
 
     def _refuse_suspect(self, error: grpc.RpcError) -> None:
-        """Keep a message that the store cannot parse, which must be a defect, from holding up all others for ever."""
+        """Replace a message that the store cannot parse with a loss report. Otherwise every retry would fail on it."""
         parcel = self._outbox.suspect()
         if parcel is not None:
             self.num_rejected += 1
@@ -169,7 +169,7 @@ class Uploader:
             self._outbox.put([loss])
 
     def _report(self, capture_id: str, error: errors_pb2.ItemError) -> None:
-        """Log a rejection, once for a capture."""
+        """Log a rejection, only once for each capture."""
         if capture_id in self._reported:
             return
         if len(self._reported) >= _LOGGED_CAPTURES:

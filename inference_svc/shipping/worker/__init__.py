@@ -1,1 +1,1 @@
-"""The worker's half of shipping: extents are filled, handed out and taken back."""
+"""The worker's side of shipping: it fills extents, hands them to shippers and gets them back."""

@@ -1,4 +1,4 @@
-"""Which bytes of a ring are free, and which are extents."""
+"""The allocation of extents in a ring, with reserved room for each store."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from inference_svc.shipping.ring import EXTENT_ALIGNMENT, Extent
 
 
 class Allotment:
-    """Allots extents of any size out of a part of a ring. Not safe for threads.
+    """Allocates extents of any size from one part of a ring. Not thread-safe.
 
-    The first free run that is long enough is taken, and neighbours that come back are one run again. Extents come back
-    in about the order in which they were taken, so free runs stay few and long.
+    It takes the first free run that is long enough, and merges free neighbours. Extents come back in about the order in
+    which they were taken, so free runs stay few and long.
     """
 
     def __init__(self, num_bytes: int, offset: int = 0) -> None:
-        """Begin with all bytes free; what exceeds a multiple of EXTENT_ALIGNMENT is never used.
+        """Start with all bytes free. Bytes beyond the last multiple of EXTENT_ALIGNMENT are never used.
 
         Args:
             num_bytes: Bytes of the part.
-            offset: Where in the ring it begins, a multiple of EXTENT_ALIGNMENT.
+            offset: The start of the part in the ring, a multiple of EXTENT_ALIGNMENT.
         """
         self.num_bytes = num_bytes
         """Bytes of the part."""
         self._offset = offset
         self._free = FreeRuns(num_bytes // EXTENT_ALIGNMENT)
         self.bytes_used = 0
-        """Bytes that are taken, each extent counted up to the next multiple of EXTENT_ALIGNMENT."""
+        """Bytes of taken extents, each rounded up to a multiple of EXTENT_ALIGNMENT."""
 
     def take(self, nbytes: int) -> Extent | None:
-        """Return an extent of that many bytes, or None if no free run is long enough."""
+        """Take an extent of `nbytes` bytes; return None if no free run is long enough."""
         units = _units(nbytes)
         start = self._free.take(units) if nbytes <= self.num_bytes else None
         if start is None:
@@ -39,7 +39,7 @@ class Allotment:
         return Extent(self._offset + start * EXTENT_ALIGNMENT, nbytes)
 
     def holds(self, extent: Extent) -> bool:
-        """Tell whether an extent is of this part."""
+        """Return whether an extent lies in this part."""
         return self._offset <= extent.offset < self._offset + self.num_bytes
 
     def give_back(self, extent: Extent) -> None:
@@ -50,25 +50,26 @@ class Allotment:
 
 
 class SharedAllotment:
-    """Allots a ring to several stores, so that what one of them does not take leaves room for the others.
+    """Allocates extents of a ring for several stores, so that a store that takes no rows leaves room for the others.
 
-    Half of the ring is divided among the stores, in equal *reserves*; the other half is for whoever comes first. A
-    store's extents are taken from its reserve, and from the common half when that is full. So one that takes nothing
-    for a while can fill its reserve and the common half, and no other's reserve. A single store has the whole ring.
+    One half of the ring is divided into equal *reserves*, one for each store. All stores share the other half. A
+    store's extents come from its reserve, and from the shared half when the reserve is full. So a store that does not
+    answer can fill its own reserve and the shared half, but not another store's reserve. A single store has the whole
+    ring.
 
-    Reserves are runs of bytes, not sums: an extent that fits a reserve finds room there when what is before it has
-    left, wherever in the ring another store's extents lie. Not safe for threads.
+    A reserve is a contiguous part of the ring, not a quota of bytes. So an extent that fits the reserve always finds
+    room there once the store's earlier extents have left, however the ring is fragmented elsewhere. Not thread-safe.
     """
 
     def __init__(self, ring_bytes: int, stores: Sequence[str]) -> None:
-        """Begin with all bytes free.
+        """Start with all bytes free.
 
         Args:
             ring_bytes: Bytes of the ring.
-            stores: The stores' names, one at least.
+            stores: The names of the stores, at least one.
         """
         reserve = reserve_bytes(ring_bytes, len(stores))
-        self._reserves = {store: Allotment(reserve, at * reserve) for at, store in enumerate(stores)}
+        self._reserves = {store: Allotment(reserve, index * reserve) for index, store in enumerate(stores)}
         divided = reserve * len(stores)
         self._common = Allotment(ring_bytes - divided if len(stores) > 1 else 0, divided)
         self._used = dict.fromkeys(stores, 0)
@@ -76,27 +77,30 @@ class SharedAllotment:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes that are taken, each extent counted up to the next multiple of EXTENT_ALIGNMENT."""
+        """Bytes of taken extents, each rounded up to a multiple of EXTENT_ALIGNMENT."""
         return sum(self._used.values())
 
     @property
     def used(self) -> dict[str, int]:
-        """The same by store."""
+        """`bytes_used` of each store."""
         return dict(self._used)
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest extent that can be had."""
+        """Bytes of the largest extent that can ever be allocated."""
         return max(self._common.num_bytes, *(reserve.num_bytes for reserve in self._reserves.values()))
 
     def take(self, nbytes: int, store: str) -> Extent | None:
-        """Return an extent of that many bytes for a store, or None if no free run that it may have is long enough.
+        """Take an extent for a store; return None if neither its reserve nor the shared half has room.
 
         Raises:
-            ValueError: The size is not positive, or more than there can ever be.
+            ValueError: The size is not positive, or larger than `largest`.
         """
         if not 0 < nbytes <= self.largest:
-            raise ValueError(f"an extent of {nbytes} bytes cannot be had: the largest has {self.largest}")
+            raise ValueError(
+                f"an extent of {nbytes} bytes cannot be had: this ring allows 1 to {self.largest} bytes. Make the ring "
+                "larger (--ring-mib)."
+            )
         extent = self._reserves[store].take(nbytes) or self._common.take(nbytes)
         if extent is not None:
             self._used[store] += _units(nbytes) * EXTENT_ALIGNMENT
@@ -112,13 +116,13 @@ class SharedAllotment:
 
 
 def least_ring_bytes(extent_bytes: int, num_stores: int) -> int:
-    """Return how large a ring must be for each store's reserve to hold an extent of that size."""
+    """Return the smallest size of a ring in which each store's reserve holds an extent of `extent_bytes` bytes."""
     units = _units(extent_bytes)
     return units * EXTENT_ALIGNMENT * (2 * num_stores if num_stores > 1 else 1)
 
 
 def reserve_bytes(ring_bytes: int, num_stores: int) -> int:
-    """Return how much of a ring is each store's own: all of it if there is but one."""
+    """Return the size of each store's reserve: the whole ring if there is only one store."""
     if num_stores == 1:
         return ring_bytes
     return ring_bytes // (2 * num_stores) // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT

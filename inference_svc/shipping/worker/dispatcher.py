@@ -1,4 +1,4 @@
-"""The worker's thread for its shippers: hands extents out, takes them back, and gives a lost shipper's to another."""
+"""The worker's thread for its shippers. It hands out extents, takes them back, and reassigns a lost shipper's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from inference_svc.shipping.protocol import (
 from svc_common.logs import get_logger
 
 Item = ExtentReady | LossReport
-"""What is handed to a shipper, until its Done."""
+"""An extent or a loss report. A shipper has it until it sends Done."""
 
 _RECEIVE_BYTES = 1 << 16
 _TICK_SECONDS = 1.0
@@ -35,7 +35,7 @@ _log = get_logger(__name__)
 
 
 class _Link:
-    """One shipper's connection, and what that shipper has in hand."""
+    """The connection to one shipper, and the items that the shipper has."""
 
     def __init__(self, connection: socket.socket, serial: int) -> None:
         self.connection = connection
@@ -48,14 +48,14 @@ class _Link:
 
 
 class Dispatcher:
-    """Serves the control socket from one thread, which sleeps unless there is something to do, or a second has passed.
+    """Serves the control socket on one thread, which wakes up for events and once a second.
 
-    What is submitted belongs to exactly one of: the inbox (no shipper has it yet), or a link (that shipper has it). A
-    link that ends gives all it has back to the inbox. So everything submitted is handed over at least once, until some
-    shipper says Done; the store drops what it sees twice.
+    Every submitted item is in exactly one place: in the inbox, where no shipper has it yet, or in the link of the
+    shipper that has it. A link that ends returns all its items to the inbox. So each item is delivered at least once,
+    until some shipper sends Done. The store ignores rows that it gets a second time.
 
-    A capture stays with one shipper: the choice is by rendezvous hashing over those connected, so that a shipper that
-    leaves moves only its own captures, and one that comes takes only its share.
+    All items of a capture go to one shipper, chosen by rendezvous hashing over the connected shippers. When a shipper
+    leaves, only its captures move; when one joins, it takes over only its share.
     """
 
     def __init__(
@@ -68,18 +68,19 @@ class Dispatcher:
         on_failed: Callable[[BaseException], None],
         on_round: Callable[[], None] = lambda: None,
     ) -> None:
-        """Bind the control socket; shippers may connect from now on, and are served from `start` on.
+        """Bind the control socket. Shippers can connect at once; `start` starts to serve them.
 
         Args:
-            control_path: Where to listen. Its directory must be private (0700): whoever connects gets the ring.
-            hello: What every shipper is told first.
-            ring_descriptor: The ring; stays the caller's.
-            on_done: Called, on the thread, with everything that a shipper is done with.
-            on_failed: Called, on the thread, if it ends by an error of its own.
-            on_round: Called, on the thread, whenever it has done what there was, once a second at the least.
+            control_path: The socket's path. Its directory must be private (0700): any process that connects gets the
+                ring.
+            hello: The first message to every shipper.
+            ring_descriptor: The ring's file descriptor, which the caller keeps and closes.
+            on_done: Called on the thread with each item that a shipper sends Done for.
+            on_failed: Called on the thread if it ends with an error.
+            on_round: Called on the thread after each round of events, at least once a second.
 
         Raises:
-            OSError: The path cannot be listened on; it is too long, for example.
+            OSError: The socket cannot listen at the path, for example because the path is too long.
         """
         self._hello = hello.encode()
         self._ring_descriptor = ring_descriptor
@@ -100,7 +101,7 @@ class Dispatcher:
 
     @property
     def num_links(self) -> int:
-        """Shippers that are connected and take more."""
+        """How many connected shippers take items."""
         return sum(not link.leaving for link in self._links)
 
     def start(self) -> None:
@@ -108,12 +109,12 @@ class Dispatcher:
         self._thread.start()
 
     def submit(self, item: Item) -> None:
-        """Hand something over, from any thread. It must not be changed afterwards: the thread serialises it."""
+        """Hand over an item, from any thread. The caller must not change it afterwards: the thread serialises it."""
         self._inbox.append(item)
         os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
-        """Close all connections and end the thread. What shippers have in hand they still deliver."""
+        """Close all connections and end the thread. Shippers still deliver the items that they have."""
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         if self._thread.ident is not None:
@@ -129,7 +130,7 @@ class Dispatcher:
                     key.data(events)
                 self._hand_out()
                 self._on_round()
-        except Exception as error:  # noqa: BLE001 - whoever waits for room must learn of it
+        except Exception as error:  # noqa: BLE001 - on_failed wakes the threads that wait for room in the ring
             _log.exception("dispatcher failed")
             self._on_failed(error)
         finally:
@@ -149,12 +150,12 @@ class Dispatcher:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return  # it has gone again
+            return  # the shipper has already disconnected
         connection.setblocking(False)
         link = _Link(connection, self._next_serial)
         self._next_serial += 1
         try:
-            # The first message on a fresh socket: it fits, whole.
+            # One call suffices: the first message always fits the buffer of a fresh socket.
             socket.send_fds(connection, [self._hello], [self._ring_descriptor])
         except OSError:
             connection.close()
@@ -184,20 +185,20 @@ class Dispatcher:
         elif isinstance(message, Done) and message.ticket in link.items:
             self._on_done(link.items.pop(message.ticket))
         else:
-            raise ProtocolError(f"{type(message).__name__} was not expected from a shipper")
+            raise ProtocolError(f"a shipper must not send {type(message).__name__} at this point")
 
     def _drop(self, link: _Link, error: Exception) -> None:
         self._links.remove(link)
         self._selector.unregister(link.connection)
         link.connection.close()
-        # Before what is newer, in its old order: whoever waits for a capture's end waits for the oldest.
+        # In front of newer items, in the old order: a capture is complete only when its oldest items are stored.
         self._inbox.extendleft(reversed(link.items.values()))
         _log.info("shipper lost", shipper=link.pid, why=str(error), redelivered=len(link.items))
 
     def _hand_out(self) -> None:
         accepting = [link for link in self._links if not link.leaving]
         if not accepting:
-            return  # what is in the inbox waits for the next one that connects
+            return  # items stay in the inbox until a shipper connects
         touched: dict[int, _Link] = {}
         while self._inbox:
             item = self._inbox.popleft()
@@ -213,7 +214,7 @@ class Dispatcher:
                 self._send(link)
             except OSError as error:
                 self._drop(link, error)
-                os.eventfd_write(self._wake, 1)  # another round, for what the link gave back
+                os.eventfd_write(self._wake, 1)  # another round, for the items that the link returned
 
     def _send(self, link: _Link) -> None:
         if link.unsent:
@@ -226,12 +227,12 @@ class Dispatcher:
 
 
 def _choose(links: list[_Link], capture_id: str) -> _Link:
-    """Pick a capture's link by rendezvous hashing. Python's own hash will do: the choice never leaves this process."""
+    """Pick a capture's link by rendezvous hashing. Python's hash suffices: no other process needs the same choice."""
     return max(links, key=lambda link: hash((capture_id, link.serial)))
 
 
 def _listen(path: Path) -> socket.socket:
-    path.unlink(missing_ok=True)  # of a worker that died here before
+    path.unlink(missing_ok=True)  # the socket of an earlier worker that died
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(path))
@@ -239,7 +240,9 @@ def _listen(path: Path) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"cannot listen for shippers: {error}", str(path)) from error
+        raise OSError(
+            error.errno, f"cannot listen for shippers: {error}. Choose a shorter path in a folder you own", str(path)
+        ) from error
     return listener
 
 

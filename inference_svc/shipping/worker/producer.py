@@ -1,4 +1,4 @@
-"""The worker's end of shipping: fill extents, publish them, get them back."""
+"""The producer: the worker's interface to the ring. It allocates extents and hands them to shippers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from inference_svc.shipping.figures import FigureFile, beside
+from inference_svc.shipping.figures import FigureFile, figures_path
 from inference_svc.shipping.framing import payload_bytes
 from inference_svc.shipping.protocol import MAX_BODY_BYTES, ExtentReady, Hello, LossReport
 from inference_svc.shipping.ring import Extent, SharedRing
@@ -24,67 +24,67 @@ from residuum.wire.tokens import split_path
 from svc_common.logs import get_logger
 
 _WARN_AFTER_SECONDS = 5.0
-"""A step that has waited this long for room says so in the log."""
+"""After this long, a step that waits for room logs a warning."""
 
 _log = get_logger(__name__)
 
 
 class ProducerClosedError(RuntimeError):
-    """The producer was closed, or its thread failed, while something was still wanted of it."""
+    """The producer was closed, or its thread failed, before or during this call."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerStats:
-    """Figures of a producer since it was made."""
+    """Figures of a producer since it was created."""
 
     ring_bytes: int
     """Bytes of the ring."""
     bytes_used: int
-    """Bytes of extents that are acquired, or published and not yet given back, with what alignment costs."""
+    """Bytes of extents that are acquired, or published and not given back yet, including alignment."""
     published: int
     """Extents that were published."""
     freed: int
-    """Published extents that were given back: their rows are acknowledged by the store."""
+    """Published extents that came back, because the store acknowledged their rows."""
     losses: int
     """Losses that were reported."""
     waits: int
     """Calls of `acquire` that had to wait."""
     seconds_waited: float
-    """What those calls waited, together."""
+    """The total time of these waits, in seconds."""
     connected_shippers: int
-    """Shippers that are connected now and take more."""
+    """Connected shippers that take items now."""
 
 
 class RingProducer:
-    """Hands filled extents to shipper processes without ever touching the network, a pickle or a copy.
+    """Allocates extents of the ring and hands them to shippers. No call touches the network or copies rows.
 
-    An extent is a run of the ring's bytes, as long as is asked for. Its bytes belong to the caller from `acquire` to
-    `publish`, and from then on to a shipper until the store has acknowledged every row in it; only then are they free
-    again. A shipper that dies in between is no loss: its extents go to another.
+    An extent belongs to the caller from `acquire` to `publish`. From then on it belongs to a shipper, until the store
+    has acknowledged every row in it. Only then is it free again. If the shipper dies in between, no row is lost:
+    another shipper gets its extents.
 
     Example:
         producer = RingProducer(control_path, ring_bytes=256 << 20)
         producer.start()
-        extent = producer.acquire(payload.nbytes, block=True)   # WAIT; with block=False, None for no room: SHED
+        extent = producer.acquire(payload.nbytes, block=True)   # WAIT; block=False returns None when full: SHED
         producer.view(extent)[:] = payload
-        producer.publish(extent, "capture", [header])           # the header describes what lies in the extent
+        producer.publish(extent, "capture", [header])           # the header describes the extent's rows
 
-    All methods may be called from any thread; `acquire` and `publish` are made for the model's step: they take one
-    uncontended lock and, to publish, wake the thread that does the rest.
+    All methods are thread-safe. `acquire` and `publish` are fast enough for the model's step: they take one lock that
+    is rarely contended, and `publish` wakes the thread that does the rest.
     """
 
     def __init__(self, control_path: str | os.PathLike[str], *, ring_bytes: int, stores: Sequence[str] = ("",)) -> None:
-        """Take the ring's memory and listen for shippers.
+        """Reserve the ring's memory and listen for shippers.
 
         Args:
-            control_path: The Unix domain socket to listen on, at most about 100 characters, in a directory that only
-                this user can enter. A socket left there by a worker before is replaced.
-            ring_bytes: Bytes of the ring at least; they are rounded up to whole pages.
-            stores: The names of the stores that captures go to; each has a reserve of the ring, see `SharedAllotment`.
+            control_path: The path of the Unix domain socket, at most about 100 characters, in a directory that only
+                this user can enter. It replaces the socket of an earlier worker.
+            ring_bytes: The size of the ring, which is rounded up to whole pages.
+            stores: The names of the stores. Each has a reserve in the ring; see `SharedAllotment`.
 
         Raises:
             ValueError: The size is not positive.
-            OSError: There is not enough memory, or the path cannot be listened on.
+            OSError: There is not enough memory, or the socket cannot listen at the path.
         """
         self._ring, self._ring_descriptor = SharedRing.create(ring_bytes)
         self._changed = threading.Condition()  # guards everything below
@@ -98,7 +98,7 @@ class RingProducer:
         self._outstanding = 0
         self._published = self._freed = self._losses = self._waits = 0
         self._seconds_waited = 0.0
-        self._file = FigureFile(beside(control_path), self._figures)
+        self._file = FigureFile(figures_path(control_path), self._figures)
         try:
             self._dispatcher = Dispatcher(
                 Path(control_path),
@@ -114,21 +114,21 @@ class RingProducer:
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
-        """The whole ring, uint8[ring_bytes]; its address never changes, so it can be pinned once."""
+        """The whole ring, uint8 [ring_bytes]. Its address never changes, so it can be pinned once."""
         return self._ring.memory
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the ring: what was asked for, rounded up to whole pages."""
+        """The size of the ring: the requested size, rounded up to whole pages."""
         return self._ring.ring_bytes
 
     @property
     def fill(self) -> float:
-        """How full the ring is, by bytes, from 0 to 1."""
+        """The used part of the ring's bytes, from 0 to 1."""
         return self._allotment.bytes_used / self._ring.ring_bytes
 
     def start(self) -> None:
-        """Begin to serve shippers, on a thread of its own. Call it after any fork."""
+        """Start the thread that serves shippers. Call it after any fork."""
         self._dispatcher.start()
 
     def acquire(
@@ -137,21 +137,23 @@ class RingProducer:
         block: bool,  # noqa: FBT001 - the overflow policy
         capture_id: str = "",
     ) -> Extent | None:
-        """Take a free run of bytes.
+        """Take a free extent.
 
-        A wait ends only when others' extents come back: what the caller itself holds it must publish or release before.
+        A wait ends only when published extents come back. A caller that waits must first publish or release its own
+        extents, or it waits for ever.
 
         Args:
-            nbytes: How many.
-            block: With no run that long, wait for one (the policy WAIT) rather than return None (SHED).
-            capture_id: The capture that it is for, if there are several stores: room is its store's.
+            nbytes: The size of the extent.
+            block: When the ring is full, wait for room (policy WAIT) instead of returning None (policy SHED).
+            capture_id: The capture that the extent is for. Required with several stores, because each has its own
+                reserve.
 
         Returns:
             The extent, or None.
 
         Raises:
-            ValueError: The size is not positive, or more than the ring or its largest part; or the capture is missing.
-            ProducerClosedError: The producer is closed, or was while this waited.
+            ValueError: The size is not positive or exceeds `SharedAllotment.largest`, or the capture ID is missing.
+            ProducerClosedError: The producer is closed, or was closed during the wait.
         """
         store = self._store_of(capture_id)
         with self._changed:
@@ -164,14 +166,14 @@ class RingProducer:
             return extent
 
     def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
-        """Return an extent's bytes, uint8[nbytes], to be written between `acquire` and `publish`."""
+        """Return a view of an extent's bytes, uint8 [nbytes]. Write to it only between `acquire` and `publish`."""
         return self._ring.view(extent)
 
     def release(self, extent: Extent) -> None:
-        """Give back an extent that was acquired and is not needed after all.
+        """Give back an acquired extent without publishing it.
 
         Raises:
-            ValueError: It is not acquired, or is published.
+            ValueError: The extent is not acquired, or is already published.
         """
         with self._changed:
             self._check_acquired(extent)
@@ -179,37 +181,43 @@ class RingProducer:
             self._free(extent)
 
     def publish(self, extent: Extent, capture_id: str, headers: Sequence[capture_pb2.ChunkHeader]) -> None:
-        """Hand a filled extent over, under one ticket: it is free again when every row of it is acknowledged.
+        """Hand a filled extent to a shipper. The extent is free again when the store has acknowledged all its rows.
 
         Args:
             extent: The extent.
             capture_id: The capture that the rows belong to.
-            headers: What the extent's first bytes hold: the headers' payloads, one directly after the other, each
-                contiguous [layers][positions][width]. One may be larger than a chunk: shippers cut it. They must not be
-                changed afterwards.
+            headers: The headers of the payloads in the extent. The payloads follow each other from the extent's first
+                byte, each contiguous [layers][positions][width]. A payload may be larger than a chunk: shippers cut it.
+                The caller must not change the headers afterwards.
 
         Raises:
-            ValueError: A header describes nothing; there is none; all together they describe more than the extent
-                holds, or are too long for a message; or the extent is not acquired. It stays the caller's.
+            ValueError: There is no header, or one describes no rows. Or the headers describe more bytes than the extent
+                has, or are too long for one message. Or the extent is not acquired. The extent stays the caller's.
             ProducerClosedError: The producer is closed.
         """
         sizes = [payload_bytes(header) for header in headers]
         if not sizes or not all(sizes) or sum(sizes) > extent.nbytes:
-            least = min(sizes, default=0)
-            raise ValueError(f"{len(sizes)} headers of {least} bytes or more, {sum(sizes)} in all, do not fit {extent}")
+            smallest = min(sizes, default=0)
+            raise ValueError(
+                f"{len(sizes)} headers describe {sum(sizes)} bytes (the smallest {smallest}), which do not fit "
+                f"{extent}. Give at least one header, none of them empty, for at most the bytes of the extent."
+            )
         with self._changed:
             self._check_open()
             self._check_acquired(extent)
             item = ExtentReady(self._take_ticket(), extent.offset, capture_id, tuple(headers))
             if item.body_bytes() > MAX_BODY_BYTES:
-                raise ValueError(f"{len(sizes)} headers of {item.body_bytes()} bytes do not fit a message")
+                raise ValueError(
+                    f"{len(sizes)} headers of {item.body_bytes()} bytes do not fit a message, which holds at most "
+                    f"{MAX_BODY_BYTES}"
+                )
             self._acquired.remove(extent)
             self._handed_over[item.ticket] = extent
             self._published += 1
             self._submit(item)
 
     def report_loss(self, capture_id: str, loss: store_pb2.RowLoss) -> None:
-        """Tell the store, by way of a shipper, of rows that will never come. It must not be changed afterwards.
+        """Report rows that will never come to the store, through a shipper. Do not change `loss` afterwards.
 
         Raises:
             ProducerClosedError: The producer is closed.
@@ -233,15 +241,15 @@ class RingProducer:
             )
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Wait until the store has acknowledged all that was published and reported; say whether it has."""
+        """Wait until the stores have acknowledged all published extents and reports, and return whether they have."""
         with self._changed:
             self._changed.wait_for(lambda: not self._outstanding or self._closed, timeout_seconds)
             return not self._outstanding
 
     def close(self) -> None:
-        """Stop serving shippers, and wake whoever waits for room. Extents that a shipper has are still delivered.
+        """Stop serving shippers, and wake threads that wait for room.
 
-        The memory stays valid for whoever still holds a view of it.
+        Shippers still deliver the extents that they have. The memory stays valid while a view of it exists.
         """
         with self._changed:
             if self._ring_descriptor < 0:
@@ -263,12 +271,14 @@ class RingProducer:
         if len(self._stores) == 1:
             return self._stores[0]
         if not path:
-            raise ValueError("name the capture: there are several stores, and each has room of its own")
+            raise ValueError(
+                "name the capture: with several stores, its ID decides which reserve the extent comes from"
+            )
         _, capture_id = split_path(path)
         return first_rank(self._stores, capture_id)
 
     def _wait_for_extent(self, nbytes: int, store: str) -> Extent | None:
-        """Wait for a run that is long enough: there is one, once all that was published has come back."""
+        """Wait for a free run that is long enough. When all published extents have come back, there is one."""
 
         def found() -> Extent | bool:
             return self._allotment.take(nbytes, store) or self._closed
@@ -297,7 +307,7 @@ class RingProducer:
 
     def _check_acquired(self, extent: Extent) -> None:
         if extent not in self._acquired:
-            raise ValueError(f"{extent} is not acquired, or is no longer")
+            raise ValueError(f"{extent} is not acquired: it was never acquired, or was already published or released")
 
     def _take_ticket(self) -> int:
         self._check_open()
@@ -318,7 +328,7 @@ class RingProducer:
 
     def _free(self, extent: Extent) -> None:
         self._allotment.give_back(extent)
-        self._changed.notify_all()  # any run that comes back may be the missing part of a longer one
+        self._changed.notify_all()  # not notify: merged with its neighbours, the run may fit any of the waiting calls
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

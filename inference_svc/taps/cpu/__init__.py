@@ -1,1 +1,1 @@
-"""The taps on a CPU, in torch."""
+"""The taps on a CPU, implemented in torch."""

@@ -1,4 +1,4 @@
-"""Encoding on a CPU, in torch."""
+"""The encodings on a CPU, implemented in torch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
     from residuum.wire.encodings import RowFormat
 
 _GROUP_ELEMENTS = 1 << 20
-"""Elements that are encoded at once, so that what is between takes little memory."""
+"""How many elements are encoded at once, to limit the memory of intermediate tensors."""
 
 _BITS = {2: torch.int16, 4: torch.int32}
-"""Integers as long as an element."""
+"""The integer dtype for the bits of an element, by its size in bytes."""
 
 
 def encode(rows: Tensor, form: RowFormat, basis: Tensor | None, out: Tensor) -> None:
     """Encode rows as capture.proto says.
 
     Args:
-        rows: [units, positions, width], of any strides.
-        form: How.
-        basis: Of a random projection the signs, [width, dimensions]; of PROJECT the vectors, [dimensions, width].
-        out: Where the units' bytes go, uint8 [units, form.payload_bytes(1, positions)].
+        rows: [units, positions, width], with any strides.
+        form: The format of the encoded rows.
+        basis: For a random projection, the signs [width, dimensions]. For PROJECT, the vectors [dimensions, width].
+            Otherwise None.
+        out: Receives the encoded bytes, uint8 [units, form.payload_bytes(1, positions)].
     """
     cast = cast_of(form)
     if cast is not None:
@@ -60,11 +61,11 @@ def _encode_group(rows: Tensor, form: RowFormat, basis: Tensor | None, out: Tens
 
 
 def _encode_largest(rows: Tensor, form: RowFormat, encoded: Tensor) -> None:
-    """Write the elements of greatest magnitude, of equal ones the first, in the order of their indices."""
+    """Write the elements of largest magnitude in the order of their indices. Of equal magnitudes, the first count."""
     bits = rows.contiguous().view(_BITS[rows.dtype.itemsize])
     magnitudes = bits & torch.iinfo(bits.dtype).max
-    least = magnitudes.topk(form.dimensions, dim=2).values[..., -1:]
-    above, equal = magnitudes > least, magnitudes == least
+    threshold = magnitudes.topk(form.dimensions, dim=2).values[..., -1:]
+    above, equal = magnitudes > threshold, magnitudes == threshold
     room = form.dimensions - above.sum(dim=2, keepdim=True)
     kept = above | (equal & (equal.cumsum(dim=2) <= room))
     shape = (*rows.shape[:2], form.dimensions)
@@ -78,7 +79,7 @@ def _encode_largest(rows: Tensor, form: RowFormat, encoded: Tensor) -> None:
 
 
 def _quantized(values: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scale and zero, of length 1 along `dim`, and q, of float32 values."""
+    """Quantise float32 values along `dim`. Return scale and zero, of length 1 along `dim`, and q (uint8)."""
     zero = values.amin(dim, keepdim=True)
     scale = (values.amax(dim, keepdim=True) - zero) / 255
     is_finite = scale.isfinite()
@@ -88,9 +89,9 @@ def _quantized(values: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _write(target: Tensor, *fields: Tensor) -> None:
-    """Write fields, [..., n] each, one after the other into the bytes of a row, uint8 [..., bytes or more]."""
-    at = 0
+    """Write fields, each [..., n], one after the other to the start of `target`, uint8 [..., bytes]."""
+    offset = 0
     for field in fields:
         data = field.contiguous().view(torch.uint8)
-        target[..., at : at + data.shape[-1]] = data
-        at += data.shape[-1]
+        target[..., offset : offset + data.shape[-1]] = data
+        offset += data.shape[-1]

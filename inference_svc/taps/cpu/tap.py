@@ -1,4 +1,4 @@
-"""The tap on a CPU: what the ops do to the rows at one point, in torch."""
+"""The tap on a CPU: it steers and captures the rows at one point, in torch."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 
 
 class CaptureGroup(NamedTuple):
-    """Rows that are captured at the same sites of the same layers, and where they go."""
+    """Rows that are captured at the same sites of the same layers, and their places in the pool."""
 
     before_steering: bool
     units: tuple[tuple[int, ...], ...]
-    """At each point, which rows of a captured position are taken."""
+    """For each point, the units of a captured position that the point fills."""
     rows: Tensor
     """Rows of the batch, int64 [r]."""
     places: Tensor
-    """The pool's row that takes the first unit of each, int64 [r]."""
+    """The pool row for the first unit of each row, int64 [r]."""
     strides: Tensor
-    """From the pool's row of one unit to that of the next, int64 [r]."""
+    """The distance from one unit to the next, in pool rows, int64 [r]."""
 
 
 class CpuTap:
-    """Steers and captures rows in place. Does nothing between steps, so that profile and warm-up runs pass through."""
+    """Steers and captures rows in place. Until it is armed, it does nothing: profile and warm-up runs are unchanged."""
 
     nbytes = 0
-    """Bytes of tables on the device: there are none."""
+    """Bytes of tables on the device: a CPU needs none."""
 
     def __init__(self, bank: VectorBank, pool: BlockPool | None, points: TapPoints) -> None:
         """Make the tap of one pipeline stage.
 
         Args:
-            bank: The vectors.
-            pool: Where captured rows go; None on a rank that only steers.
+            bank: The active vectors.
+            pool: The pool for captured rows; None on a rank that only steers.
             points: The stage's tap points.
         """
         self._bank = bank
@@ -60,13 +60,13 @@ class CpuTap:
         self._steering: dict[int, list[OperationBatch]] = {}
 
     def arm(self, layout: StepLayout) -> None:
-        """Take over what the next run of the model does."""
+        """See `DeviceTap.arm`."""
         parts = _parts(layout)
         self._captures = _capture_groups(parts, self._points)
         self._steering = _operation_batches(parts, self._points)
 
     def disarm(self) -> None:
-        """Let the next runs of the model pass through."""
+        """See `DeviceTap.disarm`."""
         self._captures = []
         self._steering = {}
 
@@ -95,18 +95,18 @@ class CpuTap:
                     self._store(group, hidden, residual, unit)
 
     def _steer(self, batches: Sequence[OperationBatch], hidden: Tensor, residual: Tensor | None) -> None:
-        # Rounded to the model's dtype once, after the last operation. Only the difference is written back, and only
-        # where there is one: what no operation moves stays as it is to the bit, which hidden + residual - residual
-        # would not, nor a negative zero + 0.
+        # Values are rounded to the model's dtype once, after the last operation. Only the difference is written back,
+        # and only where it is not zero. So a row that no operation moves keeps its bits: neither hidden + residual -
+        # residual nor -0.0 + 0.0 would.
         rows = torch.cat([batch.rows for batch in batches]).unique()  # sorted
         before = hidden[rows].float()
         x = before if residual is None else before + residual[rows].float()
         steered = x.clone()
         for batch in batches:
-            at = torch.searchsorted(rows, batch.rows)
+            indices = torch.searchsorted(rows, batch.rows)
             vectors = self._bank.vectors[batch.vectors]
             inverse_norms = self._bank.inverse_norms[batch.vectors]
-            steered[at] = apply_batch(steered[at], vectors, inverse_norms, batch)
+            steered[indices] = apply_batch(steered[indices], vectors, inverse_norms, batch)
         steered = bounded(steered, x, reach(hidden.dtype))
         hidden[rows] = torch.where(steered == x, before, before + (steered - x)).to(hidden.dtype)
 
@@ -119,7 +119,7 @@ class CpuTap:
 
 
 class _Part(NamedTuple):
-    """A program, and the lines of the rows that have it."""
+    """A program and the layout lines of its rows."""
 
     program: Program
     lines: npt.NDArray[np.int64]
@@ -138,25 +138,25 @@ def _units(points: TapPoints, program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def _capture_groups(parts: list[_Part], points: TapPoints) -> list[CaptureGroup]:
-    same: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
+    by_capture: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
     for part in parts:
         program = part.program
         if program.capture_layers:
-            same[program.capture_sites, program.capture_layers, program.before_steering].append(part)
+            by_capture[program.capture_sites, program.capture_layers, program.before_steering].append(part)
     groups = []
-    for captured in same.values():
+    for captured in by_capture.values():
         lines = torch.from_numpy(np.concatenate([part.lines for part in captured]))
-        program = captured[0].program  # what is captured is the same in all of them
+        program = captured[0].program  # all programs of the group capture the same
         places = (lines[:, ROW], lines[:, PLACE], lines[:, STRIDE])
         groups.append(CaptureGroup(program.before_steering, _units(points, program), *places))
     return groups
 
 
 def _operation_batches(parts: list[_Part], points: TapPoints) -> dict[int, list[OperationBatch]]:
-    """Return for each point its batches, in the order in which they are applied.
+    """Return the batches of each point, in the order in which they are applied.
 
-    The i-th operation of each program on a layer goes into that layer's i-th batch: so a program's own operations keep
-    their order, and one batch serves all requests.
+    The i-th operation of every program on a layer goes into that layer's i-th batch. So a program's operations keep
+    their order, and a batch serves all requests.
     """
     batches: dict[int, list[list[tuple[npt.NDArray[np.int64], Step]]]] = defaultdict(list)
     for part in parts:

@@ -1,6 +1,6 @@
-"""The check of the encoders at the start: this device, this width and this dtype, beside the reference in numpy.
+"""The startup check of the encoders: on this device, width and dtype, they must agree with the reference in numpy.
 
-It is also what compiles a GPU's kernels, so that the first request does not wait for that.
+The check also compiles the GPU kernels, so that the first request does not wait for that.
 """
 
 from __future__ import annotations
@@ -42,19 +42,26 @@ _UNITS, _POSITIONS, _VECTORS = 2, (3, 16), 5
 _DIMENSIONS = {**dict.fromkeys(RANDOM_PROJECTIONS, DEFAULT_PROJECTION), **dict.fromkeys(LARGEST, DEFAULT_TOPK)}
 _NO_AXIS = capture_pb2.QUANTIZATION_AXIS_UNSPECIFIED
 _SUMS_MATCH = 1e-6
-"""How far sums in another order, in float32, are apart at most: as a part of the greatest, times the root of the width.
-Less than what numbers that were rounded to TF32 make of it."""
+"""The largest difference of float32 sums that are added in different orders: relative to the largest sum, and divided
+by the square root of the width. Sums of numbers rounded to TF32 differ by more."""
 
 
 class CannotEncodeError(UnsupportedEngineError):
-    """Encoded rows are not what they should be."""
+    """The encoders of this device do not agree with the reference."""
 
 
 def check_encodings(width: int, dtype: torch.dtype, device: torch.device, signs: SignCache, encode: Encode) -> None:
-    """Encode rows of known values in every way, and compare.
+    """Encode known rows in every encoding, and compare the bytes with the reference.
+
+    Args:
+        width: Elements of a row.
+        dtype: The model's dtype.
+        device: The model's device.
+        signs: The signs of random projections.
+        encode: The encoder.
 
     Raises:
-        CannotEncodeError: Something else comes out.
+        CannotEncodeError: The bytes differ.
     """
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((_VECTORS, width)).astype(np.float32)
@@ -64,14 +71,15 @@ def check_encodings(width: int, dtype: torch.dtype, device: torch.device, signs:
             basis = torch.from_numpy(vectors).to(device) if form.encoding == PROJECT else None
             if form.encoding in RANDOM_PROJECTIONS:
                 basis = signs.get(0, form.dimensions, dtype if device.type == "cuda" else torch.float32)
-            got = encode(rows.to(device), form, basis)
+            encoded = encode(rows.to(device), form, basis)
             values = rows.view(torch.uint8).numpy().view(numpy_dtype(form.dtype))
             reference = basis_of(form, capture_pb2.EncodingOptions(), list(vectors))
-            wanted = np.frombuffer(form.encode(values, reference), dtype=np.uint8)
-            if not _same(form, got, wanted, positions):
+            expected = np.frombuffer(form.encode(values, reference), dtype=np.uint8)
+            if not _same(form, encoded, expected, positions):
                 raise CannotEncodeError(
-                    f"rows encoded as {form} on {device} are not what the contract says; this version of torch or "
-                    "Triton computes them otherwise."
+                    f"Rows encoded as {form} on {device} are not what the contract says (capture.proto): this version "
+                    "of torch or Triton computes them differently. Use the versions that residuum was tested with "
+                    "(see pyproject.toml)."
                 )
 
 
@@ -84,12 +92,12 @@ def _forms(width: int, dtype: torch.dtype) -> Iterator[RowFormat]:
             yield RowFormat(encoding, width, WIRE_TYPES[dtype], dimensions, axis)
 
 
-def _same(form: RowFormat, got: npt.NDArray[np.uint8], wanted: npt.NDArray[np.uint8], positions: int) -> bool:
-    """Tell whether rows agree: to the bit, but for sums, whose order is free."""
+def _same(form: RowFormat, encoded: npt.NDArray[np.uint8], expected: npt.NDArray[np.uint8], positions: int) -> bool:
+    """Return whether rows agree: bit by bit, except for projections, whose sums may be added in any order."""
     if form.encoding not in RANDOM_PROJECTIONS | {PROJECT}:
-        return np.array_equal(got, wanted)
-    one, other = (form.split(payload, _UNITS, positions)[1] for payload in (got, wanted))
-    bound = _SUMS_MATCH * np.sqrt(form.width) * float(np.abs(form.decode(other)).max())
+        return np.array_equal(encoded, expected)
+    ours, reference = (form.split(payload, _UNITS, positions)[1] for payload in (encoded, expected))
+    bound = _SUMS_MATCH * np.sqrt(form.width) * float(np.abs(form.decode(reference)).max())
     if form.encoding == capture_pb2.ENCODING_RP8:
-        bound += 1.01 * float(other["scale"].max())  # a number may fall to the next step
-    return bool(np.abs(form.decode(one) - form.decode(other)).max() <= bound)
+        bound += 1.01 * float(reference["scale"].max())  # a slightly different sum may round to the next integer
+    return bool(np.abs(form.decode(ours) - form.decode(reference)).max() <= bound)

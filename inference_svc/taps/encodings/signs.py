@@ -1,4 +1,4 @@
-"""The signs of random projections on the device, made beside the model's steps and kept while they are of use."""
+"""The cache of random projections' sign matrices on the device. A thread makes them, so that no step waits for it."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from residuum.wire.projection import projection_signs
 from svc_common.logs import get_logger
 
 KEPT_BYTES = 256 << 20
-"""What the matrices take at most that the service has a worker keep; one always may be kept, whatever it takes."""
+"""Limit for the matrices that the service tells a worker to keep. A single matrix may be larger."""
 
 IDLE_BYTES, IDLE_MATRICES = 16 << 20, 16
-"""How many others stay at most, and what they take."""
+"""Limits for matrices that the service does not keep: their size and their number."""
 
 _log = get_logger(__name__)
 
 
 class Signs(NamedTuple):
-    """Which matrix."""
+    """The key of a sign matrix."""
 
     seed: int
     dimensions: int
     dtype: torch.dtype
 
 
-def most_bytes(width: int) -> int:
-    """Return what all matrices for rows of `width` elements take at most, in bytes, if no more are kept than may be.
+def max_sign_bytes(width: int) -> int:
+    """Return an upper bound on the bytes of all matrices for rows of `width` elements.
 
-    None has more than `width` dimensions.
+    No matrix has more than `width` dimensions.
     """
     return max(KEPT_BYTES, 4 * width * width) + IDLE_BYTES
 
 
 class SignCache:
-    """Matrices by what they are of: those that requests need, and beside them a few that were used last.
+    """Sign matrices by key: those that requests need, and a few that were used recently. Thread-safe.
 
-    To make one takes as long as many steps, and callers choose the seeds. So those that requests need are asked for
-    before the requests come (`keep`), and a thread makes them: the step only looks them up. Safe for threads.
+    Making a matrix takes as long as many steps, and callers choose the seeds. So the service asks for the matrices of a
+    request before the request starts (`keep`), and a thread makes them. The step only looks them up.
     """
 
     def __init__(self, width: int, device: torch.device, max_bytes: int = IDLE_BYTES) -> None:
-        """Keep matrices for rows of `width` elements; no more than so many bytes of those that nobody keeps."""
+        """Cache matrices for rows of `width` elements. `max_bytes` limits those that are not kept."""
         self._width = width
         self._device = device
         self._max_bytes = max_bytes
@@ -62,16 +62,16 @@ class SignCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that are there."""
+        """Bytes of all cached matrices."""
         with self._lock:
             return sum(matrix.nbytes for matrix in self._matrices.values())
 
     def keep(self, wanted: Sequence[Signs]) -> list[bool | str]:
-        """Have matrices made that are not there, and keep them until this is called without them.
+        """Keep these matrices, and no others. Start to make those that are missing.
 
         Returns:
-            Of each whether it is there by now; or, once, why it could not be made, for want of memory for example. It
-            is tried again if it is asked for again.
+            For each matrix, whether it is ready. If it could not be made, for example without memory, the name of the
+            error, once; the next call tries again.
         """
         with self._lock:
             self._kept = frozenset(wanted)
@@ -85,7 +85,7 @@ class SignCache:
             return [states[key] for key in wanted]
 
     def get(self, seed: int, dimensions: int, dtype: torch.dtype) -> Tensor:
-        """Return the signs of a projection, 1 and -1, [width, dimensions]; made now if nobody has asked for them."""
+        """Return the signs of a projection, 1 and -1, [width, dimensions]. Make them now if they are missing."""
         key = Signs(seed, dimensions, dtype)
         with self._lock:
             found = self._matrices.get(key)
@@ -95,7 +95,7 @@ class SignCache:
         return self._add(key, self._make(key))
 
     def _state(self, key: Signs) -> bool | str:
-        """Return what `keep` tells of a matrix, and have it made if it must be."""
+        """Return the state of a matrix for `keep`. Queue the matrix if it is missing."""
         if key in self._matrices:
             return True
         if key in self._errors:
@@ -105,27 +105,27 @@ class SignCache:
         return False
 
     def _run(self) -> None:
-        """Make what is asked for; the thread ends when nothing is left."""
+        """Make queued matrices until the queue is empty, then end the thread."""
         while (key := self._next()) is not None:
             try:
                 with self._own_stream() as stream:
                     signs = self._make(key)
                     if stream is not None:
-                        stream.synchronize()  # others look it up on streams of their own
+                        stream.synchronize()  # before other streams read the matrix
                 self._add(key, signs)
-            except Exception as error:  # noqa: BLE001 - told where somebody waits for it; others may be made
+            except Exception as error:  # noqa: BLE001 - `keep` reports it; other matrices may still be made
                 _log.exception("signs of a random projection cannot be made", seed=key.seed, dimensions=key.dimensions)
                 with self._lock:
                     self._errors[key] = type(error).__name__
 
     @contextmanager
     def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:
-        """Work on a stream of one's own, if the device has streams."""
+        """Work on a CUDA stream of this thread, if the device is a GPU."""
         if self._device.type != "cuda":
             yield None
             return
         torch.cuda.set_device(self._device)
-        if self._stream is None:  # one for all: memory that is freed is kept for the stream on which it was allotted
+        if self._stream is None:  # reused, because torch keeps freed memory for the stream that allocated it
             self._stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._stream):
             yield self._stream
@@ -141,7 +141,7 @@ class SignCache:
 
     def _make(self, key: Signs) -> Tensor:
         signs = torch.from_numpy(projection_signs(key.seed, self._width, key.dimensions))
-        return signs.to(key.dtype).to(self._device)  # in this order: so the device has room for nothing else
+        return signs.to(key.dtype).to(self._device)  # converted first, so the device holds only the final matrix
 
     def _add(self, key: Signs, signs: Tensor) -> Tensor:
         with self._lock:
@@ -151,7 +151,7 @@ class SignCache:
             return added
 
     def _evict(self) -> None:
-        """Of those that nobody keeps, let the ones go that were not used for longest."""
+        """Drop matrices that are not kept, least recently used first, until the limits hold."""
         idle = [key for key in self._matrices if key not in self._kept]
         total = sum(self._matrices[key].nbytes for key in idle)
         for number, key in enumerate(idle):

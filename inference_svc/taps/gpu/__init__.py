@@ -1,1 +1,1 @@
-"""The taps on a GPU: tables at fixed addresses, Triton kernels, and a stream of their own."""
+"""The taps on a GPU: Triton kernels, tables at fixed addresses, and a CUDA stream for copies to the ring."""

@@ -1,7 +1,7 @@
-"""Encoding on a GPU: on the stream that is current, into a buffer of fixed size, and from there to the ring.
+"""The encoder on a GPU: it encodes rows into a buffer of fixed size, and copies the buffer to the ring.
 
-Nothing here waits for the device, and nothing is allotted but matrices that were not there. Large blocks go through the
-buffer in parts, one after the other: each part waits, on the stream, until the one before has left.
+All work goes to the current stream; no call waits for the device or allocates device memory. Large blocks pass through
+the buffer in parts. On the stream, each part starts when the part before it has left the buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from residuum.wire.encodings import RowFormat
 
 STAGED_BYTES = 16 << 20
-"""Encoded rows that wait for their copy, and, once more, sums of a projection."""
+"""The size of the buffer for encoded rows, and of the buffer for sums of a random projection."""
 
 _WORD = 4
 
@@ -35,16 +35,16 @@ class Part(NamedTuple):
     rows: Tensor
     """[units, positions, width]"""
     offset: int
-    """Where its bytes go, from the block's first."""
+    """The offset of its encoded bytes in those of the block."""
     nbytes: int
-    """How many they are."""
+    """The number of its encoded bytes."""
 
 
 class GpuEncoder:
-    """Encodes blocks and writes them to the host."""
+    """Encodes blocks and writes them to host memory."""
 
     def __init__(self, device: torch.device, staged_bytes: int = STAGED_BYTES) -> None:
-        """Allot the buffers."""
+        """Allocate the buffers."""
         self._staged = torch.empty(staged_bytes, dtype=torch.uint8, device=device)
         self._sums = torch.empty(staged_bytes // 4, dtype=torch.float32, device=device)
 
@@ -54,17 +54,18 @@ class GpuEncoder:
         return int(self._staged.nbytes + self._sums.nbytes)
 
     def encode(self, rows: Tensor, form: RowFormat, basis: Tensor | None, address: int) -> None:
-        """Encode rows as capture.proto says, and write them to the host.
+        """Encode rows as capture.proto says, and write them to host memory.
 
         Args:
-            rows: [units, positions, width], dense but for gaps between units.
-            form: How.
-            basis: Of a random projection the signs, [width, dimensions]; of PROJECT the vectors, [dimensions, width].
-            address: The host's memory that takes form.payload_bytes(units, positions) bytes; the device reaches it.
+            rows: [units, positions, width], contiguous except for gaps between units.
+            form: The format of the encoded rows.
+            basis: For a random projection, the signs [width, dimensions]. For PROJECT, the vectors [dimensions, width].
+                Otherwise None.
+            address: Host memory for form.payload_bytes(units, positions) bytes, which the device can write.
         """
         cast = cast_of(form)
         if cast is not None:
-            kernel.copy_out(rows, kernel.HostPointer(address, cast))  # the copy itself casts
+            kernel.copy_out(rows, kernel.HostPointer(address, cast))  # the copying kernel casts
             return
         for part in self._parts(rows, form):
             staged = self._staged[: part.nbytes]
@@ -72,20 +73,20 @@ class GpuEncoder:
             _copy_bytes(staged, address + part.offset)
 
     def _parts(self, rows: Tensor, form: RowFormat) -> Iterator[Part]:
-        """Divide rows into groups of units, or, where a unit is too large, into runs of its positions."""
+        """Divide rows into groups of units. If a unit does not fit the buffers, divide it into runs of positions."""
         units, positions, width = rows.shape
         unit_bytes = form.payload_bytes(1, positions)
         capacity = rows.stride(0) // width if units > 1 else positions
-        most_rows = min(len(self._staged) // form.row_bytes, len(self._sums) // max(form.dimensions, 1))
-        together = min(len(self._staged) // unit_bytes, most_rows // capacity)
+        max_rows = min(len(self._staged) // form.row_bytes, len(self._sums) // max(form.dimensions, 1))
+        together = min(len(self._staged) // unit_bytes, max_rows // capacity)
         if together:
             for first in range(0, units, together):
                 part = rows[first : first + together]
                 yield Part(part, first * unit_bytes, len(part) * unit_bytes)
             return
         for unit in range(units):
-            for first in range(0, positions, most_rows):
-                part = rows[unit : unit + 1, first : first + most_rows]
+            for first in range(0, positions, max_rows):
+                part = rows[unit : unit + 1, first : first + max_rows]
                 offset = unit * unit_bytes + form.prefix_bytes + first * form.row_bytes
                 yield Part(part, offset, part.shape[1] * form.row_bytes)
 
@@ -98,24 +99,24 @@ class GpuEncoder:
         elif encoding == capture_pb2.ENCODING_FULL8:
             encoding_kernels.quantize_rows(rows, out)
         elif encoding in RANDOM_PROJECTIONS:
-            assert basis is not None  # noqa: S101 - the caller has one for each projection
+            assert basis is not None  # noqa: S101 - the caller has one for each random projection
             sums, factor = self._multiply(rows, basis), float(projection_factor(form.dimensions))
             if encoding == capture_pb2.ENCODING_RP8:
                 encoding_kernels.quantize_rows(sums, out, factor)
             else:
                 torch.mul(sums, factor, out=out.view(torch.float32).view(sums.shape))
         else:
-            assert basis is not None  # noqa: S101 - as above
+            assert basis is not None  # noqa: S101 - the caller has the vectors of PROJECT
             encoding_kernels.inner_products(rows, basis, out.view(torch.float32))
 
     def _multiply(self, rows: Tensor, signs: Tensor) -> Tensor:
-        """Return rows @ signs, float32 [units, positions, dimensions], in the buffer: one product, whatever the units.
+        """Return rows @ signs, float32 [units, positions, dimensions], in the buffer for sums.
 
-        A row times signs is exact but for the sums, which are float32: of 16-bit rows by the tensor cores.
+        Products with signs are exact, and sums are float32. Tensor cores compute them for 16-bit rows.
         """
         units, positions, width = rows.shape
         capacity = rows.stride(0) // width if units > 1 else positions
-        # Places of the block that hold no row yet are multiplied as well: so it is one matrix.
+        # Empty places of the block are multiplied too, so that all units form one matrix.
         matrix = rows.as_strided((units * capacity, width), (width, 1))
         sums = self._sums[: len(matrix) * signs.shape[1]].view(len(matrix), -1)
         if rows.is_cuda and rows.dtype != torch.float32:

@@ -1,9 +1,9 @@
 # ruff: noqa: ANN001, ANN202, N803 - a Triton kernel is written without annotations, its constants in capitals
-"""The encodings on a GPU: Triton kernels that read rows where they lie in a block and write encoded ones densely.
+"""The encodings on a GPU: Triton kernels that read rows in a block and write encoded rows without gaps.
 
-Numbers are written byte by byte: an encoded row begins anywhere. What they become, to the last bit, capture.proto
-says; divisions and roundings are those of IEEE 754, as in numpy. Sizes that change from block to block are not
-specialised on: the kernels that the start-up check compiles are the ones that serve.
+capture.proto defines every bit of the results. Divisions and roundings are those of IEEE 754, as in numpy. Numbers are
+written byte by byte, because an encoded row may start at any address. Triton does not specialise the kernels on sizes
+that change from block to block: the startup check compiles all variants that later requests use.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COLUMNS = 128
-"""Dimensions that a program quantises along."""
+"""How many dimensions one Triton program quantises in `quantize_columns`."""
 
 _TILE_ROWS, _TILE_VECTORS, _TILE_WIDTH = 32, 16, 64
-"""Inner products: what a program computes, and how much of the width at once."""
+"""In `inner_products`, how many rows and vectors one Triton program multiplies, and how much of the width at a time."""
 
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 _ROUNDER = tl.constexpr(12582912.0)
@@ -30,14 +30,14 @@ _ROUNDER = tl.constexpr(12582912.0)
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _write(at, bits, mask, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write integers as so many bytes each, little-endian."""
+    """Write integers as BYTES bytes each, little-endian."""
     for byte in tl.static_range(BYTES):
         tl.store(at + byte, ((bits >> (8 * byte)) & 0xFF).to(tl.uint8), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _scale_of(low, high, is_finite):  # type: ignore[no-untyped-def]
-    """Return the scale and the zero of lists of numbers, and whether they are numbers."""
+    """Return scale and zero for numbers from `low` to `high`, and whether both are finite. If not, both are NaN."""
     scale = tl.div_rn(high - low, 255.0)
     is_finite = is_finite & (scale <= _LARGEST_FLOAT)
     nan = float("nan")
@@ -46,7 +46,7 @@ def _scale_of(low, high, is_finite):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _quantized(x, scale, zero, is_finite):  # type: ignore[no-untyped-def]
-    """Return the integers, 0 to 255, of numbers."""
+    """Return the quantised numbers, integers from 0 to 255."""
     is_spread = is_finite & (scale > 0)
     steps = tl.div_rn(tl.where(is_spread, x - zero, 0.0), tl.where(is_spread, scale, 1.0))
     rounded = (tl.minimum(steps, 255.0) + _ROUNDER) - _ROUNDER
@@ -108,14 +108,14 @@ def _keep_largest_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
     own = tl.load(bits + at, mask=mask, other=0).to(tl.int32)
     magnitude = tl.where(mask, own & ((1 << (BITS - 1)) - 1), -1)
-    # The magnitude of the last one that is kept, bit by bit: the greatest that so many reach.
-    least = tl.zeros((), dtype=tl.int32)
+    # The smallest kept magnitude: the largest threshold that at least `count` elements reach. It is built bit by bit.
+    threshold = tl.zeros((), dtype=tl.int32)
     for index in range(BITS - 1):
-        candidate = least | (1 << (BITS - 2 - index))
+        candidate = threshold | (1 << (BITS - 2 - index))
         reached = tl.sum((magnitude >= candidate).to(tl.int32), axis=0)
-        least = tl.where(reached >= count, candidate, least)
-    above = magnitude > least
-    equal = magnitude == least
+        threshold = tl.where(reached >= count, candidate, threshold)
+    above = magnitude > threshold
+    equal = magnitude == threshold
     room = count - tl.sum(above.to(tl.int32), axis=0)
     kept = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room))
     if QUANTIZE:
@@ -159,7 +159,13 @@ def _inner_products_kernel(  # type: ignore[no-untyped-def]
 
 
 def quantize_rows(rows: Tensor, out: Tensor, factor: float = 1.0) -> None:
-    """Write rows, [units, positions, width] and dense but for gaps between units, times `factor`: scale, zero, q."""
+    """Write rows times `factor`, quantised row by row: scale, zero and q of each row.
+
+    Args:
+        rows: [units, positions, width], contiguous except for gaps between units.
+        out: Receives the encoded bytes, uint8.
+        factor: Multiplies every element.
+    """
     units, positions, width = rows.shape
     block = triton.next_power_of_2(width)
     _quantize_rows_kernel[(units * positions,)](
@@ -168,7 +174,7 @@ def quantize_rows(rows: Tensor, out: Tensor, factor: float = 1.0) -> None:
 
 
 def quantize_columns(rows: Tensor, out: Tensor) -> None:
-    """Write units of rows along dimensions: of each unit all scales, all zeros, and then the rows' q."""
+    """Write rows, quantised along dimensions: for each unit all scales, all zeros, then q of its rows."""
     units, positions, width = rows.shape
     grid = (units, triton.cdiv(width, _COLUMNS))
     unit_bytes = (8 + positions) * width
@@ -178,7 +184,7 @@ def quantize_columns(rows: Tensor, out: Tensor) -> None:
 
 
 def keep_largest(rows: Tensor, out: Tensor, count: int, *, quantize: bool) -> None:
-    """Write of each row the `count` elements of greatest magnitude, as TOPK8 or TOPK."""
+    """Write the `count` elements of largest magnitude of each row, as TOPK8 (`quantize`) or TOPK."""
     units, positions, width = rows.shape
     block = triton.next_power_of_2(width)
     integers = rows.view(torch.int16 if rows.dtype.itemsize == 2 else torch.int32)  # noqa: PLR2004 - bytes
@@ -189,7 +195,13 @@ def keep_largest(rows: Tensor, out: Tensor, count: int, *, quantize: bool) -> No
 
 
 def inner_products(rows: Tensor, vectors: Tensor, out: Tensor) -> None:
-    """Write the inner products of rows with vectors, float32 [vectors, width], to `out`, float32, densely."""
+    """Write the inner products of rows and vectors, float32 [units, positions, vectors], to `out`.
+
+    Args:
+        rows: [units, positions, width], contiguous except for gaps between units.
+        vectors: float32 [vectors, width].
+        out: float32.
+    """
     units, positions, width = rows.shape
     grid = (triton.cdiv(units * positions, _TILE_ROWS), triton.cdiv(len(vectors), _TILE_VECTORS))
     _inner_products_kernel[grid](
@@ -199,7 +211,7 @@ def inner_products(rows: Tensor, vectors: Tensor, out: Tensor) -> None:
 
 
 def _capacity(rows: Tensor) -> int:
-    """Return how many rows it is from one unit to the next. Not how many elements: so their alignment is known."""
+    """Return the distance from one unit to the next in rows. In elements, Triton would not know its alignment."""
     return int(rows.stride(0) // rows.shape[2])
 
 

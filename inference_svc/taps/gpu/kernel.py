@@ -1,11 +1,14 @@
 # ruff: noqa: ANN001, ANN202, N803 - a Triton kernel is written without annotations, its constants in capitals
-"""The tap on a GPU: one Triton kernel a point does everything for a row, in one pass.
+"""The kernels of the tap on a GPU. At each point, one Triton kernel steers and captures every row in one pass.
 
-A row's program says what is done to it (tables.py); rows without one, and padding, are left alone. The arithmetic is
-that of operations.py, in float32, with the projection summed in the order that the reduction takes.
+A row's program says what is done to it (tables.py). Rows without a program, and padding, stay unchanged. The arithmetic
+is that of operations.py, in float32; only the order in which a projection is summed differs.
 
-There are two kernels. One stands by itself after a layer. The other takes the place of the add and the RMS norm that
-follow a layer in most models: the model then runs as many kernels as without taps, and idle taps cost next to nothing.
+There are two kernels. `tap` runs on its own after a layer. `tap_norm` replaces the add and the RMS norm that follow a
+layer in most models. With it the model runs as many kernels as without taps, so idle taps cost almost nothing.
+
+A row is loaded as a head and a tail, because Triton's blocks are powers of two (see `_split`). Without a tail (TAIL is
+0), the tail variables are copies of the head and are ignored.
 """
 
 from __future__ import annotations
@@ -38,19 +41,19 @@ _KEEP_NORM = tl.constexpr(KEEP_NORM)
 _VECTOR = tl.constexpr(MAX_BANK_ROWS - 1)
 
 ROW_FIELDS = 4
-"""Numbers in a line of the row table: program, place, stride, and whether the program is busy at most points."""
+"""Numbers in a line of the row table: program, place, stride, and whether the program is busy (see `ProgramTable`)."""
 
 _COPY_BLOCKS = 4
 _COPY_WARPS = 4
 _COPY_CHUNK = 4096
-"""Elements that a block of the copying kernel moves at once."""
+"""How many elements one Triton program of the copying kernel moves at once."""
 
 _ROW_FIELDS = tl.constexpr(ROW_FIELDS)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _load(at, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load the elements of a row below `limit`, zeros beyond it, as a head and a tail."""
+    """Load the elements of a row below index `limit`, and zeros beyond, as a head and a tail."""
     columns = tl.arange(0, HEAD)
     head = tl.load(at + columns, mask=columns < limit, other=0.0)
     tail = head
@@ -62,7 +65,7 @@ def _load(at, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _load_if_not(ahead, at, limit, head, tail, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a row, unless it was loaded ahead: then return what there is."""
+    """Load the elements of a row that were not loaded ahead; return the others as they are."""
     columns = tl.arange(0, HEAD)
     head = tl.load(at + columns, mask=(columns >= ahead) & (columns < limit), other=head)
     if TAIL:
@@ -73,7 +76,7 @@ def _load_if_not(ahead, at, limit, head, tail, HEAD: tl.constexpr, TAIL: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _store(at, head, tail, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the elements of a row below `limit`."""
+    """Store the elements of a row below index `limit`."""
     columns = tl.arange(0, HEAD)
     tl.store(at + columns, head, mask=columns < limit)
     if TAIL:
@@ -91,30 +94,31 @@ def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, most, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a row, in float32, after one operation along v; whether that moved it; and whether it moved it far.
+def _apply(x, x_tail, v, v_tail, code, scale, low, high, inverse, max_abs, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Apply one operation along v to a row, in float32.
 
-    Far is further than a thousandth of `most`: then the row's elements must be looked at one by one.
+    Returns the row (head and tail), whether the operation moved it, and whether it moved it by more than a thousandth
+    of `max_abs`. In that case `_steer` must limit the row's elements.
     """
-    kind = what >> _KIND_SHIFT
+    kind = code >> _KIND_SHIFT
     factor = scale
     if kind != _ADD:
         projection = _dot(x, x_tail, v, v_tail, TAIL) * inverse
-        # Not clamp(projection) - projection: the compiler may fuse the product above into the difference, which is not
-        # zero then where nothing is cut off.
+        # Not clamp(projection) - projection: the compiler may fuse the multiplication above into the subtraction. Then
+        # the difference is not exactly zero where nothing is clamped.
         over = tl.where(projection > high, high - projection, tl.where(projection < low, low - projection, 0.0))
         along = tl.where(kind == _ABLATE, -scale * projection, over)
         factor = along * inverse
     moved = x + factor * v
     moved_tail = x_tail + factor * v_tail
-    if what & _KEEP_NORM:
+    if code & _KEEP_NORM:
         before = _dot(x, x_tail, x, x_tail, TAIL)
         after = _dot(moved, moved_tail, moved, moved_tail, TAIL)
-        # A row that became zero stays zero, and one that was not moved stays as it is to the bit.
+        # A row that became zero stays zero, and a row that was not moved keeps its bits.
         rescaled = tl.where((after > 0.0) & (factor != 0.0), tl.sqrt(before / after), 1.0)
         moved *= rescaled
         moved_tail *= rescaled
-    is_near = tl.abs(factor) <= most * 1e-3 * inverse  # of a factor that is no number this does not hold either
+    is_near = tl.abs(factor) <= max_abs * 1e-3 * inverse  # false if factor is NaN, so such a row counts as moved far
     return moved, moved_tail, factor != 0.0, is_near == 0
 
 
@@ -130,28 +134,28 @@ def _apply_rest(  # type: ignore[no-untyped-def]
     entries,
     bank,
     inverse_norms,
-    most,
+    max_abs,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Return as `_apply` does after all of `count` operations from entry `first` on; the first one is done."""
+    """Apply the second and all later of `count` operations from entry `first` on; return as `_apply` does."""
     for index in range(first + 1, first + count):
         entry = entries + index * _ENTRY_FIELDS
-        what = tl.load(entry)
-        vector = what & _VECTOR
+        code = tl.load(entry)
+        vector = code & _VECTOR
         scale, low, high = _number(entry + 1), _number(entry + 2), _number(entry + 3)
         inverse = tl.load(inverse_norms + vector)
         v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
-        x, x_tail, moves, strays = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, most, TAIL)
+        x, x_tail, moves, strays = _apply(x, x_tail, v, v_tail, code, scale, low, high, inverse, max_abs, TAIL)
         is_moved = is_moved | moves
         is_far = is_far | strays
     return x, x_tail, is_moved, is_far
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _bounded(steered, x, most):  # type: ignore[no-untyped-def]
-    """Return steered elements, none larger than `most` unless it was before; see operations.py."""
-    bounds = tl.maximum(tl.abs(x), most)
+def _bounded(steered, x, max_abs):  # type: ignore[no-untyped-def]
+    """Limit the magnitude of steered elements; see `operations.bounded`."""
+    bounds = tl.maximum(tl.abs(x), max_abs)
     is_number = steered == steered  # noqa: PLR0124 - NaN is not
     return tl.where(is_number, tl.minimum(tl.maximum(steered, -bounds), bounds), x)
 
@@ -162,7 +166,7 @@ def _steer(  # type: ignore[no-untyped-def]
     x_tail,
     v,
     v_tail,
-    what,
+    code,
     scale,
     low,
     high,
@@ -173,24 +177,38 @@ def _steer(  # type: ignore[no-untyped-def]
     entries,
     bank,
     inverse_norms,
-    most,
+    max_abs,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Return a row, in float32, after all its operations, and whether any of them moved it."""
-    steered, steered_tail, is_moved, is_far = _apply(x, x_tail, v, v_tail, what, scale, low, high, inverse, most, TAIL)
+    """Apply all operations to a row, in float32. Return the row (head and tail), and whether any operation moved it."""
+    steered, steered_tail, is_moved, is_far = _apply(
+        x, x_tail, v, v_tail, code, scale, low, high, inverse, max_abs, TAIL
+    )
     steered, steered_tail, is_moved, is_far = _apply_rest(
-        steered, steered_tail, is_moved, is_far, width, first, count, entries, bank, inverse_norms, most, HEAD, TAIL
+        steered,
+        steered_tail,
+        is_moved,
+        is_far,
+        width,
+        first,
+        count,
+        entries,
+        bank,
+        inverse_norms,
+        max_abs,
+        HEAD,
+        TAIL,
     )
     if is_far:
-        steered = _bounded(steered, x, most)
-        steered_tail = _bounded(steered_tail, x_tail, most)
+        steered = _bounded(steered, x, max_abs)
+        steered_tail = _bounded(steered_tail, x_tail, max_abs)
     return steered, steered_tail, is_moved
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _number(pointer):  # type: ignore[no-untyped-def]
-    """Load a float32 whose bits lie in an int32."""
+    """Load a float32 whose bits are stored as an int32."""
     return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
@@ -198,7 +216,7 @@ def _number(pointer):  # type: ignore[no-untyped-def]
 def _keep(  # type: ignore[no-untyped-def]
     destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD: tl.constexpr, TAIL: tl.constexpr
 ):
-    """Store a row, before or after steering, into its block, if the destination says so."""
+    """Store a row into its block, as it was before or after steering, if the destination is not NOT_KEPT."""
     if destination >= 0:
         place = tl.load(row_line + 1).to(tl.int64)
         stride = tl.load(row_line + 2).to(tl.int64)
@@ -221,7 +239,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     pool,
     point,
     num_points,
-    most,
+    max_abs,
     hidden_stride,
     residual_stride,
     width,
@@ -234,9 +252,9 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     program = tl.load(row_line)
     if program < 0:
         return
-    # All that a row with one operation needs is asked for before anything is waited for. Only a row that is busy at
-    # most points is read before it is known whether it is here.
-    ahead = tl.where(tl.load(row_line + 3) != 0, width, 0)  # columns that are read ahead: all or none
+    # All loads that a row with one operation needs are issued before any result is used, to overlap their latency. Only
+    # rows of busy programs are loaded ahead, before the line says whether this point has work for them.
+    ahead = tl.where(tl.load(row_line + 3) != 0, width, 0)  # how many columns are loaded ahead: all or none
     h_at = hidden + row.to(tl.int64) * hidden_stride
     r_at = residual + row.to(tl.int64) * residual_stride
     h, h_tail = _load(h_at, ahead, HEAD, TAIL)
@@ -246,13 +264,13 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     line = lines + (program * num_points + point) * _LINE_FIELDS
     first = tl.load(line)
     count = tl.load(line + 1)
-    here = tl.load(line + 2)
-    next_here = tl.load(line + 3)
-    what = tl.load(line + 4)
-    if (count == 0) & (here < 0) & (next_here < 0):
+    first_destination = tl.load(line + 2)
+    second_destination = tl.load(line + 3)
+    code = tl.load(line + 4)
+    if (count == 0) & (first_destination < 0) & (second_destination < 0):
         return
     scale, low, high = _number(line + 5), _number(line + 6), _number(line + 7)
-    vector = what & _VECTOR
+    vector = code & _VECTOR
     inverse = tl.load(inverse_norms + vector)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(count > 0, width, 0), HEAD, TAIL)
     h, h_tail = _load_if_not(ahead, h_at, width, h, h_tail, HEAD, TAIL)
@@ -266,18 +284,18 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     after, after_tail = before, before_tail
     if count > 0:
         steered, steered_tail, is_moved = _steer(
-            x, x_tail, v, v_tail, what, scale, low, high, inverse, width, first, count, entries, bank, inverse_norms,
-            most, HEAD, TAIL,
+            x, x_tail, v, v_tail, code, scale, low, high, inverse, width, first, count, entries, bank, inverse_norms,
+            max_abs, HEAD, TAIL,
         )  # fmt: skip
-        if is_moved:  # a row that no operation moves stays as it is to the bit, a negative zero and an infinity, too
+        if is_moved:  # a row that no operation moves keeps its bits, even negative zeros and infinities
             after = (h.to(tl.float32) + (steered - x)).to(dtype)  # only the difference is written back
             after_tail = (h_tail.to(tl.float32) + (steered_tail - x_tail)).to(dtype)
             _store(h_at, after, after_tail, width, HEAD, TAIL)
             if HAS_RESIDUAL:
                 after = (after.to(tl.float32) + r.to(tl.float32)).to(dtype)
                 after_tail = (after_tail.to(tl.float32) + r_tail.to(tl.float32)).to(dtype)
-    _keep(here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
-    _keep(next_here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
+    _keep(first_destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
+    _keep(second_destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -295,7 +313,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     pool,
     point,
     num_points,
-    most,
+    max_abs,
     hidden_stride,
     residual_stride,
     width,
@@ -310,19 +328,19 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     h, h_tail = _load(hidden + row.to(tl.int64) * hidden_stride, width, HEAD, TAIL)
     r, r_tail = _load(residual + row.to(tl.int64) * residual_stride, width, HEAD, TAIL)
     w, w_tail = _load(weight, width, HEAD, TAIL)
-    # Without branches: what a row with one operation needs is asked for before the row itself is waited for.
+    # No branches: all loads that a row with one operation needs are issued before the row itself is used.
     is_tapped = program >= 0
     line = lines + (tl.maximum(program, 0) * num_points + point) * _LINE_FIELDS
     first = tl.load(line, mask=is_tapped, other=0)
     count = tl.load(line + 1, mask=is_tapped, other=0)
-    here = tl.load(line + 2, mask=is_tapped, other=-1)
-    next_here = tl.load(line + 3, mask=is_tapped, other=-1)
+    first_destination = tl.load(line + 2, mask=is_tapped, other=-1)
+    second_destination = tl.load(line + 3, mask=is_tapped, other=-1)
     is_steered = count > 0
-    what = tl.load(line + 4, mask=is_steered, other=0)
+    code = tl.load(line + 4, mask=is_steered, other=0)
     scale = tl.load(line + 5, mask=is_steered, other=0).to(tl.float32, bitcast=True)
     low = tl.load(line + 6, mask=is_steered, other=0).to(tl.float32, bitcast=True)
     high = tl.load(line + 7, mask=is_steered, other=0).to(tl.float32, bitcast=True)
-    vector = what & _VECTOR
+    vector = code & _VECTOR
     inverse = tl.load(inverse_norms + vector, mask=is_steered, other=0.0)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(is_steered, width, 0), HEAD, TAIL)
     x = h.to(tl.float32) + r.to(tl.float32)
@@ -331,18 +349,18 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     before, before_tail = x.to(dtype), x_tail.to(dtype)
     if is_steered:
         steered, steered_tail, is_moved = _steer(
-            x, x_tail, v, v_tail, what, scale, low, high, inverse, width, first, count, entries, bank, inverse_norms,
-            most, HEAD, TAIL,
+            x, x_tail, v, v_tail, code, scale, low, high, inverse, width, first, count, entries, bank, inverse_norms,
+            max_abs, HEAD, TAIL,
         )  # fmt: skip
-        if is_moved:  # else a negative zero would become a positive one
+        if is_moved:  # otherwise x keeps its bits: steering turns negative zeros into positive ones
             x = steered
             x_tail = steered_tail
     after, after_tail = x.to(dtype), x_tail.to(dtype)
-    _keep(here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
-    _keep(next_here, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
+    _keep(first_destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
+    _keep(second_destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
     _store(summed + row.to(tl.int64) * width, after, after_tail, width, HEAD, TAIL)
-    # As vLLM's fused_add_rms_norm defines it: from the sum before it is rounded. Rounded once, as the compiler does it
-    # where the definition rounds before it multiplies.
+    # The norm is that of vLLM's fused_add_rms_norm: of the sum before rounding. It is rounded once, at the end. vLLM's
+    # definition also rounds before it multiplies by the weight, but compiled models do not.
     rescaled = tl.rsqrt(_dot(x, x_tail, x, x_tail, TAIL) / width + epsilon)
     y = (x * rescaled * (w.to(tl.float32) + PLUS_ONE)).to(dtype)
     y_tail = (x_tail * rescaled * (w_tail.to(tl.float32) + PLUS_ONE)).to(dtype)
@@ -361,17 +379,17 @@ def _copy_kernel(source, target, units, unit_elements, unit_stride, CHUNK: tl.co
 
 
 class KernelTables(NamedTuple):
-    """What the kernels read beside the rows; all of it at fixed addresses."""
+    """The tables that the kernels read, all at fixed addresses."""
 
     rows: Tensor
-    """Each row's program (-1: none), place, stride, and whether it is busy, int32 [rows or more, ROW_FIELDS]."""
+    """Program (-1: none), place, stride and busy flag of each row, int32 [at least rows, ROW_FIELDS]."""
     programs: ProgramTable
     bank: VectorBank
     pool: BlockPool | None
     """The capture blocks; None on a rank that only steers."""
 
     def arguments(self, hidden: Tensor, point: int) -> tuple[object, ...]:
-        """Return the arguments that both kernels take in the same order."""
+        """Return the arguments that both kernels share, in their order."""
         programs, bank = self.programs, self.bank
         return (
             self.rows,
@@ -387,7 +405,7 @@ class KernelTables(NamedTuple):
 
 
 def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTables) -> None:
-    """Steer and capture the rows of `hidden` + `residual`, each [rows, hidden]; `hidden` is changed in place."""
+    """Steer and capture the sums `hidden` + `residual`, each [rows, hidden]. Changes `hidden` in place."""
     rows, width = hidden.shape
     if not rows:
         return
@@ -416,19 +434,19 @@ def tap_norm(
     *,
     plus_one: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Steer and capture as `tap`, and go on with the RMS norm of the sum.
+    """Steer and capture the sums `hidden` + `residual`, and compute their RMS norm. Changes neither input.
 
     Args:
         hidden: [rows, hidden].
         residual: [rows, hidden].
-        weight: The norm's, [hidden].
-        epsilon: The norm's.
+        weight: The weight of the norm, [hidden].
+        epsilon: The epsilon of the norm.
         point: The tap point.
-        tables: What the kernel reads.
-        plus_one: The norm multiplies by weight + 1 (Gemma) rather than by weight.
+        tables: The tables.
+        plus_one: Whether the norm multiplies by weight + 1 (Gemma) instead of weight.
 
     Returns:
-        The norm of the steered sum, and the sum, each [rows, hidden].
+        The norm of the steered sum, and the steered sum, each [rows, hidden] in the dtype of `hidden`.
     """
     rows, width = hidden.shape
     normed, summed = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
@@ -454,10 +472,10 @@ def tap_norm(
 
 
 class HostPointer:
-    """Host memory that the device reaches by its address, for a kernel: what Triton asks of a tensor, no more."""
+    """Host memory that the device can reach, as a kernel argument. It has only what Triton needs of a tensor."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
-        """Point to `address`, where elements of `dtype` lie."""
+        """Point to elements of `dtype` at `address`."""
         self.address = address
         self.dtype = dtype
 
@@ -467,11 +485,15 @@ class HostPointer:
 
 
 def copy_out(rows: Tensor, target: Tensor | HostPointer) -> None:
-    """Copy rows, [units, positions, hidden] and contiguous but for gaps between units, to `target`, without the gaps.
+    """Copy rows to `target` without gaps.
 
-    A kernel of a few blocks moves as much over PCIe as the copy engine does. The copy engine works off one copy after
-    the other: behind tens of megabytes of rows the model's own few bytes would wait, its sampled tokens among them,
-    and with them the next step.
+    A kernel does this instead of the GPU's copy engine, which executes one copy after another. There, the model's own
+    small copies, such as its sampled tokens, would wait behind tens of megabytes of rows, and delay the next step. A
+    kernel of a few thread blocks reaches the same throughput over PCIe.
+
+    Args:
+        rows: [units, positions, hidden], contiguous except for gaps between units.
+        target: Receives the elements, in its own dtype.
     """
     units, positions, hidden = rows.shape
     _copy_kernel[(_COPY_BLOCKS,)](
@@ -481,9 +503,10 @@ def copy_out(rows: Tensor, target: Tensor | HostPointer) -> None:
 
 @cache
 def _split(width: int) -> tuple[int, int]:
-    """Return the lengths, powers of two, of a row's head and tail; a tail of 0 is none.
+    """Return the lengths of a row's head and tail, which are powers of two; 0 is no tail.
 
-    Triton's blocks are powers of two. A row of 2560 in one of 4096 would leave three threads of eight without work.
+    Triton's blocks are powers of two. A row of 2560 elements in a block of 4096 would leave three eighths of the
+    threads idle.
     """
     head = 1 << (width.bit_length() - 1)
     tail = triton.next_power_of_2(width - head) if width > head else 0
@@ -491,5 +514,6 @@ def _split(width: int) -> tuple[int, int]:
 
 
 def _warps(head: int) -> int:
-    # Few, with many elements each: where a row is reduced, warps wait for each other. Measured from 1536 to 4096.
+    # Few warps with many elements each, because a reduction makes warps wait for each other. The numbers come from
+    # measurements with widths from 1536 to 4096.
     return max(1, min(4, head // 256), head // 1024)

@@ -1,4 +1,4 @@
-"""Tables on the device that are written on the host: rows that changed are uploaded, and nobody waits for it."""
+"""Tables on the device that the host writes. Only changed rows are uploaded, asynchronously."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ if TYPE_CHECKING:
 
 
 class StagedTable:
-    """A table on the device, and its twin on the host, which is pinned if the device is a GPU.
+    """A table on the device and its copy on the host, which is pinned memory for a GPU.
 
-    An upload goes in the order of the current stream, behind the steps that still read the old rows. Until it has been
-    done the rows that it takes must not be written again on the host.
+    An upload runs on the current stream, after the steps that still read the old rows. Until it is done, the host must
+    not write to its rows again.
     """
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allot both, all zeros."""
+        """Allocate both, filled with zeros."""
         self.table: Tensor = torch.zeros(*shape, dtype=dtype, device=device)
         self._memory = torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
         self.view = self._memory.numpy()
-        """The twin; write here."""
+        """The copy on the host, as a numpy array to write to."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device; the host has as many."""
+        """Bytes on the device. The host's copy takes as many."""
         return int(self.table.nbytes)
 
     def upload(self, first: int, count: int) -> None:
-        """Upload `count` rows from `first` on."""
+        """Start to upload `count` rows from `first` on."""
         rows = slice(first, first + count)
         self.table[rows].copy_(self._memory[rows], non_blocking=True)

@@ -1,8 +1,8 @@
-"""The sink of a GPU: blocks are encoded and copied to the ring on a stream of their own, by a thread of their own.
+"""The sink on a GPU: a thread of its own encodes blocks and copies them to the ring, on a CUDA stream of its own.
 
-The engine's thread only records where its stream stands and hands the blocks over: it never waits for a copy, nor for
-room in the ring. What holds up the model when the ring is full is the pool: blocks that cannot leave do not come
-back, and the step that needs the next one waits for it (the policy WAIT).
+The engine's thread records an event on its stream and hands the blocks over. It waits neither for a copy nor for room
+in the ring. A full ring still slows the model down, through the pool (policy WAIT): blocks that cannot leave do not
+come back, and the step that needs a new block waits for one.
 """
 
 from __future__ import annotations
@@ -11,80 +11,72 @@ import queue
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
-from inference_svc.shipping.ring import Extent
-from inference_svc.taps.gpu import kernel
+from inference_svc.taps.gpu.copy_check import CannotCopyError, check_copies
 from inference_svc.taps.gpu.encoder import GpuEncoder
 from inference_svc.taps.sink import BlockSink
-from inference_svc.taps.vllm.limits import UnsupportedEngineError
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     import numpy.typing as npt
     from torch import Tensor
 
+    from inference_svc.shipping.ring import Extent
     from inference_svc.shipping.worker.producer import RingProducer
     from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.plan import Capture
     from inference_svc.taps.reductions import Batch
-    from inference_svc.taps.sink import RowFormat
+    from inference_svc.taps.ring_writer import RowFormat
     from residuum.wire.encodings import RowFormat as EncodedFormat
 
 _log = get_logger(__name__)
 
 
-_CHECKED_UNITS = (1, 3, 16)
-"""Units of the blocks that are copied for a check at the start; as many positions are in them, and one is free."""
-
-
-class CannotCopyError(UnsupportedEngineError):
-    """Rows do not get from the device to the ring."""
-
-
 class _Work(NamedTuple):
-    """What the engine's thread hands over."""
+    """Blocks that the engine's thread hands over."""
 
     blocks: Sequence[Block]
     ended: Capture | None
-    """A capture of which nothing comes after the blocks."""
+    """A capture that gets no rows after these blocks."""
     written: torch.cuda.Event
     """When the blocks are filled."""
 
 
 class _Copy(NamedTuple):
-    """A copy that is under way."""
+    """A copy in progress."""
 
     block: Block | None
-    """The block that is free when it is done."""
+    """The block to give back when the copy is done."""
     batch: Batch
     extent: Extent
     source: tuple[Tensor, Tensor | None]
-    """What is encoded; it must live until the copy is done."""
+    """The tensors that are encoded. Held here because they must live until the copy is done."""
     done: torch.cuda.Event
 
 
 class StreamedSink(BlockSink):
-    """Encodes blocks and copies them from the device to the ring, beside the model's own work."""
+    """Encodes blocks and copies them from the device to the ring, while the model goes on."""
 
     def __init__(
         self, pool: BlockPool, row_format: RowFormat, producer: RingProducer, bank: VectorBank | None = None
     ) -> None:
-        """Pin the ring, and start the thread.
+        """Pin the ring, check that rows reach it, and start the thread.
 
         Raises:
-            CannotCopyError: CUDA refuses to pin the ring's memory, or rows do not arrive there as they were.
+            CannotCopyError: CUDA refuses to pin the ring's memory, or rows arrive there changed.
         """
-        super().__init__(pool, row_format, producer, bank)
+        # The tensor cores take rows and signs of one dtype.
+        super().__init__(pool, row_format, producer, bank, sign_dtype=pool.memory.dtype)
         memory = producer.memory
         code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
         if int(code) != 0:
             raise CannotCopyError(
-                f"the ring ({memory.nbytes} bytes of shared memory) cannot be pinned: cudaHostRegister failed with "
+                f"The ring ({memory.nbytes} bytes of shared memory) cannot be pinned: cudaHostRegister failed with "
                 f"code {int(code)}. Raise the limit of locked memory (ulimit -l), or shrink the ring (--ring-mib)."
             )
         self._address = memory.ctypes.data  # the device reaches registered memory by the host's address
@@ -92,25 +84,30 @@ class StreamedSink(BlockSink):
         self._stream = torch.cuda.Stream(self._device)
         self._encoder = GpuEncoder(self._device)
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
-        self._under_way: _Copy | None = None
+        self._copy: _Copy | None = None
         self._changed = threading.Condition()
         self._unfinished = 0
-        self._check_copies(memory)
+        check_copies(pool.memory, memory, self._address)
         threading.Thread(target=self._run, name="residuum-sink", daemon=True).start()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it has allotted on the device for good."""
+        """Bytes of device memory that the sink allocates for its lifetime."""
         return self._encoder.nbytes
 
     def send(self, blocks: Sequence[Block]) -> None:
-        """Hand blocks over; they leave once the model's stream has come to here."""
+        """Hand blocks over. They leave once the model's stream has passed this point."""
         if blocks:
             self._hand_over(blocks)
 
     def end(self, capture: Capture) -> None:
-        """Have what is still to come of a capture sent, and forget it."""
+        """Have the last rows of a followed capture sent, and have it forgotten."""
         self._hand_over((), capture)
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until every block that was sent has left the pool, and return whether it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unfinished, timeout_seconds)
 
     def _hand_over(self, blocks: Sequence[Block], ended: Capture | None = None) -> None:
         written = torch.cuda.Event()
@@ -119,11 +116,6 @@ class StreamedSink(BlockSink):
         with self._changed:
             self._unfinished += 1
         self._work.put(_Work(blocks, ended, written))
-
-    def flush(self, timeout_seconds: float) -> bool:
-        """Wait until every block that was sent has left the pool; tell whether it has."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._unfinished, timeout_seconds)
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
@@ -138,7 +130,7 @@ class StreamedSink(BlockSink):
                         self._start_last(work.ended)
                     self._finish()
                 except Exception:
-                    # Without this thread no block ever comes back: fail loudly where the step will see it.
+                    # Without this thread no block comes back. The next step that needs one fails, instead of waiting.
                     _log.exception("captured rows cannot be copied from the device")
                     self._pool.fail()
                     raise
@@ -149,39 +141,55 @@ class StreamedSink(BlockSink):
 
     def _start(self, block: Block) -> None:
         if block.capture.is_probe:
-            self._keep_probe(block)
+            self._probes.keep(block)
             self._stream.synchronize()
         elif block.positions:
-            batch = self._batch_of(block)
+            batch = self._followed.add(self._batch(block))
             if block.capture.is_reduced:
-                self._stream.synchronize()  # the block's rows are in the reduction now
+                self._stream.synchronize()  # from here on the reduction does not read the block
             held = None if block.capture.is_reduced else block
             if batch is not None and self._start_batch(batch, held) and held:
                 return
         self._pool.give_back(block)
 
     def _start_last(self, capture: Capture) -> None:
-        last = self._last_batch(capture)
+        last = self._followed.finish(capture)
         if last is not None:
             self._start_batch(last)
-        self._finish()  # before what it is encoded with is let go
-        self._forget(capture)
+        self._finish()  # the copy reads the capture's basis, which `forget` frees
+        self._followed.forget(capture)
 
     def _start_batch(self, batch: Batch, block: Block | None = None) -> bool:
-        """Begin to encode a batch, and to copy it; tell whether it is under way rather than shed."""
-        extent = self._acquire(self._nbytes(batch), batch.capture)
+        """Start to encode and copy a batch. Return False if it was shed instead."""
+        extent = self._acquire(batch)
         if extent is None:
-            self._shed(batch)
+            self._writer.shed(batch)
             return False
         rows, basis = self._rows_and_basis(batch)
-        self._encoder.encode(rows, self._form(batch.capture), basis, self._address + extent.offset)
+        self._encoder.encode(rows, self._writer.format_of(batch.capture), basis, self._address + extent.offset)
         done = torch.cuda.Event()
         done.record(self._stream)
-        self._finish()  # the one before, so that it leaves as soon as it has come; the stream has work meanwhile
-        self._under_way = _Copy(block, batch, extent, (rows, basis), done)
+        self._finish()  # the copy before this one; the stream works on this one in the meantime
+        self._copy = _Copy(block, batch, extent, (rows, basis), done)
         return True
 
-    def _encoded(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:
+    def _acquire(self, batch: Batch) -> Extent | None:
+        extent = self._writer.acquire(batch, block=False)
+        if extent is None:
+            self._finish()  # the ring gets no room back from an extent that is not published
+            extent = self._writer.acquire(batch, block=not batch.capture.sheds)
+        return extent
+
+    def _finish(self) -> None:
+        """Wait for the copy in progress, publish it, and give its block back."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.done.synchronize()
+            self._writer.publish(copy.batch, copy.extent)
+            if copy.block is not None:
+                self._pool.give_back(copy.block)
+
+    def _encode_for_check(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._stream):
             self._encoder.encode(rows, form, basis, self._address)
@@ -190,49 +198,3 @@ class StreamedSink(BlockSink):
         data = arrived.copy()
         arrived[:] = 0
         return data
-
-    def _signs_type(self, *, computed: bool) -> torch.dtype:
-        # The tensor cores want both alike.
-        return torch.float32 if computed else self._pool.memory.dtype
-
-    def _check_copies(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Copy blocks of known bytes, as rows are copied later, and compare what arrives. Nothing is in the pool yet.
-
-        Raises:
-            CannotCopyError: Something else arrives.
-        """
-        for units in _CHECKED_UNITS:
-            positions = min(units, len(self._pool.memory) // units - 1)
-            if positions < 1:
-                continue
-            block = self._pool.memory[: units * (positions + 1)].view(units, positions + 1, -1)
-            bytes_ = block.view(torch.uint8)
-            bytes_.copy_((torch.arange(bytes_.numel()) % 251).view(bytes_.shape))  # a prime: no row is like the next
-            rows = block[:, :positions]
-            extent = Extent(0, rows.nbytes)
-            kernel.copy_out(rows, kernel.HostPointer(self._address + extent.offset, rows.dtype))
-            torch.cuda.synchronize(self._device)
-            arrived = memory[extent.offset : extent.offset + extent.nbytes]
-            same = np.array_equal(arrived, rows.contiguous().view(torch.uint8).flatten().cpu().numpy())
-            bytes_.zero_()
-            arrived[:] = 0
-            if not same:
-                raise CannotCopyError(
-                    f"rows copied from the device to the ring arrive changed ({units} units of {positions} positions); "
-                    "this host's driver or IOMMU does not map shared memory as CUDA promises."
-                )
-
-    def _acquire(self, nbytes: int, capture: Capture) -> Extent | None:
-        extent = self._producer.acquire(nbytes, False, capture.capture_id)
-        if extent is None:
-            self._finish()  # what is under way must be published before its room in the ring can come back
-            extent = self._producer.acquire(nbytes, not capture.sheds, capture.capture_id)
-        return extent
-
-    def _finish(self) -> None:
-        copy, self._under_way = self._under_way, None
-        if copy is not None:
-            copy.done.synchronize()
-            self._publish(copy.batch, copy.extent)
-            if copy.block is not None:
-                self._pool.give_back(copy.block)

@@ -1,7 +1,7 @@
-"""Programs as tables at fixed addresses on the device, where the kernel reads them.
+"""The program tables: programs as arrays at fixed addresses on the device, which the kernels read.
 
-A step of a running batch uploads four numbers a row, whatever is captured and however it is steered; the tables change
-only when something new is asked for.
+A step uploads only four numbers per row, however complex its programs are. The program tables change only when a
+request brings a new program.
 """
 
 from __future__ import annotations
@@ -32,39 +32,40 @@ LINE_FIELDS = 8
 """Numbers in a line of the program table."""
 
 ENTRY_FIELDS = 4
-"""Numbers in an entry: what is done by which vector, then scale, low and high as the bits of a float32."""
+"""Numbers in an entry, which is one operation: its code (see below), then scale, low and high as bits of float32."""
 
 KIND_SHIFT = 28
 KEEP_NORM = 1 << 27
 MAX_BANK_ROWS = 1 << 27
-"""An entry's first number: the vector's row in the bank; whether the row keeps its norm; from KIND_SHIFT on, `Kind`."""
+"""The code of an operation: bits 0 to 26 are the vector's row in the bank, bit 27 says whether the row is rescaled to
+its old norm, and the bits from KIND_SHIFT on are the `Kind`."""
 
 
 def destination(program: Program, site: int, layer: int) -> int:
-    """Return where a program keeps a row at a site of a layer: 2 * unit, plus 1 for the row before steering."""
+    """Return the destination of a row at a site of a layer: 2 * unit (+ 1 if captured before steering), or NOT_KEPT."""
     unit = program.unit(site, layer)
     return NOT_KEPT if unit is None else 2 * unit + program.before_steering
 
 
 class TablesFullError(RuntimeError):
-    """One step runs more different programs than the tables hold."""
+    """The programs of one step do not fit the tables."""
 
 
 class ProgramTable:
-    """The tables that the kernel reads.
+    """The two tables of programs that the kernels read.
 
-    Shapes: `lines` int32 [programs, points, LINE_FIELDS]: the first entry, the number of entries, the two destinations
-    of the row at that point (see `destination`), and the first entry once more, so that a row with one operation needs
-    no further look-up; `entries` int32 [entries, ENTRY_FIELDS].
+    `lines` is int32 [programs, points, LINE_FIELDS]. A line is what a program does at a point: the index of its first
+    entry, the number of entries, two destinations (see `destination`; a point sees up to two sites), and a copy of the
+    first entry, so that one operation needs no second look-up. `entries` is int32 [entries, ENTRY_FIELDS].
     """
 
     def __init__(self, programs: int, entries: int, points: TapPoints, device: torch.device) -> None:
-        """Allot tables for the points of a stage."""
+        """Allocate tables for a number of programs and entries, and the points of a stage."""
         self._points = points
         self._lines = StagedTable(programs, points.count, LINE_FIELDS, dtype=torch.int32, device=device)
         self._entries = StagedTable(entries, ENTRY_FIELDS, dtype=torch.int32, device=device)
         self.is_busy: npt.NDArray[np.int32] = np.zeros(programs, dtype=np.int32)
-        """Whether a program does something at most of the points: 1 or 0, by its number."""
+        """Whether a program does something at more than half of the points, 1 or 0, by the program's number."""
         self._free_programs = list(range(programs - 1, -1, -1))
         self._free_entries = FreeRuns(entries)
         self._known: OrderedDict[Program, _Place] = OrderedDict()  # least recently used first
@@ -74,30 +75,30 @@ class ProgramTable:
 
     @property
     def lines(self) -> Tensor:
-        """See the class."""
+        """The table of lines; see the class."""
         return self._lines.table
 
     @property
     def entries(self) -> Tensor:
-        """See the class."""
+        """The table of entries; see the class."""
         return self._entries.table
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tables."""
+        """Bytes of both tables on the device."""
         return self._lines.nbytes + self._entries.nbytes
 
     def place(self, programs: Iterable[Program]) -> npt.NDArray[np.int32]:
-        """Return the numbers of a step's programs; those that are not there are written and uploaded.
+        """Return the numbers of a step's programs. Write and upload those that the tables lack.
 
         Raises:
-            TablesFullError: The step needs more programs than fit.
+            TablesFullError: The programs of the step do not fit.
         """
         wanted = list(programs)
         try:
             numbers = self._place(wanted)
         except TablesFullError:
-            self._clear()  # what was there before has left room in pieces
+            self._clear()  # the free room may be fragmented
             numbers = self._place(wanted)
         self._upload()
         return np.array(numbers, dtype=np.int32)
@@ -107,7 +108,7 @@ class ProgramTable:
         return [self._number(program) for program in programs]
 
     def _clear(self) -> None:
-        """Forget everything: what a step needs after that stands one behind the other, and no room is lost between."""
+        """Forget all programs, so that the free room is contiguous again."""
         self._wait_until_uploaded()
         for place in self._known.values():
             self._free_programs.append(place.number)
@@ -146,12 +147,12 @@ class ProgramTable:
             self._uploaded.record()
 
     def _wait_until_uploaded(self) -> None:
-        # Before a place is written anew: the device may not have taken what was written there before.
+        # Before the host reuses a place: a pending upload may still read its old contents.
         if self._uploaded is not None:
             self._uploaded.synchronize()
 
     def _compile(self, program: Program) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return the program's lines, whose first entries count from its own first one, and its entries."""
+        """Return a program's lines and entries. First entries in the lines count from the program's own first entry."""
         lines = np.zeros((self._points.count, LINE_FIELDS), dtype=np.int32)
         lines[:, 2:4] = NOT_KEPT
         steps: list[Step] = []
@@ -175,7 +176,7 @@ class ProgramTable:
         return lines, entries
 
     def _make_room(self, entries: int) -> _Place:
-        """Return a free number and room for entries, replacing programs that were not used for longest."""
+        """Allocate a program number and entries. Drop least recently used programs as needed."""
         while True:
             first = self._free_entries.take(entries) if self._free_programs else None
             if first is not None:
@@ -183,8 +184,8 @@ class ProgramTable:
             idle = next((program for program in self._known if program not in self._in_step), None)
             if idle is None:
                 raise TablesFullError(
-                    f"one step captures and steers in more ways than the tables hold ({len(self.lines)} programs, "
-                    f"{len(self.entries)} operations)"
+                    f"One step captures and steers in more ways than the tables hold ({len(self.lines)} programs, "
+                    f"{len(self.entries)} operations). This is a defect of residuum: please report it."
                 )
             self._wait_until_uploaded()
             place = self._known.pop(idle)
@@ -193,12 +194,14 @@ class ProgramTable:
 
 
 class _Place(NamedTuple):
-    """Where a program stands in the tables."""
+    """The place of a program in the tables."""
 
     number: int
+    """The index of its lines."""
     first: int
-    """Its first entry."""
+    """The index of its first entry."""
     entries: int
+    """How many entries it has."""
 
 
 def _entries(steps: list[Step]) -> npt.NDArray[np.int32]:
@@ -210,7 +213,7 @@ def _entries(steps: list[Step]) -> npt.NDArray[np.int32]:
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield runs (first, count) that no other one overlaps, neighbours as one; empty ones are left out."""
+    """Merge adjacent runs (first, count), and drop empty ones. The runs must not overlap."""
     start = stop = 0
     for first, count in sorted(runs):
         if first > stop > start:

@@ -1,4 +1,4 @@
-"""The tap on a GPU: what a step uploads, and the kernels that read it inside the CUDA graphs."""
+"""The tap on a GPU: it uploads the tables of a step, and calls the kernels that read them inside CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from inference_svc.taps.steps.programs import Program
 
 _SPARE_PROGRAMS = 1024
-"""Room for programs that no row of a step has: they need not be written again when they are next wanted."""
+"""Room for programs that the current step does not use, so that later steps need not write them again."""
 _STAGES = 4
-"""Staging buffers: the engine prepares a step while earlier ones still run, and must not write over what they read."""
+"""Number of staging buffers. The engine prepares a step while uploads of earlier steps still read theirs."""
 _NO_PROGRAM = -1
 
 
 class CudaTap:
-    """Steers and captures rows in place, by tables at fixed addresses.
+    """Steers and captures rows in place, as tables at fixed addresses say.
 
-    Steps that touch nothing upload nothing: the rows stand at "nothing" until a step that does, and are put back once
-    after the last of them.
+    Steps without work for the taps upload nothing. The first of them after steps with work resets the rows' programs
+    (`disarm`).
     """
 
     def __init__(
@@ -42,14 +42,15 @@ class CudaTap:
         """Make the tap of one pipeline stage.
 
         Args:
-            bank: The vectors.
-            pool: Where captured rows go; None on a rank that only steers.
+            bank: The active vectors.
+            pool: The pool for captured rows; None on a rank that only steers.
             points: The stage's tap points.
-            max_rows: The most rows that a step has, padding included.
-            max_requests: The most requests that run at once.
+            max_rows: Most rows of a step, including padding.
+            max_requests: Most requests that run at once.
         """
         device = bank.vectors.device
-        # One for each row: a request whose steering was changed may be computed again with more than MAX_PROGRAMS.
+        # One program for each row, not MAX_PROGRAMS for each request: a preempted request whose steering has changed
+        # several times may need more.
         programs = max_rows + _SPARE_PROGRAMS
         self._programs = ProgramTable(programs, MAX_ENTRIES * max_requests, points, device)
         rows = torch.full((max_rows, kernel.ROW_FIELDS), _NO_PROGRAM, dtype=torch.int32, device=device)
@@ -66,11 +67,11 @@ class CudaTap:
         return self._programs.nbytes + int(self._tables.rows.nbytes)
 
     def arm(self, layout: StepLayout) -> None:
-        """Take over what the next run of the model does."""
+        """See `DeviceTap.arm`."""
         rows = 1 + int(layout.lines[:, ROW].max())
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % _STAGES
-        if layout.programs is not self._placed:  # the list is the same while the same requests go on
+        if layout.programs is not self._placed:  # a steady batch keeps the same list object
             self._numbers, self._placed = self._programs.place(layout.programs), layout.programs
         numbers = self._numbers
         stage.fill(layout.lines, numbers, self._programs.is_busy[numbers], max(rows, self._armed_rows))
@@ -78,7 +79,7 @@ class CudaTap:
         self._armed_rows = rows
 
     def disarm(self) -> None:
-        """Let the next runs of the model pass through."""
+        """See `DeviceTap.disarm`."""
         if self._armed_rows:
             self._tables.rows[: self._armed_rows].fill_(_NO_PROGRAM)
             self._armed_rows = 0
@@ -95,14 +96,14 @@ class CudaTap:
 
 
 class _Stage:
-    """Pinned memory from which one step's rows are uploaded."""
+    """A staging buffer: pinned memory from which one step's rows are uploaded."""
 
     def __init__(self, target: Tensor) -> None:
-        """Make a stage for the row table `target`, int32 [rows, ROW_FIELDS]."""
+        """Make a buffer for the row table `target`, int32 [rows, ROW_FIELDS]."""
         self._target = target
         self._memory = torch.empty(len(target), kernel.ROW_FIELDS, dtype=torch.int32, pin_memory=True)
         self._view = self._memory.numpy()
-        self._parts: dict[int, tuple[Tensor, Tensor]] = {}  # the first rows of both, by their number
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}  # views of the first rows of both, by their number
         self._uploaded = torch.cuda.Event()
 
     def fill(
@@ -112,15 +113,15 @@ class _Stage:
         is_busy: npt.NDArray[np.int32],
         count: int,
     ) -> None:
-        """Write the rows of a step; rows up to `count` that have no line stand at "nothing".
+        """Write the rows of a step. Rows below `count` without a line get no program.
 
         Args:
             lines: See `StepLayout.lines`.
-            numbers: Of each program its number in the tables.
-            is_busy: And whether it does something at most points.
-            count: How many rows are written.
+            numbers: The number of each program in the tables.
+            is_busy: Whether each program does something at more than half of the points.
+            count: How many rows to write.
         """
-        self._uploaded.synchronize()  # of four steps ago: it is long done
+        self._uploaded.synchronize()  # returns at once: that upload was _STAGES steps ago
         self._view[:count, 0] = _NO_PROGRAM
         rows = lines[:, ROW]
         self._view[rows, 0] = numbers[lines[:, PROGRAM]]
@@ -128,7 +129,7 @@ class _Stage:
         self._view[rows, 3] = is_busy[lines[:, PROGRAM]]
 
     def upload(self, count: int) -> None:
-        """Copy the first `count` rows to the device."""
+        """Start to copy the first `count` rows to the device."""
         parts = self._parts.get(count)
         if parts is None:
             parts = self._parts[count] = (self._target[:count], self._memory[:count])

@@ -1,4 +1,4 @@
-"""Running a model with hooks before it is compiled, to see how its tensors flow."""
+"""Runs of a model with hooks, before it is compiled, to find out how its tensors flow."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TINY = 1e-20
 
 
 class CannotTapError(RuntimeError):
-    """The model has no place where the taps could go. The message says what was looked for."""
+    """The taps do not fit the model. The message says what was looked for, and what was found."""
 
 
 def run_hooked(run: Callable[[], object], handles: Iterable[RemovableHandle]) -> None:
-    """Run a model, and remove its hooks."""
+    """Run a model, then remove the hooks."""
     try:
         run()
     finally:
@@ -33,10 +33,10 @@ def run_hooked(run: Callable[[], object], handles: Iterable[RemovableHandle]) ->
 
 @contextmanager
 def fixed_attention(model: nn.Module, is_attention: Callable[[nn.Module], bool]) -> Iterator[None]:
-    """Have attention give the same numbers in every run.
+    """Make attention return the same numbers in every run while the context lasts.
 
-    In a run without requests, attention computes nothing. Then its output is memory that was never written, which may
-    hold any numbers, and others in the next run.
+    In a run without requests, attention computes nothing: its output is uninitialised memory, which holds arbitrary
+    numbers that differ from run to run.
     """
     handles = [
         module.register_forward_hook(_give_numbers, with_kwargs=True)
@@ -53,7 +53,7 @@ def fixed_attention(model: nn.Module, is_attention: Callable[[nn.Module], bool])
 def _give_numbers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     if output is not None:
         return numbers(output) if isinstance(output, Tensor) else type(output)(map(_numbers_if_tensor, output))
-    # It writes into an argument, which vLLM's linear attention and state spaces call so.
+    # A module without a result writes into an argument. vLLM's linear attention and state spaces name it `output`.
     written = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("output")
     if isinstance(written, Tensor):
         written.copy_(numbers(written))
@@ -65,20 +65,20 @@ def _numbers_if_tensor(value: Any) -> Any:
 
 
 def numbers(like: Tensor) -> Tensor:
-    """Return a tensor of the same kind whose values, between -1 and 1, are the same in every run."""
+    """Return a tensor with the shape, dtype and device of `like`, and with fixed values between -1 and 1."""
     return torch.arange(like.numel(), device=like.device, dtype=torch.float32).cos().to(like.dtype).view(like.shape)
 
 
 def is_sequence(values: Any) -> bool:
-    """Tell whether a module returned several values."""
+    """Return whether a module's output is a sequence of values."""
     return isinstance(values, (list, tuple))
 
 
 def is_pair(output: Any) -> bool:
-    """Tell whether a layer returned two tensors."""
+    """Return whether a layer's output is a pair of tensors."""
     return is_sequence(output) and len(output) == 2 and isinstance(output[1], Tensor)  # noqa: PLR2004 - a pair
 
 
 def relative_error(other: Tensor, value: Tensor) -> float:
-    """Return by how much a value differs from another, relative to its norm; the largest of all rows."""
+    """Return the largest relative difference of any row: |other - value| / |value|."""
     return float(((other - value).norm(dim=-1) / value.norm(dim=-1).clamp_min(_TINY)).max())

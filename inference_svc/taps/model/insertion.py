@@ -1,4 +1,4 @@
-"""Finding a model's decoder layers by structure, and putting the ops into it."""
+"""Insertion of the taps: finds a model's decoder layers and puts the ops into the model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 _SUM_TOLERANCE = 0.05
-"""What rounding to bfloat16 at every step may amount to."""
+"""The largest relative error that rounding to bfloat16 in every operation can cause."""
 
 
 def find_decoder_layers(model: nn.Module, num_layers: int) -> dict[int, nn.Module]:
     """Return this rank's decoder layers by their index in the whole model.
 
-    Decoder layers are the one `nn.ModuleList` of the model that has as many members as the configuration has layers.
-    Members that another pipeline stage holds are vLLM's `PPMissingLayer`, and left out.
+    The decoder layers are the outermost `nn.ModuleList` with as many members as the configuration has layers. There
+    must be exactly one. Members of other pipeline stages are vLLM's `PPMissingLayer` and are left out.
 
     Args:
         model: The model as vLLM loaded it.
@@ -47,7 +47,7 @@ def find_decoder_layers(model: nn.Module, num_layers: int) -> dict[int, nn.Modul
     if len(outermost) != 1:
         raise CannotTapError(
             f"{type(model).__name__} cannot be tapped: looked for one nn.ModuleList of {num_layers} decoder layers, "
-            f"found {sorted(outermost) or 'none'}."
+            f"found {sorted(outermost) or 'none'}. residuum does not support this model; please report it."
         )
     (layers,) = outermost.values()
     return {index: layer for index, layer in enumerate(layers) if type(layer).__name__ != "PPMissingLayer"}
@@ -60,21 +60,21 @@ def put_taps(
     sites: Iterable[Site.ValueType],
     fold: Callable[[nn.Module, int], bool],
 ) -> int:
-    """Put the ops into a model. Must come before vLLM's first run of the compiled model, which traces it.
+    """Put the ops into a model. Call it before vLLM's first run of the compiled model, which traces the graph.
 
     Args:
         layers: The decoder layers by index.
         points: The tap points.
-        structure: What is known of the model.
-        sites: The sites that can be captured. The point after each layer is always there: it is where rows are
-            steered.
-        fold: Folds the tap of a point into a norm, if the norm is of a kind that allows it; tells whether it did.
+        structure: The model's structure.
+        sites: The sites that requests can capture. The point after each layer always gets an op, because rows are
+            steered there.
+        fold: Folds the tap of a point into a norm if the norm allows it. Returns whether it did.
 
     Returns:
         How many taps were folded into norms.
 
     Raises:
-        CannotTapError: A site was not found.
+        CannotTapError: The model has no place for a site.
     """
     folded = 0
     for index, layer in layers.items():
@@ -92,10 +92,10 @@ def put_taps(
 
 
 def check_parts(layers: Mapping[int, nn.Module], structure: Structure) -> None:
-    """Make sure that every layer's attention and MLP were found, and what they add to.
+    """Check that attention and MLP of every layer were found, and the arguments that carry the residual stream.
 
     Raises:
-        CannotTapError: They were not.
+        CannotTapError: They were not found.
     """
     missing = sorted(set(layers) - (structure.attention.keys() & structure.mlp.keys()))
     if missing:
@@ -103,7 +103,8 @@ def check_parts(layers: Mapping[int, nn.Module], structure: Structure) -> None:
         raise CannotTapError(
             f"attn_out and mlp_out cannot be captured: looked in {type(layer).__name__} for an attention block and for "
             "an MLP after it, each a module of its own, "
-            f"found {sorted(name for name, _ in layer.named_children())} (layers {missing})."
+            f"found {sorted(name for name, _ in layer.named_children())} (layers {missing}). Leave the two sites out "
+            "of --capture-sites."
         )
     _check_inputs("attn_out and mlp_out", layers, structure)
 
@@ -112,15 +113,16 @@ def _check_inputs(sites: str, layers: Mapping[int, nn.Module], structure: Struct
     if structure.inputs is None:
         raise CannotTapError(
             f"{sites} cannot be captured: looked for the arguments of {type(layers[min(layers)]).__name__} that carry "
-            "what the layer before it returned, found none. A stage needs two layers for that."
+            "what the layer before it returned, found none. They can be found only in a pipeline stage of two or more "
+            "layers. Use fewer pipeline stages, or leave these sites out of --capture-sites."
         )
 
 
 def check_sum(errors: Mapping[int, float]) -> None:
-    """Make sure that the parts of each layer are what it adds to the residual stream; see `structure.sum_error`.
+    """Check that the parts of each layer add up to what it adds to the residual stream; see `structure.sum_error`.
 
     Raises:
-        CannotTapError: They are not.
+        CannotTapError: They do not.
     """
     off = {layer: error for layer, error in errors.items() if not error < _SUM_TOLERANCE}
     if off:
@@ -168,5 +170,5 @@ def _tap(hidden: Tensor, residual: Tensor | None, point: int) -> None:
 
 
 def _rows(stream: Tensor) -> Tensor:
-    """Return [1, tokens, hidden], as models from transformers hand it on, as [tokens, hidden]: the same memory."""
+    """View [1, tokens, hidden], the form in models from transformers, as [tokens, hidden]. Copies nothing."""
     return stream if stream.dim() == 2 else stream.view(-1, stream.shape[-1])  # noqa: PLR2004 - [tokens, hidden]

@@ -1,9 +1,9 @@
-"""Do captured rows explain the model's own logits? The start-up self-test asks.
+"""The logits check: do captured rows explain the model's own logits? The startup self-test uses it.
 
-The last layer's `resid_post` is all that the rest of the model, such as the final norm and the unembedding, sees of the
-layers. So the model is run once more, uncompiled, with captured rows in the place of what the last layer returns. The
-result must be what the served request gave to the unembedding, and its served token must be the most likely one. Rows
-that are not the residual stream, for whatever reason, do not pass.
+The rest of the model (the final norm and the unembedding) sees nothing of the layers except the last layer's
+`resid_post`. So the check runs the model once more, uncompiled, and replaces the last layer's output by captured rows.
+The final hidden states must equal those of the served request, and the served token must have the largest logit. Rows
+that are not the residual stream fail this check, for whatever reason.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _UNEMBEDDINGS = ("compute_logits", "compute_logits_local")
-"""vLLM's names, in a model's class, for what turns the final hidden states into logits."""
+"""The names that vLLM's model classes use for the method that turns final hidden states into logits."""
 
 
 class ModelCall(NamedTuple):
-    """A call of the model as vLLM made it."""
+    """The arguments of a call of the model by vLLM."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class Explanation(NamedTuple):
-    """How well captured rows explain what the model served."""
+    """How well captured rows explain the served tokens."""
 
     hidden_error: float
-    """The largest relative difference between the final hidden states of a row and those that were served."""
+    """The largest relative difference between the final hidden states of captured rows and those of the request."""
     token_gap: float
-    """How far below the largest logit that of the served token is, relative to the range of the logits; the largest."""
+    """The largest gap between the largest logit and that of the served token, relative to the range of the logits."""
 
 
 class LogitsCheck:
@@ -48,7 +48,7 @@ class LogitsCheck:
         Args:
             model: The model.
             last_layer: Its last decoder layer.
-            is_attention: Tells whether a module is attention, which computes nothing in a run without requests.
+            is_attention: Returns whether a module is attention, which computes nothing in a run without requests.
         """
         self._model: Any = model
         self._last_layer = last_layer
@@ -60,29 +60,29 @@ class LogitsCheck:
                 self._listen(name)
 
     def remember(self, call: ModelCall) -> None:
-        """Keep a call of the model with a few tokens, to run it again later."""
+        """Keep a call of the model with a few tokens, for `explain` to repeat."""
         self._call = call
 
     def listen(self) -> None:
-        """From now on keep what is given to the unembedding, until `explain` is called."""
+        """Record the inputs of the unembedding from now on, until `explain` is called."""
         self._served = []
 
     def explain(self, rows: Tensor, tokens: Sequence[int], run: Callable[[Callable[[], object]], None]) -> Explanation:
-        """Compare what was served since `listen` with what follows from captured rows.
+        """Compare the tokens served since `listen` with those that captured rows predict.
 
         Args:
             rows: The last layer's `resid_post` at the positions whose logits gave the tokens, [tokens, hidden].
-            tokens: The tokens that were served, greedily.
-            run: Runs the model uncompiled, without requests, when it is given a function that calls it.
+            tokens: The served token IDs, sampled greedily.
+            run: Takes a function that calls the model, and calls it uncompiled and without requests.
 
         Raises:
-            LookupError: What the model gave to the unembedding was not seen.
+            LookupError: `listen` recorded too few inputs of the unembedding.
         """
         served, self._served = self._served or [], None
         if self._call is None or len(served) < len(tokens):
             raise LookupError(
                 f"{type(self._model).__name__} computed logits for {len(served)} of {len(tokens)} tokens by "
-                f"{' or '.join(_UNEMBEDDINGS)}"
+                f"{' or '.join(_UNEMBEDDINGS)}, so captured rows cannot be checked. Please report the model."
             )
         final = self._run_rest(rows, run)[: len(tokens)]
         errors = [relative_error(row[None].float(), own[:1].float()) for row, own in zip(final, served, strict=False)]
@@ -102,7 +102,7 @@ class LogitsCheck:
 
     def _run_rest(self, rows: Tensor, run: Callable[[Callable[[], object]], None]) -> Tensor:
         """Return the final hidden states of rows, [tokens of the remembered call, hidden]."""
-        assert self._call is not None  # noqa: S101 - just checked
+        assert self._call is not None  # noqa: S101 - `explain` checked it
         call = self._call
         final: list[Tensor] = []
 
@@ -126,7 +126,7 @@ class LogitsCheck:
 
 
 def _gap(logits: Tensor, token: int) -> float:
-    finite = logits[logits.isfinite()]  # the vocabulary's padding may be masked
+    finite = logits[logits.isfinite()]  # logits of the vocabulary's padding may be -inf
     if not len(finite):
         return math.nan
     spread = finite.max() - finite.min()
@@ -134,5 +134,5 @@ def _gap(logits: Tensor, token: int) -> float:
 
 
 def _largest(values: Sequence[float]) -> float:
-    """Return the largest value; NaN if one is not a number, 0 if there is none."""
+    """Return the largest value; NaN if any is NaN, 0 if there is none."""
     return float(torch.tensor(values).max()) if values else 0.0

@@ -1,13 +1,14 @@
-"""Whether the second tensor that a decoder layer returns is part of the residual stream: tried out, never guessed.
+"""An experiment: is the second tensor that a decoder layer returns part of the residual stream?
 
-A layer may return the stream as two tensors, hidden and residual. In most models the stream is their sum. In some, such
-as Exaone 4 and Cohere, nothing reads the second tensor. To find out, the outputs of all layers are replaced by fixed
-numbers, and two claims are tested on what the next layer, or the model itself, returns:
+A layer may return two tensors, hidden and residual. In most models the residual stream is their sum. In some, such as
+Exaone 4 and Cohere, nothing reads the second tensor. To find out, the experiment replaces the outputs of all layers by
+fixed numbers, and tests two claims on what the next layer, or after the last layer the model, returns:
 
-* The stream is the sum: (hidden + residual, 0) gives the same as (hidden, residual).
-* The stream is the first tensor: (hidden, 0) gives the same as (hidden, residual).
+* The stream is the sum: (hidden + residual, 0) gives the same result as (hidden, residual).
+* The stream is the first tensor: (hidden, 0) gives the same result as (hidden, residual).
 
-Exactly one claim must hold, after every layer, and again with other numbers. Anything else is refused.
+The same claim, and only that one, must hold after every layer, and in a second round with other numbers. Otherwise the
+model is refused.
 """
 
 from __future__ import annotations
@@ -25,45 +26,48 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     Replace = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """From a layer's index and the two tensors that it returned to those that it seems to return."""
+    """Takes a layer's index and the two tensors that it returned, and returns the two tensors that replace them."""
     Values = dict[int, list[Tensor]]
-    """By layer: what the next layer returned, or after the last one the model. Float32."""
+    """For each layer, what the next layer returned, or after the last layer the model. Float32."""
 
 _SEEDS = (1, 2)
-"""The numbers of the two rounds."""
+"""The seeds of the numbers in the two rounds."""
 
 _SAME = 1e-3
-"""Values that differ by less, relative to their norm, are the same. The numbers add up without rounding."""
+"""Values with a smaller relative difference count as the same. The numbers themselves add up without rounding."""
 
 _CHANGED = 2e-2
-"""Values that differ by more, relative to their norm, are not the same."""
+"""Values with a larger relative difference count as changed."""
 
 _NOISE = 1e-2
-"""Values that differ by more between equal runs say nothing."""
+"""Values with a larger relative difference between equal runs are ignored."""
 
 _MARGIN = 4.0
-"""A change must be this many times the noise, or less than so many times, to tell anything."""
+"""Factor between noise and what counts as the same, and between that and what counts as changed, if noise is large."""
 
 _STEPS = 8
-"""The numbers are multiples of 1/8 between -1 and 1, so that sums are exact in every floating-point type."""
+"""The numbers are multiples of 1/8 between -1 and 1, so that their sums are exact in every floating-point type."""
 
 
 class _Stream(Enum):
+    """What the residual stream is."""
+
     SUM = "sum"
     FIRST = "first"
 
 
 class _Changes(NamedTuple):
-    """By how much the values after one layer change, at most."""
+    """The largest relative changes of the values after one layer."""
 
     sum: float
-    """If the sum takes the place of both tensors."""
+    """When the sum replaces both tensors."""
     first: float
-    """If the second tensor is left out."""
+    """When the second tensor is left out."""
     noise: float
     """Between equal runs."""
 
     def verdict(self) -> _Stream | None:
+        """Return the claim that holds; None if neither or both do."""
         if not math.isfinite(self.noise):
             return None
         same = max(_SAME, _MARGIN * self.noise)
@@ -76,7 +80,7 @@ class _Changes(NamedTuple):
 
 
 def adds_residual(model: nn.Module, layers: Mapping[int, nn.Module], run: Callable[[], object]) -> bool:
-    """Tell whether the residual stream after a layer is the sum of the two tensors that the layer returns.
+    """Return whether the residual stream after a layer is the sum of the two tensors that the layer returns.
 
     Args:
         model: The model.
@@ -84,7 +88,7 @@ def adds_residual(model: nn.Module, layers: Mapping[int, nn.Module], run: Callab
         run: Runs the model once, uncompiled. Attention must give the same numbers in every run.
 
     Raises:
-        CannotTapError: Neither claim holds, or both do, or layers differ.
+        CannotTapError: After some layer neither claim holds, or both do. Or layers differ.
     """
     rounds = [_changes(model, layers, run, seed) for seed in _SEEDS]
     if not any(rounds):
@@ -114,14 +118,14 @@ def _undecided(layers: Mapping[int, nn.Module], rounds: Sequence[Mapping[int, _C
     )
     return (
         f"{name} cannot be tapped: it returns two tensors, and the residual stream is neither clearly their sum nor "
-        f"clearly the first of them, after every layer alike. After layer {index} {seen}."
+        f"clearly the first of them, after every layer alike. After layer {index} {seen}. Please report the model."
     )
 
 
 def _changes(
     model: nn.Module, layers: Mapping[int, nn.Module], run: Callable[[], object], seed: int
 ) -> dict[int, _Changes]:
-    """Test both claims with the numbers of one round. Layers after which the stage computes nothing are left out."""
+    """Test both claims with the numbers of one round. Leaves out layers after which this stage computes nothing."""
 
     def both(index: int, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return _numbers(hidden, seed, index), _numbers(residual, -seed, index)
@@ -152,7 +156,7 @@ def _changes(
 
 
 def _difference(other: Tensor, value: Tensor) -> float:
-    """Return by how much a value differs from another, relative to its norm; infinity where either is not finite."""
+    """Return the relative difference of two values; infinity if it is not finite."""
     error = relative_error(other, value)
     return error if math.isfinite(error) else math.inf
 
@@ -160,14 +164,14 @@ def _difference(other: Tensor, value: Tensor) -> float:
 def _values_after(
     model: nn.Module, layers: Mapping[int, nn.Module], run: Callable[[], object], replace: Replace
 ) -> Values:
-    """Run a model whose layers seem to return other tensors, and return what was computed from these."""
+    """Run a model with replaced layer outputs, and return the values that it computed from them."""
     indices = {layer: index for index, layer in layers.items()}
     values: Values = {index: [] for index in layers}
     last: int | None = None
 
     def note(output: Any) -> None:
         tensors = output if is_sequence(output) else (output,)
-        if last is not None:  # a copy, because models go on to write into their outputs
+        if last is not None:  # `+ 0.0` copies: the model may later write into these tensors
             values[last] += [value.float() + 0.0 for value in tensors if isinstance(value, Tensor)]
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -184,6 +188,6 @@ def _values_after(
 
 
 def _numbers(like: Tensor, seed: int, index: int) -> Tensor:
-    """Return numbers that look random and follow from the arguments alone; a norm must not make two of them alike."""
+    """Return fixed numbers that look random. Seed and layer change them by more than a factor, which norms cancel."""
     angles = torch.arange(like.numel(), device=like.device, dtype=torch.float32) * (1.0 + 0.37 * seed) + index
     return ((angles.cos() * _STEPS).round() / _STEPS).to(like.dtype).view_as(like)

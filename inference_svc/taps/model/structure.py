@@ -1,8 +1,8 @@
-"""What a model is made of, seen by running it once.
+"""The structure of a model, found by running it once.
 
-Names differ from model to model, and code that goes by them breaks with the next one. What is the same in all of them
-is the flow of tensors: what a layer returns is what the next one takes, and what the first norm takes. So the model
-runs a few tokens before it is compiled, and every call of a module is noted with the very tensors that went in and out.
+Names of modules differ from model to model, so code that relies on names breaks with the next model. The flow of
+tensors is the same in all models: the next layer, and the norm before it, take what a layer returns. So the model runs
+a few tokens before it is compiled, and each call of a module is recorded with the tensors that go in and come out.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ if TYPE_CHECKING:
 
 
 class Argument(NamedTuple):
-    """Where a call carries something: at an index of its positional arguments, or under a keyword."""
+    """An argument of a call: the index of a positional argument, or a keyword."""
 
     key: int | str
 
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a call carries there."""
+        """Return the value of the argument in a call."""
         return args[self.key] if isinstance(self.key, int) else kwargs.get(self.key)
 
 
 @dataclass
 class Structure:
-    """What was seen of a pipeline stage's layers; what was not found is left out."""
+    """The structure of a pipeline stage's layers. Dictionaries are by layer index, and lack modules not found."""
 
     adds_residual: bool = True
-    """A layer that returns two tensors hands on the residual stream as their sum. In some models the second one is left
-    over, and nothing reads it."""
+    """Whether the residual stream is the sum of the two tensors that a layer returns. If not, it is the first one, and
+    nothing reads the second. Without meaning for layers that return one tensor."""
     norms: dict[int, nn.Module] = field(default_factory=dict)
-    """The module that takes what a layer returns, hidden and residual, before anything else does."""
+    """The first module after the layer that takes both its tensors, if nothing takes one of them before. The next layer
+    itself does not count."""
     inputs: tuple[Argument, Argument | None] | None = None
-    """Where a layer's call carries hidden and residual; without residual for layers that hand on one tensor."""
+    """The arguments of a layer's call that carry hidden and residual; no residual if layers pass on one tensor."""
     attention: dict[int, nn.Module] = field(default_factory=dict)
-    """The module whose output is what a layer's attention adds to the residual stream."""
+    """The module whose output the layer's attention adds to the residual stream."""
     mlp: dict[int, nn.Module] = field(default_factory=dict)
-    """The module whose output is what a layer's MLP adds to the residual stream."""
+    """The module whose output the layer's MLP adds to the residual stream."""
 
 
 def observe(
@@ -59,16 +60,17 @@ def observe(
     is_attention: Callable[[nn.Module], bool],
     run: Callable[[], object],
 ) -> Structure:
-    """Run a model and return what was seen.
+    """Run a model and return its structure.
 
     Args:
         model: The model.
         layers: Its decoder layers by index.
-        is_attention: Tells whether a module is one in which tokens of a sequence meet: attention, or a state space.
+        is_attention: Returns whether a module combines the tokens of a sequence: attention, or a state space.
         run: Runs the model once, uncompiled.
 
     Raises:
-        CannotTapError: A layer hands on something else than a row for each token.
+        CannotTapError: A layer does not return one row for each token, or the experiment of `residual` has no clear
+            result.
     """
     calls: list[_Call] = []
     with fixed_attention(model, is_attention):
@@ -87,7 +89,7 @@ def observe(
 
 
 class _Call:
-    """One call of a module."""
+    """One call of a module. `entered` and `left` are the numbers of calls that had started by then."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entered: int) -> None:
         self.module = module
@@ -146,12 +148,12 @@ def _adds_residual(
 ) -> bool:
     pairs = {index: layers[index] for index, call in calls.items() if len(call.output) == 2}  # noqa: PLR2004 - a pair
     if any(calls[index].output[0].shape != calls[index].output[1].shape for index in pairs):
-        return False  # whatever the second tensor is, it cannot be added
+        return False  # tensors of different shapes cannot be added
     return adds_residual(model, pairs, run) if pairs else True
 
 
 def _find_next(structure: Structure, calls: list[_Call], index: int, call: _Call, following: _Call | None) -> None:
-    """Find where the next layer takes what this one returns, and the norm that takes it first."""
+    """Find the arguments in which the next layer takes this layer's tensors, and the norm that takes them first."""
     if following is not None and call.output:
         hidden = following.argument(call.output[0])
         residual = following.argument(call.output[1]) if len(call.output) > 1 and structure.adds_residual else None
@@ -159,23 +161,23 @@ def _find_next(structure: Structure, calls: list[_Call], index: int, call: _Call
             structure.inputs = (hidden, residual)
     if len(call.output) != 2 or not structure.adds_residual:  # noqa: PLR2004 - hidden and residual
         return
-    takers = (
+    users = (
         later
         for later in calls[call.left :]
         if later is not following and any(later.argument(tensor) for tensor in call.output)
     )
-    first = next(takers, None)
-    calls_of = [other for other in calls if first is not None and other.module is first.module]
-    if first and not first.kwargs and len(first.args) == 2 and len(calls_of) == 1:  # noqa: PLR2004 - see above
-        takes = all(given is tensor for given, tensor in zip(first.args, call.output, strict=True))
-        if takes:
+    first = next(users, None)
+    calls_of_first = [other for other in calls if first is not None and other.module is first.module]
+    if first and not first.kwargs and len(first.args) == 2 and len(calls_of_first) == 1:  # noqa: PLR2004 - see above
+        takes_both = all(given is tensor for given, tensor in zip(first.args, call.output, strict=True))
+        if takes_both:
             structure.norms[index] = first.module
 
 
 def _find_parts(
     structure: Structure, calls: list[_Call], index: int, call: _Call, is_attention: Callable[[nn.Module], bool]
 ) -> None:
-    """Find the parts of a layer that add to the residual stream."""
+    """Find the two parts of a layer that add to the residual stream: attention, and the last part besides it."""
     children = list(call.module.children())
     inside = [other for other in calls[call.entered : call.left] if any(other.module is child for child in children)]
     parts = [part for part in inside if part.output and not is_norm(part.module) and _has_parameters(part.module)]
@@ -187,7 +189,10 @@ def _find_parts(
 
 
 def _after_norm(inside: list[_Call], part: _Call) -> nn.Module:
-    """Return the norm that takes a part's output alone, if there is one: it, not the part, gives what is added."""
+    """Return the norm that takes only a part's output, if there is one; otherwise the part.
+
+    With such a norm, the layer adds the norm's output to the residual stream, not the part's.
+    """
     for other in inside:
         given = [value for _, value in other.tensors()]
         if other.entered >= part.left and is_norm(other.module) and len(given) == 1 and given[0] is part.output[0]:
@@ -196,7 +201,7 @@ def _after_norm(inside: list[_Call], part: _Call) -> nn.Module:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell whether a module is a normalisation."""
+    """Return whether a module is a norm."""
     return type(module).__name__.lower().endswith("norm")
 
 
@@ -205,22 +210,22 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callable[[], object]) -> dict[int, float]:
-    """Run a model again, and return by how much the parts of each layer fail to add up to what the layer adds.
+    """Run a model again, and return how far attention and MLP of each layer are from adding up to what it adds.
 
-    A model may scale what its parts give, or give it in a form of its own: then the modules that were found are not
-    what their sites promise. In such a run attention gives no values of its own, and an MLP may add next to nothing.
-    So fixed numbers take the place of what each gives.
+    A model may scale the outputs of its parts before it adds them, or change them in other ways. Then the found modules
+    are not the sites attn_out and mlp_out. The outputs of both parts are replaced by fixed numbers for this: without
+    requests attention computes nothing, and an MLP may add almost nothing.
 
     Args:
         layers: The decoder layers by index, whose attention and MLP were found.
-        structure: What was seen.
+        structure: The structure that was found.
         run: Runs the model once, uncompiled.
 
     Returns:
-        For each layer |before + attention + mlp - after| / (|attention + mlp| + |after| / 10), the largest of all rows:
-        beside a long stream the parts are lost in its rounding.
+        For each layer |before + attention + mlp - after| / (|attention + mlp| + |after| / 10), for the row with the
+        largest error. The term |after| / 10 allows for rounding: next to a long stream, the parts are small.
     """
-    assert structure.inputs is not None  # noqa: S101 - asked only of models whose layers' inputs were found
+    assert structure.inputs is not None  # noqa: S101 - `check_parts` checked it
     seen: dict[int, list[Tensor]] = {index: [] for index in layers}
     handles = []
     for index, layer in layers.items():

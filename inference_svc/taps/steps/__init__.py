@@ -1,1 +1,1 @@
-"""One step of the engine: which row belongs to which request, and what is done to it. The same on every device."""
+"""One step of the engine, on any device: which row belongs to which request, and what the taps do to it."""

@@ -1,7 +1,7 @@
-"""How much room of the program tables a request may take, told before it runs.
+"""Upper bounds on the room that a request takes in the program tables, computed before it runs.
 
-The tables hold a program for each row that a step can have, and `MAX_ENTRIES` of every running request. So no request
-that was taken on can find them full in the middle of a step, nor can one whose steering is changed while it runs.
+The tables have room for one program per row of a step, and for `MAX_ENTRIES` entries per running request. So the tables
+cannot overflow during a step, even if requests change their steering.
 """
 
 from __future__ import annotations
@@ -14,34 +14,37 @@ if TYPE_CHECKING:
     from residuum.v1 import selection_pb2
 
 MAX_PROGRAMS = 256
-"""Different treatments of a request's positions."""
+"""Most different programs of one request."""
 
 MAX_ENTRIES = 8192
-"""Operations of all of these, those of layers with the same operations counted once."""
+"""Most table entries of one request: the operations of all its programs. Layers with the same operations share them."""
 
 
 class Demand(NamedTuple):
-    """What a request takes at most."""
+    """An upper bound on what a request takes in the tables."""
 
     programs: int
+    """Different programs."""
     entries: int
+    """Table entries of all programs together."""
 
 
 def demand_of(
     operations: Sequence[tuple[Sequence[int], selection_pb2.PositionSelection]],
     captured: selection_pb2.PositionSelection | None,
 ) -> Demand:
-    """Return what a request takes at most.
+    """Return an upper bound on what a request takes in the tables.
 
     Args:
-        operations: Of each steering operation its layers and its positions.
-        captured: The positions that are captured; None: none.
+        operations: The layers and the positions of each steering operation.
+        captured: The captured positions. None: nothing is captured.
     """
     selections = [positions for _, positions in operations] + ([captured] if captured else [])
-    # One that takes every position divides none from others.
+    # A selection of all positions does not divide them into different programs.
     distinct = {positions.SerializeToString(): positions for positions in selections if _divides(positions)}.values()
-    # Two bounds. Each selection takes a position or not. And between the borders of all ranges, and of the prompt, it
-    # does so for all positions alike, but for those that count every k-th.
+    # The smaller of two bounds. First, each of n selections takes a position or not: 2**n programs. Second, the ends of
+    # all ranges, and of the prompt, divide the positions into stretches. Within a stretch, only selections of every
+    # k-th position distinguish positions: 2**(number of different k) programs per stretch.
     ranges = sum(len(positions.ranges) for positions in distinct)
     periods = len({positions.every for positions in distinct if positions.every > 1})
     programs = min(2 ** min(len(distinct), 32), (2 * ranges + 2) * 2 ** min(periods, 32))

@@ -1,6 +1,6 @@
-"""Laying out a step: what is done to which row of the batch, and which place of which block takes it.
+"""The layout of a step: for each row of the batch, its program and its place in a block.
 
-A layout says so in numpy, whatever the device; a tap's `arm` turns it into what its device reads.
+A layout is made of numpy arrays on every device. The tap's `arm` converts it for the device.
 """
 
 from __future__ import annotations
@@ -30,70 +30,71 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class StepRows:
-    """Which rows of a step's batch belong to which request; what every runner adapter says in the same words.
+    """Which rows of a step's batch belong to which request. Every runner adapter returns this.
 
-    Request i has the next `counts[i]` rows of the batch, for the positions from `firsts[i]` on. Rows after the last
-    request's are padding.
+    Request i has the next `counts[i]` rows of the batch, for the positions from `firsts[i]` on. Rows after those of the
+    last request are padding.
     """
 
     request_ids: Sequence[str]
     firsts: Sequence[int] | npt.NDArray[np.integer]
+    """The first position of each request in this step."""
     counts: Sequence[int] | npt.NDArray[np.integer]
+    """How many rows each request has in this step."""
 
 
 class Steering:
-    """A request's operations, and what follows from them for its positions."""
+    """The operations of a request from some position on, and the treatment of each phase under them."""
 
     def __init__(self, plan: RequestPlan) -> None:
-        """Take the operations of `plan`, and what it captures."""
+        """Take the operations and the capture of `plan`."""
         self.plan = plan
 
     @cached_property
     def prefill(self) -> Treatment | None:
-        """What is done to every position of the prompt; None if it is not the same for all of them."""
+        """The treatment of every prompt position; None if positions differ."""
         return _treatment(self.plan, selection_pb2.PHASE_PROMPT)
 
     @cached_property
     def decode(self) -> Treatment | None:
-        """What is done to every generated position; None if it is not the same for all of them."""
+        """The treatment of every generated position; None if positions differ."""
         return _treatment(self.plan, selection_pb2.PHASE_GENERATED)
 
 
 class RequestState:
-    """A request that the taps work for."""
+    """The state of a request that the taps capture or steer."""
 
     def __init__(self, plan: RequestPlan, first_generated: int = BLOCK_TOKENS) -> None:
-        """Begin with a plan; see the attributes."""
+        """Start before the first position; see the attributes."""
         self.plan = plan
-        """What was asked for; of the operations, those of the start."""
+        """The plan of the request. Its operations are those at the start; `steering` has the current ones."""
         self.next_position = 0
-        """The first position that has not been computed yet. A preempted request is computed again from position 0;
-        the first write of a position wins."""
+        """The first position that has not been computed yet. A preempted request is computed again from position 0, but
+        each position is captured only the first time."""
         self.block: Block | None = None
         """The block that is being filled."""
         self.first_generated = first_generated
-        """Positions that the first block of generated tokens holds. Requests that begin together would fill all their
-        blocks in the same steps; with first blocks of different sizes, the blocks that leave are spread over the
-        steps."""
+        """Capacity of the first block for generated tokens. Requests that start together would fill their blocks in the
+        same steps. First blocks of different capacities spread the leaving blocks over several steps."""
         self.steering = Steering(plan)
-        """The operations from `steered_from` on."""
+        """The operations from position `steered_from` on."""
         self.steered_from = 0
-        self._before: list[tuple[int, Steering]] = []  # (first position, operations), ascending
+        self._earlier: list[tuple[int, Steering]] = []  # (first position, operations), ascending
 
     def change_steering(self, operations: tuple[Operation, ...]) -> int:
-        """Take other operations for every position that has not been computed, and return the first of these.
+        """Replace the operations for all positions that have not been computed, and return the first of these.
 
-        A position that is computed again, after a preemption, is steered as it was the first time: other rows have
-        been computed from it.
+        A position that is computed again after a preemption keeps its old operations: later rows were computed from its
+        old values.
         """
         if self.next_position > self.steered_from:
-            self._before.append((self.steered_from, self.steering))
+            self._earlier.append((self.steered_from, self.steering))
             self.steered_from = self.next_position
         self.steering = Steering(replace(self.plan, operations=operations))
         return self.steered_from
 
     def generates_next(self, position: int) -> bool:
-        """Tell whether a position is the next one, is generated, and all that are generated now are treated alike."""
+        """Return whether `position` is the next one and generated, and all generated positions have one treatment."""
         return (
             position == self.next_position
             and position >= self.plan.prompt_tokens
@@ -102,32 +103,39 @@ class RequestState:
         )
 
     def open_block(self, pool: BlockPool, position: int, positions: int) -> Block:
-        """Return the block that takes a position, the first of some that are at hand."""
+        """Return the block for a position, and allocate it if there is none.
+
+        Args:
+            pool: The pool of blocks.
+            position: The position.
+            positions: How many positions from this one on the step captures.
+        """
         if self.block is None:
-            assert self.plan.capture is not None  # noqa: S101 - asked only for requests that capture
-            least = BLOCK_TOKENS
+            assert self.plan.capture is not None  # noqa: S101 - called only for requests that capture
+            min_capacity = BLOCK_TOKENS
             if position >= self.plan.prompt_tokens:
-                least, self.first_generated = self.first_generated, BLOCK_TOKENS
-            self.block = pool.take(self.plan.capture, positions, least)
+                min_capacity, self.first_generated = self.first_generated, BLOCK_TOKENS
+            self.block = pool.take(self.plan.capture, positions, min_capacity)
         return self.block
 
     def divide(self, first: int, count: int) -> Iterator[tuple[Steering, int, int]]:
-        """Yield runs of positions that have the same operations, in order: (operations, first position, how many)."""
-        borders = [*self._before, (self.steered_from, self.steering)]
+        """Divide positions into runs with the same operations. Yields (operations, first position, length) in order."""
+        borders = [*self._earlier, (self.steered_from, self.steering)]
         stop = first + count
         for index, (start, steering) in enumerate(borders):
             end = borders[index + 1][0] if index + 1 < len(borders) else stop
-            here, there = max(start, first), min(end, stop)
-            if there > here:
-                yield steering, here, there - here
+            run_start, run_stop = max(start, first), min(end, stop)
+            if run_stop > run_start:
+                yield steering, run_start, run_stop - run_start
 
 
 class Treatment(NamedTuple):
-    """What is done to every position of one phase of a request."""
+    """The program of every position of one phase of a request."""
 
     program: Program | None
-    """None: nothing."""
+    """None: the taps do nothing to these positions."""
     captured: bool
+    """Whether the positions are captured."""
 
 
 ROW, PROGRAM, PLACE, STRIDE = range(4)
@@ -136,36 +144,36 @@ ROW, PROGRAM, PLACE, STRIDE = range(4)
 
 @dataclass
 class StepLayout:
-    """What the taps do in one step."""
+    """The work of the taps in one step."""
 
     programs: list[Program] = field(default_factory=list)
     """The programs of the step's rows, each once."""
     lines: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 4), dtype=np.int64))
-    """A line for each row that has a program, in any order: the row of the batch; the index of its program; the pool's
-    row that takes its first unit, or NOWHERE if it is not captured; and how far it is from there to the next unit's:
-    the capacity of the block."""
+    """A line for each row that has a program, in any order, int64 [lines, 4]. ROW is the row of the batch, PROGRAM the
+    index of its program. PLACE is the pool row for its first unit, or NOWHERE if the row is not captured. STRIDE is the
+    distance from one unit to the next in pool rows: the capacity of the block."""
     repeats: bool = False
-    """Whether all of this is as in the step before: then the device has it already."""
+    """Whether programs and lines are those of the step before, so that the device has them already."""
     full_blocks: list[Block] = field(default_factory=list)
-    """Blocks that are ready to leave when the step is done."""
+    """Blocks to send when the step is done."""
     skipped: list[tuple[Capture, list[int]]] = field(default_factory=list)
-    """Positions that were to be captured and that the engine did not compute: something read them from a cache in
-    spite of `skip_reading_prefix_cache`. They are reported as lost; a capture is never silently partial."""
+    """Positions that should be captured but that the engine did not compute, because it read them from a cache in spite
+    of `skip_reading_prefix_cache`. They are reported as lost, so that no capture is silently incomplete."""
 
 
 class StepPlanner:
-    """Builds the layout of one step."""
+    """Builds the layout of one step, for any mix of requests."""
 
     def __init__(self, pool: BlockPool | None) -> None:
-        """Plan for a rank that captures into `pool`, or one that only steers."""
+        """Plan for a rank that captures into `pool`; None: for a rank that only steers."""
         self._pool = pool
         self._layout = StepLayout()
         self._programs: dict[Program, int] = {}
-        self._singles: list[int] = []  # lines, one after the other: one array is made of them in the end
+        self._singles: list[int] = []  # flat lines; `finish` makes one array of all of them
         self._many: list[npt.NDArray[np.int64]] = []
 
     def add_request(self, state: RequestState, row: int, first: int, count: int) -> None:
-        """Lay out `count` rows of a request, from `row` of the batch and position `first` on."""
+        """Add `count` rows of a request, from row `row` of the batch and position `first` on."""
         if first >= state.steered_from:
             self._add(state, state.steering, row, first, count)
             return
@@ -173,8 +181,8 @@ class StepPlanner:
             self._add(state, steering, row + position - first, position, length)
 
     def _add(self, state: RequestState, steering: Steering, row: int, first: int, count: int) -> None:
-        # Nearly every request of nearly every step generates one token: it must not cost numpy calls. Of the others,
-        # most compute a part of a prompt that is treated as one.
+        # Most requests of most steps generate one token: _add_single makes no numpy call. Most others compute a part of
+        # a prompt whose positions have one treatment: _add_run.
         prompt_tokens = state.plan.prompt_tokens
         if first != state.next_position:
             self._add_many(state, steering.plan, row, first, count)
@@ -219,13 +227,13 @@ class StepPlanner:
                 if not block.free:
                     self._close(state)
             if state.next_position == state.plan.prompt_tokens:
-                self._close(state)  # the prompt's rows need not wait for generated ones
+                self._close(state)  # rows of the prompt must not wait for generated rows
         elif prefill.program is not None:
             self._add_lines(prefill.program, np.arange(row, row + count), NOWHERE, 0)
 
     def _add_lines(self, program: Program | None, rows: npt.NDArray[np.int64], place: int, stride: int) -> None:
-        """Add lines of rows that have one program; they are captured one after the other from `place` on."""
-        assert program is not None  # noqa: S101 - what is captured has a program
+        """Add lines for rows with one program, captured at successive places from `place` on."""
+        assert program is not None  # noqa: S101 - a captured row has a program
         lines = np.empty((len(rows), 4), dtype=np.int64)
         lines[:, ROW] = rows
         lines[:, PROGRAM] = self._index(program)
@@ -237,11 +245,11 @@ class StepPlanner:
         applied = [wanted_positions(item.positions, plan.prompt_tokens, first, count) for item in plan.operations]
         places, strides = self._capture(state, first, count)
         masks = np.array([*applied, places != NOWHERE])  # [operations + 1, rows]
-        combinations, which = np.unique(masks, axis=1, return_inverse=True)
+        combinations, inverse = np.unique(masks, axis=1, return_inverse=True)
         for index, combination in enumerate(combinations.T):
             program = Program.for_rows(plan, np.flatnonzero(combination[:-1]).tolist(), captured=bool(combination[-1]))
             if program is not None:
-                chosen = np.flatnonzero(which.reshape(-1) == index)
+                chosen = np.flatnonzero(inverse.reshape(-1) == index)
                 numbers = np.full(len(chosen), self._index(program))
                 self._many.append(np.stack([row + chosen, numbers, places[chosen], strides[chosen]], axis=1))
 
@@ -249,7 +257,7 @@ class StepPlanner:
         return self._programs.setdefault(program, len(self._programs))
 
     def _capture(self, state: RequestState, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the place and the stride of each row, [2, count]; opens and closes blocks on the way."""
+        """Return place and stride of each row, int64 [2, count]. Opens and closes blocks as needed."""
         places = np.full((2, count), NOWHERE, dtype=np.int64)
         known, stop = state.next_position, first + count
         state.next_position = max(known, stop)
@@ -265,7 +273,7 @@ class StepPlanner:
         border = int(np.searchsorted(positions, prompt_tokens))
         self._fill(state, pool, positions[:border], places, first)
         if known < prompt_tokens <= stop:
-            self._close(state)  # the prompt's rows need not wait for generated ones
+            self._close(state)  # rows of the prompt must not wait for generated rows
         self._fill(state, pool, positions[border:], places, first)
         return places
 

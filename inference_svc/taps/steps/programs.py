@@ -1,7 +1,7 @@
-"""Programs: what the taps do to a row, on every layer.
+"""Programs: what the taps do to one kind of row in a step, on every layer.
 
-Rows of any requests for which the same is done share a program. So a layout is a few sets of rows, and a row carries no
-more than its program and the place that it is captured into.
+Rows with the same treatment share a program, whichever request they belong to. So a layout needs only two things for a
+row: its program and its place in a block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """One operation of a program: an `Operation` without the positions, which are decided when rows are laid out."""
+    """One operation of a program: an `Operation` without positions, because a layout assigns programs to rows."""
 
     kind: Kind
     row: int
@@ -37,20 +37,20 @@ class Step(NamedTuple):
 
 
 class Program:
-    """What is done to a row. Interned: equal programs are one object, so that comparing and hashing cost nothing."""
+    """What is done to a row. Interned: equal programs are the same object, so comparing and hashing are cheap."""
 
     __slots__ = ("__weakref__", "before_steering", "capture_layers", "capture_sites", "steps")
 
     _known: ClassVar[WeakValueDictionary[tuple[object, ...], Program]] = WeakValueDictionary()
 
     capture_sites: tuple[int, ...]
-    """The sites at which the row is captured, ascending; empty: none."""
+    """The sites at which the row is captured, ascending; empty if it is not captured."""
     capture_layers: tuple[int, ...]
-    """The layers on which it is captured, ascending; empty: none."""
+    """The layers on which the row is captured, ascending; empty if it is not captured."""
     before_steering: bool
     """Capture the row as it was before steering."""
     steps: tuple[Step, ...]
-    """The operations, in the order in which they are applied; each names its layers."""
+    """The operations, in the order in which they are applied."""
 
     @classmethod
     def make(
@@ -61,7 +61,7 @@ class Program:
         before_steering: bool = False,
         steps: Sequence[Step] = (),
     ) -> Program:
-        """Return the program."""
+        """Return the program with these fields."""
         key = (capture_sites, capture_layers, before_steering, tuple(steps))
         known = cls._known.get(key)
         if known is None:
@@ -72,7 +72,13 @@ class Program:
 
     @classmethod
     def for_rows(cls, plan: RequestPlan, operations: Sequence[int], *, captured: bool) -> Program | None:
-        """Return the program of a plan's rows to which some of its operations apply; None if nothing is done."""
+        """Return the program for some rows of a plan; None if the taps do nothing to them.
+
+        Args:
+            plan: The plan.
+            operations: The indices of the plan's operations that apply to these rows.
+            captured: Whether the rows are captured.
+        """
         capture = plan.capture if captured else None
         if capture is None and not operations:
             return None
@@ -84,7 +90,7 @@ class Program:
         )
 
     def unit(self, site: int, layer: int) -> int | None:
-        """Return which of a captured position's rows holds a site of a layer; None if that is not captured."""
+        """Return the unit of a captured position for a site of a layer; None if that is not captured."""
         if site not in self.capture_sites or layer not in self.capture_layers:
             return None
         return self.capture_sites.index(site) * len(self.capture_layers) + self.capture_layers.index(layer)

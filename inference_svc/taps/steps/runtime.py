@@ -1,4 +1,4 @@
-"""The taps of one worker process: requests in, layouts out, blocks on their way."""
+"""The runtime of the taps in one worker process. It keeps the requests, lays out each step, and sends full blocks."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
     from inference_svc.taps.steps.layout import StepLayout
 
 _REMEMBERED_NAMES = 10_000
-"""Ended requests that are told from those that have not come yet."""
+"""How many ended requests the runtime remembers, to distinguish them from requests that have not started."""
 
 _SIZE_STEP = 13
-"""Odd, so that it takes 32 requests until a size comes again."""
+"""Odd, so that 32 successive requests get 32 different sizes."""
 
 
 class DeviceTap(Protocol):
-    """What the op calls, as the runtime sees it."""
+    """The part of a tap that the runtime calls."""
 
     def arm(self, layout: StepLayout) -> None:
-        """Take over what the next run of the model does."""
+        """Set what the taps do in the next run of the model."""
 
     def disarm(self) -> None:
-        """Let the next runs of the model pass through. Told once, when a step has nothing to do."""
+        """Make the taps do nothing from the next run of the model on. Called once, when a step has no work for them."""
 
 
 class TapRuntime:
-    """Keeps the requests that the taps work for, and takes the taps through each step of the engine."""
+    """Keeps the requests that the taps capture or steer, and drives the taps through each step of the engine."""
 
     def __init__(self, points: TapPoints, tap: DeviceTap, pool: BlockPool | None, sink: BlockSink | None) -> None:
-        """Make the runtime of a rank that captures, or, without a pool and a sink, of one that only steers."""
+        """Make the runtime of one rank. Without a pool and a sink, the rank only steers."""
         self._points = points
         self._tap = tap
         self._pool = pool
         self._sink = sink
         self._requests: dict[str, RequestState] = {}
-        self._names: dict[str, str] = {}  # the engine's ids of requests whose operations may change, by their names
-        self._changes_ahead: dict[str, tuple[Operation, ...]] = {}  # of requests that are not here yet
+        self._names: dict[str, str] = {}  # vLLM's request IDs by plan name, for requests whose operations may change
+        self._early_changes: dict[str, tuple[Operation, ...]] = {}  # changes for requests that have not started yet
         self._ended: OrderedDict[str, None] = OrderedDict()  # names
         self._layout: StepLayout | None = None
         self._steady: SteadyBatch | None = None
@@ -60,59 +60,59 @@ class TapRuntime:
 
     @property
     def open_requests(self) -> int:
-        """Requests whose end the scheduler has not told yet."""
+        """How many requests have not ended, as far as the scheduler has reported."""
         return len(self._requests)
 
     def begin_step(self, finished: Iterable[str], admitted: Iterable[tuple[str, Mapping[str, Any] | None]]) -> None:
-        """Take over the scheduler's news before the step runs.
+        """Retire and admit requests before a step runs.
 
         Args:
-            finished: Requests that ended, or were stopped, since the last step.
-            admitted: Requests that are scheduled for the first time, with their `extra_args`.
+            finished: IDs of requests that ended or were stopped since the last step.
+            admitted: IDs and `extra_args` of requests that are scheduled for the first time.
         """
         for request_id in finished:
             self._retire(request_id)
         for request_id, extra_args in admitted:
             plan = RequestPlan.from_extra_args(extra_args)
             if plan is not None:
-                # Some runners announce a preempted request again, as if it were new; what is captured stays captured.
+                # Some runners report a preempted request as new again. Its state is kept, so no row is captured twice.
                 plan = plan.for_rank(self._points, captures=self._pool is not None)
                 if request_id not in self._requests:
                     self._requests[request_id] = self._admit(request_id, plan)
 
     def change_steering(self, name: str, operations: tuple[Operation, ...]) -> int | None:
-        """Change the operations of a request from its next position on.
+        """Replace the operations of a request from its next position on.
 
         Args:
-            name: Its `RequestPlan.name`.
-            operations: What takes the place of its operations.
+            name: The request's `RequestPlan.name`.
+            operations: The new operations.
 
         Returns:
-            The first position that is steered so; None if the request has ended.
+            The first position with the new operations; None if the request has ended.
         """
         if name in self._ended:
             return None
         if name not in self._names:
-            self._changes_ahead[name] = operations
+            self._early_changes[name] = operations
             return 0
         self._settle()
         return self._requests[self._names[name]].change_steering(operations)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget changes of requests that will not come any more."""
+        """Drop early changes of requests that will never start."""
         for name in names:
-            self._changes_ahead.pop(name, None)
+            self._early_changes.pop(name, None)
 
-    def place(self, tell_rows: Callable[[], StepRows]) -> None:
+    def place(self, get_rows: Callable[[], StepRows]) -> None:
         """Lay out the step's rows, once the runner has fixed their order.
 
         Args:
-            tell_rows: Tells which rows are whose; not asked if there is nothing to do, so that it costs nothing.
+            get_rows: Returns which rows belong to which request. Not called if the taps have no request, to save time.
         """
         if not self._requests:
             self.pass_through()
             return
-        self._layout = self._lay_out(tell_rows())
+        self._layout = self._lay_out(get_rows())
         if not self._layout.programs:
             self.pass_through()
         elif not (self._layout.repeats and self._is_armed):
@@ -120,9 +120,10 @@ class TapRuntime:
             self._is_armed = True
 
     def finish_step(self) -> None:
-        """Send the blocks that the step filled.
+        """Send the blocks that the step filled, and report positions that the engine skipped.
 
-        The taps stay armed: each step that computes something is placed anew, and nothing runs in between.
+        The taps stay armed. That is safe: each step with rows calls `place` first, and the model does not run between
+        steps.
         """
         layout, self._layout = self._layout, None
         if layout is None or self._sink is None:
@@ -132,12 +133,12 @@ class TapRuntime:
                 capture,
                 positions,
                 capture_pb2.INCOMPLETE_REASON_WRITE_FAILED,
-                "The engine did not compute these positions: it took them from a cache.",
+                "The engine did not compute these positions: it read them from a cache.",
             )
         self._sink.send(layout.full_blocks)
 
     def pass_through(self) -> None:
-        """Let runs of the model pass the taps untouched, until a step has something to do again."""
+        """Make the taps do nothing, until `place` arms them again."""
         if self._is_armed:
             self._tap.disarm()
             self._is_armed = False
@@ -165,7 +166,7 @@ class TapRuntime:
         return planner.finish()
 
     def _settle(self) -> None:
-        """Let the states know what a steady batch has computed; before anything else reads or changes them."""
+        """Bring the request states up to date with the steady batch. Call it before anything reads or changes them."""
         if self._steady is not None:
             self._steady.settle()
             self._steady = None
@@ -176,12 +177,12 @@ class TapRuntime:
             self._sink.begin(plan)
         if plan.name:
             self._names[plan.name] = request_id
-            if plan.name in self._changes_ahead:
-                state.change_steering(self._changes_ahead.pop(plan.name))
+            if plan.name in self._early_changes:
+                state.change_steering(self._early_changes.pop(plan.name))
         return state
 
     def _next_size(self) -> int:
-        """Return the size of a new request's first block: all sizes come by turns, neighbours far apart."""
+        """Return the capacity of a new request's first block. It cycles through all sizes, in steps far apart."""
         self._admitted += 1
         return BLOCK_TOKENS - self._admitted * _SIZE_STEP % BLOCK_TOKENS
 

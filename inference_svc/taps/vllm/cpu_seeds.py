@@ -1,12 +1,12 @@
-"""Seeds on a CPU: a step that computes a part of a prompt draws nothing from the request's generator.
+"""A workaround for seeds on a CPU: a step that computes only a part of a prompt must not use the request's generator.
 
-vLLM samples a token for every row of the batch, and discards those of prompts that are not finished. It then takes back
-what was drawn for them, by the generator's offset, which a CPU's generators do not have: the engine would end, by any
-request with a seed and a prompt that is computed in chunks. So these generators are put aside while it samples. They
-are neither drawn from nor taken back, and a seed gives the same reply in however many chunks its prompt was computed.
+vLLM samples a token for every row of the batch, and discards the tokens of unfinished prompts. Then it rewinds their
+generators by setting an offset. CPU generators have no offset: the engine would crash on any request with a seed whose
+prompt is computed in chunks. This module hides these generators while vLLM samples, so they are neither used nor
+rewound. A seed then gives the same reply for any number of chunks.
 
-Known from vLLM 0.32: `GPUModelRunner.sample_tokens` does both, the drawing and the taking back, and rows do not move
-meanwhile; `input_batch.generators` (by row) is the dictionary that the sampler reads; `discard_request_mask` tells the
+It relies on behaviour of vLLM 0.32. `GPUModelRunner.sample_tokens` both samples and rewinds, and rows do not move in
+between. The sampler reads the dictionary `input_batch.generators`, by row. `discard_request_mask` marks the discarded
 rows. The second model runner keeps no generators.
 """
 
@@ -18,10 +18,10 @@ from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError
 
 
 def attach(runner: Any, vllm_version: str) -> None:
-    """Keep vLLM's first model runner, on a CPU, from the generators of rows whose token it discards.
+    """Hide the generators of discarded rows from vLLM's first model runner on a CPU.
 
     Raises:
-        IncompatibleEngineError: The runner lacks a name that is used here.
+        IncompatibleEngineError: The runner lacks a name that this workaround uses.
     """
     _check(runner, vllm_version)
     sample_tokens = runner.sample_tokens
@@ -29,13 +29,13 @@ def attach(runner: Any, vllm_version: str) -> None:
     def sample_without_discarded(*arguments: Any, **options: Any) -> Any:
         generators = runner.input_batch.generators
         discarded = runner.discard_request_mask.np
-        aside = {row: generator for row, generator in generators.items() if discarded[row]}
-        for row in aside:
+        hidden = {row: generator for row, generator in generators.items() if discarded[row]}
+        for row in hidden:
             del generators[row]
         try:
             return sample_tokens(*arguments, **options)
         finally:
-            generators.update(aside)
+            generators.update(hidden)
 
     runner.sample_tokens = sample_without_discarded
 
@@ -44,12 +44,12 @@ def _check(runner: Any, vllm_version: str) -> None:
     batch, mask = getattr(runner, "input_batch", None), getattr(runner, "discard_request_mask", None)
     missing = [
         name
-        for name, there in (
+        for name, exists in (
             ("sample_tokens()", callable(getattr(runner, "sample_tokens", None))),
             ("input_batch.generators", isinstance(getattr(batch, "generators", None), dict)),
             ("discard_request_mask.np", hasattr(mask, "np")),
         )
-        if not there
+        if not exists
     ]
     if missing:
         raise IncompatibleEngineError(

@@ -1,6 +1,6 @@
-"""The worker class for CPUs, named in vLLM's `worker_cls`.
+"""The worker class for CPUs, for vLLM's `worker_cls`.
 
-Import it on a CPU machine alone: importing vLLM's CPU worker replaces parts of `torch.cuda`.
+Import it only on a machine without a GPU: importing vLLM's CPU worker replaces parts of `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TappedCpuWorker(TappedWorker, CPUWorker):
     """vLLM's CPU worker with taps."""
 
     def load_model(self, **options: Any) -> None:
-        """Load and hook the model, then see to the seeds of its first model runner."""
+        """Load the model and put the taps into it, then apply the workaround for seeds; see `cpu_seeds`."""
         super().load_model(**options)
         if not self.use_v2_model_runner:
             cpu_seeds.attach(self.model_runner, vllm.__version__)

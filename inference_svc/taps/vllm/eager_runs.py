@@ -1,4 +1,4 @@
-"""Running a worker's model uncompiled, without requests: to see what it is made of, and to check captured rows."""
+"""Runs of a worker's model without compilation and without requests: to find its structure and to check its rows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 TOKENS = 4
-"""Tokens of such a run."""
+"""How many tokens such a run computes."""
 
 
 class EagerRuns:
-    """The runs of one worker's model that no request asked for."""
+    """Runs one worker's model outside the engine's steps."""
 
     def __init__(self, worker: Any, layers: dict[int, nn.Module]) -> None:
-        """Prepare the runs; `layers` are this rank's decoder layers by index."""
+        """Prepare the runs. `layers` are this rank's decoder layers by index."""
         self._worker = worker
         self._model: nn.Module = worker.model_runner.get_model()
         self._layers = layers
@@ -38,7 +38,7 @@ class EagerRuns:
             self._logits = LogitsCheck(self._model, layers[max(layers)], _is_attention)
 
     def observe(self, sites: Sequence[int]) -> Structure:
-        """Return what is seen of the model in vLLM's own profile run, and check it for the sites.
+        """Run the model as vLLM's profile run does, return its structure, and check that the sites can be captured.
 
         Raises:
             CannotTapError: The taps do not fit the model.
@@ -57,12 +57,12 @@ class EagerRuns:
             return structure
 
     def listen(self) -> None:
-        """Keep what the model gives to the unembedding from now on; see `LogitsCheck`."""
+        """Record the inputs of the unembedding from now on; see `LogitsCheck`."""
         if self._logits is not None:
             self._logits.listen()
 
     def explain(self, rows: torch.Tensor, tokens: Sequence[int]) -> Explanation | None:
-        """Tell how well rows explain the tokens that were served since `listen`; None where no logits are made."""
+        """Return how well rows explain the tokens served since `listen`; None on a rank that computes no logits."""
         if self._logits is None:
             return None
 
@@ -74,7 +74,7 @@ class EagerRuns:
             return self._logits.explain(rows, tokens, run)
 
     def _remember_call(self, run: Callable[[], object]) -> None:
-        """Run the model once, and keep the arguments with which vLLM calls it."""
+        """Run the model once, and keep the arguments of vLLM's call."""
 
         def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             del module

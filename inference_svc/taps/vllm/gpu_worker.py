@@ -1,4 +1,4 @@
-"""The worker class for GPUs, named in vLLM's `worker_cls`."""
+"""The worker class for GPUs, for vLLM's `worker_cls`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class TappedGpuWorker(TappedWorker, Worker):
     """vLLM's GPU worker with taps."""
 
     def determine_available_memory(self) -> int:
-        """Measure as vLLM does, with the memory taken that signs of random projections may take when requests run.
+        """Return the memory that vLLM measures, less what the signs of random projections may take later.
 
-        So the KV cache leaves it free.
+        The signs' memory is allocated while vLLM measures, so the KV cache leaves it free.
         """
         room = self._residuum.room_for_signs()
         try:

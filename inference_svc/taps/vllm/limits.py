@@ -1,4 +1,4 @@
-"""What the taps do not serve: refused when the engine starts, by name and with the reason, never found out later."""
+"""The limits of the taps: engine configurations that they refuse at startup, because captured rows would be wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class UnsupportedEngineError(RuntimeError):
-    """The engine is set up in a way in which captures would not be exact."""
+    """The engine's configuration or this machine would make captures inexact."""
 
 
 def refuse_unsupported(config: Any) -> None:
@@ -16,15 +16,17 @@ def refuse_unsupported(config: Any) -> None:
         config: A `VllmConfig`.
 
     Raises:
-        UnsupportedEngineError: It asks for something under which rows would be missing, doubled or another token's.
+        UnsupportedEngineError: It enables a feature with which rows would be missing, duplicated, or of other tokens.
     """
     passes = config.compilation_config.pass_config
-    asked = {
+    features = {
         "speculative decoding: it computes rows of tokens that are then rejected": config.speculative_config,
-        # vLLM 0.24 has this pass; 0.32 has dropped it.
+        # vLLM 0.24 has this pass, 0.32 does not.
         "sequence parallelism: no rank holds whole rows": getattr(passes, "enable_sp", False),
         "data parallelism: start one service for each replica": config.parallel_config.data_parallel_size > 1,
     }
-    refused = [what for what, is_asked in asked.items() if is_asked]
+    refused = [feature for feature, is_enabled in features.items() if is_enabled]
     if refused:
-        raise UnsupportedEngineError(f"residuum does not serve {'; nor '.join(refused)}")
+        raise UnsupportedEngineError(
+            f"residuum does not serve {'; nor '.join(refused)}. Remove these options from the engine's arguments."
+        )

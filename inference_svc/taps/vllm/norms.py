@@ -1,8 +1,8 @@
-"""vLLM's RMS norms, with the tap of the layer before folded into them.
+"""Folding: vLLM's RMS norms that include the tap of the layer before.
 
-Most models hand (hidden, residual) from layer to layer and begin each with a norm that first adds the two. There the
-tap costs a kernel of its own, and in a decode step a kernel costs more for being there than for what it does. Folded
-into the norm, the model runs as many kernels as without taps.
+Most models pass (hidden, residual) from layer to layer, and each layer starts with a norm that adds the two. A tap of
+its own would add a kernel there. In a decode step, launching a kernel costs more than its work. Folded into the norm,
+the tap adds no kernel.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 class _Tapped:
-    """Mixed into a norm's class: taps the sum that it normalises."""
+    """A mixin for norm classes that taps the sum before it is normalised."""
 
     residuum_point: int
+    """The tap point."""
     residuum_plus_one: ClassVar[bool]
-    """The norm multiplies by weight + 1 rather than by weight."""
+    """Whether the norm multiplies by weight + 1 instead of weight."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Return the norm of x, or (the norm of x + residual, x + residual)."""
+        """Return the norm of x. With a residual, return the norm of the tapped sum x + residual, and the sum."""
         norm: Any = self
         if residual is None:
             return super().forward(x)  # type: ignore[misc]
@@ -48,14 +49,17 @@ _TAPPED: dict[type[nn.Module], type[nn.Module]] = {RMSNorm: _TappedRMSNorm, Gemm
 
 
 def can_fold(norm: nn.Module, dtype: torch.dtype) -> bool:
-    """Tell whether a tap can be folded into a norm: one of vLLM's own two, in the form that the kernel computes."""
+    """Return whether a tap can be folded into a norm: one of vLLM's two RMS norms, in a form that the kernel computes.
+
+    vLLM's batch-invariant mode uses other kernels, so nothing is folded there.
+    """
     if type(norm) not in _TAPPED or envs.VLLM_BATCH_INVARIANT:
         return False
-    of_a_part = getattr(norm, "variance_size_override", None) is not None
-    return bool(getattr(norm, "has_weight", True)) and not of_a_part and norm.weight.dtype == dtype
+    is_partial = getattr(norm, "variance_size_override", None) is not None  # the variance of a part of the row
+    return bool(getattr(norm, "has_weight", True)) and not is_partial and norm.weight.dtype == dtype
 
 
 def fold(norm: nn.Module, point: int) -> None:
-    """Have a norm tap what it adds up. The module, its name and its parameters stay what they are."""
+    """Make a norm tap its sum at a point. Only the module's class changes: its name and parameters stay."""
     norm.__class__ = _TAPPED[type(norm)]
     norm.residuum_point = point

@@ -1,8 +1,8 @@
-"""The adapter to vLLM's first model runner: where it says which rows of a batch are whose.
+"""The adapter to vLLM's first model runner: it reads which rows of a batch belong to which request.
 
-Known from vLLM 0.24 and 0.32: `GPUModelRunner._prepare_inputs(scheduler_output, num_scheduled_tokens)` is called once
-in each step that computes something, after `_update_states` has brought `input_batch` up to date (order of the rows
-included), and before the forward pass. The CPU's runner inherits it.
+It relies on behaviour of vLLM 0.24 and 0.32. In each step that computes tokens, the runner calls
+`GPUModelRunner._prepare_inputs(scheduler_output, num_scheduled_tokens)` once, before the forward pass. By then
+`_update_states` has updated `input_batch`, including the order of the rows. The CPU's runner inherits this.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class IncompatibleEngineError(RuntimeError):
-    """This vLLM does not have what the taps need. The message names it and the version."""
+    """This version of vLLM lacks a name that the taps use. The message says which."""
 
 
 def attach(runner: Any, place: Callable[[Callable[[], StepRows]], None], vllm_version: str) -> None:
-    """Have `place` called in each step before the forward pass, with a function that tells the rows of the batch.
+    """Make the runner call `place` in each step before the forward pass, with a function that returns the batch's rows.
 
     Raises:
         IncompatibleEngineError: The runner lacks a name that this adapter uses.
     """
     _check(runner, vllm_version)
-    prepare = runner._prepare_inputs  # noqa: SLF001 - the one place where vLLM knows the order of rows
+    prepare = runner._prepare_inputs  # noqa: SLF001 - no public name gives the order of rows
 
     def prepare_and_place(scheduler_output: Any, num_scheduled_tokens: Any, *arguments: Any, **options: Any) -> Any:
         result = prepare(scheduler_output, num_scheduled_tokens, *arguments, **options)

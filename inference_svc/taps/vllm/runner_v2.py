@@ -1,7 +1,8 @@
-"""The adapter to vLLM's second model runner: where it says which rows of a batch are whose.
+"""The adapter to vLLM's second model runner: it reads which rows of a batch belong to which request.
 
-Known from vLLM 0.24 and 0.32: `GPUModelRunner.prepare_inputs(scheduler_output, batch_desc)` is called once in each step
-that computes something, before the forward pass, and returns an `InputBatch` in the order of the rows.
+It relies on behaviour of vLLM 0.24 and 0.32. In each step that computes tokens, the runner calls
+`GPUModelRunner.prepare_inputs(scheduler_output, batch_desc)` once, before the forward pass. That returns an
+`InputBatch` in the order of the rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NAMES = ("req_ids", "num_scheduled_tokens", "num_computed_tokens_np")
 
 
 def attach(runner: Any, place: Callable[[Callable[[], StepRows]], None], vllm_version: str) -> None:
-    """Have `place` called in each step before the forward pass, with a function that tells the rows of the batch.
+    """Make the runner call `place` in each step before the forward pass, with a function that returns the batch's rows.
 
     Raises:
         IncompatibleEngineError: The runner lacks a name that this adapter uses.

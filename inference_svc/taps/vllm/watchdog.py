@@ -1,4 +1,4 @@
-"""A worker must not outlive its service: not even when that was killed, or while a step waits for the store."""
+"""The watchdog: it ends a worker whose service has ended, even if the service was killed or a step is waiting."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from svc_common.logs import get_logger
 _log = get_logger(__name__)
 
 _GRACE_SECONDS = 5.0
-"""For a worker that is being stopped in order, whose parent may end first."""
+"""Time for an orderly stop, in which the parent may end before its worker."""
 
 _POLL_SECONDS = 1.0
 _ENDED = ("Z", "X")
-"""States of a process that has ended and that nobody has waited for."""
+"""The states, in /proc, of a process that has ended but still has an entry."""
 
 
 def end_with(pids: set[int]) -> None:
-    """End this process soon after the first of some processes has ended, whatever this one is doing then.
+    """End this process a few seconds after the first of some processes has ended, whatever it is doing.
 
     Args:
-        pids: The service, and the process that started this one. Those that have ended already count as well.
+        pids: The service, and the process that started this one. Processes that have already ended count too.
     """
     threading.Thread(target=_watch, args=(pids,), name="residuum-watchdog", daemon=True).start()
 
@@ -34,12 +34,12 @@ def _watch(pids: set[int]) -> None:
         _wait(pids)
     except ProcessLookupError:
         pass
-    except OSError as error:  # no such call in this kernel, or a sandbox forbids it
-        _log.info("processes cannot be waited for; they are looked up", cause=str(error))
+    except OSError as error:  # the kernel has no pidfd_open, or a sandbox forbids it
+        _log.info("cannot wait for processes; polling /proc instead", cause=str(error))
         while all(map(_is_running, pids)):
             time.sleep(_POLL_SECONDS)
     time.sleep(_GRACE_SECONDS)
-    _log.error("the service has gone; its worker ends itself")
+    _log.error("the service has ended; its worker ends too")
     os._exit(1)
 
 
@@ -47,8 +47,8 @@ def _wait(pids: set[int]) -> None:
     """Wait until one of the processes has ended.
 
     Raises:
-        ProcessLookupError: One had ended before.
-        OSError: That cannot be waited for here.
+        ProcessLookupError: One of them had ended already.
+        OSError: This system does not support waiting for processes that are not children.
     """
     poll = select.poll()
     for pid in pids:

@@ -1,6 +1,6 @@
-"""A vLLM worker with taps: what is added to vLLM's own worker class, whatever the device.
+"""A vLLM worker with taps: the mixin for vLLM's worker classes on every device.
 
-vLLM names the methods that the inference service may call by `collective_rpc`; ours start with `residuum_`.
+The inference service calls its methods by name, through vLLM's `collective_rpc`. Their names start with `residuum_`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.element_types import WIRE_TYPES
-from inference_svc.taps.encodings.signs import most_bytes
+from inference_svc.taps.encodings.signs import max_sign_bytes
 from inference_svc.taps.model import insertion
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.plan import Operation
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.sink import BlockSink, RowFormat
+from inference_svc.taps.ring_writer import RowFormat
+from inference_svc.taps.sink import BlockSink
 from inference_svc.taps.steps.runtime import TapRuntime
 from inference_svc.taps.vllm import norms, runner_v1, runner_v2
 from inference_svc.taps.vllm.eager_runs import EagerRuns
@@ -44,12 +45,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 REFUSAL_FILE = "refused"
-"""The file beside the control sockets that says why the taps refused to start."""
+"""The file, in the folder of the control sockets, in which a worker writes why the taps refused to start."""
 
 SETTINGS_VARIABLE = "RESIDUUM_WORKER_SETTINGS"
-"""The environment variable that carries `WorkerSettings` to the workers.
+"""The environment variable that carries the settings to the workers; see `engine.worker_settings`.
 
-Not vLLM's `additional_config`: that is part of the compile cache's key, and these change with every start."""
+vLLM's `additional_config` does not serve: it is part of the compile cache's key, and these settings change with every
+start."""
 
 
 _log = get_logger(__name__)
@@ -57,20 +59,20 @@ _log = get_logger(__name__)
 _PROBE_SECONDS = 30.0
 
 _STEPS_LEAVING = 1
-"""Steps whose blocks a GPU copies out while the next one runs."""
+"""On a GPU, how many steps' blocks may still be leaving the device while the next step runs."""
 
 _BLOCKS_IN_RING = 8
-"""Blocks of the largest size that the ring holds: some are filled while others are sent."""
+"""How many blocks of the largest size fit the ring: some are written while others are sent."""
 
 _LARGEST_BLOCK_BYTES = 128 << 20
-"""What one block takes at most, if more than 32 positions are in it: larger ones would only come later."""
+"""Limit for a block with more than 32 positions. A larger block saves no time, and its rows would arrive later."""
 
 
 class TappedWorker:
-    """Mixed into vLLM's worker class: hooks the model when it is loaded, and follows each step."""
+    """A mixin for vLLM's worker classes. It puts the taps into the loaded model and drives them in each step."""
 
     def load_model(self, **options: Any) -> None:
-        """Load the model, then hook it, before vLLM's first run traces it."""
+        """Load the model and put the taps into it, before vLLM's first run traces it."""
         super().load_model(**options)  # type: ignore[misc]
         configure_worker_logs()
         worker: Any = self
@@ -92,25 +94,25 @@ class TappedWorker:
             ],
         )
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
-        taps.runtime.finish_step()  # not after a failure: then no row of the step can be trusted
+        taps.runtime.finish_step()  # skipped if the step failed: its rows may be wrong
         return output
 
     def residuum_describe(self) -> dict[str, Any]:
-        """Return what this rank taps."""
+        """Return the description of this rank's taps, as plain data."""
         return self._residuum.describe()
 
     def residuum_load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
-        """Write vectors into rows of the bank; see `VectorBank.load`."""
+        """Write vectors into rows of the vector bank; see `VectorBank.load`."""
         self._residuum.bank.load(rows)
 
     def residuum_change_steering(self, changes: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, int | None]:
-        """Change the operations of requests; see `TapRuntime.change_steering`.
+        """Replace the operations of requests; see `TapRuntime.change_steering`.
 
         Args:
-            changes: Of each request, by its name, the new operations as plain data.
+            changes: The new operations of each request, by name, as plain data (see `Operation.to_data`).
 
         Returns:
-            The first position of each that is steered so; None if it has ended.
+            For each request, the first position with the new operations; None if the request has ended.
         """
         runtime = self._residuum.runtime
         return {
@@ -119,40 +121,42 @@ class TappedWorker:
         }
 
     def residuum_keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
-        """Have the signs of projections at hand; see `BlockSink.keep_signs`. Who captures nothing needs none."""
+        """Keep the signs of projections; see `BlockSink.keep_signs`. A rank that does not capture needs none."""
         return self._residuum.keep_signs(projections)
 
     def residuum_forget(self, names: Sequence[str]) -> None:
-        """Forget changes of requests that will not come any more."""
+        """Drop steering changes of requests that will never start."""
         self._residuum.runtime.forget(names)
 
     def residuum_take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
-        """Return the rows of a self-test, for each block (sites, layers, positions, values).
+        """Return the blocks of the self-test's capture as (sites, layers, positions, values).
 
-        Values are float32 [sites, layers, positions, hidden].
+        The values are the bytes of float32 [sites, layers, positions, hidden].
         """
         return self._residuum.take_probe(capture_id)
 
     def residuum_listen_to_logits(self) -> None:
-        """Prepare for `residuum_explain_logits`: keep what the requests from now on give to the unembedding."""
+        """Record the inputs of the unembedding from now on, for `residuum_explain_logits`."""
         self._residuum.eager_runs.listen()
 
     def residuum_explain_logits(self, rows: bytes, tokens: Sequence[int]) -> tuple[float, float] | None:
-        """Compare the served tokens of a self-test with those that follow from its captured rows.
+        """Compare the self-test's served tokens with those that its captured rows predict.
 
         Args:
-            rows: The last layer's `resid_post` at the positions that gave the tokens, float32 [tokens, hidden].
-            tokens: The tokens that were served.
+            rows: The last layer's `resid_post` at the positions before each token, the bytes of float32 [tokens,
+                hidden].
+            tokens: The served token IDs.
 
         Returns:
-            The fields of an `Explanation`; None on ranks that make no logits.
+            The fields of an `Explanation`; None on ranks that compute no logits.
         """
         return self._residuum.explain_logits(rows, tokens)
 
     def residuum_drain(self, timeout_seconds: float) -> bool:
-        """Wait until everything that was captured is acknowledged; tell whether it is.
+        """Wait until the stores have acknowledged every captured row, and return whether they have.
 
-        Tells False at once while a request is open: its last rows leave in a step, and steps wait for this call.
+        Returns False at once while a request is open: its last rows leave in a later step, and steps wait for this
+        call.
         """
         taps = self._residuum
         if taps.runtime.open_requests:
@@ -161,7 +165,7 @@ class TappedWorker:
 
 
 class _Taps:
-    """Everything that is added to one worker."""
+    """All parts of the taps in one worker."""
 
     def __init__(self, worker: Any) -> None:
         settings = json.loads(os.environ[SETTINGS_VARIABLE])
@@ -199,7 +203,7 @@ class _Taps:
         adapter.attach(runner, self.runtime.place, vllm.__version__)
 
     def describe(self) -> dict[str, Any]:
-        """Return what this rank taps, as plain data."""
+        """See `TappedWorker.residuum_describe`."""
         return {
             "rank": self._rank,
             "pipeline_rank": self._pipeline_rank,
@@ -217,13 +221,13 @@ class _Taps:
         }
 
     def room_for_signs(self) -> torch.Tensor | None:
-        """Return as much memory as signs of random projections may take on this rank's device; None: they take none."""
+        """Allocate as much device memory as the signs of random projections may take; None if this rank needs none."""
         if self._sink is None:
             return None
-        return torch.empty(most_bytes(self._format.hidden), dtype=torch.uint8, device=self._device)
+        return torch.empty(max_sign_bytes(self._format.hidden), dtype=torch.uint8, device=self._device)
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Wait until every row that left a request is acknowledged; tell whether it is."""
+        """Wait until every sent row is acknowledged, and return whether it is."""
         if self._sink is None or self.producer is None:
             return True
         deadline = time.monotonic() + timeout_seconds
@@ -255,18 +259,18 @@ class _Taps:
         return self.eager_runs.explain(values.to(self._device), tokens)
 
     def _make_capture_path(self, settings: dict[str, Any], config: Any, device: torch.device) -> None:
-        """Allot the blocks and the ring, and start what moves rows from the one to the other."""
+        """Allocate the block pool and the ring, and make the sink that moves rows from one to the other."""
         scheduler = config.scheduler_config
         row_bytes = self._format.hidden * config.model_config.dtype.itemsize
         units = self._points.num_layers * len(self._sites)
-        least = BLOCK_TOKENS * units * row_bytes
-        # Encoded, rows may be twice as long; those of narrow models, projected to vectors, longer. Of a block that
-        # holds as few positions as can be, so much fits the ring, and what is each store's own of it.
-        longer = max(2, -(-4 * MAX_PROJECTION_VECTORS // row_bytes))
-        stores = settings["stores"] or [""]  # without one nothing is captured but the self-test's rows
-        ring_bytes = max(settings["ring_bytes"], least_ring_bytes(longer * least, len(stores)))
-        own = reserve_bytes(ring_bytes, len(stores)) // longer
-        largest = min(ring_bytes // _BLOCKS_IN_RING, own, _LARGEST_BLOCK_BYTES)
+        smallest_block = BLOCK_TOKENS * units * row_bytes
+        # Encoding can make rows longer: twice as long, or even more if rows of a narrow model are projected to many
+        # vectors. Each store's reserve must hold an encoded block of the smallest size.
+        growth = max(2, -(-4 * MAX_PROJECTION_VECTORS // row_bytes))
+        stores = settings["stores"] or [""]  # without a store, only the self-test captures, and its rows stay here
+        ring_bytes = max(settings["ring_bytes"], least_ring_bytes(growth * smallest_block, len(stores)))
+        reserve = reserve_bytes(ring_bytes, len(stores)) // growth
+        largest = min(ring_bytes // _BLOCKS_IN_RING, reserve, _LARGEST_BLOCK_BYTES)
         leaving = _STEPS_LEAVING if device.type == "cuda" else 0
         rows = BlockPool.rows_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, units, leaving)
         self.pool = BlockPool(
@@ -289,11 +293,11 @@ class _Taps:
 
     def _make_tap(self, config: Any, device: torch.device) -> Any:
         if device.type == "cuda":
-            from inference_svc.taps.gpu.tap import CudaTap  # Triton is there on GPU machines alone
+            from inference_svc.taps.gpu.tap import CudaTap  # only GPU installations have Triton
 
             sizes = config.compilation_config.cudagraph_capture_sizes or [0]
-            most_rows = max(config.scheduler_config.max_num_batched_tokens, *sizes, 1)
-            return CudaTap(self.bank, self.pool, self._points, most_rows, config.scheduler_config.max_num_seqs)
+            max_rows = max(config.scheduler_config.max_num_batched_tokens, *sizes, 1)
+            return CudaTap(self.bank, self.pool, self._points, max_rows, config.scheduler_config.max_num_seqs)
         return CpuTap(self.bank, self.pool, self._points)
 
 

@@ -1,8 +1,7 @@
-"""The store's side of the asyncio client; see `residuum.captures.client`, which has the same methods without await."""
+"""The store's side of the asyncio client: activations, manifests and lists of captures."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import warnings
@@ -14,6 +13,7 @@ import grpc
 import grpc.aio
 
 from residuum import exceptions as exc
+from residuum._async import io
 from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, get_request, list_request
 from residuum.protocol.endpoints import check_endpoint
@@ -25,7 +25,7 @@ from residuum.protocol.tenants import check_tenant, for_tenant
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import TLS
 from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials
-from residuum.transport.connections import READ_CHUNKS, Backoff, Channels
+from residuum.transport.connections import READ_CHUNKS, Channels, ReadRetries
 from residuum.transport.failures import from_rpc_error
 from residuum.transport.progress import progress_bar
 from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
@@ -39,7 +39,7 @@ _Answer = TypeVar("_Answer")
 
 
 class AsyncCaptureClient:
-    """What both services' addresses are needed for. Use it as part of `residuum.AsyncClient`."""
+    """The methods that read, list and delete captures; the base of `residuum.AsyncClient`."""
 
     def __init__(
         self,
@@ -74,10 +74,38 @@ class AsyncCaptureClient:
         allow_partial: bool = False,
         progress: bool = False,
     ) -> Activations:
-        """Return the captured rows of a request, when all of them are there; see `Client.activations`.
+        """Return the captured rows of a request, when all of them are there.
+
+        A broken connection is taken up again. Rows are checked against their checksums.
+
+        Args:
+            request_id: The request: its reply, `reply.request_id`, or anything else that has its id.
+            layers: Only these layers; None means all that were captured.
+            sites: Only these sites, as a list or separated by commas; None means all.
+            sequences: Only these sequences; None means all.
+            positions: Only these positions; None means all. See `Positions.of`.
+            wait: Wait until the capture has ended. Otherwise one that is still open raises OpenCapture.
+            timeout: Seconds to wait and read at most; None means as long as it takes.
+            allow_partial: Return what is there of a capture that is open, incomplete or aborted, with NaN for the rows
+                that are missing; `present` tells which.
+            progress: Show a progress bar, on a terminal or in Jupyter.
+
+        Raises:
+            IncompleteCapture: Rows are missing for good; the manifest in the exception says which and why.
+            AbortedCapture: The request was stopped.
+            OpenCapture: `wait` is false and the capture is still being written.
+            UnknownCapture: There is no such capture: the request captured nothing, or it was deleted, or has expired.
+            InvalidRequest: A layer or site was not captured.
+            DeadlineExceeded: The time is over.
+
+        Warns:
+            EmptyCaptureWarning: No position is among those asked for, as with position 5000 of a shorter request: the
+                capture is complete with 0 rows, and their mean is NaN.
 
         Example:
             >>> acts = await client.activations(reply.request_id, layers=[12])
+            >>> acts[12].mean(axis=0).shape
+            (576,)
         """
         plan = plan_read(
             request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
@@ -106,7 +134,30 @@ class AsyncCaptureClient:
         overwrite: bool = False,
         progress: bool = False,
     ) -> Export:
-        """Write the captured rows of a request to a file; see `Client.export`. Files are written by a thread.
+        """Write the captured rows of a request to a file, however large, without having them in memory.
+
+        Rows come from the store into files beside the target, and from there into the format; nothing stands at `path`
+        before all of it does. docs/exports.md says what the formats hold.
+
+        Args:
+            request_id: The request.
+            path: Where to write; its suffix names the format if nothing else does.
+            format: "safetensors", "npz", "zarr" or "parquet". The last two need the extras of these names.
+            layers: What of it, and `allow_partial`, `wait`, `timeout`: as for `activations`.
+            sites: Only these sites.
+            sequences: Only these sequences.
+            positions: Only these positions.
+            wait: Wait until the capture has ended.
+            timeout: Seconds to wait and read at most; writing comes on top.
+            allow_partial: Write what is there of a capture that is not complete; each format says what is missing.
+            overwrite: Replace what is there.
+            progress: Show progress bars, on a terminal or in Jupyter.
+
+        Raises:
+            FileExistsError: Something is there, and may not be replaced.
+            ImportError: The format's extra is not installed; the message names it.
+            OSError: It cannot be written.
+            InvalidRequest: There is no such format. The other errors are those of `activations`.
 
         Example:
             >>> (await client.export(reply.request_id, "joy.zarr")).num_rows
@@ -124,16 +175,9 @@ class AsyncCaptureClient:
                     reading.add(data)
                     advance(len(data))
                     scratch.touch(len(data))
-            acts = reading.activations()
-            writing = asyncio.ensure_future(asyncio.to_thread(job.write, acts, place, scratch.touch))
-            try:
-                return await asyncio.shield(writing)
-            except asyncio.CancelledError:
-                job.stop()
-                await asyncio.wait([writing])  # before the place that it writes in is removed
-                raise
+            return await io.write_export(job, reading.activations(), place, scratch.touch)
 
-    async def follow(
+    def follow(
         self,
         request_id: RequestLike,
         *,
@@ -144,24 +188,41 @@ class AsyncCaptureClient:
         timeout: float | None = None,
         allow_partial: bool = False,
     ) -> AsyncIterator[Piece]:
-        """Yield rows while the model generates; see `Client.follow`.
+        """Yield rows while the model generates, each once, in no particular order, until the capture has ended.
+
+        The arguments are those of `activations`, for one sequence. Rows may come for a position after the last one
+        that counts (the model may run a step too far); the manifest tells.
+
+        Raises:
+            IncompleteCapture: Rows are missing. It is raised after the last piece.
+            AbortedCapture: The request was stopped. It is raised after the last piece.
 
         Example:
             >>> async for site, layer, positions, rows in client.follow(stream.request_id, layers=[12]):
             ...     print(layer, positions, rows.shape)
+            12 [0 1 2 3] (4, 576)
         """
         plan = plan_read(
             request_id, layers=layers, sites=sites, sequences=sequence, positions=positions,
             follow=True, allow_partial=allow_partial,
         )  # fmt: skip
-        reading = Reading(plan, keep_values=False)
-        async for data in self._read(reading, timeout):
-            for piece in reading.add(data):
-                yield piece
-        reading.manifest()
+        return self._follow(Reading(plan, keep_values=False), timeout)
 
     async def manifest(self, request_id: RequestLike, *, wait: bool | float = False) -> Manifest:
-        """Return what is known of a capture; see `Client.manifest`."""
+        """Return what is known of a capture.
+
+        Args:
+            request_id: The request.
+            wait: How many seconds to wait for the capture to end; True means as long as it takes. When the
+                time is over, the manifest of the open capture is returned.
+
+        Raises:
+            UnknownCapture: There is no such capture.
+
+        Example:
+            >>> (await client.manifest(reply.request_id, wait=10)).state
+            'complete'
+        """
         capture_id = check_id(request_id)
         deadline = Deadline.of_wait(wait)
 
@@ -178,20 +239,50 @@ class AsyncCaptureClient:
 
         return await self._ask_holder(capture_id, ask)
 
-    async def captures(
+    def captures(
         self, *, prefix: str = "", states: str | Iterable[str] = (), allow_partial: bool = False
     ) -> AsyncIterator[CaptureSummary]:
-        """Yield the captures of all stores as one list, newest first; see `Client.captures`."""
+        """Yield the captures of all stores as one list, newest first; it is fetched as it is read.
+
+        Args:
+            prefix: Only those whose id starts with this.
+            states: Only those in these states: "open", "complete", "incomplete", "aborted".
+            allow_partial: Leave out stores that cannot be asked, with a warning, instead of raising.
+
+        Raises:
+            InvalidRequest: There is no such state.
+            Unreachable: A store cannot be asked; the message names it.
+
+        Warns:
+            SilentStoreWarning: With `allow_partial`: a store was left out.
+
+        Example:
+            >>> [summary.capture_id async for summary in client.captures(states="complete")]
+            ['req-1f…', 'req-09…']
+        """
         request = list_request(prefix, states)
-        async for summary in self._listed(
-            Listing(await self._refreshed_stores(), request), allow_partial=allow_partial
-        ):
-            yield summary
+        return self._captures(request, allow_partial=allow_partial)
 
     async def captures_page(
         self, *, page_size: int = 100, page_token: str = "", prefix: str = "", states: str | Iterable[str] = ()
     ) -> CapturePage:
-        """Return a part of the list of captures; see `Client.captures_page`."""
+        """Return one page of the list of captures; its `next_page_token` leads to the next page.
+
+        Args:
+            page_size: How many captures at most, from 1 to 1000.
+            page_token: The `next_page_token` of the part before, with the same filter; empty for the first.
+            prefix: As for `captures`.
+            states: As for `captures`.
+
+        Raises:
+            InvalidRequest: There is no such state, the size is out of range, or the token is not one of these stores,
+                or goes with another filter.
+            Unreachable: A store cannot be asked; the message names it.
+
+        Example:
+            >>> page = await client.captures_page(page_size=20)
+            >>> page = await client.captures_page(page_size=20, page_token=page.next_page_token)
+        """
         request, place = list_request(prefix, states, page_size), read_token(page_token)
         stores = await self._refreshed_stores()
         check_place(place, stores)
@@ -203,7 +294,15 @@ class AsyncCaptureClient:
             return CapturePage(tuple(captures), listing.token())
 
     async def delete(self, request_id: RequestLike) -> int:
-        """Delete a capture, and return the bytes that were freed; see `Client.delete`."""
+        """Delete a capture, whatever its state.
+
+        Returns:
+            The bytes that were freed.
+
+        Raises:
+            UnknownCapture: There is no such capture.
+            Unreachable: Its store, or one that may hold it, cannot be asked.
+        """
         capture_id = check_id(request_id)
         request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
 
@@ -214,7 +313,17 @@ class AsyncCaptureClient:
         return await self._ask_holder(capture_id, ask)
 
     async def stats(self, *, allow_partial: bool = False) -> list[StoreStats]:
-        """Return what each store holds and has done; see `Client.stats`."""
+        """Return what each store holds and has done; `StoreStats.total` adds them up.
+
+        Args:
+            allow_partial: Leave out stores that cannot be asked, with a warning, instead of raising.
+
+        Raises:
+            Unreachable: A store cannot be asked; the message names it.
+
+        Warns:
+            SilentStoreWarning: With `allow_partial`: a store was left out.
+        """
         found = []
         for store in await self._refreshed_stores():
             request = store_pb2.GetStatsRequest()
@@ -227,12 +336,28 @@ class AsyncCaptureClient:
         return found
 
     async def info(self, *, check_store: bool = False) -> ModelInfo:
-        """Return what the server serves, and within which limits; see `Client.info`."""
+        """Return what the server serves, and within which limits.
+
+        Args:
+            check_store: Have it ask its stores whether they answer; see `ModelInfo.store_reachable`.
+
+        Raises:
+            NotServing: The model is still loading.
+            Unreachable: Nothing answers at the endpoint.
+
+        Example:
+            >>> (await client.info()).num_layers
+            30
+        """
         request = inference_pb2.GetModelInfoRequest(check_store=check_store)
         return ModelInfo.from_proto(await self._call(self.endpoint, self._inference.GetModelInfo, request))
 
     async def store_endpoints(self) -> tuple[str, ...]:
-        """Return where the stores are: as given to the client, or else as the inference service says."""
+        """Return where the stores are: as given to the client, or else as the inference service says.
+
+        Raises:
+            NoStore: It names none.
+        """
         return tuple(store.endpoint for store in await self._refreshed_stores())
 
     @property
@@ -295,6 +420,13 @@ class AsyncCaptureClient:
                     return store
         raise search.failure()
 
+    async def _captures(
+        self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool
+    ) -> AsyncIterator[CaptureSummary]:
+        listing = Listing(await self._refreshed_stores(), request)
+        async for summary in self._listed(listing, allow_partial=allow_partial):
+            yield summary
+
     async def _listed(self, listing: Listing, *, allow_partial: bool) -> AsyncGenerator[CaptureSummary, None]:
         while not listing.is_over:
             for store, request in listing.due():
@@ -330,21 +462,27 @@ class AsyncCaptureClient:
         except grpc.RpcError as error:
             raise from_rpc_error(error, endpoint, **facts) from None
 
+    async def _follow(self, reading: Reading, timeout: float | None = None) -> AsyncIterator[Piece]:
+        async for data in self._read(reading, timeout):
+            for piece in reading.add(data):
+                yield piece
+        reading.manifest()
+
     async def _read(self, reading: Reading, timeout: float | None) -> AsyncIterator[bytes]:
         """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
         capture_id = reading.request.capture_id
         endpoint, moved = await self._find(capture_id), False
-        deadline, backoff = Deadline(timeout), Backoff()
+        deadline, retries = Deadline(timeout), ReadRetries()
         while True:
             reading.begin()
             call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
             try:
                 async for data in call:
-                    backoff.progress()
+                    retries.progress()
                     yield data
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, endpoint, capture_id=capture_id)
-                delay = backoff.seconds_after(failure)
+                delay = retries.seconds_after(failure)
                 if delay is None:
                     moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
                     if not moved or not await self._may_be_elsewhere(capture_id):
@@ -354,7 +492,7 @@ class AsyncCaptureClient:
                 return
             finally:
                 call.cancel()
-            await asyncio.sleep(delay)
+            await io.sleep(delay)
 
     def _reader(self, endpoint: str) -> grpc.aio.UnaryStreamMultiCallable[store_pb2.ReadChunksRequest, bytes]:
         # No deserializer: rows are copied from the message's own bytes to where they belong.

@@ -1,17 +1,19 @@
+# Generated from client/residuum/_async/captures.py by scripts/generate_sync.py. Change that file, then run `make sync`.
 """The store's side of the synchronous client: activations, manifests and lists of captures."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, TypeVar
 
 import grpc
 
 from residuum import exceptions as exc
+from residuum._sync import io
 from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, get_request, list_request
 from residuum.protocol.endpoints import check_endpoint
@@ -23,7 +25,7 @@ from residuum.protocol.tenants import check_tenant, for_tenant
 from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import TLS
 from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials
-from residuum.transport.connections import READ_CHUNKS, Backoff, Channels
+from residuum.transport.connections import READ_CHUNKS, Channels, ReadRetries
 from residuum.transport.failures import from_rpc_error
 from residuum.transport.progress import progress_bar
 from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
@@ -37,7 +39,7 @@ _Answer = TypeVar("_Answer")
 
 
 class CaptureClient:
-    """What both services' addresses are needed for. Use it as part of `residuum.Client`."""
+    """The methods that read, list and delete captures; the base of `residuum.Client`."""
 
     def __init__(
         self,
@@ -78,10 +80,10 @@ class CaptureClient:
 
         Args:
             request_id: The request: its reply, `reply.request_id`, or anything else that has its id.
-            layers: Only these; None means all that were captured. So too the others:
-            sites: Only these sites, as a list or separated by commas.
-            sequences: Only these sequences.
-            positions: Only these positions; see `Positions.of`.
+            layers: Only these layers; None means all that were captured.
+            sites: Only these sites, as a list or separated by commas; None means all.
+            sequences: Only these sequences; None means all.
+            positions: Only these positions; None means all. See `Positions.of`.
             wait: Wait until the capture has ended. Otherwise one that is still open raises OpenCapture.
             timeout: Seconds to wait and read at most; None means as long as it takes.
             allow_partial: Return what is there of a capture that is open, incomplete or aborted, with NaN for the rows
@@ -155,7 +157,7 @@ class CaptureClient:
             FileExistsError: Something is there, and may not be replaced.
             ImportError: The format's extra is not installed; the message names it.
             OSError: It cannot be written.
-            InvalidRequest: There is no such format; otherwise as `activations`, like all else.
+            InvalidRequest: There is no such format. The other errors are those of `activations`.
 
         Example:
             >>> client.export(reply.request_id, "joy.zarr").num_rows
@@ -173,7 +175,7 @@ class CaptureClient:
                     reading.add(data)
                     advance(len(data))
                     scratch.touch(len(data))
-            return job.run(reading.activations(), place, scratch.touch)
+            return io.write_export(job, reading.activations(), place, scratch.touch)
 
     def follow(
         self,
@@ -192,7 +194,8 @@ class CaptureClient:
         that counts (the model may run a step too far); the manifest tells.
 
         Raises:
-            IncompleteCapture: After the last piece: rows are missing. So too AbortedCapture.
+            IncompleteCapture: Rows are missing. It is raised after the last piece.
+            AbortedCapture: The request was stopped. It is raised after the last piece.
 
         Example:
             >>> for site, layer, positions, rows in client.follow(stream.request_id, layers=[12]):
@@ -210,8 +213,8 @@ class CaptureClient:
 
         Args:
             request_id: The request.
-            wait: How many seconds to wait for the capture to end; True means as long as it takes. The manifest is
-                returned as it then is.
+            wait: How many seconds to wait for the capture to end; True means as long as it takes. When the
+                time is over, the manifest of the open capture is returned.
 
         Raises:
             UnknownCapture: There is no such capture.
@@ -263,7 +266,7 @@ class CaptureClient:
     def captures_page(
         self, *, page_size: int = 100, page_token: str = "", prefix: str = "", states: str | Iterable[str] = ()
     ) -> CapturePage:
-        """Return a part of the list of captures, for whoever comes back for the next one later.
+        """Return one page of the list of captures; its `next_page_token` leads to the next page.
 
         Args:
             page_size: How many captures at most, from 1 to 1000.
@@ -284,8 +287,11 @@ class CaptureClient:
         stores = self._refreshed_stores()
         check_place(place, stores)
         listing = Listing(stores, request, place)
-        captures = tuple(itertools.islice(self._listed(listing, allow_partial=False), page_size))
-        return CapturePage(captures, listing.token())
+        captures: list[CaptureSummary] = []
+        with closing(self._listed(listing, allow_partial=False)) as summaries:
+            while len(captures) < page_size and (summary := next(summaries, None)):
+                captures.append(summary)
+            return CapturePage(tuple(captures), listing.token())
 
     def delete(self, request_id: RequestLike) -> int:
         """Delete a capture, whatever its state.
@@ -301,7 +307,8 @@ class CaptureClient:
         request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
 
         def ask(endpoint: str) -> int:
-            return self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id).freed_bytes
+            answer = self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id)
+            return answer.freed_bytes
 
         return self._ask_holder(capture_id, ask)
 
@@ -411,26 +418,11 @@ class CaptureClient:
                     return store
         raise search.failure()
 
-    def _call(
-        self,
-        endpoint: str,
-        method: Callable[..., _Answer],
-        request: Any,
-        *,
-        extra: float = 0.0,
-        **facts: str,
-    ) -> _Answer:
-        """Make a unary call with the client's deadline and `extra` seconds on top of it."""
-        for_tenant(request, self._tenant)
-        try:
-            return method(request, timeout=None if self._timeout is None else self._timeout + extra)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, endpoint, **facts) from None
-
     def _captures(self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool) -> Iterator[CaptureSummary]:
-        yield from self._listed(Listing(self._refreshed_stores(), request), allow_partial=allow_partial)
+        listing = Listing(self._refreshed_stores(), request)
+        yield from self._listed(listing, allow_partial=allow_partial)
 
-    def _listed(self, listing: Listing, *, allow_partial: bool) -> Iterator[CaptureSummary]:
+    def _listed(self, listing: Listing, *, allow_partial: bool) -> Generator[CaptureSummary, None]:
         while not listing.is_over:
             for store, request in listing.due():
                 try:
@@ -449,6 +441,22 @@ class CaptureClient:
             raise error from None
         warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
 
+    def _call(
+        self,
+        endpoint: str,
+        method: Callable[..., _Answer],
+        request: Any,
+        *,
+        extra: float = 0.0,
+        **facts: str,
+    ) -> _Answer:
+        """Make a unary call with the client's deadline and `extra` seconds on top of it."""
+        for_tenant(request, self._tenant)
+        try:
+            return method(request, timeout=None if self._timeout is None else self._timeout + extra)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, endpoint, **facts) from None
+
     def _follow(self, reading: Reading, timeout: float | None = None) -> Iterator[Piece]:
         for data in self._read(reading, timeout):
             yield from reading.add(data)
@@ -458,17 +466,17 @@ class CaptureClient:
         """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
         capture_id = reading.request.capture_id
         endpoint, moved = self._find(capture_id), False
-        deadline, backoff = Deadline(timeout), Backoff()
+        deadline, retries = Deadline(timeout), ReadRetries()
         while True:
             reading.begin()
             call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
             try:
                 for data in call:
-                    backoff.progress()
+                    retries.progress()
                     yield data
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, endpoint, capture_id=capture_id)
-                delay = backoff.seconds_after(failure)
+                delay = retries.seconds_after(failure)
                 if delay is None:
                     moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
                     if not moved or not self._may_be_elsewhere(capture_id):
@@ -478,7 +486,7 @@ class CaptureClient:
                 return
             finally:
                 call.cancel()
-            time.sleep(delay)
+            io.sleep(delay)
 
     def _reader(self, endpoint: str) -> grpc.UnaryStreamMultiCallable[store_pb2.ReadChunksRequest, bytes]:
         # No deserializer: rows are copied from the message's own bytes to where they belong.

@@ -1,0 +1,41 @@
+"""Waiting in an event loop. `residuum._sync.io` has the same names for threads; both are written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from residuum.v1 import inference_pb2
+
+if TYPE_CHECKING:
+    from residuum.exports.job import Export, ExportJob
+    from residuum.exports.target import Workplace
+    from residuum.values.activations import Activations
+
+    Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+sleep = asyncio.sleep
+
+
+async def read_event(call: Call) -> inference_pb2.GenerateResponse | None:
+    """Return the next event of a generation; None at its end.
+
+    Raises:
+        grpc.RpcError: The call has failed.
+    """
+    response = await call.read()
+    return response if isinstance(response, inference_pb2.GenerateResponse) else None
+
+
+async def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:
+    """Write an export in a thread. Cancelling the task stops the thread, and waits for that."""
+    writing = asyncio.ensure_future(asyncio.to_thread(job.write, acts, place, touch))
+    try:
+        return await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        job.stop()
+        await asyncio.wait([writing])  # before the place that it writes in is removed
+        raise

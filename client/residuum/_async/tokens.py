@@ -1,0 +1,134 @@
+"""The events of a running generation, read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from residuum._async import io
+from residuum.exceptions import ResiduumError
+from residuum.protocol.events import ReplyBuilder
+from residuum.transport.failures import from_generation_error
+from residuum.v1 import inference_pb2
+from residuum.values.replies import Reply, TokenDelta
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from residuum.values.steering import Operation
+
+    Steer = Operation | Iterable[Operation] | None
+    Start = Callable[[], Awaitable[tuple[io.Call, ReplyBuilder]]]
+    Update = Callable[[str, Steer], Awaitable[tuple[int, ...]]]
+
+
+class AsyncTokenStream(AsyncIterator[TokenDelta]):
+    """The tokens of a generation; the base of `residuum.AsyncStream`."""
+
+    def __init__(self, start: Start, endpoint: str, update: Update | None = None) -> None:
+        self._start = start
+        self._endpoint = endpoint
+        self._update = update
+        self._call: io.Call | None = None
+        self._builder = ReplyBuilder()
+        self._closed = False
+
+    @property
+    def request_id(self) -> str:
+        """The name of the request, and of its capture; known when the stream was entered or first read."""
+        return self._entered.request_id
+
+    @property
+    def started(self) -> inference_pb2.GenerationStarted:
+        """The message with which the server accepted the request."""
+        return self._entered.started
+
+    @property
+    def reply(self) -> Reply:
+        """The reply.
+
+        Raises:
+            ResiduumError: The stream was not read to its end.
+        """
+        return self._entered.reply()
+
+    async def update_steering(self, steer: Steer) -> tuple[int, ...]:
+        """Change the steering from the next token on; see `AsyncClient.update_steering`."""
+        if self._update is None:
+            raise ResiduumError("This stream was not made by a client; call the client's update_steering.")
+        return await self._update(self.request_id, steer)
+
+    async def aclose(self) -> None:
+        """Stop the request if it still runs."""
+        self._closed = True
+        if self._call is not None:
+            self._call.cancel()
+
+    async def __anext__(self) -> TokenDelta:
+        call = await self._open()
+        while True:
+            delta = await _next_delta(call, self._builder, self._endpoint)
+            if delta is not None:
+                return delta
+
+    async def __aenter__(self) -> Self:
+        await self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        call = getattr(self, "_call", None)
+        if call is not None:
+            call.cancel()
+
+    @property
+    def _entered(self) -> ReplyBuilder:
+        if self._call is None:
+            raise ResiduumError(
+                "The stream has not started: enter the stream first (async with ... as stream), or read from it."
+            )
+        return self._builder
+
+    async def _open(self) -> io.Call:
+        """Start the request, unless it was started before, and wait until it is accepted."""
+        if self._call is None:
+            self._call, self._builder = await self._start()
+        return self._call
+
+
+async def accept(call: io.Call, endpoint: str) -> ReplyBuilder:
+    """Wait until the request of a call is accepted; return what takes its further events.
+
+    Raises:
+        ResiduumError: It is refused.
+    """
+    builder = ReplyBuilder()
+    await _next_delta(call, builder, endpoint)
+    return builder
+
+
+async def _next_delta(call: io.Call, builder: ReplyBuilder, endpoint: str) -> TokenDelta | None:
+    """Read one event; return the new tokens if there are any in it.
+
+    Raises:
+        StopAsyncIteration: The stream has ended well.
+    """
+    try:
+        event = await io.read_event(call)
+        if event is not None:
+            return builder.add(event)
+    except grpc.RpcError as error:
+        raise from_generation_error(error, endpoint, builder) from None
+    except BaseException:  # the reader is stopped, or the server breaks the contract: nobody reads on
+        call.cancel()
+        raise
+    builder.check_end()
+    raise StopAsyncIteration

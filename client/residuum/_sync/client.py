@@ -1,0 +1,400 @@
+# Generated from client/residuum/_async/client.py by scripts/generate_sync.py. Change that file, then run `make sync`.
+"""The synchronous client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from residuum import exceptions as exc
+from residuum._sync import io
+from residuum._sync.batches import run_batch
+from residuum._sync.captures import CaptureClient
+from residuum._sync.streams import Stream, make_stream
+from residuum._sync.tokens import accept
+from residuum.protocol import vector_upload
+from residuum.protocol.events import ReplyBuilder
+from residuum.protocol.requests import (
+    GenerationPlan,
+    Prompt,
+    RequestLike,
+    SteeringPlan,
+    check_id,
+    plan_generation,
+    plan_spec,
+    plan_steering,
+)
+from residuum.rpc import tracing
+from residuum.transport import health
+from residuum.transport.batches import check_prompts
+from residuum.v1 import inference_pb2
+from residuum.values.capture import Capture
+from residuum.values.manifest import to_datetime
+from residuum.values.replies import Health, PutResult, Registration, Reply
+from residuum.values.steering import Operation, operation_list
+from residuum.values.vector import Vector
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import grpc
+    from typing_extensions import Self, Unpack
+
+    from residuum.protocol.requests import Sampling
+    from residuum.rpc.credentials import TLS
+    from residuum.transport.connection_settings import Token
+
+
+class Client(CaptureClient):
+    """A client of one inference service and of the stores that its captures go to.
+
+    Channels are opened when they are first used. A client may be shared by threads, and needs no event loop; make it
+    after any fork. Close it, or use it in a with-block.
+
+    Args:
+        endpoint: The inference service, host:port.
+        store: The store or stores; by default the inference service says where they are. Name them if its answer does
+            not work from here, as behind a tunnel: as host:port, or, of several, as name=host:port with the names that
+            the inference service calls them by (`client.info().stores`), so that each capture is looked for in its
+            own store first.
+        timeout: Seconds after which a call fails with DeadlineExceeded; None means never. Generations and reads have
+            no deadline but their own `timeout=`.
+        token: The bearer token that both services ask for, or a path to the file that holds it, which is read again
+            when it changes; "" sends none. Default: RESIDUUM_TOKEN, or RESIDUUM_TOKEN_FILE.
+        tls: A `residuum.TLS`; True trusts public CAs; False speaks plain text. Default: RESIDUUM_TLS_CA,
+            RESIDUUM_CLIENT_CERT, RESIDUUM_CLIENT_KEY, RESIDUUM_TLS_SERVER_NAME, or RESIDUUM_TLS=1 for public CAs.
+        insecure: Let a token go to another machine in plain text. Default: RESIDUUM_INSECURE, or not.
+        tenant: The tenant whose captures are read, listed and deleted; only the tokens of admins may name one.
+            Default: the token's own tenant; lists for an admin then show all tenants.
+
+    Raises:
+        BadCredentials: A file of these cannot be read, or the token would go to another machine in plain text.
+
+    Example:
+        >>> with residuum.Client("localhost:50051") as client:
+        ...     reply = client.generate("The capital of France is", capture=residuum.Capture(layers=[12]))
+        ...     acts = client.activations(reply.request_id)
+        >>> acts[12].shape
+        (20, 576)
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        store: str | Iterable[str] | None = None,
+        timeout: float | None = 30.0,
+        token: Token = None,
+        tls: TLS | bool | None = None,
+        insecure: bool | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        super().__init__(endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure, tenant=tenant)
+        self._ledger = vector_upload.VectorLedger()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        capture: Capture | None = None,
+        steer: Operation | Iterable[Operation] | None = None,
+        request_id: str | None = None,
+        registration: Registration | str | None = None,
+        model: str | None = None,
+        updatable: bool = False,
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Reply:
+        """Generate, and return the whole reply.
+
+        Steering vectors that the server lacks are sent first, by themselves. An interrupt stops the request.
+
+        Args:
+            prompt: A text, a list of token ids, or a conversation as a list of {"role": ..., "content": ...}.
+            capture: What to capture; None captures nothing.
+            steer: How to steer: one operation, or several that are applied in their order.
+            request_id: Your own name for the request and its capture; by default the server makes one.
+            registration: A request that `register` answered; then capture, steer, request_id and model are its own.
+            model: The model that you expect; another one is refused.
+            updatable: Let `update_steering` change the steering while the request generates. Its prompt is then always
+                computed: it shares no cache with other requests.
+            timeout: Seconds that the generation may take; None means as long as it takes.
+            **sampling: max_tokens (16), temperature (0: greedy), top_p, top_k, seed, stop, ignore_eos, n (sequences),
+                min_tokens; see `residuum.Sampling`.
+
+        Raises:
+            InvalidRequest: The request is not valid; the subclass and the message say why.
+            RequestExists: The request id is taken.
+            UnknownRequest: The registration was used up or has lapsed.
+            StoreUnreachable: A capture is asked for and the inference service cannot reach its store.
+            LimitReached: It uses more vectors than the server takes, or there was no room for them for too long.
+            RequestAborted: Somebody called `abort`.
+            Unreachable: Nothing answers at the endpoint.
+            DeadlineExceeded: The time is over; the request was stopped.
+
+        Example:
+            >>> client.generate("The capital of France is", max_tokens=1).text
+            ' Paris'
+        """
+        with tracing.span("client.generate"):
+            stream = self.stream(
+                prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
+                updatable=updatable, timeout=timeout, **sampling,
+            )  # fmt: skip
+            with stream:
+                for _ in stream:
+                    pass
+            tracing.set_attributes(request_id=stream.reply.request_id)
+        return stream.reply
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        capture: Capture | None = None,
+        steer: Operation | Iterable[Operation] | None = None,
+        request_id: str | None = None,
+        registration: Registration | str | None = None,
+        model: str | None = None,
+        updatable: bool = False,
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Stream:
+        """Start a generation and return its tokens as they are made. The arguments are those of `generate`.
+
+        The request is accepted when this returns: its id is known, and its capture can be followed.
+        Closing or dropping the stream stops the request.
+
+        Example:
+            >>> with client.stream("Once upon a time", max_tokens=64) as stream:
+            ...     for delta in stream:
+            ...         print(delta.text, end="")
+        """
+        plan = plan_generation(
+            prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
+            updatable=updatable, sampling=sampling,
+        )  # fmt: skip
+
+        def start() -> tuple[io.Call, ReplyBuilder]:
+            return self._start(plan, timeout)
+
+        return make_stream(start, self.endpoint, self.update_steering)
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        capture: Capture | None = None,
+        steer: Operation | Iterable[Operation] | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+        max_concurrency: int = 32,
+        progress: bool = True,
+        **sampling: Unpack[Sampling],
+    ) -> list[Reply]:
+        """Generate for many prompts at once, with the same capture and steering.
+
+        Args:
+            prompts: The prompts; see `generate`, as for all other arguments.
+            capture: What to capture of each.
+            steer: How to steer each.
+            model: The model that you expect.
+            timeout: Seconds that each generation may take.
+            max_concurrency: How many run at once.
+            progress: Show a progress bar, on a terminal or in Jupyter.
+            **sampling: As for `generate`.
+
+        Returns:
+            The replies in the order of the prompts.
+
+        Raises:
+            BatchFailed: Some prompts failed. It is raised when all others have ended, and holds their replies.
+            TypeError: The prompts are a single one, or an argument belongs to a single request, such as request_id.
+
+        Example:
+            >>> replies = client.generate_many(["One", "Two"], capture=residuum.Capture(), max_tokens=8)
+            >>> acts = [client.activations(reply.request_id) for reply in replies]
+        """
+        batch = check_prompts(prompts, sampling)
+        operations = operation_list(steer)
+
+        def start(prompt: Prompt) -> Stream:
+            return self.stream(prompt, capture=capture, steer=operations, model=model, timeout=timeout, **sampling)
+
+        return run_batch(start, batch, max_concurrency=max_concurrency, progress=progress)
+
+    def register(
+        self,
+        *,
+        capture: Capture | None = None,
+        steer: Operation | Iterable[Operation] | None = None,
+        request_id: str | None = None,
+        model: str | None = None,
+        updatable: bool = False,
+    ) -> Registration:
+        """Have a request validated in full before its prompt is there, and send the vectors it needs.
+
+        Registering the same again with the same id is harmless. A registration is used up by one `generate`, and
+        lapses if it is not used (10 minutes by default). With several stores it also settles, by its id, which of them
+        will have the capture: if that one goes away before `generate`, the request is refused until it is back, where
+        one without a registration would have gone to another.
+
+        Raises:
+            InvalidRequest: The request is not valid; the subclass and the message say why.
+            RequestExists: The request id is taken by another spec, or was used.
+            LimitReached: Too many registrations are waiting.
+
+        Example:
+            >>> registration = client.register(capture=residuum.Capture(layers="all"))
+            >>> reply = client.generate("Hello", registration=registration)
+        """
+        plan = plan_spec(capture, steer, request_id, model, updatable=updatable)
+        request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
+        answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
+        self._send(vector_upload.only(plan.vectors, answer.missing_digests))
+        self._ledger.add(plan.vectors)
+        seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
+        return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors)
+
+    def put_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> PutResult:
+        """Send vectors, or those of Directions, that the server lacks. Calls that steer do this by themselves.
+
+        Raises:
+            BadVector: The server refused one; the others are accepted.
+
+        Example:
+            >>> client.put_vectors([joy]).sent, client.put_vectors([joy]).sent
+            (1, 0)
+        """
+        given = vector_upload.vector_list(vectors)
+        return vector_upload.put_result(given, self._provide(given))
+
+    def find_missing_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
+        """Return those of some vectors that the server lacks. Those that it has are kept for another while."""
+        given = vector_upload.vector_list(vectors)
+        missing: set[bytes] = set()
+        for request in vector_upload.find_requests(given):
+            answer = self._call(self.endpoint, self._inference.FindMissingVectors, request)
+            missing.update(answer.missing_digests)
+        return vector_upload.only(given, missing)
+
+    def update_steering(
+        self, request_id: RequestLike, steer: Operation | Iterable[Operation] | None
+    ) -> tuple[int, ...]:
+        """Change the steering of a request that is generating, from its next token on.
+
+        The request must have been started with `updatable=True`. Vectors that the server lacks are sent first.
+
+        Args:
+            request_id: The request, or its stream.
+            steer: What takes the place of its steering; None or [] switches it off.
+
+        Returns:
+            Of each sequence the first position that is steered so; the manifest's `steering_changes` keep it.
+
+        Raises:
+            UnknownRequest: No such request is generating.
+            NotUpdatable: It was not started as updatable.
+            InvalidRequest: The steering is not valid; the subclass and the message say why.
+            LimitReached: There is no room for more vectors, or the steering was changed too often.
+
+        Example:
+            >>> with client.stream("Once", max_tokens=64, steer=[Add(joy, layer=12)], updatable=True) as stream:
+            ...     next(stream)
+            ...     client.update_steering(stream, None)
+            (5,)
+        """
+        plan = plan_steering(request_id, steer)
+        self._provide(plan.vectors)
+        try:
+            answer = self._update(plan)
+        except exc.MissingVectors:
+            self._ledger.forget(plan.vectors)  # the server dropped them, or was started anew
+            self._provide(plan.vectors)
+            answer = self._update(plan)
+        return tuple(answer.first_positions)
+
+    def abort(self, request_id: RequestLike) -> None:
+        """Stop a running request, or drop a registration. Its capture ends aborted. Stopping what has ended is fine.
+
+        Raises:
+            UnknownRequest: There is no such request.
+        """
+        name = check_id(request_id)
+        request = inference_pb2.AbortRequest(request_id=name)
+        self._call(self.endpoint, self._inference.Abort, request, request_id=name)
+
+    def health(self) -> Health:
+        """Return whether the services are ready. Raises nothing for one that is not.
+
+        Example:
+            >>> client.health().ok
+            True
+        """
+        try:
+            stores: Sequence[str] = self.store_endpoints()
+        except exc.ResiduumError:
+            stores = ()  # what the inference service lacks shows in its own status
+        inference = self._status(self.endpoint)
+        return Health(inference, {endpoint: self._status(endpoint) for endpoint in stores})
+
+    def close(self) -> None:
+        """Close the channels. Running streams are stopped; the client cannot be used afterwards."""
+        for channel in self._channels.drain():
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self.endpoint!r})"
+
+    def _update(self, plan: SteeringPlan) -> inference_pb2.UpdateSteeringResponse:
+        name = plan.request.request_id
+        return self._call(self.endpoint, self._inference.UpdateSteering, plan.request, request_id=name)
+
+    def _start(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
+        """Start a generation, and wait until the request is accepted."""
+        self._provide(plan.vectors)
+        try:
+            call, builder = self._generate(plan, timeout)
+        except exc.MissingVectors:
+            if not plan.vectors:
+                raise  # a registration of another client, whose vectors this one does not have
+            self._ledger.forget(plan.vectors)  # the server dropped them, or was started anew
+            self._provide(plan.vectors)
+            call, builder = self._generate(plan, timeout)
+        self._stores.note(builder.started.capture)
+        return call, builder
+
+    def _generate(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
+        call = self._inference.Generate(plan.request, timeout=timeout)
+        return call, accept(call, self.endpoint)
+
+    def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:
+        """Make sure that the server has these vectors; return those that were sent."""
+        unknown = self._ledger.unknown(vectors)
+        if not unknown:
+            return []
+        missing = self.find_missing_vectors(unknown)
+        self._send(missing)
+        self._ledger.add(unknown)
+        return missing
+
+    def _send(self, vectors: Sequence[Vector]) -> None:
+        for part in vector_upload.put_calls(vectors):
+            answer = self._call(self.endpoint, self._inference.PutVectors, vector_upload.put_requests(part))
+            vector_upload.check_results(part, answer)
+
+    def _status(self, endpoint: str) -> str:
+        # No serializers: bytes go in and come out.
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channels.get(endpoint).unary_unary(health.CHECK)
+        try:
+            return health.status_of_answer(self._call(endpoint, check, health.REQUEST))
+        except exc.ResiduumError as failure:
+            return health.status_of_failure(failure)

@@ -1,0 +1,38 @@
+"""Waiting in a thread. `residuum._async.io` has the same names for event loops; both are written by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from residuum.v1 import inference_pb2
+
+if TYPE_CHECKING:
+    from residuum.exports.job import Export, ExportJob
+    from residuum.exports.target import Workplace
+    from residuum.values.activations import Activations
+
+    class Call(Iterator[inference_pb2.GenerateResponse], Protocol):
+        """What grpc returns for a stream: an iterator that can be cancelled."""
+
+        def cancel(self) -> bool:
+            """Stop the call."""
+            ...
+
+
+sleep = time.sleep
+
+
+def read_event(call: Call) -> inference_pb2.GenerateResponse | None:
+    """Return the next event of a generation; None at its end.
+
+    Raises:
+        grpc.RpcError: The call has failed.
+    """
+    return next(call, None)
+
+
+def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:
+    """Write an export. An interrupt stops it, and waits until it has stopped."""
+    return job.run(acts, place, touch)

@@ -1,0 +1,135 @@
+# Generated from client/residuum/_async/tokens.py by scripts/generate_sync.py. Change that file, then run `make sync`.
+"""The events of a running generation, read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import grpc
+
+from residuum._sync import io
+from residuum.exceptions import ResiduumError
+from residuum.protocol.events import ReplyBuilder
+from residuum.transport.failures import from_generation_error
+from residuum.v1 import inference_pb2
+from residuum.values.replies import Reply, TokenDelta
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from residuum.values.steering import Operation
+
+    Steer = Operation | Iterable[Operation] | None
+    Start = Callable[[], tuple[io.Call, ReplyBuilder]]
+    Update = Callable[[str, Steer], tuple[int, ...]]
+
+
+class TokenStream(Iterator[TokenDelta]):
+    """The tokens of a generation; the base of `residuum.Stream`."""
+
+    def __init__(self, start: Start, endpoint: str, update: Update | None = None) -> None:
+        self._start = start
+        self._endpoint = endpoint
+        self._update = update
+        self._call: io.Call | None = None
+        self._builder = ReplyBuilder()
+        self._closed = False
+
+    @property
+    def request_id(self) -> str:
+        """The name of the request, and of its capture."""
+        return self._entered.request_id
+
+    @property
+    def started(self) -> inference_pb2.GenerationStarted:
+        """The message with which the server accepted the request."""
+        return self._entered.started
+
+    @property
+    def reply(self) -> Reply:
+        """The reply.
+
+        Raises:
+            ResiduumError: The stream was not read to its end.
+        """
+        return self._entered.reply()
+
+    def update_steering(self, steer: Steer) -> tuple[int, ...]:
+        """Change the steering from the next token on; see `Client.update_steering`."""
+        if self._update is None:
+            raise ResiduumError("This stream was not made by a client; call the client's update_steering.")
+        return self._update(self.request_id, steer)
+
+    def close(self) -> None:
+        """Stop the request if it still runs."""
+        self._closed = True
+        if self._call is not None:
+            self._call.cancel()
+
+    def __next__(self) -> TokenDelta:
+        call = self._open()
+        while True:
+            delta = _next_delta(call, self._builder, self._endpoint)
+            if delta is not None:
+                return delta
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        call = getattr(self, "_call", None)
+        if call is not None:
+            call.cancel()
+
+    @property
+    def _entered(self) -> ReplyBuilder:
+        if self._call is None:
+            raise ResiduumError(
+                "The stream has not started: enter the stream first (with ... as stream), or read from it."
+            )
+        return self._builder
+
+    def _open(self) -> io.Call:
+        """Start the request, unless it was started before, and wait until it is accepted."""
+        if self._call is None:
+            self._call, self._builder = self._start()
+        return self._call
+
+
+def accept(call: io.Call, endpoint: str) -> ReplyBuilder:
+    """Wait until the request of a call is accepted; return what takes its further events.
+
+    Raises:
+        ResiduumError: It is refused.
+    """
+    builder = ReplyBuilder()
+    _next_delta(call, builder, endpoint)
+    return builder
+
+
+def _next_delta(call: io.Call, builder: ReplyBuilder, endpoint: str) -> TokenDelta | None:
+    """Read one event; return the new tokens if there are any in it.
+
+    Raises:
+        StopIteration: The stream has ended well.
+    """
+    try:
+        event = io.read_event(call)
+        if event is not None:
+            return builder.add(event)
+    except grpc.RpcError as error:
+        raise from_generation_error(error, endpoint, builder) from None
+    except BaseException:  # the reader is stopped, or the server breaks the contract: nobody reads on
+        call.cancel()
+        raise
+    builder.check_end()
+    raise StopIteration

@@ -1,0 +1,80 @@
+"""`residuum.serve`: both services on this machine, from Python. They are a distribution of their own, residuum-server.
+
+The client imports nothing of it: what is installed beside it says so by an entry point.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from residuum.client import Client
+from residuum.rpc.extras import install_server
+
+ENTRY_POINTS = "residuum.commands"
+"""The group by which other distributions bring what the client has no code for."""
+
+
+@contextmanager
+def serve(
+    model: str | Path,
+    *,
+    data: str | Path | None = None,
+    temporary: bool = False,
+    progress: bool = True,
+    **settings: object,
+) -> Iterator[Client]:
+    """Start a store and an inference service on this machine, and stop both at the end of the block.
+
+    This is `residuum serve` for notebooks and scripts; it needs the distribution `residuum-server`.
+
+    Args:
+        model: The model's folder, or its name on the Hugging Face hub.
+        data: The folder in which captures are kept, and both services' logs (default: `residuum-data`).
+        temporary: Delete captures at the end instead.
+        progress: Show on stderr how long the model has been loading.
+        settings: Further settings of the inference service, by name: `enforce_eager=True`, `max_model_len=1024`.
+
+    Returns:
+        A context manager that gives a client, once both services are ready.
+
+    Raises:
+        RuntimeError: `residuum-server` is not installed, or a service did not come up; the message has the end of its
+            log.
+
+    Example:
+        >>> with residuum.serve("HuggingFaceTB/SmolLM2-135M-Instruct") as client:
+        ...     print(client.generate("The capital of France is", max_tokens=8).text)
+    """
+    server = installed_server()
+    folder = Path(data) if data is not None else None
+    flags = [_flag(name, value) for name, value in settings.items()]
+    with (
+        server.serving(str(model), data=folder, temporary=temporary, flags=flags, progress=progress) as (_, inference),
+        Client(inference.endpoint) as client,
+    ):
+        yield client
+
+
+def installed_server() -> Any:
+    """Return the module that starts the services.
+
+    Raises:
+        RuntimeError: It is not installed.
+    """
+    for entry in metadata.entry_points(group=ENTRY_POINTS, name="serve"):
+        return entry.load()
+    raise RuntimeError(f"the services are not here: {install_server()}")
+
+
+def _flag(name: str, value: object) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    if isinstance(value, (list, tuple)):
+        return f"--{flag}={','.join(map(str, value))}"
+    return f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}"

@@ -1,0 +1,65 @@
+"""The projection bases of captures: vectors of the bank, or signs of random projections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from inference_svc.taps.encodings.signs import SignCache, Signs
+from residuum.wire.encodings import RANDOM_PROJECTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from inference_svc.taps.bank import VectorBank
+    from inference_svc.taps.plan import Capture
+
+
+class Bases:
+    """Looks up the basis that a capture's rows are multiplied with."""
+
+    def __init__(self, signs: SignCache, bank: VectorBank | None, sign_dtype: torch.dtype) -> None:
+        """Look bases up in a sign cache and a vector bank.
+
+        Args:
+            signs: The sign matrices.
+            bank: The active vectors. None: no capture projects its rows to vectors.
+            sign_dtype: The dtype of signs for rows in the model's dtype. Computed rows always take float32 signs.
+        """
+        self._signs = signs
+        self._bank = bank
+        self._sign_dtype = sign_dtype
+
+    def of(self, capture: Capture) -> Tensor | None:
+        """Return the basis of a capture, or None if its encoding has none.
+
+        The caller holds the basis until the capture's last block has left. The request has ended by then: its rows of
+        the bank may hold other vectors, and its signs may have been evicted.
+
+        Returns:
+            Vectors, float32 [vectors, hidden], or signs, [hidden, dimensions].
+        """
+        encoding = capture.encoding
+        if encoding.rows:
+            assert self._bank is not None  # noqa: S101 - a worker has one
+            return torch.stack([self._bank.vectors[row] for row in encoding.rows])
+        if encoding.encoding in RANDOM_PROJECTIONS:
+            dtype = self._dtype(computed=capture.is_computed)
+            return self._signs.get(encoding.seed, encoding.dimensions, dtype)
+        return None
+
+    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
+        """Make the signs of these projections on a thread and keep them; see `SignCache.keep`.
+
+        Args:
+            projections: The seed and the dimensions of each, and whether its rows are computed (see `is_computed`).
+        """
+        return self._signs.keep(
+            [Signs(seed, dimensions, self._dtype(computed=computed)) for seed, dimensions, computed in projections]
+        )
+
+    def _dtype(self, *, computed: bool) -> torch.dtype:
+        return torch.float32 if computed else self._sign_dtype

@@ -1,0 +1,114 @@
+"""Captures with state between blocks: a reduction that is still running, or a projection basis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from inference_svc.taps.reductions import Batch, Reduction
+from residuum.v1 import capture_pb2
+from svc_common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from inference_svc.taps.encodings.bases import Bases
+    from inference_svc.taps.plan import Capture, RequestPlan
+    from inference_svc.taps.ring_writer import RingWriter
+
+_log = get_logger(__name__)
+
+
+class _Followed(NamedTuple):
+    """The state of one capture."""
+
+    capture: Capture
+    """Held so that its `id` stays unique."""
+    basis: Tensor | None
+    """See `Bases.of`."""
+    reduction: Reduction | None
+    problem: str = ""
+    """Why none of its rows can be sent; empty if they can."""
+
+
+class FollowedCaptures:
+    """Keeps the state of captures from the start of their request until their last block has left."""
+
+    def __init__(self, bases: Bases, writer: RingWriter) -> None:
+        """Follow no capture yet; losses are reported through `writer`."""
+        self._bases = bases
+        self._writer = writer
+        # By object, not by capture ID: a new request may use an ID again before the last blocks of this one have left.
+        self._followed: dict[int, _Followed] = {}
+
+    def __len__(self) -> int:
+        return len(self._followed)
+
+    def begin(self, plan: RequestPlan) -> None:
+        """Start to follow the capture of a request.
+
+        If that fails, for example because the device has no memory left, all rows of this capture are reported as lost.
+        Other captures go on.
+        """
+        capture = plan.capture
+        assert capture is not None  # noqa: S101 - it is followed
+        try:
+            reduction = Reduction(plan) if capture.is_reduced else None
+            followed = _Followed(capture, self._bases.of(capture), reduction)
+        except (MemoryError, RuntimeError) as error:
+            _log.exception("a capture cannot be made", request_id=capture.capture_id)
+            problem = f"The worker could not prepare for this capture ({type(error).__name__}); its log says why."
+            followed = _Followed(capture, None, None, problem)
+        self._followed[id(capture)] = followed
+
+    def add(self, batch: Batch) -> Batch | None:
+        """Take the rows of a block, and return the rows to send now, if any.
+
+        Captures that are not followed get their rows back as they are. A reduction returns its row when it is complete.
+        """
+        followed = self._of(batch.capture)
+        if followed is None:
+            return batch
+        if followed.problem:
+            self._report_failed(batch, followed.problem)
+            return None
+        if followed.reduction is None:
+            return batch
+        return self._complete(followed.reduction.add(batch), followed.reduction)
+
+    def finish(self, capture: Capture) -> Batch | None:
+        """Return the rows that a capture's reduction still owes after the last block, if any."""
+        followed = self._of(capture)
+        if followed is None or followed.reduction is None:
+            return None
+        return self._complete(followed.reduction.finish(), followed.reduction)
+
+    def miss(self, capture: Capture, positions: Sequence[int]) -> None:
+        """Note that rows of a capture never come: a reduction over them is incomplete."""
+        followed = self._of(capture)
+        if followed is not None and followed.reduction is not None:
+            followed.reduction.miss(positions)
+
+    def basis(self, capture: Capture) -> Tensor | None:
+        """Return the basis of a capture; see `Bases.of`."""
+        followed = self._of(capture)
+        return None if followed is None else followed.basis
+
+    def forget(self, capture: Capture) -> None:
+        """Drop the state of a capture whose last rows have left."""
+        del self._followed[id(capture)]
+
+    def _of(self, capture: Capture) -> _Followed | None:
+        return self._followed[id(capture)] if capture.is_followed else None
+
+    def _complete(self, batch: Batch | None, reduction: Reduction) -> Batch | None:
+        """Return reduced rows. If rows that they include never came, report the reduced rows as lost instead."""
+        if batch is None or reduction.is_whole(batch):
+            return batch
+        self._report_failed(batch, "Rows that this one was reduced from were lost.")
+        return None
+
+    def _report_failed(self, batch: Batch, detail: str) -> None:
+        reason = capture_pb2.INCOMPLETE_REASON_WRITE_FAILED
+        self._writer.report_loss(batch.capture, batch.positions, reason, detail)

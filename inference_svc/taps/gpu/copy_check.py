@@ -1,0 +1,57 @@
+"""The startup check of copies from the device to the ring: rows must arrive unchanged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from inference_svc.taps.gpu import kernel
+from inference_svc.taps.vllm.limits import UnsupportedEngineError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+_CHECKED_UNITS = (1, 3, 16)
+"""Units of the copied blocks. Each block holds as many positions as units, and has one free place."""
+
+
+class CannotCopyError(UnsupportedEngineError):
+    """Rows do not get from the device to the ring."""
+
+
+def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int) -> None:
+    """Copy blocks of known bytes as captured rows are copied later, and compare what arrives.
+
+    Overwrites the start of both memories, and zeroes it afterwards: no block may be in use.
+
+    Args:
+        pool_memory: The memory of the block pool, [rows, hidden].
+        ring: The ring's memory, pinned.
+        address: The address at which the device reaches the ring.
+
+    Raises:
+        CannotCopyError: Other bytes arrive.
+    """
+    for units in _CHECKED_UNITS:
+        positions = min(units, len(pool_memory) // units - 1)
+        if positions < 1:
+            continue
+        block = pool_memory[: units * (positions + 1)].view(units, positions + 1, -1)
+        bytes_ = block.view(torch.uint8)
+        bytes_.copy_((torch.arange(bytes_.numel()) % 251).view(bytes_.shape))  # a prime: neighbouring rows differ
+        rows = block[:, :positions]
+        kernel.copy_out(rows, kernel.HostPointer(address, rows.dtype))
+        torch.cuda.synchronize(pool_memory.device)
+        arrived = ring[: rows.nbytes]
+        same = np.array_equal(arrived, rows.contiguous().view(torch.uint8).flatten().cpu().numpy())
+        bytes_.zero_()
+        arrived[:] = 0
+        if not same:
+            raise CannotCopyError(
+                f"Rows copied from the device to the ring arrive changed ({units} units of {positions} positions). "
+                "The driver or the IOMMU of this host does not map shared memory as CUDA promises. Update the driver, "
+                "or use another host."
+            )

@@ -1,0 +1,39 @@
+"""The blocks of the self-test: the worker keeps their rows, and no shipper sees them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from inference_svc.taps.blocks import Block, BlockPool
+    from inference_svc.taps.plan import Capture
+
+
+class Probe(NamedTuple):
+    """The rows of one block of the self-test."""
+
+    capture: Capture
+    positions: list[int]
+    rows: Tensor
+    """[sites, layers, positions, hidden], in the model's dtype."""
+
+
+class Probes:
+    """Copies of the self-test's blocks, by capture ID."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        """Keep nothing yet; `pool` holds the rows of the blocks."""
+        self._pool = pool
+        self._kept: dict[str, list[Probe]] = {}
+
+    def keep(self, block: Block) -> None:
+        """Copy the rows of a block, which may then be given back to the pool."""
+        capture = block.capture
+        rows = self._pool.rows(block).clone().unflatten(0, (len(capture.sites), len(capture.layers)))
+        self._kept.setdefault(capture.capture_id, []).append(Probe(capture, list(block.positions), rows))
+
+    def take(self, capture_id: str) -> list[Probe]:
+        """Return the kept blocks of a capture and forget them."""
+        return self._kept.pop(capture_id, [])

@@ -1,0 +1,172 @@
+"""Generate the synchronous client, client/residuum/_sync/, from the asyncio one, client/residuum/_async/.
+
+    .venv/bin/python scripts/generate_sync.py            write it
+    .venv/bin/python scripts/generate_sync.py --check    fail, naming the files, if the committed ones are not these
+
+`unasync` drops async and await and renames what it knows by name. The rest is done here on the text: types that hold
+other types, and the sentences of docstrings that are true for one client only. ruff then formats what is shorter now.
+Modules that are not named in SOURCES are written by hand, in both folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import unasync
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path("client", "residuum")
+BIN = Path(sys.executable).parent
+
+SOURCES = ("captures.py", "client.py", "tokens.py")
+
+MARK = "# Generated from client/residuum/_async/"
+HEADER = MARK + "{name} by scripts/generate_sync.py. Change that file, then run `make sync`.\n"
+
+NAMES = {
+    "AsyncCaptureClient": "CaptureClient",
+    "AsyncClient": "Client",
+    "AsyncStream": "Stream",
+    "AsyncTokenStream": "TokenStream",
+    "InferenceServiceAsyncStub": "InferenceServiceStub",
+    "StoreServiceAsyncStub": "StoreServiceStub",
+    "_async": "_sync",
+    "aclose": "close",
+    "aclosing": "closing",
+    "anext": "next",
+    "open_aio_channel": "open_channel",
+}
+"""What unasync renames, besides what it knows itself."""
+
+WORDS = {
+    "grpc.aio": "grpc",
+    "async with": "with",
+    "async for": "for",
+    "await ": "",
+    "anext(": "next(",
+    "StopAsyncIteration": "StopIteration",
+    **{name: NAMES[name] for name in ("AsyncClient", "AsyncStream")},
+}
+"""What is replaced in docstrings, comments and texts, which unasync leaves alone, and in names of two parts."""
+
+SENTENCES = {
+    "The asyncio client.": "The synchronous client.",
+    "The store's side of the asyncio client": "The store's side of the synchronous client",
+    "An asyncio client of": "A client of",
+    "Use a client within one event loop. Close it, or use\n    it in an async with-block.": (
+        "A client may be shared by threads, and needs no event loop; make it\n"
+        "    after any fork. Close it, or use it in a with-block."
+    ),
+    "Cancelling the task stops the request.": "An interrupt stops the request.",
+    "Return the tokens of a generation as they are made.": "Start a generation and return its tokens as they are made.",
+    "The request starts when the stream is entered or first read. It is accepted then: its id is known, and its\n"
+    "        capture can be followed.": (
+        "The request is accepted when this returns: its id is known, and its capture can be followed.\n       "
+    ),
+    "; known when the stream was entered or first read.": ".",
+}
+"""What docstrings say of the asyncio client, and what is true of the synchronous one instead. Each must occur."""
+
+
+def main() -> int:
+    """Write or compare; return the process's exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare only, and fail on any difference")
+    options = parser.parse_args()
+    committed = ROOT / PACKAGE / "_sync"
+    fresh = generate()
+    differences = compare(fresh, committed)
+    if options.check:
+        return report(differences)
+    for name in differences:
+        if name in fresh:
+            (committed / name).write_text(fresh[name])
+        else:
+            (committed / name).unlink()
+        print(PACKAGE / "_sync" / name)
+    print(f"{len(differences)} modules changed")
+    return 0
+
+
+def generate() -> dict[str, str]:
+    """Return the text of each synchronous module, by its file's name."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "_async"), Path(folder, "_sync")
+        source.mkdir()
+        texts = {name: (ROOT / PACKAGE / "_async" / name).read_text() for name in SOURCES}
+        unused = [sentence for sentence in SENTENCES if not any(sentence in text for text in texts.values())]
+        if unused:
+            sys.exit(f"scripts/generate_sync.py replaces sentences that are not there: {unused}")
+        for name, text in texts.items():
+            (source / name).write_text(prepare(text))
+        rule = unasync.Rule(f"{source}/", f"{target}/", additional_replacements=NAMES)
+        unasync.unasync_files([str(source / name) for name in SOURCES], [rule])
+        for name in SOURCES:
+            (target / name).write_text(HEADER.format(name=name) + finish((target / name).read_text()))
+        tidy(target)
+        return {name: (target / name).read_text() for name in SOURCES}
+
+
+def prepare(text: str) -> str:
+    """Replace what must be found before async and await are gone, and line breaks with it."""
+    for sentence, instead in SENTENCES.items():
+        text = text.replace(sentence, instead)
+    # The brackets of (await call()).field would stay.
+    return re.sub(r"\(await ([\w.]+\([^()]*(?:\([^()]*\)[^()]*)*\))\)\.", r"await \1.", text)
+
+
+def finish(text: str) -> str:
+    """Replace what unasync leaves."""
+    for word, instead in WORDS.items():
+        text = text.replace(word, instead)
+    text = re.sub(r"^(from collections\.abc import .*?)\bAwaitable, ", r"\1", text, flags=re.MULTILINE)
+    return unwrap(text)
+
+
+def unwrap(text: str) -> str:
+    """Make every type Awaitable[X] the type X."""
+    while (at := text.find("Awaitable[")) >= 0:
+        start = end = at + len("Awaitable[")
+        depth = 1
+        while depth:
+            depth += {"[": 1, "]": -1}.get(text[end], 0)
+            end += 1
+        text = text[:at] + text[start : end - 1] + text[end:]
+    return text
+
+
+def tidy(folder: Path) -> None:
+    """Have ruff drop imports that came twice, sort them, and format."""
+    settings = ["--quiet", "--no-cache", "--config", str(ROOT / "pyproject.toml"), str(folder)]
+    fixes = ["--fix", "--unsafe-fixes", "--select", "F401,I001,UP028"]  # UP028: yield from, which asyncio has not
+    for command in (["check", *fixes], ["format"]):
+        result = subprocess.run([BIN / "ruff", *command, *settings], capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            sys.exit(f"ruff {command[0]} failed:\n{result.stdout}{result.stderr}")
+
+
+def compare(fresh: dict[str, str], committed: Path) -> list[str]:
+    """The names of modules that are missing, stale or left over in the committed folder."""
+    found = {path.name: path.read_text() for path in committed.glob("*.py")}
+    left_over = {name for name, text in found.items() if text.startswith(MARK) and name not in fresh}
+    return sorted(left_over | {name for name, text in fresh.items() if found.get(name) != text})
+
+
+def report(differences: list[str]) -> int:
+    """Say which modules are not what the asyncio client says."""
+    for name in differences:
+        print(f"differs from its source: {PACKAGE / '_sync' / name}", file=sys.stderr)
+    if differences:
+        print("run `make sync` and commit what it writes", file=sys.stderr)
+        return 1
+    print("the synchronous client is fresh")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

