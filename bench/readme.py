@@ -1,6 +1,7 @@
-"""`python -m bench.readme`: the figures in README.md, made from bench/results; `--check` only tells if they are.
+"""`python -m bench.readme`: writes the figures in README.md and docs/costs.md from bench/results.
 
-Nothing between the marks is written by hand. What was not measured is left out.
+With `--check` it only compares them. README.md has one table and one plot, docs/costs.md has all tables. Nothing
+between the marks is written by hand. What was not measured is left out.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from bench.suite.results import Measured, by_name, failures
 
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
+COSTS = ROOT / "docs" / "costs.md"
 BEGIN = "<!-- figures: made by `python -m bench.readme` from bench/results; do not edit -->"
 END = "<!-- end of the figures -->"
 
+_PLOT = "peers.png"
+_PLOT_WORDS = "Seconds to generate, and to fetch all layers of every token: stock vLLM, residuum and other ways"
 _WIDTH = 118
 _MODES = {
-    "idle": "taps there, nothing captured",
+    "idle": "idle taps, nothing captured",
     "all-layers": "all {layers} layers of every token{sink}: {gb:.1f} GB in {generation:.1f} s",
-    "steer": "every layer of every request steered by a vector of its own",
+    "steer": "every layer steered, each request by its own vector",
     "all-layers+steer": "both",
 }
 _WAYS = {
@@ -48,13 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if the figures are not up to date")
     options = parser.parse_args(arguments)
-    page = README.read_text()
-    wanted = spliced(page, figures(RESULTS))
-    if options.check:
-        if page != wanted:
-            sys.exit("The figures in README.md are not those of bench/results; run `python -m bench.readme`.")
-    elif page != wanted:
-        README.write_text(wanted)
+    for page, make in ((README, summary), (COSTS, figures)):
+        text = page.read_text()
+        wanted = spliced(text, make(RESULTS, _link(page)))
+        if options.check and text != wanted:
+            sys.exit(f"The figures in {page.name} are not those of bench/results; run `python -m bench.readme`.")
+        if text != wanted:
+            page.write_text(wanted)
+
+
+def _link(page: Path) -> str:
+    """Return how a page links to the results."""
+    return "../bench/results" if page.parent.name == "docs" else "bench/results"
 
 
 def spliced(page: str, text: str) -> str:
@@ -65,9 +74,29 @@ def spliced(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
 
 
-def figures(results: Path) -> str:
+def _kinds(results: Path) -> list[Path]:
+    """Return the folders of all kinds of machines, GPUs first."""
+    return sorted((folder for folder in results.iterdir() if folder.is_dir()), key=lambda folder: folder.name == "cpu")
+
+
+def summary(results: Path, results_link: str = "bench/results") -> str:
+    """Return one table and one plot, of the first kind of machine that has them, as Markdown.
+
+    The table compares generation with stock vLLM. The plot compares residuum with other ways to capture everything.
+    """
+    for folder in _kinds(results):
+        if not (folder / "capture.json").exists():
+            continue
+        link = f"{results_link}/{folder.name}"
+        texts = [capture(_read(folder / "capture.json"), link)]
+        if (folder / _PLOT).exists():
+            texts.append(f"![{_PLOT_WORDS}]({link}/{_PLOT})")
+        return "\n\n".join(texts)
+    return ""
+
+
+def figures(results: Path, results_link: str = "bench/results") -> str:
     """Return what the results of all kinds of machines say, as Markdown."""
-    kinds = sorted((folder for folder in results.iterdir() if folder.is_dir()), key=lambda folder: folder.name == "cpu")
     files: dict[str, Callable[[Mapping[str, Any], str], str]] = {
         "suite.json": suite,
         "end_to_end.json": end_to_end,
@@ -78,8 +107,8 @@ def figures(results: Path) -> str:
         "service.json": service,
     }
     sections = []
-    for folder in kinds:
-        link = f"bench/results/{folder.name}"
+    for folder in _kinds(results):
+        link = f"{results_link}/{folder.name}"
         if folder.name != "cpu" and (folder / "capture.json").exists():
             sections.append(capture(_read(folder / "capture.json"), link))
         sections += [make(_read(folder / name), link) for name, make in files.items() if (folder / name).exists()]
@@ -106,8 +135,11 @@ def capture(result: Mapping[str, Any], link: str) -> str:
         )
         rows.append((label, *(_over_stock(mode) if mode else "" for mode in found)))
     head = f"{_workload(workload)}, `bench.capture` at {_revision(result)}"
-    intro = f"Generation beside stock vLLM {_vllm(result)} in the same run, on {_machine(result)} ([results]({link})):"
-    return f"{intro}\n\n" + markdown_table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
+    where = f"on {_machine(result)} ([results]({link}))"
+    intro = f"Generation compared with stock vLLM {_vllm(result)} in the same run, {where}:"
+    return f"{fill(intro, _WIDTH)}\n\n" + markdown_table(
+        (head, *(f"runner {runner.upper()}" for runner in runners)), rows
+    )
 
 
 def steering(result: Mapping[str, Any], _: str) -> str:
@@ -207,7 +239,8 @@ def service(result: Mapping[str, Any], _: str) -> str:
         for level in part["levels"]
     ]
     parameters = next(iter(result["parts"].values()))["parameters"]
-    head = f"`Generate` beside AsyncLLM called directly, {_model(parameters)}, `bench.service` at {_revision(result)}"
+    compared = f"`Generate` compared with AsyncLLM called directly, {_model(parameters)}"
+    head = f"{compared}, `bench.service` at {_revision(result)}"
     return markdown_table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
 
 
@@ -222,13 +255,13 @@ def suite(result: Mapping[str, Any], link: str) -> str:
     rows = [_suite_row(item, base, ours) for item in shown]
     head = f"{_workload(result['workload'])}, `bench.suite` at {_revision(result)}"
     intro = (
-        "All layers of every token until a client holds them, beside other ways in the same run, on "
+        "All layers of every token until a client holds them, compared with other ways in the same run, on "
         f"{_machine(result)} with vLLM {_vllm(result)} ([report]({link}/report.md)):"
     )
     missing = ", ".join(failures(result["parts"]))
     notes = [_rounds(measured)]
     if missing:
-        notes.append(f"What could not run there, and why, stands in the report: {missing}.")
+        notes.append(fill(f"The report says why these could not run there: {missing}.", _WIDTH))
     columns = (head, "generation", "over stock", "fetch", "both, ours = 1")
     stock = ("stock vLLM", seconds(base.generation), "", "", "")
     return "\n\n".join(filter(None, [fill(intro, _WIDTH), markdown_table(columns, [stock, *rows]), *notes]))
@@ -343,7 +376,7 @@ def _engine(engine: Mapping[str, Any]) -> str:
     text = (
         f"{requests} requests at once with {_shape(parameters['shape'])}, every layer steered, make "
         f"{all_over_one:.3f} of the tokens per second with {requests} different vectors that they make with one, and "
-        f"with one {one_over_none:.2f} of those that they make unsteered, with the taps there."
+        f"with one {one_over_none:.2f} of those that they make unsteered with idle taps."
     )
     return fill(text, _WIDTH)
 

@@ -34,10 +34,9 @@ _CAPTURE = 3 * 1024 // 2
 def memory_bound(*, max_streams: int, max_writers: int, max_open_mib: int, max_captures: int) -> int:
     """Return the most memory that a store takes, in bytes.
 
-    The bound leaves out the mapped pages of the database, which the kernel can drop. ARCHITECTURE.md explains the sum
-    ("What callers can make a service keep"); `python -m tests.hostile` compares it with a store under attack.
-
-    The arguments are the settings of the same names.
+    The bound leaves out the mapped pages of the database, which the kernel can drop. docs/operations/bounds.md explains
+    the sum; `python -m tests.hostile` compares it with a store under attack. The arguments are the settings of the same
+    names.
     """
     return (
         _BASE + _KEPT + _QUEUE

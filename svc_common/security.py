@@ -46,8 +46,8 @@ class SecureSettings(ServiceSettings):
     """Require client certificates from the CAs in this PEM file. A certificate only allows a caller to connect. Without
     tokens, every caller that connects has all rights, for all tenants."""
     tokens: Path | None = None
-    """Require a token that is listed in this file, with the caller's rights (ARCHITECTURE.md, Who may call what). The
-    file is read again when it changes."""
+    """Require a token that is listed in this file, with the caller's rights (docs/operations/security.md). The file is
+    read again when it changes."""
     otel_endpoint: OptionalUrl = ""
     """Where to send traces by OTLP over gRPC, such as http://localhost:4317; needs the extra `otel`. Default: the value
     of OTEL_EXPORTER_OTLP_ENDPOINT, OpenTelemetry's own variable, else nowhere."""

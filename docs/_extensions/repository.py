@@ -5,12 +5,6 @@ Links are written as they work in the repository: `[the contract](../protos/resi
 * A link to a document that is a page becomes a link to that page.
 * A link to any other file leads to `repository_url`, or becomes plain text if that is not set.
 * A link to a missing file stays unchanged, and Sphinx warns about it.
-
-The comment
-
-    <!-- from README.md: figures -->
-
-is replaced by the text in README.md between the comment that begins with "figures" and the next comment.
 """
 
 from __future__ import annotations
@@ -27,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FENCED = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
-EXCERPT = re.compile(r"^<!-- from (\S+): (\S+) -->$", re.MULTILINE)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -39,7 +32,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 
 def read(app: Sphinx, page: str, source: list[str]) -> None:
-    """Give Sphinx a page's text: its document, with excerpts inserted and links rewritten."""
+    """Give Sphinx a page's text: its document, with links rewritten."""
     documents: dict[str, str] = app.config.repository_documents
     origin = ROOT / documents[page] if page in documents else Path(app.env.doc2path(page))
     if origin.suffix != ".md":
@@ -48,25 +41,7 @@ def read(app: Sphinx, page: str, source: list[str]) -> None:
     text = origin.read_text() if page in documents else source[0]
     pages = {ROOT / name: at for at, name in documents.items()}
     pages |= {Path(app.env.doc2path(name)).resolve(): name for name in app.env.found_docs if name not in documents}
-    links = Links(page, pages, app.config.repository_url)
-
-    def excerpt(match: re.Match[str]) -> str:
-        app.env.note_dependency(str(ROOT / match[1]))
-        return links.rewritten(between_marks(ROOT / match[1], match[2]), ROOT / match[1])
-
-    source[0] = EXCERPT.sub(excerpt, links.rewritten(text, origin))
-
-
-def between_marks(document: Path, name: str) -> str:
-    """Return the text between the comment that begins with a name and the next comment.
-
-    Raises:
-        ValueError: The document has no such comment.
-    """
-    found = re.search(rf"^<!-- {re.escape(name)}\b.*?-->$\n(.*?)^<!-- ", document.read_text(), re.DOTALL | re.MULTILINE)
-    if found is None:
-        raise ValueError(f"{document} has no mark {name!r}")
-    return found[1].strip()
+    source[0] = Links(page, pages, app.config.repository_url).rewritten(text, origin)
 
 
 class Links:

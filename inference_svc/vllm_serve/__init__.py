@@ -1,9 +1,30 @@
-"""The taps inside plain `vllm serve`: a worker class, and a plugin for its API server.
+"""The taps inside plain `vllm serve`: a worker class, and a plugin for vLLM's API server.
 
     vllm serve MODEL --worker-cls inference_svc.vllm_serve.Worker
 
-docs/vllm-serve.md tells users how. The worker is the inference service's; what that service's own process does, the
-front end here does inside vLLM's API server.
+docs/vllm-serve.md is for users. The worker, the plans, the captures, the stores, the shippers and the vectors are those
+of the inference service. The front end does the work of the service's own process, inside vLLM's API server:
+
+     openai client        | vLLM's API server                                        | engine core, workers
+                          |                                                          |
+     vllm_xargs -> HTTP --+> AsyncLLM.generate -> front.py -> extra_args: a plan ----+> Worker: TappedWorker
+                          |   (plugin.py)          |
+                          |                        +> delivery.py: OpenCapture, SealCapture, shippers
+
+* The front end is in the API server because only the API server knows how a request ended: to the engine, a stop text
+  looks like an abort.
+* `plugin` wraps three methods of AsyncLLM. In an engine with another worker class it only refuses requests that ask for
+  captures or steering. If vLLM lacks what the plugin needs, or does not load it, the worker refuses to start.
+* `xargs` reads the spec. It removes a plan that a caller sends under the plan's own name, because the worker trusts
+  plans.
+* `front` checks a request in the call of `generate`, before an endpoint begins its answer. So a bad spec gets status
+  400, also for a stream. It opens the capture before vLLM sees the request, and seals it however the request ends.
+* Each sequence is a request of its own in vLLM, and asks for output step by step, so its tokens are known whenever it
+  ends. `outputs` gives callers what vLLM would have given them.
+* `delivery` has an event loop of its own, in a thread: vLLM stops its engine in a plain function, on the loop that
+  serves HTTP.
+* With several API servers, the first one starts the shippers and runs the self-test. None accepts vectors or random
+  projections, because each would write into bank rows that another one uses, and would drop the other's signs.
 """
 
 from __future__ import annotations

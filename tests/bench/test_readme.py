@@ -5,6 +5,7 @@ import pytest
 from bench.machine import Machine
 from bench.readme import (
     BEGIN,
+    COSTS,
     END,
     README,
     RESULTS,
@@ -18,13 +19,14 @@ from bench.readme import (
     spliced,
     store,
     suite,
+    summary,
 )
 from bench.suite.plan import ALL_LAYERS, BASELINE, ZERO_LAYER
 from bench.suite.report import render
 from tests.bench.test_suite import RESULT, part
 
 
-def test_the_figures_in_the_readme_are_those_of_the_results():
+def test_the_figures_on_both_pages_are_those_of_the_results():
     main(["--check"])
 
 
@@ -47,14 +49,27 @@ def test_a_page_without_marks_is_refused(page):
         spliced(page, "new")
 
 
-def test_figures_that_are_not_fresh_are_told(monkeypatch, tmp_path):
-    page = tmp_path / "README.md"
-    page.write_text(README.read_text().replace(END, f"typed by hand\n{END}"))
-    monkeypatch.setattr("bench.readme.README", page)
-    with pytest.raises(SystemExit, match=r"run `python -m bench\.readme`"):
+@pytest.mark.parametrize("name", ["README", "COSTS"])
+def test_figures_that_are_not_fresh_are_told(name, monkeypatch, tmp_path):
+    real = {"README": README, "COSTS": COSTS}[name]
+    page = tmp_path / real.parent.name / real.name  # the folder decides how the page links to the results
+    page.parent.mkdir()
+    page.write_text(real.read_text().replace(END, f"typed by hand\n{END}"))
+    monkeypatch.setattr(f"bench.readme.{name}", page)
+    with pytest.raises(SystemExit, match=rf"in {real.name} .* run `python -m bench\.readme`"):
         main(["--check"])
     main([])
-    assert page.read_text() == README.read_text()
+    assert page.read_text() == real.read_text()
+
+
+def test_the_summary_is_the_first_table_and_a_plot(tmp_path):
+    text = summary(RESULTS)
+    table, plot = text.rsplit("\n\n", 1)
+    assert figures(RESULTS).startswith(table)
+    assert plot.startswith("![")
+    name = plot.rpartition("(")[2].removesuffix(")")
+    assert (RESULTS.parents[1] / name).is_file()
+    assert summary(tmp_path) == ""
 
 
 def test_a_suite_has_its_table_with_what_could_not_run(tmp_path):

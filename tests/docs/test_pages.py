@@ -81,11 +81,12 @@ def test_links_out_of_the_site_become_pages_files_or_words():
     assert repository.Links("limits", pages, "").rewritten(code, DOCS / "limits.md") == code
 
 
-def test_figures_are_taken_from_the_readme():
-    figures = repository.between_marks(ROOT / "README.md", "figures")
-    assert figures.count("| ---") >= 3
-    with pytest.raises(ValueError, match="no mark"):
-        repository.between_marks(ROOT / "README.md", "nothing")
+@pytest.mark.parametrize(("page", "tables", "plots"), [("README.md", 1, 1), ("docs/costs.md", 8, 0)])
+def test_pages_have_the_measured_figures(page: str, tables: int, plots: int):
+    """That they are those of the results, tests/bench/test_readme.py checks."""
+    (figures,) = re.findall(r"^<!-- figures: .*?-->$\n(.*?)^<!-- ", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert figures.count("| ---") >= tables
+    assert len(re.findall(r"^!\[.+\]\(\S+\.png\)$", figures, re.MULTILINE)) == plots
 
 
 # ------------------------------------------------------------------------------------------------------- the reference

@@ -1,1 +1,12 @@
-"""The structure of a model, found by running it, and the insertion of the ops. No module here imports vLLM."""
+"""The structure of a model, found by running it, and the insertion of the ops. No module here imports vLLM.
+
+* Names of modules differ between models, but the flow of tensors does not. So the model runs four tokens before it is
+  compiled, and `structure` notes the tensors that go into and out of each module. What a layer returns is what the next
+  one takes, and what the first norm takes. In such a run attention computes nothing and returns memory that was never
+  written, so fixed numbers replace its outputs.
+* A layer may return two tensors. `residual` finds out by experiment whether the residual stream is their sum or the
+  first one. If neither holds, the model is refused.
+* The attention is the part of a layer that contains vLLM's attention or a state space. The MLP is the last part after
+  it. If `attn_out` or `mlp_out` is armed, the model runs once more, and the parts must add up to what each layer adds.
+  A model that scales or merges its parts is refused by name; it can be served without these sites.
+"""
