@@ -7,6 +7,8 @@ wrong rows, or steer nothing. It must not report SERVING in that state.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -31,6 +33,9 @@ _BANK_ROW = 0
 _STREAM = capture_pb2.SITE_RESID_POST
 _PUSH = 4.0
 """The length of the steering vector, in multiples of the largest row norm: far larger than any rounding error."""
+_ROWS_SECONDS = 10.0
+"""How long the self-test waits for the rows of a request that has ended."""
+_POLL_SECONDS = 0.02
 _UNEXPLAINED = 0.05
 """Larger relative differences are not rounding: bfloat16 rounds to 1/256 at each step."""
 _REPORT = "Please report the model and its configuration."
@@ -96,16 +101,32 @@ async def _capture(engine: Engine, name: str, operations: tuple[Operation, ...])
     tokens: list[int] = []
     async for delta in engine.generate(capture_id, prompt, sampling, plan, cache_salt=capture_id):
         tokens += delta.token_ids
-    positions_captured = _PROMPT_TOKENS + _NEW_TOKENS - 1  # the last token is never fed to the model
-    shape = (facts.num_layers, positions_captured, facts.hidden_size)
+    return _Captured(await _take_rows(engine, capture_id), tokens)
+
+
+async def _take_rows(engine: Engine, capture_id: str) -> dict[int, Rows]:
+    """Return by site the rows of all positions but the last one; NaN where none arrived.
+
+    The row of a generated token arrives only when the worker has learnt that the request has ended. It learns this in a
+    step after the last one, which may not have run yet.
+    """
+    facts = engine.facts
+    num_positions = _PROMPT_TOKENS + _NEW_TOKENS - 1  # the last token is never fed to the model
+    shape = (facts.num_layers, num_positions, facts.hidden_size)
     rows: dict[int, Rows] = {site: np.full(shape, np.nan, dtype=np.float32) for site in facts.sites}
-    for sites, layers, positions, values in await engine.take_probe(capture_id):
-        block = np.frombuffer(values, dtype=np.float32).reshape(len(sites), len(layers), len(positions), -1)
-        for site, of_site in zip(sites, block, strict=True):
-            for index, position in enumerate(positions):
-                if position < positions_captured:
-                    rows[site][layers, position] = of_site[:, index]
-    return _Captured(rows, tokens)
+    awaited = {(site, layer, position) for site in rows for layer in range(shape[0]) for position in range(shape[1])}
+    deadline = time.monotonic() + _ROWS_SECONDS
+    while awaited and time.monotonic() < deadline:
+        for sites, layers, positions, values in await engine.take_probe(capture_id):
+            block = np.frombuffer(values, dtype=np.float32).reshape(len(sites), len(layers), len(positions), -1)
+            kept = [index for index, position in enumerate(positions) if position < num_positions]
+            for site, of_site in zip(sites, block, strict=True):
+                for index in kept:
+                    rows[site][layers, positions[index]] = of_site[:, index]
+                    awaited -= {(site, layer, positions[index]) for layer in layers}
+        if awaited:
+            await asyncio.sleep(_POLL_SECONDS)
+    return rows
 
 
 def _of_prompt(captured: _Captured) -> dict[int, Rows]:

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from inference_svc import selftest
 from inference_svc.engine.engine import Delta
 from inference_svc.selftest import SelfTestError, run_self_test
 from inference_svc.taps.plan import Kind
@@ -152,11 +153,32 @@ async def test_a_token_that_the_rows_do_not_give_is_found():
         await run_self_test(engine)
 
 
-async def test_rows_that_do_not_arrive_are_found():
+async def test_rows_that_arrive_in_a_later_step_are_waited_for():
     engine = ProbedEngine()
+    late = []
+
+    async def take_in_two_steps(capture_id):
+        if not late:
+            late.extend(await ProbedEngine.take_probe(engine, capture_id))
+            return late[::2]  # the prompt's
+        blocks = late[1::2]
+        late.clear()
+        return blocks
+
+    engine.take_probe = take_in_two_steps
+    await run_self_test(engine)
+
+
+async def test_rows_that_do_not_arrive_are_found(monkeypatch):
+    engine = ProbedEngine()
+    monkeypatch.setattr(selftest, "_ROWS_SECONDS", 0.05)
+    taken = []
 
     async def take_half(capture_id):
-        return (await ProbedEngine.take_probe(engine, capture_id))[:2]
+        if not taken:
+            taken.extend((await ProbedEngine.take_probe(engine, capture_id))[:2])
+            return taken
+        return []
 
     engine.take_probe = take_half
     with pytest.raises(SelfTestError, match=r"layers \[2, 3\] did not arrive"):

@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError
 
 import residuum
+from inference_svc import selftest
 from inference_svc.engine.tap_settings import TapSettings
 from inference_svc.vllm_serve.front import FrontEnd
 
@@ -54,6 +55,11 @@ async def started(llm):
     front = FrontEnd(TapSettings(), llm, llm.generate, index=0, count=1)
     await asyncio.wait({front._startup._task})
     return front
+
+
+@pytest.fixture(autouse=True)
+def _no_row_is_waited_for(monkeypatch):
+    monkeypatch.setattr(selftest, "_ROWS_SECONDS", 0.05)
 
 
 @pytest.fixture
