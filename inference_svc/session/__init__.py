@@ -1,1 +1,1 @@
-"""A request while it runs: its reservation, its capture session, its generation, and changes of its steering."""
+"""Running a request: reserving resources, opening and sealing its capture, generating, and changing its steering."""
