@@ -8,7 +8,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 import residuum
 from inference_svc.engine.tap_settings import TapSettings
 from inference_svc.vllm_serve.delivery import Delivery
-from inference_svc.vllm_serve.refusals import http_error, told_to_http
+from inference_svc.vllm_serve.refusals import as_http_errors, http_error
 from residuum.rpc.errors import CODES, Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2, tensor_pb2
 from svc_common.launcher import start_store
@@ -69,7 +69,7 @@ async def test_an_end_that_comes_too_late_is_logged(capfd):
 
 async def test_a_store_that_is_away_is_told_as_busy():
     delivery = Delivery(TapSettings(store="127.0.0.1:9"))
-    with pytest.raises(GracefulHTTPError, match="STORE_UNREACHABLE") as caught, told_to_http():
+    with pytest.raises(GracefulHTTPError, match="STORE_UNREACHABLE") as caught, as_http_errors():
         await delivery.open(description("one"), is_new_id=False)
     assert caught.value.http_status == 503
     delivery.close_stores()

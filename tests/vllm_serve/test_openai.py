@@ -247,8 +247,8 @@ def test_who_does_not_wait_for_an_answer_leaves_it_aborted(api: openai.OpenAI, c
 BAD = {
     "not JSON": ({"residuum": "layers=all"}, "not a RequestSpec"),
     "not a spec": ({"residuum": '{"capture": {"depth": 3}}'}, "depth"),
-    "a number": ({"residuum": 3}, "it is a text"),
-    "a list": ({"residuum": ["{}"]}, "it is a text"),
+    "a number": ({"residuum": 3}, "send a string with a RequestSpec"),
+    "a list": ({"residuum": ["{}"]}, "send a string with a RequestSpec"),
     "deep": ({"residuum": "[" * 20_000}, "not a RequestSpec"),
     "nothing asked": ({"residuum": "{}"}, "neither a capture nor steering"),
     "no such layer": ({"residuum": '{"capture": {"layers": {"list": {"layers": [30]}}}}'}, "UNKNOWN_LAYER"),
@@ -257,12 +257,12 @@ BAD = {
         "UNKNOWN_SITE",
     ),
     "another model": ({"residuum": '{"model": "gpt-2", "capture": {"layers": {"all": true}}}'}, "UNKNOWN_MODEL"),
-    "a bad id": ({"residuum": '{"request_id": "../x", "capture": {"layers": {"all": true}}}'}, "request id"),
+    "a bad id": ({"residuum": '{"request_id": "../x", "capture": {"layers": {"all": true}}}'}, "request ID"),
     "updatable": ({"residuum": '{"steering": {"updatable": true}}'}, "updatable|cannot change"),
     "vectors alone": ({"residuum_vectors": ["AAAA"]}, "add residuum"),
     "not base64": (
         {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["§"]},
-        "not base64",
+        "not valid base64",
     ),
     "a vector of another width": (
         {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["AAAAAA=="]},

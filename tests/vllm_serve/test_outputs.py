@@ -10,7 +10,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from inference_svc.session.sequences import GeneratedSequence
-from inference_svc.vllm_serve.outputs import CallerOutputs, in_turn
+from inference_svc.vllm_serve.outputs import CallerOutputs, merge_streams
 
 
 def step(text, token_ids, finish_reason=None, *, logprob=None):
@@ -101,7 +101,7 @@ async def everything(stream):
 
 async def test_several_generators_in_turn():
     closed = []
-    seen = await everything(in_turn([counting(2, closed), counting(4, closed), counting(0, closed)]))
+    seen = await everything(merge_streams([counting(2, closed), counting(4, closed), counting(0, closed)]))
     assert sorted(seen) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert sorted(closed) == [0, 2, 4]
 
@@ -109,13 +109,13 @@ async def test_several_generators_in_turn():
 async def test_an_error_of_one_ends_all():
     closed = []
     with pytest.raises(ValueError, match="broken"):
-        await everything(in_turn([counting(1000, closed), counting(1, closed, ValueError("broken"))]))
+        await everything(merge_streams([counting(1000, closed), counting(1, closed, ValueError("broken"))]))
     assert sorted(closed) == [1, 1000]
 
 
 async def test_whoever_stops_reading_closes_all():
     closed = []
-    async with aclosing(in_turn([counting(1000, closed), counting(2000, closed)])) as both:
+    async with aclosing(merge_streams([counting(1000, closed), counting(2000, closed)])) as both:
         await anext(both)
     assert sorted(closed) == [1000, 2000]
 
@@ -129,7 +129,7 @@ async def test_what_a_caller_does_not_read_is_left_where_vllm_merges_it():
             yield len(made)
             await asyncio.sleep(0)
 
-    async with aclosing(in_turn([steps(), steps()])) as both:
+    async with aclosing(merge_streams([steps(), steps()])) as both:
         await anext(both)
         for _ in range(100):
             await asyncio.sleep(0)

@@ -33,7 +33,7 @@ def test_vllm_finds_it():
 def test_engines_of_others_are_left_alone(monkeypatch):
     monkeypatch.setenv("RESIDUUM_STORE", "no store at all")
     for worker in ("auto", "vllm.v1.worker.gpu_worker.Worker", "inference_svc.taps.vllm.cpu_worker.TappedCpuWorker"):
-        assert plugin._front_of(config(worker)) is None
+        assert plugin._front_end_factory(config(worker)) is None
 
 
 def test_bad_settings_are_told_before_the_model_is_loaded(monkeypatch):
@@ -41,7 +41,7 @@ def test_bad_settings_are_told_before_the_model_is_loaded(monkeypatch):
     monkeypatch.setenv("RESIDUUM_CAPTURE_SITES", "resid_mid")
     monkeypatch.setenv("RESIDUUM_RING_MB", "7")
     with pytest.raises(SystemExit, match=r"(?s)RESIDUUM_STORE.*RESIDUUM_CAPTURE_SITES.*resid_mid.*RESIDUUM_RING_MB: "):
-        plugin._front_of(config(vllm_serve.WORKER))
+        plugin._front_end_factory(config(vllm_serve.WORKER))
 
 
 def test_settings_are_those_of_the_service(monkeypatch):

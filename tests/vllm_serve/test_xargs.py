@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import residuum
-from inference_svc.vllm_serve.xargs import asks, read_asked, without_ours
+from inference_svc.vllm_serve.xargs import has_residuum_arguments, read_residuum_arguments, without_residuum_arguments
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, steering_pb2
 
@@ -23,7 +23,7 @@ def test_what_the_client_writes_is_what_the_server_reads():
     )
     steer = [residuum.Add(JOY, layer=1, scale=0.1), residuum.Cap(LOVE, layer=2, max=3.5, keep_norm=True)]
     sent = residuum.vllm_xargs(capture, steer, request_id="mine")
-    asked = read_asked(json.loads(json.dumps(sent)))
+    asked = read_residuum_arguments(json.loads(json.dumps(sent)))
     assert asked.spec.request_id == "mine"
     assert asked.spec.capture == capture.to_proto()
     assert asked.spec.steering.operations[0].add == steering_pb2.Add(digest=JOY.digest, scale=0.1)
@@ -53,24 +53,26 @@ def test_asking_for_nothing_is_refused():
 
 
 def test_by_hand():
-    asked = read_asked({"residuum": '{"capture": {"layers": {"all": true}, "encoding": "ENCODING_RP8"}}'})
+    asked = read_residuum_arguments({"residuum": '{"capture": {"layers": {"all": true}, "encoding": "ENCODING_RP8"}}'})
     assert asked.spec.capture.layers.all
     assert asked.spec.capture.encoding == capture_pb2.ENCODING_RP8
-    assert read_asked({"residuum": {"capture": {"layers": {"all": True}}}}).spec.capture.layers.all
+    assert read_residuum_arguments({"residuum": {"capture": {"layers": {"all": True}}}}).spec.capture.layers.all
     one = base64.b64encode(np.ones(4, dtype="<f4").tobytes()).decode()
-    asked = read_asked({"residuum": "{}", "residuum_vectors": one})
+    asked = read_residuum_arguments({"residuum": "{}", "residuum_vectors": one})
     assert [vector.digest for vector in asked.vectors] == [LOVE.digest]
 
 
 def test_what_others_put_there_stays():
     others = {"session_id": "a", "kv_transfer_params": {"x": 1}}
-    assert not asks(others)
-    assert not asks(None)
-    assert without_ours(None) is None
-    assert without_ours({**others, "residuum": "{}", "residuum_vectors": [], "residuum_plan": {}}) == others
-    assert without_ours({"residuum_plan": {}}) is None
-    assert asks({"residuum_plan": 1}), "it must be taken out"
-    assert read_asked({"residuum_plan": 1}) is None
+    assert not has_residuum_arguments(others)
+    assert not has_residuum_arguments(None)
+    assert without_residuum_arguments(None) is None
+    assert (
+        without_residuum_arguments({**others, "residuum": "{}", "residuum_vectors": [], "residuum_plan": {}}) == others
+    )
+    assert without_residuum_arguments({"residuum_plan": {}}) is None
+    assert has_residuum_arguments({"residuum_plan": 1}), "it must be taken out"
+    assert read_residuum_arguments({"residuum_plan": 1}) is None
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_what_others_put_there_stays():
 @pytest.mark.parametrize("wrap", [str, lambda text: json.loads(text) if text not in {"", "{"} else 3.5])
 def test_no_spec(value, wrap):
     with pytest.raises(Failure, match=r"vllm_xargs\.residuum: ") as caught:
-        read_asked({"residuum": wrap(value)})
+        read_residuum_arguments({"residuum": wrap(value)})
     assert caught.value.reason_name == "INVALID_FIELD"
     assert caught.value.metadata["field"] == "vllm_xargs.residuum"
 
@@ -88,10 +90,10 @@ def test_no_spec(value, wrap):
 @pytest.mark.parametrize("value", ["[" * 100_000, '{"capture": ' * 100_000, "\ud800", '{"request_id": "\\ud800"}'])
 def test_a_hostile_text_is_refused_like_any_other(value):
     with pytest.raises(Failure):
-        read_asked({"residuum": value})
+        read_residuum_arguments({"residuum": value})
 
 
 @pytest.mark.parametrize("value", ["AAA", "§§§§", [3], {"a": "b"}, 3, [["AAAA"]], "AAAA"])
 def test_no_vector(value):
     with pytest.raises(Failure, match="residuum_vectors"):
-        read_asked({"residuum": "{}", "residuum_vectors": value})
+        read_residuum_arguments({"residuum": "{}", "residuum_vectors": value})
