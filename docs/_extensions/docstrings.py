@@ -1,9 +1,9 @@
-"""Sphinx extension: prepares docstrings, which are plain text with `code`, for reStructuredText.
+"""Sphinx extension: converts docstrings, which are plain text with `code`, to reStructuredText.
 
-* reStructuredText makes an indented paragraph a quotation. In a module's docstring, this extension keeps it as text.
-* reStructuredText makes |x| a substitution. Here it is a length.
-* Napoleon takes the words before a colon in an attribute's docstring for its type. Here they are part of a sentence.
-* The signature of a dataclass whose `__new__` only checks is that of its `__init__`.
+* reStructuredText renders an indented paragraph as a quotation. In module docstrings, it becomes a literal block.
+* reStructuredText reads |x| as a substitution. In these docstrings it is a length, so the bars are escaped.
+* Napoleon reads the words before a colon in an attribute's docstring as its type. Here they are part of a sentence.
+* A dataclass whose `__new__` only checks its arguments gets the signature of its `__init__`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ CODE = re.compile(r"(`[^`]*`)")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Sphinx calls this."""
+    """Connect the extension's handlers to Sphinx."""
     app.connect("autodoc-process-docstring", read, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", sign)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
 def read(app: Sphinx, kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Prepare a docstring for napoleon."""
+    """Rewrite the lines of a docstring before napoleon reads them."""
     if kind == "module":
-        show_as_they_stand(lines)
+        make_literal_blocks(lines)
     for at, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             parts = CODE.split(line)
@@ -39,11 +39,11 @@ def read(app: Sphinx, kind: str, name: str, thing: object, options: object, line
             lines[at] = "".join(parts)
     if kind in ("attribute", "data", "property"):
         read_as_prose = GoogleDocstring(list(lines), app.config, app, "method", name, thing, options).lines()
-        lines[:] = ["..", "", *read_as_prose]  # napoleon reads only the first line: an empty comment
+        lines[:] = ["..", "", *read_as_prose]  # napoleon treats the first line as the type, so give it an empty comment
 
 
-def show_as_they_stand(lines: list[str]) -> None:
-    """Turn indented paragraphs (formulas, trees) into literal blocks. Otherwise they become quotations."""
+def make_literal_blocks(lines: list[str]) -> None:
+    """Turn indented paragraphs (formulas, trees) into literal blocks."""
     paragraphs = [at for at, line in enumerate(lines) if at and line.startswith("    ") and not lines[at - 1].strip()]
     for at in reversed(paragraphs):
         before = next(line for line in reversed(lines[:at]) if line.strip())
@@ -54,7 +54,7 @@ def show_as_they_stand(lines: list[str]) -> None:
 def sign(
     _app: Sphinx, kind: str, _name: str, thing: object, _options: object, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
-    """Return a class's signature."""
+    """Return the signature of a dataclass from its `__init__`; keep all others."""
     if (
         kind == "class"
         and isinstance(thing, type)

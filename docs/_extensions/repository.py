@@ -31,7 +31,7 @@ EXCERPT = re.compile(r"^<!-- from (\S+): (\S+) -->$", re.MULTILINE)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Sphinx calls this."""
+    """Connect the extension's handlers to Sphinx."""
     app.add_config_value("repository_documents", {}, "env")
     app.add_config_value("repository_url", "", "env")
     app.connect("source-read", read)
@@ -39,7 +39,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 
 def read(app: Sphinx, page: str, source: list[str]) -> None:
-    """Give Sphinx a page's text: its document, with excerpts inserted and links rewritten."""
+    """Set the text of a page: its document, with excerpts inserted and links rewritten."""
     documents: dict[str, str] = app.config.repository_documents
     origin = ROOT / documents[page] if page in documents else Path(app.env.doc2path(page))
     if origin.suffix != ".md":

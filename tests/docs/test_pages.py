@@ -173,7 +173,7 @@ def test_ways_that_were_faster_are_those_of_the_results():
 
 def test_formulas_in_docstrings_stand_as_they_are():
     lines = ["For a row x:", "", "    Add   x + v", "", "    Cap   x", "", "Example:", "    >>> x"]
-    docstrings.show_as_they_stand(lines)
+    docstrings.make_literal_blocks(lines)
     assert lines == ["For a row x:", "", "::", "", "    Add   x + v", "", "    Cap   x", "", "Example:", "    >>> x"]
 
 
