@@ -1,6 +1,6 @@
-"""`python -m bench.readme`: the figures in README.md, made from bench/results; `--check` only tells if they are.
+"""`python -m bench.readme`: writes the figures in README.md from bench/results; `--check` only compares them.
 
-Nothing between the marks is written by hand. What was not measured is left out.
+The text between the marks is generated. Figures that were not measured are left out.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _KERNEL_HIDDEN = 2560
 
 
 class NoMarksError(ValueError):
-    """The page has no place for the figures."""
+    """The page does not have the marks for the figures."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the figures, or check them."""
     parser = argparse.ArgumentParser(prog="python -m bench.readme", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the figures are not up to date")
+    parser.add_argument("--check", action="store_true", help="change nothing, and fail if the figures are out of date")
     options = parser.parse_args(arguments)
     page = README.read_text()
     wanted = spliced(page, figures(RESULTS))
@@ -58,15 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def spliced(page: str, text: str) -> str:
-    """Return a page with a text between its marks."""
+    """Return a page with the text between its marks replaced."""
     if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise NoMarksError(f"the page needs {BEGIN!r} and, after it, {END!r}, each once")
+        raise NoMarksError(f"the page must have {BEGIN!r} and later {END!r}, each exactly once")
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
 
 
 def figures(results: Path) -> str:
-    """Return what the results of all kinds of machines say, as Markdown."""
+    """Return the figures of all kinds of machines, as Markdown."""
     kinds = sorted((folder for folder in results.iterdir() if folder.is_dir()), key=lambda folder: folder.name == "cpu")
     files: dict[str, Callable[[Mapping[str, Any], str], str]] = {
         "suite.json": suite,
@@ -89,7 +89,7 @@ def figures(results: Path) -> str:
 
 
 def capture(result: Mapping[str, Any], link: str) -> str:
-    """Return what capture and steering cost beside stock vLLM, as `bench.capture` measured it."""
+    """Return the cost of capture and steering compared with stock vLLM, measured by `bench.capture`."""
     workload = result["workload"]
     runners = list(dict.fromkeys(mode["model_runner"] for mode in result["modes"]))
     modes = {(mode["mode"], mode["model_runner"]): mode for mode in result["modes"]}
@@ -111,7 +111,7 @@ def capture(result: Mapping[str, Any], link: str) -> str:
 
 
 def steering(result: Mapping[str, Any], _: str) -> str:
-    """Return what steering costs in a step, as `bench.steering` measured it."""
+    """Return the cost of steering in a step, measured by `bench.steering`."""
     parts = result["parts"]
     texts = [_kernel(parts["kernel"], result)] if "kernel" in parts else []
     if "engine" in parts:
@@ -120,7 +120,7 @@ def steering(result: Mapping[str, Any], _: str) -> str:
 
 
 def end_to_end(result: Mapping[str, Any], _: str) -> str:
-    """Return how long everything that a batch captured takes to be COMPLETE, as `bench.end_to_end` measured it."""
+    """Return the time until all captures of a batch are COMPLETE, measured by `bench.end_to_end`."""
     workload = result["workload"]
     stock = {mode["runner"]: mode for mode in result["modes"] if mode["mode"] == "stock"}
     rows = [
@@ -138,7 +138,7 @@ def end_to_end(result: Mapping[str, Any], _: str) -> str:
 
 
 def encodings(result: Mapping[str, Any], _: str) -> str:
-    """Return what fewer bytes save while a model generates, as `bench.encodings` measured it."""
+    """Return the savings of an encoding while a model generates, measured by `bench.encodings`."""
     parts = result["parts"]
     if not {"overhead", "end-to-end"} <= parts.keys():
         return ""
@@ -160,13 +160,13 @@ def encodings(result: Mapping[str, Any], _: str) -> str:
 
 
 def store(result: Mapping[str, Any], link: str) -> str:
-    """Return what stores take in, and how soon a layer is read, as `bench.store` measured it."""
+    """Return the throughput of stores and the latency of reads, measured by `bench.store`."""
     parts = result["parts"]
     texts = []
     if "compare" in parts:
         ratios = parts["compare"]["ratios"]
         shown = [f"{ratios[way]['Flight']:.2f}" for way in ("ingest", "read") if "Flight" in ratios[way]]
-        if len(shown) == 2:  # noqa: PLR2004 - both ways
+        if len(shown) == 2:  # noqa: PLR2004 - both directions
             texts.append(
                 f"On {_machine(result)}, one store commits {shown[0]} of the bytes per second that Arrow Flight's "
                 f"`do_put` moves into memory, and is read at {shown[1]} of its `do_get`"
@@ -195,7 +195,7 @@ def store(result: Mapping[str, Any], link: str) -> str:
 
 
 def service(result: Mapping[str, Any], _: str) -> str:
-    """Return what the service adds to vLLM's engine, as `bench.service` measured it."""
+    """Return the overhead of the service over vLLM's engine, measured by `bench.service`."""
     rows = [
         (
             f"{level['streams']} at a time, runner {part['model_runner'].upper()}",
@@ -212,7 +212,7 @@ def service(result: Mapping[str, Any], _: str) -> str:
 
 
 def suite(result: Mapping[str, Any], link: str) -> str:
-    """Return what capturing everything costs beside other ways, as `bench.suite` measured it."""
+    """Return the cost of capturing everything compared with other systems, measured by `bench.suite`."""
     measured = by_name(result["parts"])
     base, ours = measured.get(BASELINE), measured.get(ALL_LAYERS)
     if base is None or ours is None:
@@ -235,7 +235,7 @@ def suite(result: Mapping[str, Any], link: str) -> str:
 
 
 def conformance(results: Sequence[Mapping[str, Any]], link: str) -> str:
-    """Return which models' rows were compared with transformers, as `bench.conformance` did in several runs."""
+    """Return the comparison of models' rows with transformers, from several runs of `bench.conformance`."""
     rows = []
     for result in results:
         alike: dict[str, list[Mapping[str, Any]]] = {}
@@ -279,7 +279,7 @@ def _words(names: Sequence[str]) -> str:
 
 
 def _rounds(measured: Mapping[str, Measured]) -> str:
-    """Return how far the rounds of a suite lie apart, of what was measured in several of them."""
+    """Return the spread between the rounds of a suite, for configurations that ran in several rounds."""
     base = measured[BASELINE]
     named = {"nothing captured": ZERO_LAYER, "all layers": ALL_LAYERS}
     ratios = {words: measured[name].by_round(base) for words, name in named.items() if name in measured}

@@ -52,7 +52,7 @@ def test_bytes_and_errors_of_an_encoding(some_rows, name):
     json.dumps(found)
 
 
-def test_errors_are_those_of_their_words(some_rows):
+def test_errors_follow_their_definitions(some_rows):
     exact = some_rows.astype(np.float64)
     half = exact.copy()
     half[:, :, ::2] = 0
@@ -70,7 +70,7 @@ def test_errors_are_those_of_their_words(some_rows):
     assert rows.cosine_error(exact, np.roll(exact, 1, axis=1)) > 0.01
 
 
-def test_projected_rows_are_scored_by_projected_directions(some_rows):
+def test_projected_rows_are_scored_with_projected_directions(some_rows):
     """Without an error of quantisation, the scores of a square orthogonal projection would be exact."""
     item = dataclasses.replace(case("rp 512"), dimensions=96)
     form = item.form(96, tensor_pb2.DATA_TYPE_BFLOAT16)
@@ -84,7 +84,7 @@ def test_projected_rows_are_scored_by_projected_directions(some_rows):
     assert found["l2"] is None
 
 
-def test_svd_is_told_with_what_it_costs(some_rows):
+def test_svd_is_reported_with_its_cost(some_rows):
     svd = rows.compare_with_svd(some_rows)
     assert svd["dimensions"] == 65
     assert svd["svd_basis_bytes"] == 65 * 96 * 4
