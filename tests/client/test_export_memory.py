@@ -90,7 +90,7 @@ def messages(name, tokens):
 
 
 @pytest.mark.parametrize("kind", list(OPENERS))
-def test_an_export_of_a_large_capture_takes_the_memory_of_a_small_one(store, tmp_path, kind):
+def test_the_memory_of_an_export_does_not_grow_with_the_capture(store, tmp_path, kind):
     program = [sys.executable, "-c", EXPORT, store.endpoint, kind, str(tmp_path)]
     done = subprocess.run(program, env=quiet(store.endpoint), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -104,7 +104,7 @@ def test_an_export_of_a_large_capture_takes_the_memory_of_a_small_one(store, tmp
 
 
 @pytest.mark.parametrize("kind", list(OPENERS))
-def test_an_export_that_is_interrupted_leaves_nothing(store, tmp_path, kind):
+def test_an_interrupted_export_leaves_nothing(store, tmp_path, kind):
     path = tmp_path / f"x.{kind}"
     arguments = ["pull", "large", "--endpoint", "127.0.0.1:1", "--store", store.endpoint, "--out", str(path)]
     with subprocess.Popen(command(*arguments), env=environment(store.endpoint), stderr=subprocess.PIPE) as process:
@@ -132,7 +132,7 @@ print(*rows, peaks[1] - peaks[0])
 """
 
 
-def test_a_training_loop_takes_the_memory_of_its_buffer(store):
+def test_a_training_loop_needs_memory_only_for_its_buffer(store):
     pytest.importorskip("torch")
     program = [sys.executable, "-c", STREAM, store.endpoint]
     done = subprocess.run(program, env=quiet(store.endpoint), capture_output=True, text=True, check=False)

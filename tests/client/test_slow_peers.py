@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_service_that_takes_its_time_to_greet(tmp_path: Path) -> None:
+def test_a_slow_connection_is_waited_for(tmp_path: Path) -> None:
     """Its machine accepts the connection, and it answers two seconds later. A stream is not retried by gRPC."""
     store = RunningStore(tmp_path)
     store.process.send_signal(signal.SIGSTOP)

@@ -12,7 +12,7 @@ PAGE = ROOT / "docs/encodings.md"
 RESULT = ROOT / "bench/results/cpu/encodings.json"
 
 
-def test_the_table_of_the_encoding_page_is_that_of_the_result():
+def test_the_table_of_the_encoding_page_matches_the_result():
     part = json.loads(RESULT.read_text())["parts"]["rows"]
     assert rows.table(part) in PAGE.read_text()
     facts = f"{part['layers']} layers, width {part['width']}, bfloat16) over {part['positions']} tokens"

@@ -97,7 +97,7 @@ def walk(
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_page_runs(page: Path, walk: Walk) -> None:
+def test_the_code_blocks_of_a_page_run(page: Path, walk: Walk) -> None:
     for block in blocks(page):
         if block.language in RUN and not block.reason:
             walk.run(block)
@@ -112,12 +112,12 @@ def test_most_pages_run() -> None:
     ("pycon", ">>> 1 + 1\n3\n"),
     ("console", "$ residuum pull there-is-no-such-capture\n"),
 ])  # fmt: skip
-def test_a_wrong_block_is_noticed(walk: Walk, language: str, code: str) -> None:
+def test_a_failing_block_is_detected(walk: Walk, language: str, code: str) -> None:
     with pytest.raises(AssertionError):
         walk.run(Block(ROOT / "README.md", 1, language, code, None))
 
 
-def test_every_figure_is_explained(services: tuple[Service, Service]) -> None:
+def test_every_metric_is_documented(services: tuple[Service, Service]) -> None:
     """The page on monitoring names the figures that both services show, and no others."""
     shown: set[str] = set()
     for service in services:

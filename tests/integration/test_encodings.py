@@ -62,7 +62,7 @@ def test_encoding_by_random_projection(client: residuum.Client, raw: residuum.Ac
 
 
 @pytest.mark.parametrize("encoding", ["topk", "topk8"])
-def test_encoding_of_the_largest(client: residuum.Client, raw: residuum.Activations, encoding: str) -> None:
+def test_encoding_topk(client: residuum.Client, raw: residuum.Activations, encoding: str) -> None:
     acts = captured(client, encoding=encoding, dimensions=64)
     for layer in LAYERS:
         part, exact = acts.encoded(layer), raw[layer]
@@ -112,7 +112,7 @@ def test_encodings_side_by_side(client: residuum.Client, raw: residuum.Activatio
             close(acts[20][:prompt], raw[20][:prompt], acts.encoded(20)["scale"][:prompt, None] / 2)
 
 
-def test_what_the_real_server_encodes(client: residuum.Client) -> None:
+def test_the_server_lists_its_encodings(client: residuum.Client) -> None:
     info = client.info()
     assert set(info.encodings) == {*("raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project")}
     assert (info.default_encoding, info.reductions) == ("raw", ("none", "last", "mean", "max", "sum"))

@@ -74,7 +74,7 @@ def is_stored(client: residuum.Client, request_id: str) -> bool:
     return True
 
 
-def test_the_store_comes_later_is_killed_and_comes_back(
+def test_the_store_may_start_late_and_be_killed_without_losing_rows(
     tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
 ) -> None:
     """Started before its store, the inference service serves without captures until the store is there.
@@ -120,7 +120,7 @@ def test_the_store_comes_later_is_killed_and_comes_back(
         assert again.manifest.state == "complete", "what was acknowledged before the kill is there"
 
 
-def test_sigterm_lets_requests_end_and_leaves_nothing_behind(
+def test_sigterm_drains_requests_and_leaves_no_processes(
     tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
 ) -> None:
     store = run(start_store(tmp_path))
@@ -155,7 +155,7 @@ def test_sigterm_lets_requests_end_and_leaves_nothing_behind(
     assert store.process.wait(30) == 0
 
 
-def test_requests_that_outlast_the_grace_are_aborted_and_their_captures_sealed(
+def test_requests_longer_than_the_grace_period_are_aborted_and_sealed(
     tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
 ) -> None:
     """Also those that were waiting for their turn; of one that had a token, every row that was computed is there."""
@@ -177,7 +177,7 @@ def test_requests_that_outlast_the_grace_are_aborted_and_their_captures_sealed(
     assert not any(manifest.missing for manifest in begun)
 
 
-def test_a_dead_engine_ends_the_service_and_its_captures(
+def test_a_dead_engine_stops_the_service_and_seals_its_captures(
     tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
 ) -> None:
     store = run(start_store(tmp_path))
@@ -241,7 +241,7 @@ def test_bad_settings_are_named(module: str, arguments: list[str], named: str) -
     assert named in done.stderr
 
 
-def test_ctrl_c_stops_everything_that_the_demo_started(smollm2: Path, tmp_path: Path) -> None:
+def test_ctrl_c_stops_all_processes_of_the_demo(smollm2: Path, tmp_path: Path) -> None:
     demo = subprocess.Popen(
         [sys.executable, "-m", "examples.demo", "--model", str(smollm2), "--picture", str(tmp_path / "x.png")],
         cwd=ROOT,

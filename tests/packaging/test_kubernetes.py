@@ -116,12 +116,12 @@ def size(text):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_kubernetes_takes_it(found, version):
+def test_the_manifests_match_the_kubernetes_schemas(found, version):
     for item in found:
         kubernetes_validate.validate(item, version, strict=True)
 
 
-def test_the_checker_sees_mistakes(found):
+def test_the_schema_check_detects_mistakes(found):
     """The test above can fail: a name that is misspelt, and a value of another kind."""
     workload = one(found, "Deployment", "inference")
     for path, value in (("/spec/replica", 1), ("/spec/replicas", "one"), ("/spec/template/spec/container", [])):
@@ -130,14 +130,14 @@ def test_the_checker_sees_mistakes(found):
             kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
 
 
-def test_every_file_is_named(flavour):
+def test_every_file_is_in_the_kustomization(flavour):
     folder = FOLDER / flavour
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     named = {*kustomization["resources"], *(patch["path"] for patch in kustomization.get("patches", []))}
     assert {file.name for file in folder.iterdir()} - {"kustomization.yaml"} == named - {"../base"}
 
 
-def test_both_flavours_are_of_the_same_resources():
+def test_both_flavours_have_the_same_resources():
     base, tls = (documents(FOLDER / flavour) for flavour in ("base", "tls"))
     assert [(item["kind"], item["metadata"]["name"]) for item in base] == [
         (item["kind"], item["metadata"]["name"]) for item in tls
@@ -161,7 +161,7 @@ def kustomize():
     return build
 
 
-def test_kustomize_makes_the_same_of_it(kustomize, found, flavour):
+def test_kustomize_builds_the_same_resources(kustomize, found, flavour):
     built = kustomize(FOLDER / flavour)
     assert len(built) == len(found)
     for item in built:
@@ -174,7 +174,7 @@ def test_kustomize_makes_the_same_of_it(kustomize, found, flavour):
         assert item["metadata"]["labels"]["app.kubernetes.io/part-of"] == "residuum"
 
 
-def test_kustomize_takes_the_documented_one(kustomize, tmp_path):
+def test_kustomize_builds_the_documented_kustomization(kustomize, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     shutil.copytree(FOLDER, tmp_path / "kubernetes")
@@ -195,7 +195,7 @@ def documented_kustomization():
     return example
 
 
-def test_the_documented_kustomization_fits(found):
+def test_the_documented_kustomization_names_existing_resources(found):
     """It names images, and a container and a setting, that are there."""
     example = documented_kustomization()
     assert example["resources"][0].endswith("deploy/kubernetes/tls")
@@ -237,7 +237,7 @@ def test_the_environment_names_settings(environment, name, flavour):
     assert {key for key in environment if key.startswith("RESIDUUM_")} - known == of_clients
 
 
-def test_settings_are_good_and_callers_are_asked(settings, flavour):
+def test_settings_are_valid_and_callers_need_tokens(settings, flavour):
     assert settings.asks_who_calls
     assert settings.insecure is (flavour == "base")
     assert (settings.tls_cert is not None) is (flavour == "tls")
@@ -253,7 +253,7 @@ def test_ports_agree(found, container, settings, name):
     assert port["port"] == ports["grpc"]
 
 
-def test_probes_ask_this_service_by_grpc(container, settings, name, flavour):
+def test_probes_check_the_containers_own_service_over_grpc(container, settings, name, flavour):
     port = parse_endpoint(settings.listen)[1]
     for probe in PROBES:
         asked = container[probe]
@@ -275,7 +275,7 @@ def test_services_are_found_by_their_pods(found, workload, name):
     assert one(found, "Service", name)["spec"]["selector"].items() <= labels.items()
 
 
-def test_the_end_is_not_cut_short(pod, settings):
+def test_the_grace_period_is_long_enough(pod, settings):
     assert pod["terminationGracePeriodSeconds"] > settings.grace_seconds
 
 
@@ -286,7 +286,7 @@ def test_every_mount_has_a_volume(workload, pod, container):
     assert len(set(volumes)) == len(volumes)
 
 
-def test_files_in_settings_are_mounted(container, environment):
+def test_files_named_in_settings_are_mounted(container, environment):
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     for value in environment.values():
         if value.startswith("/"):
@@ -363,7 +363,7 @@ def allowed(policy, direction, name):
     }
 
 
-def test_nobody_reaches_anybody_unless_it_is_said(found):
+def test_network_policies_deny_by_default(found):
     deny = one(found, "NetworkPolicy", "deny-all")["spec"]
     assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     for name in SETTINGS:
@@ -380,7 +380,7 @@ def test_the_inference_service_reaches_the_stores_on_both_sides(found):
     assert "egress" not in store["spec"]
 
 
-def test_what_is_commented_out_is_a_rule_too():
+def test_commented_out_rules_are_valid():
     """Whoever needs one takes the marks away, and has what Kubernetes takes."""
     text = (FOLDER / "base" / "network.yaml").read_text()
     uncommented = re.sub(r"^( +)# ", r"\1", text, flags=re.MULTILINE)
@@ -393,7 +393,7 @@ def test_what_is_commented_out_is_a_rule_too():
         kubernetes_validate.validate(item, VERSIONS[-1], strict=True)
 
 
-def test_figures_are_for_the_monitoring_alone(found):
+def test_only_the_monitoring_reaches_the_metrics(found):
     for name in SETTINGS:
         for rule in one(found, "NetworkPolicy", name)["spec"]["ingress"]:
             if {"port": 9464} in rule["ports"]:
@@ -403,7 +403,7 @@ def test_figures_are_for_the_monitoring_alone(found):
                 ]
 
 
-def test_anchors_are_not_for_documents():
+def test_anchors_do_not_cross_documents():
     """YAML's anchors do not reach from one document to the next, and kustomize reads them otherwise than others."""
     for file in FOLDER.rglob("*.yaml"):
         assert not re.search(r"(^|\s)[&*][A-Za-z]", re.sub(r"#.*|\"[^\"]*\"", "", file.read_text())), file

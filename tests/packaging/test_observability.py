@@ -95,7 +95,7 @@ RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
 @pytest.mark.parametrize(
     ("where", "expression"), [*QUERIES, *((rule["alert"], rule["expr"]) for rule in RULES)], ids=lambda text: text[:40]
 )
-def test_each_query_is_one_of_what_is_exported(exported, where, expression):
+def test_each_query_uses_only_exported_metrics(exported, where, expression):
     names = set(selected(expression))
     assert names
     assert {name for name in names if not OF_PROCESSES.match(name)} - exported - OF_PROMETHEUS == set()
@@ -112,7 +112,7 @@ def test_alerts_fire_when_they_should():
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_a_service_that_is_no_target_any_more_is_missed():
+def test_an_alert_fires_for_a_service_that_is_no_longer_a_target():
     """A container that has ended takes its name along: `up` of it is not 0 but gone."""
     (rule,) = (rule for rule in RULES if rule["alert"] == "ResiduumServiceDown")
     was_and_is_not = 'last_over_time(up{job="residuum"}[1h]) unless up{job="residuum"}'
@@ -120,14 +120,14 @@ def test_a_service_that_is_no_target_any_more_is_missed():
     assert str(promql_parser.parse(rule["expr"])) == str(wanted)
 
 
-def test_nothing_that_is_exported_is_left_out(exported):
+def test_every_exported_metric_is_used(exported):
     """A figure that nobody sees is one that nobody looks after."""
     shown = {name for _, expression in QUERIES for name in selected(expression)}
     ours = {re.sub("_(bucket|count|sum)$", "", name) for name in exported if name.startswith("residuum_")}
     assert ours - {re.sub("_(bucket|count|sum)$", "", name) for name in shown} == set()
 
 
-def test_panels_stand_side_by_side():
+def test_panels_do_not_overlap():
     places = set()
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
@@ -139,7 +139,7 @@ def test_panels_stand_side_by_side():
     assert len(ids) == len(set(ids))
 
 
-def test_panels_ask_the_source_that_is_provisioned():
+def test_panels_use_the_provisioned_data_source():
     (source,) = yaml.safe_load((FOLDER / "datasource.yml").read_text())["datasources"]
     (variable,) = DASHBOARD["templating"]["list"]
     assert (variable["type"], variable["query"]) == ("datasource", source["type"])
@@ -151,7 +151,7 @@ def test_panels_ask_the_source_that_is_provisioned():
     assert "prometheus" in COMPOSE["services"]
 
 
-def test_the_dashboard_lies_where_grafana_looks():
+def test_the_dashboard_is_in_the_provisioned_folder():
     (provider,) = yaml.safe_load((FOLDER / "dashboards.yml").read_text())["providers"]
     folder = provider["options"]["path"]
     grafana = COMPOSE["services"]["grafana"]
@@ -159,7 +159,7 @@ def test_the_dashboard_lies_where_grafana_looks():
     assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == f"{folder}/residuum.json"
 
 
-def test_every_service_that_shows_figures_is_scraped():
+def test_every_service_with_metrics_is_scraped():
     configuration = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     (job,) = configuration["scrape_configs"]
     (found,) = job["dns_sd_configs"]

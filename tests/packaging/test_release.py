@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = ROOT / "pyproject.toml"
 
 
-def test_the_version_stands_in_one_place():
+def test_the_version_is_in_one_place():
     version = release_check.version_of(PYPROJECT.read_text())
     assert metadata.version("residuum") == version, "make setup installs it anew"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -48,19 +48,19 @@ def test_the_newest_entry_of_the_changelog_is_the_version():
             check_changelog(text, version)
 
 
-def test_this_changelog_can_be_read():
+def test_the_changelog_can_be_parsed():
     """Between releases, changes that are not released are all that is in the way."""
     changelog, version = (ROOT / "CHANGELOG.md").read_text(), release_check.version_of(PYPROJECT.read_text())
     released = changelog.replace("## [Unreleased]", f"## [{version}] - 2026-01-31", 1)
     check_changelog(released, version)
 
 
-def test_wheel_and_sdist_can_be_built_again_byte_by_byte(tmp_path):
+def test_wheel_and_sdist_builds_are_reproducible(tmp_path):
     built = release_check.check_builds(tmp_path)
     assert sorted(path.suffix for path in built) == [".gz", ".whl"]
 
 
-def test_a_build_that_differs_is_told(tmp_path, monkeypatch):
+def test_a_build_that_differs_is_reported(tmp_path, monkeypatch):
     copies = []
     copy_sources = release_check._copy_sources
 
@@ -94,16 +94,16 @@ def test_every_dependency_carries_a_licence_that_is_allowed(part):
         ("", False),
     ],
 )
-def test_what_is_allowed(licence, allowed):
+def test_the_allowed_licences(licence, allowed):
     package = licences.Package("something", "1", licence, ())
     assert (licences.not_allowed([package]) == []) == allowed
 
 
-def test_an_exception_is_for_one_package_alone():
+def test_a_licence_exception_is_for_one_package():
     assert licences.not_allowed([licences.Package("crc32c", "1", "LGPL-2.1-or-later", ())]) == []
 
 
-def test_what_is_needed_is_what_the_lock_pins():
+def test_required_packages_are_those_in_the_lock():
     lock = (ROOT / "requirements/store.lock").read_text()
     pinned = {line.split("==")[0] for line in lock.splitlines() if "==" in line}
     assert {package.name for package in licences.needed_by("store")} == pinned
@@ -155,7 +155,7 @@ def test_the_clients_dependencies_have_wheels_for_each_python(wheel, python, tmp
 
 
 @pytest.mark.parametrize("python", [python for python in PYTHONS if not sys.version.startswith(python)])
-def test_the_client_works_on_each_other_python_that_is_here(wheel, python, tmp_path):
+def test_the_client_works_on_each_other_installed_python(wheel, python, tmp_path):
     interpreter = find_interpreter(python)
     if interpreter is None:
         pytest.skip(f"there is no python{python} on this machine")
@@ -175,7 +175,7 @@ for name in residuum.__all__:
     subprocess.run([ours, "-I", "-c", code], check=True, cwd=tmp_path)
 
 
-def test_nothing_needs_a_newer_python_than_the_project_says(tool):
+def test_no_code_needs_a_newer_python_than_the_project_declares(tool):
     """By syntax and by the standard library's names: vermin knows when each came."""
     flags = ["--target=3.10-", "--violations", "--no-tips", "--eval-annotations", "--backport", "typing_extensions"]
     stubs = ["--exclude-regex", r"\.pyi$"]  # they ask for the version themselves

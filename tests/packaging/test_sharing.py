@@ -12,12 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("folder", sharing._ONE_ENGINE)
-def test_a_folder_whose_tests_share_an_engine_is_there(folder: str) -> None:
+def test_folders_that_share_an_engine_exist(folder: str) -> None:
     assert list((ROOT / folder).glob("test_*.py"))
 
 
 @pytest.mark.parametrize("file", sharing._OWN_ENGINES)
-def test_a_file_that_shares_nothing_is_there_and_in_such_a_folder(file: str) -> None:
+def test_files_that_share_no_engine_exist_in_such_folders(file: str) -> None:
     assert (ROOT / file).is_file()
     assert Path(file).parent.as_posix() in sharing._ONE_ENGINE
     assert sharing.group_of(f"{file}::test_x") == file

@@ -64,7 +64,7 @@ class TestCheckNotices:
         return "gone_pb2.py"
 
     @pytest.mark.parametrize("damage", ["edited", "missing", "left_over"])
-    def test_stale_stub_is_named_then_cured(self, copy, stubs, damage):
+    def test_a_stale_stub_is_reported_until_it_is_generated(self, copy, stubs, damage):
         name = getattr(self, damage)(stubs)
         stale = generate(copy, "--check")
         assert stale.returncode == 1

@@ -36,7 +36,7 @@ def run(python, code, tmp_path):
     return json.loads(result.stdout)
 
 
-def test_wheel_holds_the_four_packages_and_the_type_marker(wheel):
+def test_wheel_contains_the_four_packages_and_the_type_marker(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"residuum", "inference_svc", "store_svc", "svc_common"}
@@ -45,7 +45,7 @@ def test_wheel_holds_the_four_packages_and_the_type_marker(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-def test_import_brings_in_nothing_heavy(python, tmp_path):
+def test_import_loads_nothing_heavy(python, tmp_path):
     code = "import json, sys, residuum, residuum.cli; print(json.dumps(sorted(sys.modules)))"
     assert not set(HEAVY) & set(run(python, code, tmp_path))
 
@@ -87,7 +87,7 @@ def test_command_is_installed(python):
     assert "doctor" in result.stdout
 
 
-def test_mypy_sees_the_types_of_an_installed_wheel(python, tool, tmp_path):
+def test_mypy_reads_the_types_of_an_installed_wheel(python, tool, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import residuum\n"

@@ -184,7 +184,7 @@ def machine_of(name):
 
 
 @pytest.mark.parametrize("name", FACES)
-def test_every_capture_is_sealed_once_and_with_the_truth(name):
+def test_every_capture_is_sealed_once_with_the_right_outcome(name):
     machine = machine_of(name).TestCase
     machine.settings = settings(
         max_examples=150, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]

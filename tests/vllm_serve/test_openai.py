@@ -100,7 +100,7 @@ def test_a_chat_is_captured_under_the_answers_id(
     check_rows(acts, reference)
 
 
-def test_a_capture_changes_nothing_of_the_answer(api: openai.OpenAI, captures: residuum.Client) -> None:
+def test_a_capture_does_not_change_the_answer(api: openai.OpenAI, captures: residuum.Client) -> None:
     def ask(**extra: object) -> dict[str, object]:
         answer = api.completions.create(
             model=MODEL, prompt=PROMPT, max_tokens=16, temperature=0, logprobs=2, stop=["Madrid"], **extra
@@ -118,7 +118,9 @@ def test_a_capture_changes_nothing_of_the_answer(api: openai.OpenAI, captures: r
     assert captures.activations(f"{name}-0").manifest.state == "complete"
 
 
-def test_streams_and_their_neighbours(api: openai.OpenAI, captures: residuum.Client, reference: Reference) -> None:
+def test_captured_and_plain_requests_run_concurrently(
+    api: openai.OpenAI, captures: residuum.Client, reference: Reference
+) -> None:
     """Half of them captured, half of them not, streamed or not: all at once."""
     prompts = [PROMPT, "To bake bread, you need", "def fibonacci(n):", "Hello", "Once upon a time", "My favourite"]
 
@@ -211,7 +213,7 @@ def test_a_random_projection_to_one_row(api: openai.OpenAI, captures: residuum.C
     assert acts[7].shape == (1, 32)
 
 
-def test_a_connection_that_is_closed_leaves_the_capture_aborted(api: openai.OpenAI, captures: residuum.Client) -> None:
+def test_closing_a_stream_aborts_the_capture(api: openai.OpenAI, captures: residuum.Client) -> None:
     with api.completions.create(
         model=MODEL,
         prompt=PROMPT,
@@ -230,7 +232,7 @@ def test_a_connection_that_is_closed_leaves_the_capture_aborted(api: openai.Open
     assert len(acts.positions) >= len(manifest.prompt_token_ids)
 
 
-def test_who_does_not_wait_for_an_answer_leaves_it_aborted(api: openai.OpenAI, captures: residuum.Client) -> None:
+def test_a_client_timeout_aborts_the_capture(api: openai.OpenAI, captures: residuum.Client) -> None:
     with pytest.raises(openai.APITimeoutError):
         api.completions.create(
             model=MODEL,
@@ -241,7 +243,7 @@ def test_who_does_not_wait_for_an_answer_leaves_it_aborted(api: openai.OpenAI, c
         )
     manifest = captures.manifest("unread", wait=60)
     assert manifest.state == "aborted"
-    assert manifest.sequences[0].generated_token_ids, "known although the answer was to come at once"
+    assert manifest.sequences[0].generated_token_ids, "tokens are known although the answer was not streamed"
 
 
 BAD = {
@@ -294,7 +296,7 @@ def test_an_id_that_was_used_is_a_bad_request(api: openai.OpenAI, captures: resi
     assert np.array_equal(captures.activations("once").stack(), rows)
 
 
-def test_plans_of_callers_do_not_reach_the_worker(server: Server, api: openai.OpenAI) -> None:
+def test_plans_from_callers_do_not_reach_the_worker(server: Server, api: openai.OpenAI) -> None:
     """A worker believes what it finds under this name, and would end with its engine."""
     api.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=2, extra_body={"vllm_xargs": {"residuum_plan": "x", "other": 1}}
@@ -310,7 +312,7 @@ def test_plans_of_callers_do_not_reach_the_worker(server: Server, api: openai.Op
         assert answer.status == 200
 
 
-def test_where_objects_are_taken_the_spec_may_be_one(server: Server, captures: residuum.Client) -> None:
+def test_the_spec_may_be_an_object_if_vllm_accepts_objects(server: Server, captures: residuum.Client) -> None:
     spec = {"request_id": "tokens", "capture": {"layers": {"list": {"layers": [2]}}, "positions": {"phases": [1]}}}
     body = {"token_ids": [504, 3575], "sampling_params": {"max_tokens": 2, "extra_args": {"residuum": spec}}}
     request = urllib.request.Request(
@@ -322,7 +324,7 @@ def test_where_objects_are_taken_the_spec_may_be_one(server: Server, captures: r
     assert acts.token_ids.tolist() == [504, 3575]
 
 
-def test_the_command_line_pulls_it(api: openai.OpenAI, store: Service, tmp_path: Path) -> None:
+def test_the_command_line_pulls_a_capture_of_vllm_serve(api: openai.OpenAI, store: Service, tmp_path: Path) -> None:
     answer = api.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_tokens=2, extra_body=asking(ALL)
     )

@@ -17,7 +17,7 @@ JOY = residuum.Vector.from_array(np.arange(4, dtype=np.float32))
 LOVE = residuum.Vector.from_array(np.ones(4, dtype=np.float32))
 
 
-def test_what_the_client_writes_is_what_the_server_reads():
+def test_the_server_reads_the_arguments_that_the_client_writes():
     capture = residuum.Capture(
         layers=[0, 5], positions="last_prompt", encoding="project", vectors=[JOY, LOVE], overflow="shed"
     )
@@ -33,7 +33,7 @@ def test_what_the_client_writes_is_what_the_server_reads():
     }
 
 
-def test_only_what_vllm_takes_is_written():
+def test_the_client_writes_only_types_that_vllm_accepts():
     """vLLM takes texts, numbers and lists of these."""
     sent = residuum.vllm_xargs(residuum.Capture(), [residuum.Add(JOY, layer=1)])
     assert isinstance(sent["residuum"], str)
@@ -43,7 +43,7 @@ def test_only_what_vllm_takes_is_written():
     assert "residuum_vectors" not in residuum.vllm_xargs(steer=[residuum.Add(JOY, layer=1)], send_vectors=False)
 
 
-def test_asking_for_nothing_is_refused():
+def test_arguments_without_capture_or_steering_are_refused():
     with pytest.raises(residuum.InvalidRequest, match="capture=, steer= or both"):
         residuum.vllm_xargs()
     with pytest.raises(residuum.InvalidRequest, match="cannot name"):
@@ -52,7 +52,7 @@ def test_asking_for_nothing_is_refused():
         residuum.vllm_xargs("all")
 
 
-def test_by_hand():
+def test_arguments_written_by_hand_are_read():
     asked = read_residuum_arguments({"residuum": '{"capture": {"layers": {"all": true}, "encoding": "ENCODING_RP8"}}'})
     assert asked.spec.capture.layers.all
     assert asked.spec.capture.encoding == capture_pb2.ENCODING_RP8
@@ -62,7 +62,7 @@ def test_by_hand():
     assert [vector.digest for vector in asked.vectors] == [LOVE.digest]
 
 
-def test_what_others_put_there_stays():
+def test_other_arguments_are_kept():
     others = {"session_id": "a", "kv_transfer_params": {"x": 1}}
     assert not has_residuum_arguments(others)
     assert not has_residuum_arguments(None)
@@ -80,7 +80,7 @@ def test_what_others_put_there_stays():
     ["", "{", '"x"', "3", "null", '{"nothing": 1}', '{"capture": {"layers": {"all": 1}}}'],
 )
 @pytest.mark.parametrize("wrap", [str, lambda text: json.loads(text) if text not in {"", "{"} else 3.5])
-def test_no_spec(value, wrap):
+def test_an_invalid_spec_is_refused(value, wrap):
     with pytest.raises(Failure, match=r"vllm_xargs\.residuum: ") as caught:
         read_residuum_arguments({"residuum": wrap(value)})
     assert caught.value.reason_name == "INVALID_FIELD"
@@ -88,12 +88,12 @@ def test_no_spec(value, wrap):
 
 
 @pytest.mark.parametrize("value", ["[" * 100_000, '{"capture": ' * 100_000, "\ud800", '{"request_id": "\\ud800"}'])
-def test_a_hostile_text_is_refused_like_any_other(value):
+def test_a_hostile_spec_is_refused(value):
     with pytest.raises(Failure):
         read_residuum_arguments({"residuum": value})
 
 
 @pytest.mark.parametrize("value", ["AAA", "§§§§", [3], {"a": "b"}, 3, [["AAAA"]], "AAAA"])
-def test_no_vector(value):
+def test_an_invalid_vector_is_refused(value):
     with pytest.raises(Failure, match="residuum_vectors"):
         read_residuum_arguments({"residuum": "{}", "residuum_vectors": value})
