@@ -1,6 +1,7 @@
-"""Which tests run in the same process when several share them out: pytest-xdist asks.
+"""Groups tests that must run in the same process, for pytest-xdist.
 
-Its own way, marks by group (`--dist loadgroup`), writes them into the ids of tests, which pytest 9.2 no longer reads.
+xdist's own groups (`--dist loadgroup`) do not work, because they add the group to test IDs, which pytest 9.2 no longer
+reads.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _OWN_ENGINES = (
 
 
 def group_of(test: str) -> str:
-    """Return what a test, given by its id, shares with others: its folder's engine, or whatever its file has."""
+    """Return the group of a test ID: its folder if the folder's tests share an engine, otherwise its file."""
     file = test.partition("::")[0]
     folder = PurePosixPath(file).parent.as_posix()
     return folder if folder in _ONE_ENGINE and file not in _OWN_ENGINES else file
 
 
 class SharingByEngine(LoadScopeScheduling):
-    """Hands out groups in the order of collection; the longest are in its beginning."""
+    """Assigns groups in the order of collection, which begins with the longest."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)

@@ -18,7 +18,7 @@ def module(folder, text):
 
 
 def gone(pid):
-    """Return whether a process has ended; one that nobody has waited for yet has."""
+    """Return whether a process has ended. Zombies count as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The verdicts of the conformance runs, on rows and logs made up here."""
+"""The verdicts of the conformance benchmark, for made-up rows and logs."""
 
 from __future__ import annotations
 

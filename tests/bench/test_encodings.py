@@ -1,4 +1,4 @@
-"""bench.encodings: its figures are what they say, and its command line says what is measured."""
+"""The figures and the command line of bench.encodings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.bench.test_results import make_run
 
 @pytest.fixture(scope="module")
 def some_rows():
-    """Rows with a common part, as a residual stream has it: [layers, positions, width]."""
+    """Return rows with a common component, like a residual stream: [layers, positions, width]."""
     rng = np.random.default_rng(3)
     return (rng.standard_normal((3, 65, 96)) + 2 * rng.standard_normal(96)).astype(ml_dtypes.bfloat16)
 
@@ -71,7 +71,7 @@ def test_errors_follow_their_definitions(some_rows):
 
 
 def test_projected_rows_are_scored_with_projected_directions(some_rows):
-    """Without an error of quantisation, the scores of a square orthogonal projection would be exact."""
+    """Without quantisation, the scores of a square orthogonal projection would be exact."""
     item = dataclasses.replace(case("rp 512"), dimensions=96)
     form = item.form(96, tensor_pb2.DATA_TYPE_BFLOAT16)
     basis = basis_of(form, capture_pb2.EncodingOptions())

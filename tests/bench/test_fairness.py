@@ -1,4 +1,4 @@
-"""Stock is given what the service gives vLLM, but for the taps: else their difference would not be the taps' cost."""
+"""Stock vLLM gets the same arguments as the service's, except for the taps, so the difference is the taps' cost."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ WORKLOAD = Workload(
 
 @pytest.fixture
 def given(monkeypatch):
-    """What vLLM was given, engine by engine."""
+    """The arguments that vLLM got, engine by engine."""
     given = []
 
     def keep(**values):
@@ -38,7 +38,7 @@ def given(monkeypatch):
 async def test_stock_differs_from_the_service_only_in_the_taps(given, monkeypatch):
     settings = settings_of(Job((Mode.STOCK,), 0, WORKLOAD, "/tmp/x"))
     monkeypatch.setattr(subjects.AsyncLLM, "from_engine_args", lambda values: None)
-    with pytest.raises(AttributeError):  # no engine came of it
+    with pytest.raises(AttributeError):  # no engine was started
         await StockSubject.start(settings)
     engine_arguments.tapped_engine_args(settings)
     stock, tapped = given

@@ -1,4 +1,4 @@
-"""A client in a process of its own fetches what was captured, as bench.isolated lets it."""
+"""A client in a separate process fetches captures, as in bench.isolated."""
 
 import pytest
 

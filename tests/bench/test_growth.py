@@ -1,4 +1,4 @@
-"""What counts as growing memory, and what is only noise."""
+"""Growing memory is distinguished from noise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_few_outliers_have_no_effect():
 
 
 def test_a_step_late_in_the_run_is_not_flat():
-    """Most pairs of samples know nothing of it: it is found by where the end lies."""
+    """Most pairs of samples do not contain the step, so only the level at the end shows it."""
     growth = growth_of(REQUESTS, [500.0 if count < 1700 else 520.0 for count in REQUESTS])
     assert growth.kib_per_request == 0
     assert not growth.is_flat

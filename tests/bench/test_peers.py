@@ -11,7 +11,7 @@ from inference_svc.taps.steps.layout import StepRows
 
 
 def step(captures, layer, rows, **counts):
-    """One forward pass of one layer over rows of some requests, with one row of padding behind them."""
+    """Run one forward pass of one layer over rows of some requests, followed by one row of padding."""
     captures.place(lambda: StepRows(list(counts), [0] * len(counts), list(counts.values())))
     captures.hook(layer)(None, None, (rows, torch.ones_like(rows)))
 

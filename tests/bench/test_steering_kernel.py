@@ -1,4 +1,4 @@
-"""The kernel part of the steering benchmark, as far as it can be told without a GPU."""
+"""The kernel part of the steering benchmark, as far as it can be tested without a GPU."""
 
 import json
 import math

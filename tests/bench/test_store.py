@@ -1,4 +1,4 @@
-"""The benchmark of shipping and the store: its pure parts, and small runs of the real thing."""
+"""The benchmark of shipping and the store: its pure functions, and small real runs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Captures on their way back: complete, partial, open, broken, resumed."""
+"""Reading captures: complete, partial, open, damaged, resumed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_waits_for_the_seal(client, peer):
 
 
 async def _read(face, request_id):
-    """Read with a client of the same kind in another thread; an asyncio client belongs to one loop."""
+    """Read with a client of the same kind in another thread, because an asyncio client belongs to one loop."""
     if isinstance(face.client, residuum.Client):
         return face.client.activations(request_id)
     async with residuum.AsyncClient(face.client.endpoint) as client:

@@ -1,4 +1,4 @@
-"""Many prompts at once."""
+"""`generate_many`: many prompts in one call."""
 
 from __future__ import annotations
 

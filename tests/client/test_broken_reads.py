@@ -1,4 +1,4 @@
-"""Reads on which something goes wrong: they are taken up again, or fail with the truth; never half a capture."""
+"""Interrupted or damaged reads are resumed or fail with the right error. They never return part of a capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `residuum` command: what it prints in a pipe and for programs, and how it ends."""
+"""The `residuum` command: its output in a pipe and for programs, and its exit codes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_pull_into_a_missing_folder_fails(cli, captured, tmp_path):
 
 def test_remove(cli, captured):
     code, out, err = cli("rm", "never-was", captured)
-    assert code == 1  # one of them was not there; the other is gone all the same
+    assert code == 1  # one of them did not exist; the other is deleted nevertheless
     assert captured in out
     assert "never-was" in err
     assert cli("ls", "--prefix", captured)[1] == ""

@@ -1,4 +1,4 @@
-"""`residuum doctor`: what is well, and what is said of what is not."""
+"""`residuum doctor`: healthy services, and its report of each problem."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_doctor_reports_a_loading_service(cli, peer, running_peer):
         "inference service: connection": True,
         "credentials": True,
         "inference service: health": False,
-        "model": False,  # and no word about the store, which nobody could name yet
+        "model": False,  # nothing about the store, whose address is not known yet
     }
 
 
@@ -97,7 +97,7 @@ def test_doctor_detects_another_server_on_the_port():
 
 
 def test_doctor_detects_that_the_inference_service_cannot_reach_the_store(cli, peer, store):
-    """Which the client does: the way between them is another one."""
+    """The client reaches the store, but the inference service does not."""
     peer.script.store_error = "The store at store:50052 does not answer (no such name)."
     code, out, _ = cli("doctor", "--json")
     assert code == 1

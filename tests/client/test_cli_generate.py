@@ -1,4 +1,4 @@
-"""`residuum generate`: what it sends, and what it refuses."""
+"""`residuum generate`: the requests that it sends, and the arguments that it refuses."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_one_service_can_be_checked_by_name(health, endpoint, store, name):
     is_store = name in {"store", "residuum.v1.StoreService"}
     expected = (0, f"{store.endpoint}\tSERVING\n") if is_store else (1, f"{store.endpoint}\tSERVICE_UNKNOWN\n")
     assert health(store.endpoint, "--service", name)[:2] == expected
-    # What listens at the other port is well, and not the service that was asked for.
+    # The server on the other port is healthy, but it is not the named service.
     assert health(endpoint, "--service", name)[:2] == (1, f"{endpoint}\tSERVICE_UNKNOWN\n")
 
 

@@ -1,4 +1,4 @@
-"""The `residuum` command as a process of its own: on a terminal, in a pipe, interrupted."""
+"""The `residuum` command in a separate process: on a terminal, in a pipe, interrupted."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _on_a_terminal(words, env):
     while True:
         try:
             part = os.read(main_end, 4096)
-        except OSError:  # Linux's way to say that the other end was closed
+        except OSError:  # Linux reports a closed other end like this
             part = b""
         if not part:
             break

@@ -1,4 +1,4 @@
-"""Directions in safetensors and GGUF files, beside the formats' own libraries."""
+"""Directions in safetensors and GGUF files, checked with the formats' own libraries."""
 
 from __future__ import annotations
 
@@ -174,12 +174,12 @@ def test_repeng_reads_the_written_file(file):
     assert {tensor.name: tensor.data.tolist() for tensor in reader.tensors} == {
         "direction.3": [3.0, 4], "direction.7": [5.0, 6],
     }  # fmt: skip
-    # all that llama.cpp takes
+    # the only dtype that llama.cpp accepts
     assert {tensor.tensor_type for tensor in reader.tensors} == {gguf.GGMLQuantizationType.F32}
 
 
 def test_a_model_hint_is_always_written(file):
-    """repeng reads no file without one."""
+    """repeng cannot read a file without a model hint."""
     residuum.Directions({1: [1.0]}).to_gguf(file)
     assert gguf.GGUFReader(file).get_field("controlvector.model_hint").contents() == "unknown"
 
@@ -253,7 +253,7 @@ def test_gguf_without_a_model_hint(file):
 def test_truncated_gguf_files_are_refused(file):
     whole = write_gguf(file, {"direction.1": (ONE,), "direction.2": (ONE,)}).read_bytes()
     assert residuum.Directions.from_gguf(file).layers == (1, 2)
-    end = whole.rindex(ONE.tobytes()) + ONE.nbytes  # what follows only fills up the last block
+    end = whole.rindex(ONE.tobytes()) + ONE.nbytes  # the rest is padding of the last block
     for length in range(end):
         file.write_bytes(whole[:length])
         with pytest.raises(residuum.InvalidRequest, match=r"trippy\.gguf"):

@@ -1,4 +1,4 @@
-"""Directions from two sets of examples, against float64 numpy, and what cannot be two sets."""
+"""Directions from two sets of examples, compared with float64 numpy, and sets that are refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_positions(random, positions, rows):
     others = activations(np.zeros((LAYERS, 5, HIDDEN)), prompt=3, generated=3)
     found = directions.difference_of_means(acts, others, positions=positions)
     close(found, acts.stack()[:, rows].astype(np.float64).mean(axis=1))
-    if positions not in ("all", -1):  # -1 is the default in other words
+    if positions not in ("all", -1):  # -1 is the same as the default
         with pytest.raises(residuum.InvalidRequest, match="every row is an example"):
             directions.difference_of_means(none, none, positions=positions)
 
@@ -166,7 +166,7 @@ def joy(scale=1.0):
         ({"model": "huge"}, r"of the model 'huge', and positive: capture req of 'tiny'"),
         ({"steer": [joy()]}, r"was not steered, and negative: capture req captured after it was steered"),
         ({"steer": [joy()], "before_steering": True}, "captured before it was steered"),
-        ({"before_steering": True}, None),  # of a request that is not steered it says nothing
+        ({"before_steering": True}, None),  # it has no effect on a request without steering
         ({"sites": ("resid_pre",)}, "choose one with"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Directions as values: what they hold, and the steering that they give."""
+"""Directions: their content, and the steering made from them."""
 
 from __future__ import annotations
 

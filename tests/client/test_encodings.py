@@ -1,4 +1,4 @@
-"""Captures of every encoding and reduction as a user meets them: asked for, read, decoded and described."""
+"""Captures with every encoding and reduction: requested, read, decoded and described."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def capturing(**fields):
 
 
 def truth(layer, positions=range(ROWS)):
-    """What the model computed, in float64: [positions, HIDDEN]."""
+    """Return the rows that the model computed, float64 [positions, HIDDEN]."""
     return np.stack([row(0, POST, layer, position).astype(np.float64) for position in positions])
 
 
@@ -105,7 +105,7 @@ async def test_encoding_project_sends_its_vectors(client, peer):
         expected = truth(layer) @ np.stack([JOY.values, WOE.values], axis=1).astype(np.float64)
         np.testing.assert_allclose(acts[layer], expected, rtol=1e-6)
         np.testing.assert_array_equal(acts.encoded(layer)["y"], acts[layer])
-    peer.vectors.clear()  # as a server does that needs room, or was started anew
+    peer.vectors.clear()  # like a server that evicted them or was restarted
     again = await read(client, encoding="project", vectors={1: WOE})
     np.testing.assert_allclose(again[4], truth(4) @ WOE.values[:, None], rtol=1e-6)
 
@@ -118,7 +118,7 @@ async def test_an_encoding_of_a_registered_request(client):
 
 
 async def test_encoded_rows_can_be_followed(client):
-    """Pieces are decoded."""
+    """Followed pieces are decoded."""
     reply = await client.generate("a bb ccc", max_tokens=4, capture=capturing(encoding="full8", axis="dimension"))
     acts = await client.activations(reply.request_id)
     pieces = await client.follow(reply.request_id)
@@ -188,7 +188,7 @@ async def test_a_reduction_of_one_phase(client):
 
 
 async def test_a_reduction_can_be_read_while_open(client, peer):
-    """Generated rows before the last do not count once the last is known."""
+    """Generated rows before the last are dropped when the last is known."""
     import threading
 
     peer.script.delay_seal = threading.Event()
@@ -283,7 +283,7 @@ async def test_an_encoding_with_a_wrong_size_is_an_error(make, endpoint, flaky, 
 
 
 def test_missing_rows_are_never_decoded():
-    """Their memory may hold anything: here an index that there is not."""
+    """The memory of missing rows may contain anything; here it contains an invalid index."""
     form = RowFormat(TOPK, 4, tensor_pb2.DATA_TYPE_FLOAT32, dimensions=1)
     encoded = np.zeros((1, 2), form.row_dtype)
     encoded["index"], encoded["x"] = [[[3], [9]]], 2.0

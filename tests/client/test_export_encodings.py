@@ -91,7 +91,7 @@ def test_exports_of_encoded_rows_have_the_fields_of_the_encoding(client, encodin
 
 
 def test_npz_exports_of_full8_match_vllm_capture(client, tmp_path):
-    """`q` uint8 [tokens, dims], `scale` and `zero` for each row: what its readers compute is the row."""
+    """`q` uint8 [tokens, dims], `scale` and `zero` for each row: readers compute the row from them."""
     reply = generate(client, "full8")
     client.export(reply, tmp_path / "x.npz")
     with np.load(tmp_path / "x.npz") as file:
@@ -159,7 +159,7 @@ def test_exports_of_reduced_captures(client, kind, tmp_path):
 
 
 def test_an_export_of_encoded_rows_needs_memory_for_one_slice(monkeypatch, client, tmp_path):
-    """Rows are decoded a slice at a time: never a whole layer, were it larger."""
+    """Rows are decoded one slice at a time, so a large layer is never decoded as a whole."""
     monkeypatch.setattr("residuum.exports.parts.SLICE_BYTES", 10 * HIDDEN * 4)
     decoded = []
     decode = RowFormat.decode

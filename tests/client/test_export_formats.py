@@ -1,4 +1,4 @@
-"""Exports of captures: each format, opened again by its own library, has every row, and says what is missing."""
+"""Exports of captures. Each format, opened with its own library, has every row and lists missing rows."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_an_export_can_convert_dtypes(tmp_path, kind_of_file, dtype):
 
 
 def test_dtypes_in_exports(tmp_path):
-    """safetensors keeps bfloat16; the others, whose readers do not know it, have float32; float16 stays as it is."""
+    """safetensors keeps bfloat16. The other formats' readers do not support it, so those use float32. float16 stays."""
     for dtype, kept in ((ml_dtypes.bfloat16, np.float32), (np.float16, np.float16)):
         acts = activations(np.ones((1, 2, 4)), dtype=dtype)
         for name in ("npz", "zarr", "parquet"):
@@ -175,7 +175,7 @@ async def test_parquet_exports_let_readers_skip_layers(client, reply, tmp_path):
 
 
 async def test_hugging_face_datasets_load_parquet_exports(client, reply, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))  # before it is imported: it looks then
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))  # set before the import, which reads it
     import datasets
 
     await client.export(reply, tmp_path / "x.parquet", sites="resid_post", sequences=0)
@@ -276,7 +276,7 @@ async def test_an_export_from_an_unreachable_store_leaves_nothing(make, endpoint
 
 
 async def test_an_export_that_is_cancelled_leaves_nothing(endpoint, reply, tmp_path, monkeypatch):
-    """The thread that writes ends before what it writes is removed."""
+    """The writing thread ends before its files are removed."""
     began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def write(acts, path, advance):
@@ -286,7 +286,7 @@ async def test_an_export_that_is_cancelled_leaves_nothing(endpoint, reply, tmp_p
         try:
             advance(1)
         finally:
-            path.write_text("written late")  # would fail, or come to stay, if the folder were gone by now
+            path.write_text("written late")  # this would fail, or leave a file, if the folder were already removed
             ended.set()
 
     monkeypatch.setattr("residuum.exports.formats.Format.writer", lambda _: write)
@@ -315,7 +315,7 @@ async def test_an_export_of_an_open_capture(client, peer, tmp_path):
 
 
 async def test_an_export_begins_while_the_capture_is_open(client, peer, tmp_path):
-    """Its length is not known then: the arrays grow."""
+    """The length is not known yet, so the arrays grow."""
     peer.script.delay_seal = threading.Event()
     reply = await client.generate("a bb ccc", max_tokens=300, capture=residuum.Capture(layers=[1]))
     timer = threading.Timer(0.3, peer.script.delay_seal.set)

@@ -1,4 +1,4 @@
-"""ActivationDataset: every row once, whoever reads it, in an order that can be had again; nothing else needs torch."""
+"""ActivationDataset yields every row once, with any workers, in a reproducible order. Nothing else needs torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shuffle_buffer(request):
 
 
 def places(batches, names=NAMES):
-    """Where each row is from, in their order; checks that the row is the one of this place."""
+    """Return the place of each row in order, and check that each row belongs to its place."""
     found = []
     for batch in batches:
         facts = (batch.captures, batch.sequences, batch.sites, batch.layers, batch.positions, batch.token_ids)
@@ -83,7 +83,7 @@ def test_an_epoch_exports_every_row_once(endpoint, shuffle_buffer):
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_export_disjoint_rows(endpoint, context):
-    """Each worker has a connection of its own; the parent's, opened before the fork, does it no harm."""
+    """Each worker opens its own connection. The parent's connection from before the fork does not interfere."""
     with residuum.Client(endpoint) as client:
         client.manifest(NAMES[0])
         data = ActivationDataset(endpoint, prefix="torch-", batch_size=32, shuffle_buffer=100)

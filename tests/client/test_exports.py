@@ -1,4 +1,4 @@
-"""The public names, and how light they are to import."""
+"""The public names, and the cost of importing them."""
 
 from __future__ import annotations
 

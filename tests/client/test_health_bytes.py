@@ -1,4 +1,4 @@
-"""The client reads health answers by their bytes; they are those of the standard's own messages."""
+"""The client parses health answers by hand. The bytes match those of the standard's messages."""
 
 from __future__ import annotations
 

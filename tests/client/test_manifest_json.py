@@ -1,4 +1,4 @@
-"""Manifests as JSON: by the committed schema, with the fields that `vllm_capture` has, and nothing lost."""
+"""Manifests as JSON match the committed schema, have the fields of `vllm_capture`, and lose nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMA = json.loads((Path(__file__).parents[2] / "protos/residuum/v1/manifest.sc
 
 
 def checked(manifest):
-    """The manifest's document, if it is by the schema and comes back as the same manifest."""
+    """Return the manifest's JSON document, after checking it against the schema and reading it back."""
     document = json.loads(json.dumps(manifest.to_dict()))
     jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.FormatChecker()).validate(document)
     assert from_document(document) == manifest.proto
@@ -107,7 +107,7 @@ def test_a_manifest_of_an_aborted_capture(client, peer):
 
 
 def test_protobuf_json_is_also_read_as_a_manifest(client):
-    """Files of an earlier version have it in their metadata."""
+    """Files of an earlier version have this JSON in their metadata."""
     reply = client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[1]))
     manifest = client.manifest(reply.request_id, wait=True)
     assert residuum.Manifest.from_json(json_format.MessageToJson(manifest.proto)) == manifest

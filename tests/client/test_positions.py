@@ -1,4 +1,4 @@
-"""What a user writes as positions, and what the contract makes of it."""
+"""The positions that users write, and their form in the contract."""
 
 from __future__ import annotations
 

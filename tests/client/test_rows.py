@@ -1,4 +1,4 @@
-"""Rows find their places however they are split, ordered and repeated, whether the length is known or not."""
+"""Rows are placed correctly for any split, order and repetition of chunks, with known and unknown length."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def begin(state, prompt, generated, *, keep_values=True, spec_positions=None, **
 
 @st.composite
 def splits(draw, positions):
-    """Chunks that together hold every (layer, position) at least once."""
+    """Chunks that together contain every (layer, position) at least once."""
     parts = []
     for layer in LAYERS:
         left = list(positions)

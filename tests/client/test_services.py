@@ -1,4 +1,4 @@
-"""What the services say of themselves, where they are, and what happens if they are not there."""
+"""The services' descriptions and addresses, and errors if they are unreachable."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_capture_is_searched_in_several_stores(client, make, endpoint, p
     try:
         for stores in ([store.endpoint, other.endpoint], [other.endpoint, store.endpoint]):
             peer.script.store_endpoints = stores
-            stranger = make(endpoint)  # it did not make the request, and so was not told where its capture is
+            stranger = make(endpoint)  # this client did not make the request, so it does not know the capture's store
             assert (await stranger.activations(reply.request_id)).manifest.is_complete
             assert reply.request_id in {summary.capture_id for summary in await stranger.captures()}
     finally:

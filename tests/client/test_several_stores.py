@@ -1,4 +1,4 @@
-"""Captures on several real stores: found by rank, listed as one, and named when a store is away."""
+"""Captures on several real stores are found by rank and listed together. Unreachable stores are named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::residuum.EmptyCaptureWarning")
 
 
 class Group:
-    """Three stores, and a way to put a capture wherever a test wants it."""
+    """Three stores, and a function to put a capture on any of them."""
 
     def __init__(self, folder):
         self.stores = {name: RunningStore(folder / name) for name in NAMES}
@@ -82,7 +82,7 @@ def group(shared):
 
 @pytest.fixture
 def away():
-    """An endpoint at which nothing listens, for as long as the test runs."""
+    """An endpoint where nothing listens during the test."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{held.getsockname()[1]}"
@@ -103,7 +103,7 @@ async def test_a_capture_is_found_on_a_store_of_any_rank(make, group):
 
 
 async def test_adding_a_store_does_not_affect_existing_captures(make, group):
-    """Ids whose first rank is the new store's, written before it came, are still read."""
+    """Captures whose first rank is the new store, written before it was added, are still found."""
     old, name = ("a", "b"), placed("c")
     group.put(first_rank(old, name), name)
     client = make("127.0.0.1:1", store=group.address())
@@ -156,7 +156,7 @@ async def test_a_capture_on_a_lower_rank_is_found_if_the_first_store_is_unreacha
 
 
 async def test_no_capture_is_reported_unknown_while_a_store_is_unreachable(make, group, away):
-    """The last rank is away: the others have no such capture, but it may be there."""
+    """The store of the last rank is unreachable. The others do not have the capture, but that store may."""
     name = next(f"x-{at}" for at in range(1 << 20) if ranks(NAMES, f"x-{at}")[2] == "c")
     client = make("127.0.0.1:1", store=[*group.address("a", "b"), f"c={away}"], timeout=10)
     with pytest.raises(residuum.Unreachable, match=f"The capture {name} may be there: no other store holds it"):
@@ -237,7 +237,7 @@ async def test_stats_of_all_stores_add_up(make, group):
 
 
 async def test_the_client_remembers_the_store_of_a_capture(make, endpoint, peer, store, group):
-    """A store known by its name at another address: the user's own list goes before the service's word."""
+    """If the user's list has another address for a store's name than the service, the user's list takes precedence."""
     peer.script.stores = [f"here={store.endpoint}", *group.address("a")]
     peer.script.handle_store = "here"
     told = make(endpoint)

@@ -1,4 +1,4 @@
-"""Steering as clients say it, change it while a request runs, and read about it later."""
+"""Steering: sent with a request, changed while it runs, and read from the manifest."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_steering_change_is_sent_as_the_contract_says():
 
 
 class Held:
-    """A request that generates a token, and the rest when it is let go."""
+    """A request that generates one token, and the rest when the test releases it."""
 
     def __init__(self, peer, endpoint, **options):
         self.peer = peer

@@ -1,4 +1,4 @@
-"""Streams: their tokens, and what stops them."""
+"""Streams: their tokens, and their ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user writes: vectors, operations, captures; and what the contract makes of it."""
+"""The vectors, operations and captures that users write, and their form in the contract."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_vectors_of_strided_arrays_are_accepted():
 
 
 def test_torch_tensors_without_torch():
-    class Tensor:  # as a CUDA bfloat16 tensor behaves: numpy cannot read it until it was converted
+    class Tensor:  # like a CUDA bfloat16 tensor, which numpy cannot read without a conversion
         def detach(self):
             return self
 
@@ -137,7 +137,7 @@ def test_complex_tensors_are_not_vectors():
 def test_the_constructor_converts_and_copies():
     array = np.array([3.0, 4.0], np.float32)
     assert residuum.Vector(array) == residuum.Vector([3, 4]) == joy
-    array[0] = 7  # still the caller's own
+    array[0] = 7  # the caller's array is unchanged
     assert residuum.Vector(array) != joy
     with pytest.raises(residuum.BadVector, match=r"\[hidden\]"):
         residuum.Vector([[1.0]])

@@ -1,4 +1,4 @@
-"""Steering vectors travel once, and registrations bring their own."""
+"""Steering vectors are sent once, and registrations send theirs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_vector_of_the_wrong_length_is_refused(client):
     assert caught.value.digest == wrong.hexdigest
     assert caught.value.reason == "WRONG_LENGTH"
     assert isinstance(caught.value, ValueError)
-    assert (await client.put_vectors([vector(7)])).sent == 0  # the good one was kept
+    assert (await client.put_vectors([vector(7)])).sent == 0  # the valid vector was kept
 
 
 async def test_invalid_vectors_are_refused(client):

@@ -1,6 +1,6 @@
-"""What is known of the documentation's code without running it: that it can be meant, and that what it names exists.
+"""The documentation's code is valid, and the names in it exist. These tests do not run it.
 
-What can run is run: tests/integration/test_docs.py.
+tests/integration/test_docs.py runs the blocks that can run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures of docs/encodings.md are those of the result. Its code is run by tests/integration/test_docs.py."""
+"""The figures of docs/encodings.md match the result. tests/integration/test_docs.py runs its code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages hang together: each is in the navigation, links lead somewhere, the reference leaves nothing out."""
+"""The pages are consistent: each is in the navigation, links have targets, and the reference is complete."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prose(page):
 
 
 def anchors(page):
-    """The anchors of a page's headings, as code hosts and MyST make them."""
+    """Return the anchors of a page's headings, as code hosts and MyST generate them."""
     titles = re.findall(r"^#{1,6} (.+)$", prose(page), re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "") for title in titles]
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in plain}

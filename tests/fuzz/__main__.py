@@ -1,10 +1,10 @@
-"""Fuzz a service for as long as you like: with atheris, which goes by the code that each input reaches, or without.
+"""Fuzzes a service for a given time, with atheris, which is guided by code coverage, or with random inputs.
 
     python -m tests.fuzz --service store --minutes 10
 
-With atheris (`pip install ".[fuzz]"`), what reaches new code is kept in the corpus, and an input that fails is
-written to a file whose name it prints; give that file's name to run it alone. Without atheris inputs are random, and
-nothing tells good ones from others; the seed of each is printed if it fails.
+With atheris (`pip install ".[fuzz]"`), inputs that reach new code are kept in the corpus. A failing input is written to
+a file whose name is printed; pass that name to run it alone. Without atheris, inputs are random, and the seed of a
+failing input is printed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHECK_EVERY = 50
 
 
 def main() -> int:
-    """Run a target until the time is up; the exit status is not 0 if an input failed."""
+    """Run a target until the time is up; the exit status is nonzero if an input failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--service", choices=_TARGETS, required=True)
     parser.add_argument("--minutes", type=float, default=10.0)

@@ -1,4 +1,4 @@
-"""What clients get wrong: a clear error each, nothing lost, and the service goes on serving."""
+"""Each mistake of a client causes a clear error. Nothing is lost, and the service continues to serve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(autouse=True)
 def still_serving(client: residuum.Client) -> Iterator[None]:
-    """After each of these, the next request is served as if nothing had been."""
+    """Check after each test that the next request is served correctly."""
     yield
     assert client.generate("The capital of France is", max_tokens=1).text == " Paris"
 
@@ -98,7 +98,7 @@ def test_each_invalid_vector_is_refused(channel: grpc.Channel) -> None:
 
 
 def test_an_unknown_operation_is_refused(channel: grpc.Channel) -> None:
-    # A steering operation whose oneof is a field that this version does not know: it arrives as no operation.
+    # A steering operation with a field that this version does not know: it arrives without an operation.
     spec = inference_pb2.RequestSpec()
     spec.steering.operations.add().layers.all = True
     error = refused(channel, inference_pb2.GenerateRequest(spec=spec, text="Hello"))
@@ -123,7 +123,7 @@ def test_a_zero_direction_is_refused(channel: grpc.Channel) -> None:
 
 
 def test_steering_to_infinity_does_not_affect_later_requests(client: residuum.Client) -> None:
-    # Infinity would become NaN in the keys and values of a cache that the next request's share: see `still_serving`.
+    # Infinity would become NaN in cached keys and values that later requests share: see `still_serving`.
     far = residuum.Add(vector(), layer=1, scale=3e38)
     reply = client.generate("Hello", max_tokens=4, steer=[far, far], capture=residuum.Capture(layers=[1, 29]))
     acts = client.activations(reply)

@@ -1,4 +1,4 @@
-"""Encodings and reductions of a real model, through the whole of both services, beside its raw rows."""
+"""Encodings and reductions of a real model, through both services, compared with its raw rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def raw(client: residuum.Client) -> residuum.Activations:
 
 
 def close(got: np.ndarray, expected: np.ndarray, limit: np.ndarray | float = 0.0) -> None:
-    """Within a limit, and what two runs in bfloat16 may differ by: a hundredth of the row's largest element."""
+    """Allow a limit plus the difference between two runs in bfloat16: 1 % of the row's largest element."""
     assert got.shape == expected.shape
     slack = 0.01 * np.abs(expected).max(axis=-1, keepdims=True)
     assert (np.abs(got - expected) <= limit + slack).all()
@@ -70,7 +70,7 @@ def test_encoding_topk(client: residuum.Client, raw: residuum.Activations, encod
         found = np.take_along_axis(acts[layer], part["index"].astype(np.int64), axis=1)
         close(found, kept, part["scale"][:, None] / 2 if encoding == "topk8" else 0.0)
         assert (np.count_nonzero(acts[layer], axis=1) <= 64).all()
-        rest = np.sort(np.abs(exact), axis=1)[:, -64]  # none that is left out is larger than these
+        rest = np.sort(np.abs(exact), axis=1)[:, -64]  # no left-out element is larger than these
         assert (np.abs(kept).min(axis=1) >= 0.95 * rest).all()
 
 
@@ -95,7 +95,7 @@ def test_reductions_with_an_encoding(client: residuum.Client, raw: residuum.Acti
 
 
 def test_encodings_side_by_side(client: residuum.Client, raw: residuum.Activations) -> None:
-    """Requests of one batch, each with an encoding of its own."""
+    """Requests of one batch, each with its own encoding."""
     encodings = ["raw", "full8", "rp8", "topk8"]
     requests = [{"capture": residuum.Capture(layers=LAYERS, encoding=encoding)} for encoding in encodings]
     registered = [client.register(**request) for request in requests]

@@ -1,4 +1,4 @@
-"""What both services show to Prometheus, and log, while a real engine, a real shipper and a real store work."""
+"""The metrics and logs of both services, with a real engine, shipper and store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_metrics_count_a_captured_request(services: tuple[Service, Service], cli
     where = client.store_endpoints()[0]
     acked = "residuum_inference_shipper_acked_bytes_total", "0", where
     deadline = time.monotonic() + DEADLINE
-    while True:  # workers and shippers tell of themselves once a second
+    while True:  # workers and shippers report once a second
         now = scrape(inference), scrape(store)
         settled = now[0].get(acked, 0.0) - before[0].get(acked, 0.0) >= rows
         if settled and now[0].get(("residuum_inference_ring_used_bytes", "0")) == 0:

@@ -23,7 +23,7 @@ NAMES = ("a", "b")
 
 
 def placed(store: str, start: int = 0) -> str:
-    """Return an id that belongs to a store."""
+    """Return a request ID whose capture is placed on a store."""
     return next(name for at in range(start, 1 << 20) if first_rank(NAMES, name := f"x-{at}") == store)
 
 

@@ -1,4 +1,4 @@
-"""A real language model in bfloat16, through both services, against transformers in float32."""
+"""A real language model in bfloat16, through both services, compared with transformers in float32."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_the_model_generates_text(client: residuum.Client) -> None:
 def test_a_steered_capture_is_right_among_seven_plain_requests(client: residuum.Client) -> None:
     direction = residuum.Vector.from_array(np.random.default_rng(1).standard_normal(576).astype(np.float32))
     steer = [residuum.Add(direction, layer=12, scale=0.1)]
-    # A reply of which the model is sure: where two tokens are as likely, the batch's shape decides in bf16, as it does
-    # in stock vLLM. tests/conformance has the same in float32, where it must not.
+    # The reply must be clear: if two tokens are equally likely, the shape of the batch decides in bf16, as in stock
+    # vLLM. tests/conformance has the same test in float32, where the batch must have no effect.
     prompt = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,"
     alone = client.generate(prompt, max_tokens=24, capture=ALL, steer=steer)
     neighbours = [client.stream(other, max_tokens=60, ignore_eos=True) for other in PROMPTS[:7]]
@@ -148,7 +148,7 @@ def test_an_aborted_request_has_an_aborted_capture(client: residuum.Client) -> N
         client.activations(request_id)
     partial = client.activations(request_id, allow_partial=True)
     assert partial.manifest.state == "aborted"
-    client.abort(request_id)  # stopping what has ended is fine
+    client.abort(request_id)  # aborting an ended request is no error
 
 
 def test_dropping_a_stream_aborts_the_request(client: residuum.Client) -> None:
@@ -190,7 +190,7 @@ def test_requests_of_one_batch_are_steered_by_their_own_vectors(client: residuum
         steered = list(pool.map(lambda v: rows([residuum.Add(v, layer=12, scale=1.0)]), vectors))
     for vector, moved in zip(vectors, steered, strict=True):
         error = np.linalg.norm(moved - plain - vector.values, axis=-1)
-        # bf16 keeps 8 bits: the error grows with the row, and the first token's row is far longer than the vector.
+        # bf16 has 8 bits, so the error grows with the row's length. The first token's row is by far the longest.
         assert (error < 0.005 * (np.linalg.norm(plain, axis=-1) + np.linalg.norm(vector.values))).all()
 
 

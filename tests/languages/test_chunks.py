@@ -1,6 +1,6 @@
-"""What each language makes of chunks: every 16-bit number, any order and split, and what must be refused.
+"""Chunks in each language: every 16-bit number, any order and split, and chunks that must be refused.
 
-The services are scripted: a real store would never send most of this. In plain text, as `make serve` is.
+The services are scripted, because a real store never sends most of these chunks. They use no TLS, like `make serve`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH, POSITIONS = 256, 128
 
 @pytest.fixture
 def run(program, tmp_path):
-    """Runs the example against scripted services; returns what `subprocess.run` does, and the folder it writes to."""
+    """Runs the example against scripted services; returns the completed process and the output folder."""
 
     def run_with(script, *more, names=("holder",), vector_width=None, **environment):
         path, out = tmp_path / "vector.f32", tmp_path / "out"
@@ -44,7 +44,7 @@ def spread(elements, **header):
     out.append(chunk(CAPTURED, [*range(96, positions)], elements[:, 96:].tobytes(), width=width, **header))
     out.append(chunk([CAPTURED[0]], [*range(96)], elements[0, :96].tobytes(), width=width, **header))
     out.append(chunk([CAPTURED[1]], [*range(1, 96, 2)], elements[1, 1:96:2].tobytes(), width=width, **header))
-    # The engine ran on, past the request's last token: the manifest does not count these.
+    # Rows past the request's last token, which the manifest does not count.
     beyond = np.zeros_like(elements[:, :3])
     out.insert(1, chunk(CAPTURED, [positions, positions + 1, positions + 2], beyond.tobytes(), width=width, **header))
     assert layers == len(CAPTURED)
@@ -82,7 +82,7 @@ def test_every_number_of_16_bits_is_decoded(run, dtype, element_type, encoding, 
 
 def test_float32_rows_are_read_unchanged(run, count):
     values = np.random.default_rng(0).integers(0, 1 << 32, (2, POSITIONS, WIDTH), dtype=np.uint64).astype("<u4")
-    values |= np.where((values & 0x7F800000) == 0x7F800000, 0x400000, 0).astype("<u4")  # quiet, where it is NaN
+    values |= np.where((values & 0x7F800000) == 0x7F800000, 0x400000, 0).astype("<u4")  # NaNs become quiet
     for number, special in enumerate((0x80000000, 0x00000001, 0x7F800000, 0xFF800000, 0x7FC00000)):
         values[0, 0, number] = special  # -0, the least subnormal, the infinities, NaN
     header = {"dtype": tensor_pb2.DATA_TYPE_FLOAT32, "encoding": RAW}
@@ -107,7 +107,7 @@ def test_calls_carry_the_token(run):
 class TestRefusals:
     @pytest.fixture
     def refused(self, run, count):
-        """Runs the example, which must fail; returns what it says."""
+        """Runs the example, which must fail; returns its error output."""
 
         def check(script, *more, **options):
             done, out = run(script, *more, **options)
@@ -159,7 +159,7 @@ class TestRefusals:
 
     def test_an_unreachable_service_is_an_error(self, refused):
         with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))  # and does not listen
+            taken.bind(("127.0.0.1", 0))  # bound, but not listening
             assert refused(Script(8, 2, []), RESIDUUM_ENDPOINT=f"127.0.0.1:{taken.getsockname()[1]}")
 
     def test_a_token_never_goes_to_another_machine_in_plain_text(self, refused):

@@ -1,7 +1,7 @@
-"""The whole round in each language, against real services: every row as Python's client reads it, to the byte.
+"""A request and its capture in each language, with real services. Every row equals the Python client's, to the byte.
 
-The services run SmolLM2 with two stores, by mutual TLS and with tokens: as in production, and the harder case for a
-client in another language.
+The services run SmolLM2 with two stores, mutual TLS and tokens, as in production. This is the hardest case for a client
+in another language.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL = ["--enforce-eager", "--kv-cache-gib", "0.25", "--max-model-len", "512", 
 
 @pytest.fixture(scope="module")
 def services(smollm2, tmp_path_factory):
-    """(environment for programs, Python's client) of services that run."""
+    """(environment for programs, Python client) of running services."""
     folder = tmp_path_factory.mktemp("services")
     authority = Authority(folder / "ca")
     server, caller = authority.issue("server"), authority.issue("caller", names=())

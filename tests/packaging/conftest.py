@@ -1,4 +1,4 @@
-"""What the packaging tests share."""
+"""Fixtures of the packaging tests."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
-    """The wheel, built by the environment's own hatchling: no download."""
+    """The wheel, built without downloads by the environment's hatchling."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(folder), str(ROOT)], check=True, capture_output=True)
@@ -21,7 +21,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture
 def tool():
-    """A function: name of a command-line tool → its path in the environment that runs the tests."""
+    """A function from the name of a command-line tool to its path in the tests' environment."""
 
     def find(name):
         return str(Path(sys.executable).parent / name)

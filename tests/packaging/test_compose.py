@@ -1,6 +1,7 @@
 """compose.yaml and deploy/ agree with the services that they start: names, ports, folders, times.
 
-Nothing here needs an engine; `make test-compose` brings it all up. Where the `docker` command is, it reads them, too.
+These tests need no container engine; `make test-compose` starts the services. If there is a `docker` command, it also
+checks the files.
 """
 
 import ast
@@ -44,13 +45,13 @@ def kind(name):
 
 
 def interpolated(text, variables):
-    """Compose's ${NAME:-default}, as if nothing but these variables were set."""
+    """Replace Compose's ${NAME:-default}, as if only these variables were set."""
     return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: variables.get(found[1], found[2]), text)
 
 
 def parsed(file, **variables):
     text = interpolated(file.read_text(), variables)
-    assert "${" not in text  # each variable has a default: `docker compose up` needs no preparation
+    assert "${" not in text  # each variable has a default, so `docker compose up` needs no preparation
     return yaml.safe_load(text)
 
 
@@ -65,7 +66,7 @@ def overlay():
 
 
 def instructions(dockerfile):
-    """What a Dockerfile does, stage after stage, as (instruction, the rest of its line)."""
+    """Return the stages of a Dockerfile, each a list of (instruction, arguments)."""
     text = re.sub(r"^#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
 
@@ -103,7 +104,7 @@ def service(compose, name):
 
 @pytest.fixture
 def environment(service):
-    """What the service's process finds in its environment: the image's, and over it that of compose.yaml."""
+    """Return the environment of the service's process: the image's, overridden by that of compose.yaml."""
     return {**image_environment(dockerfile_of(service)), **service["environment"]}
 
 
@@ -118,7 +119,7 @@ def settings_from(environment, name, monkeypatch):
         monkeypatch.delenv(key)
     for key, value in environment.items():
         monkeypatch.setenv(key, str(value))
-    return kind(name)()  # as its command without flags would read them; bad values fail here
+    return kind(name)()  # read like the command without flags; bad values fail here
 
 
 def seconds(text):
@@ -159,7 +160,7 @@ def test_every_service_is_confined(compose, name):
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "network_mode", "pid", "ipc"} & set(service)
     assert service["restart"] == "unless-stopped"
-    assert service["logging"]["driver"] == "json-file"  # the engine's own may be one that does not know these options
+    assert service["logging"]["driver"] == "json-file"  # the engine's default driver may not know these options
     assert size(service["logging"]["options"]["max-size"]) * int(service["logging"]["options"]["max-file"]) <= 100 << 20
     assert service["init"] is True
     assert service["pids_limit"] > 0
@@ -170,7 +171,7 @@ def test_every_service_is_confined(compose, name):
     assert seconds(check["start_period"]) > 0
     for port in service["ports"]:
         assert port.startswith("127.0.0.1:")
-    if name in OURS:  # an ordinary user by the image
+    if name in OURS:  # the image sets an unprivileged user
         assert "user" not in service
         users = [rest for word, rest in last_stage(dockerfile_of(service)) if word == "USER"]
         assert users == ["residuum"]
@@ -195,7 +196,7 @@ def docker():
     program = shutil.which("docker")
     if program is None or subprocess.run([program, "compose", "version"], capture_output=True, check=False).returncode:
         pytest.skip("no `docker compose` here")
-    # Of the user's environment nothing that would change what is parsed.
+    # Leave out the user's variables that would change the parsed files.
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "DOCKER_", "RESIDUUM_"))
     }
@@ -221,7 +222,7 @@ def test_docker_compose_accepts_the_files(docker, compose, profile, files):
 
 
 def test_docker_compose_passes_the_published_address_to_services(docker):
-    """As it merges and interpolates the files, with the overlay and without."""
+    """Docker merges and interpolates the files, with and without the overlay."""
     for files in ((), ("-f", "compose.yaml", "-f", "deploy/compose.tls.yaml")):
         shown = docker(*files, "--profile", "*", "config", "--format", "json", **EVERYWHERE)
         services = json.loads(shown.stdout)["services"]
@@ -257,12 +258,13 @@ def test_the_health_check_checks_its_own_service(service, settings, name):
     options = _parser().parse_args(arguments)
     assert options.endpoint == f"127.0.0.1:{parse_endpoint(settings.listen)[1]}"
     assert options.service == ("store" if name in STORES else "inference")
-    assert options.timeout < seconds(service["healthcheck"]["timeout"])  # its own answer, rather than a killed process
+    # The command must time out before the engine kills it.
+    assert options.timeout < seconds(service["healthcheck"]["timeout"])
 
 
 @pytest.mark.parametrize("name", INFERENCES)
 def test_stores_are_reachable_from_containers_and_from_clients(compose, settings):
-    """Each store that is named runs, is waited for, and is told to clients as it is published."""
+    """Each named store runs, is a dependency, and is advertised to clients at its published address."""
     assert {parse_endpoint(store.endpoint)[0] for store in settings.stores} <= set(STORES)
     for inside, outside in zip(settings.stores, settings.advertised_stores, strict=True):
         host, port = parse_endpoint(inside.endpoint)
@@ -295,7 +297,7 @@ def test_written_files_have_a_writable_place(compose, service, settings, name):
     else:
         home = Path(image_environment(dockerfile_of(service))["HOME"])
         assert str(home) in places
-        # Libraries that torch compiles and loads: a tmpfs of the engine's cannot be run from.
+        # torch compiles and loads libraries here, but a tmpfs is mounted noexec.
         assert Path(image_environment(dockerfile_of(service))["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(home)
 
 
@@ -304,7 +306,7 @@ def test_the_grace_period_is_long_enough(service, settings):
 
 
 def in_memory(service):
-    """What a container's own file systems may take of its memory."""
+    """Return how much of its memory a container's tmpfs may take."""
     return size(service["shm_size"]) + sum(size(mount.split(":size=")[1]) for mount in service["tmpfs"])
 
 
@@ -320,7 +322,7 @@ def test_a_stores_limits_fit_its_container(service, settings):
 
 
 def test_the_memory_for_a_million_captures_is_as_documented(monkeypatch):
-    """deploy/README.md names what must be raised together."""
+    """deploy/README.md names the settings that must be raised together."""
     (told,) = re.findall(r"for a million, `RESIDUUM_STORE_MEMORY=(\w+)`", (ROOT / "deploy/README.md").read_text())
     raised = parsed(ROOT / "compose.yaml", RESIDUUM_MAX_CAPTURES="1000000", RESIDUUM_STORE_MEMORY=told)
     service = raised["services"]["store"]
@@ -332,9 +334,9 @@ def test_the_memory_for_a_million_captures_is_as_documented(monkeypatch):
 
 @pytest.mark.parametrize("name", INFERENCES)
 def test_memory_suffices(service, settings):
-    """Shared memory, ring and KV cache are the container's, and so is what callers can make the front end keep.
+    """Shared memory, ring, KV cache and what callers can make the front end keep count as the container's memory.
 
-    What is left must do for the processes as they start, the model's weights and the capture blocks: a GiB and a half.
+    The rest must be enough for the processes after their start, the model's weights and the capture blocks: 1.5 GiB.
     """
     ring, cache = settings.ring_mib << 20, int(settings.kv_cache_gib) << 30
     kept = inference_bound_mib(
@@ -397,7 +399,7 @@ def test_the_gpu_base_is_a_supported_vllm(compose):
 
 
 def test_the_gpu_base_keeps_its_packages():
-    """Whatever is installed beside vLLM goes by what is there, to the version."""
+    """Packages installed into vLLM's image are constrained to the versions that it already has."""
     commands = [
         command
         for word, rest in last_stage(DOCKERFILES["gpu"])
@@ -406,7 +408,7 @@ def test_the_gpu_base_keeps_its_packages():
     ]
     assert commands
     assert all(re.search(r"--constraint \S*base\.txt", command) for command in commands)
-    assert "--no-index" in commands[-1]  # the wheel, with nothing left to fetch
+    assert "--no-index" in commands[-1]  # the wheel alone: all its dependencies are installed
 
 
 # -------------------------------------------------------------------------------------------------- TLS, as an overlay
@@ -417,7 +419,7 @@ def test_the_overlay_changes_exactly_the_services_of_this_project(overlay):
 
 
 def mounts(overlay, name):
-    """Where each folder of the user's lies in the container."""
+    """Return the path in the container of each mounted folder of the user."""
     found = [volume.split(":") for volume in overlay["services"][name]["volumes"]]
     assert {mode for _, _, mode in found} == {"ro"}
     return {place: source for source, place, _ in found}
@@ -425,7 +427,7 @@ def mounts(overlay, name):
 
 @pytest.mark.parametrize("bound", [{}, EVERYWHERE], ids=["here", "everywhere"])
 def test_the_overlay_makes_the_services_require_tokens(overlay, name, bound, monkeypatch, tmp_path):
-    """Over compose.yaml, its settings are good ones; beside them stand only those of the health check, a client's."""
+    """Its settings over compose.yaml are valid. The only others are those of the health check, which is a client."""
     of_client = {"RESIDUUM_TLS_CA"}
     extra = overlay["services"][name]["environment"]
     assert of_client <= set(extra)
@@ -470,7 +472,7 @@ def test_the_model_is_the_one_in_the_image(compose):
 
 
 def constant(file, name):
-    """What a script assigns to a name, without running it."""
+    """Return the value that a script assigns to a name, without running it."""
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
@@ -504,14 +506,14 @@ def test_copied_files_exist_and_are_not_ignored(dockerfile):
 
 @pytest.mark.parametrize("dockerfile", [DOCKERFILES["store"], DOCKERFILES["inference"]], ids=["store", "inference"])
 def test_packages_come_only_from_the_locks(dockerfile):
-    """Whatever is installed for good is pinned: by a lock, without what pip would add to it."""
+    """Packages in the final image are pinned by a lock, and pip adds no others."""
     for kind, rest in last_stage(dockerfile) + stages(dockerfile)[0]:
         if kind == "RUN" and "pip install" in rest and "hatchling" not in rest:
             assert rest.count("pip install") == rest.count("--no-deps"), rest
 
 
 def test_sources_come_after_packages(dockerfile):
-    """A change of ours rebuilds the last layer alone."""
+    """A change of this project's sources rebuilds only the last layer."""
     last = last_stage(dockerfile)
     runs = [rest for kind, rest in last if kind == "RUN"]
     assert "from=wheel" in runs[-1]

@@ -1,4 +1,4 @@
-"""The contract does not break who was built with it, and its page says what protos/ says."""
+"""The contract does not break clients of its last release, and its page matches protos/."""
 
 import importlib
 import re
@@ -26,7 +26,7 @@ def copy(tmp_path):
 class TestBreaking:
     @pytest.fixture
     def breaking(self, copy, tool):
-        """Changes a proto, and returns what the check says about it."""
+        """Changes a proto, and returns the output of the check."""
 
         def check(name="capture", before="", after=""):
             path = copy / f"protos/residuum/v1/{name}.proto"

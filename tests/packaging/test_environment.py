@@ -1,4 +1,4 @@
-"""The list of RESIDUUM_ variables in `svc_common.environment` is that of the whole tree."""
+"""The list of RESIDUUM_ variables in `svc_common.environment` matches the whole tree."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ SLIPS = {"CAPTURE_SITE", "MODL", "PORT", "PORTS", "RETAIN_HOUR", "RING_MB", "STO
 
 @pytest.fixture(scope="module")
 def found():
-    """Every name in the tree, and in which files it stands."""
+    """Return every variable in the tree, with the files that name it."""
     command = ["git", "grep", "-I", "--only-matching", "--null", "-E", f"{PREFIX}[A-Z0-9_]+"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     names = {}

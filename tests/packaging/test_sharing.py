@@ -1,4 +1,4 @@
-"""How tests are shared out names folders and files by hand; one that was renamed would be shared out wrongly."""
+"""tests/sharing.py lists folders and files by name, so a renamed one would be distributed wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pip install .` gives the thin client and nothing heavy: built, installed into a fresh environment, and looked at."""
+"""`pip install .` installs the thin client and nothing heavy, checked in a fresh environment."""
 
 import json
 import os
@@ -15,13 +15,13 @@ HEAVY = ["torch", "vllm", "lmdb", "transformers"]
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """The Python of a fresh environment in which only the wheel and its base dependencies are installed."""
+    """The Python of a fresh environment with only the wheel and its base dependencies."""
     folder = tmp_path_factory.mktemp("thin")
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv/bin/python"
     constraints = [f"--constraint={ROOT / 'requirements' / name}" for name in ("cpu.lock", "dev.lock")]
     command = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--only-binary=:all:", *constraints]
-    for _ in range(2):  # an index may fail once; a missing or clashing dependency fails twice
+    for _ in range(2):  # retry once, because the index may fail; a missing or conflicting dependency fails again
         result = subprocess.run([*command, str(wheel)], capture_output=True, text=True, check=False)
         if result.returncode == 0:
             break
@@ -30,7 +30,7 @@ def python(wheel, tmp_path_factory):
 
 
 def run(python, code, tmp_path):
-    """Run code isolated from this checkout, and read what it prints as JSON."""
+    """Run code isolated from this checkout, and return its JSON output."""
     result = subprocess.run([python, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -58,7 +58,7 @@ def test_nothing_heavy_is_installed(python, tmp_path):
 
 
 def test_every_client_module_imports_with_base_dependencies_only(python, tmp_path):
-    """But for residuum.torch: it says so by failing to import."""
+    """Except residuum.torch, which fails to import without torch."""
     code = """
 import importlib, json, pkgutil, residuum
 failed = []
@@ -75,9 +75,9 @@ print(json.dumps(failed))
 
 
 def test_import_is_quick(python, tmp_path):
-    """A notebook's first cell: numpy, protobuf and grpc are most of it."""
+    """Import time matters in a notebook's first cell. numpy, protobuf and grpc take most of it."""
     code = "import json, time; t = time.perf_counter(); import residuum; print(json.dumps(time.perf_counter() - t))"
-    run(python, code, tmp_path)  # the first time, bytecode is written
+    run(python, code, tmp_path)  # the first import writes bytecode
     assert run(python, code, tmp_path) < 5
 
 

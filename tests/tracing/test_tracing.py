@@ -1,4 +1,4 @@
-"""One trace across a client, the inference service and the store, each a process; and none when it is off."""
+"""A request is one trace across client, inference service and store processes. Without tracing there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captures that a front end opens and seals from another thread, and how failures are told over HTTP."""
+"""The front end opens and seals captures through another thread, and failures become HTTP statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the front end inside vLLM's API server ends captures, and what a worker of it leaves behind."""
+"""The front end in vLLM's API server seals captures with the right outcome, and a failed worker removes its folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Store:
 
 
 async def seal_of(steps, error):
-    """Let a request end by an error after some steps; return what the store is told."""
+    """Let a request fail after some steps; return the seal that the store gets."""
     store = Store()
     running = RequestRegistry(0.0, 0).start_inline(ResolvedSpec("r", CAPTURE, None))
     session = CaptureSession(FACTS, running, [9, 9], 1, lambda: store)

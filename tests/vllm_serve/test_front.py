@@ -1,4 +1,4 @@
-"""A front end whose start went wrong: what requests are told."""
+"""Requests to a front end whose start failed get the cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEERED = residuum.vllm_xargs(steer=[residuum.Add(VECTOR, layer=1)])
 
 
 class Silent:
-    """An engine that answers, and whose taps never hand over a row: as when vLLM takes hooks and does not call them."""
+    """An engine that generates, but whose taps deliver no rows, as if vLLM never called the hooks."""
 
     errored = False
 
@@ -66,7 +66,7 @@ def control(tmp_path):
 
 def refusal(front):
     with pytest.raises(GracefulHTTPError) as refused:
-        front.generate(PROMPT, SamplingParams(extra_args=STEERED), "r", {})  # not awaited: before the answer begins
+        front.generate(PROMPT, SamplingParams(extra_args=STEERED), "r", {})  # not awaited
     assert refused.value.http_status == HTTPStatus.INTERNAL_SERVER_ERROR
     return str(refused.value)
 

@@ -1,4 +1,4 @@
-"""`vllm serve` with the taps, asked by the `openai` client: one server for all of it, with SmolLM2 in float32."""
+"""`vllm serve` with taps, called by the `openai` client. All tests share one server with SmolLM2 in float32."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_capture_does_not_change_the_answer(api: openai.OpenAI, captures: resi
 def test_captured_and_plain_requests_run_concurrently(
     api: openai.OpenAI, captures: residuum.Client, reference: Reference
 ) -> None:
-    """Half of them captured, half of them not, streamed or not: all at once."""
+    """Concurrent requests: half are captured and half are not, some streamed and some not."""
     prompts = [PROMPT, "To bake bread, you need", "def fibonacci(n):", "Hello", "Once upon a time", "My favourite"]
 
     def ask(index: int) -> tuple[str, str | None]:
@@ -297,7 +297,7 @@ def test_an_id_that_was_used_is_a_bad_request(api: openai.OpenAI, captures: resi
 
 
 def test_plans_from_callers_do_not_reach_the_worker(server: Server, api: openai.OpenAI) -> None:
-    """A worker believes what it finds under this name, and would end with its engine."""
+    """A worker trusts plans. An invalid plan from a caller would kill it and its engine."""
     api.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=2, extra_body={"vllm_xargs": {"residuum_plan": "x", "other": 1}}
     )
@@ -351,7 +351,7 @@ def test_the_command_line_pulls_a_capture_of_vllm_serve(api: openai.OpenAI, stor
 def test_an_engine_that_dies_leaves_the_capture_incomplete(
     server: Server, api: openai.OpenAI, captures: residuum.Client
 ) -> None:
-    """The last test: it takes the server down."""
+    """This test must be last, because it stops the server."""
     stream = api.completions.create(
         model=MODEL,
         prompt=PROMPT,

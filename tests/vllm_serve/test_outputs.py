@@ -1,4 +1,4 @@
-"""What callers get of a captured request is what vLLM would have given them; and the tokens are known at any moment."""
+"""Callers of a captured request get vLLM's outputs, and the tokens are known at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin in a vLLM that is not ours, or not one that it knows; and settings that cannot be."""
+"""The plugin with other engines, with an unsupported vLLM, and with invalid settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_bad_settings_are_reported_before_the_model_is_loaded(monkeypatch):
 def test_settings_are_the_same_as_the_services(monkeypatch):
     monkeypatch.setenv("RESIDUUM_STORE", "a=h:1,b=h:2")
     monkeypatch.setenv("RESIDUUM_RING_MIB", "7")
-    monkeypatch.setenv("RESIDUUM_LISTEN", "0.0.0.0:1")  # the service's own, which would not start so
+    monkeypatch.setenv("RESIDUUM_LISTEN", "0.0.0.0:1")  # the service would also refuse to start with it
     settings = from_environment(TapSettings)
     assert [store.name for store in settings.stores] == ["a", "b"]
     assert settings.ring_mib == 7
@@ -57,7 +57,7 @@ def test_settings_are_the_same_as_the_services(monkeypatch):
 
 
 class Plain:
-    """An engine as vLLM's, of which the plugin knows three methods."""
+    """An engine with the three methods of vLLM's that the plugin wraps."""
 
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
@@ -88,31 +88,31 @@ def untapped():
     ids=["capture", "steering", "vectors alone"],
 )
 async def test_without_the_tapped_worker_a_capture_request_is_refused(untapped, extra_args):
-    """vLLM would answer it, and there would be no capture."""
+    """Otherwise vLLM would answer without a capture."""
     with pytest.raises(VLLMValidationError, match=f"--worker-cls {vllm_serve.WORKER}") as refused:
-        untapped.generate("x", SamplingParams(extra_args=extra_args), "r")  # not awaited: before the answer begins
+        untapped.generate("x", SamplingParams(extra_args=extra_args), "r")  # not awaited
     assert refused.value.parameter == "vllm_xargs"
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"kv_transfer_params": {}}, {"residuum_plan": {}}])
 async def test_without_the_tapped_worker_other_requests_pass(untapped, extra_args):
-    """Among them the inference service's own, which bring plans."""
+    """Among them are those of the inference service, which have plans."""
     outputs = [output async for output in untapped.generate("x", SamplingParams(extra_args=extra_args), "r")]
     assert outputs == [("r", extra_args)]
 
 
 class Other:
-    """A vLLM in which something has another name."""
+    """A vLLM with another name for something."""
 
     abort = collective_rpc = errored = shutdown = None
 
     def generate(self, prompt, sampling_params, request_id):
-        """Take what it takes."""
+        """Accept vLLM's parameters."""
 
 
 class Reordered(Other):
     def generate(self, request_id, prompt, sampling_params):
-        """Take the same in another order."""
+        """Accept the same parameters in another order."""
 
 
 def test_an_unsupported_vllm_is_recognized():

@@ -1,4 +1,4 @@
-"""What the client puts into `vllm_xargs`, and what the server reads there."""
+"""The client writes `vllm_xargs`, and the server reads the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_server_reads_the_arguments_that_the_client_writes():
 
 
 def test_the_client_writes_only_types_that_vllm_accepts():
-    """vLLM takes texts, numbers and lists of these."""
+    """vLLM accepts strings, numbers and lists of these."""
     sent = residuum.vllm_xargs(residuum.Capture(), [residuum.Add(JOY, layer=1)])
     assert isinstance(sent["residuum"], str)
     assert "\n" not in sent["residuum"]
