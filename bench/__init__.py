@@ -1,1 +1,1 @@
-"""Benchmarks: each claim about speed, made again by one command. See README.md."""
+"""Benchmarks: one command reproduces each claim about speed. See README.md."""

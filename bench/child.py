@@ -9,7 +9,7 @@ from inference_svc import mp_main
 from svc_common.memory import importing
 
 if __name__ == "__main__":
-    __spec__ = mp_main.__spec__  # as the service does: what processes that vLLM spawns begin with
+    __spec__ = mp_main.__spec__  # as in the service: the processes that vLLM spawns start from this module
     with importing():
         module = importlib.import_module(sys.argv.pop(1))
     module.main()

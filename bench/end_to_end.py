@@ -1,6 +1,7 @@
-"""`python -m bench.end_to_end`: until all that a batch captured is COMPLETE in the store, beside stock vLLM.
+"""`python -m bench.end_to_end`: the time until all captures of a batch are COMPLETE, compared with stock vLLM.
 
-It is bench.capture with a store, on every layer of every token, with bars; all of its flags may follow.
+It runs bench.capture with a store, capturing every layer of every token, and checks bars. It accepts all flags of
+bench.capture.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ WORKLOAD = (
 _DEFAULTS = (*WORKLOAD, "--shape", "qwen2.5-3b", "--modes", "stock,all-layers", "--sink", "store", "--stores", "4")
 
 _COMPLETE, _COMPLETE_STRETCH, _GENERATION = 1.5, 1.15, 1.05
-"""How much longer than stock's generation it may take until all is COMPLETE, and how much longer the generation itself
-while rows are shipped: on a GPU no longer than while they end at the ring."""
+"""The limits, relative to stock's generation: the time until all is COMPLETE, its stretch goal, and the generation
+while rows are shipped. On a GPU, shipping must not slow the generation more than the ring alone does."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,12 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     options = parse([*_DEFAULTS, *given], prog="python -m bench.end_to_end")
     if options.sink is not Sink.STORE or not {Mode.STOCK, Mode.ALL_LAYERS} <= set(options.modes):
-        sys.exit("A store, stock and all-layers are what this compares; bench.capture measures the rest.")
+        sys.exit("bench.end_to_end needs --sink store and modes stock and all-layers; for others use bench.capture.")
     run("bench.end_to_end", options, bars, filesystem=filesystem(options.store_folder))
 
 
 def bars(summaries: Sequence[ModeSummary]) -> list[Bar]:
-    """Return the bars, for each of vLLM's model runners that ran."""
+    """Return the bars for each model runner that ran."""
     found = []
     for summary in summaries:
         completed, generation = summary.completed_seconds.ratio_to_stock, summary.generation_seconds.ratio_to_stock

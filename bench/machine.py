@@ -1,4 +1,4 @@
-"""What a result was measured on and with: the kind of machine, the versions, the revision. No names, no paths."""
+"""Describes the origin of a result: the kind of machine, the versions, the revision. No host names and no paths."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PACKAGES = (
 )
 _MEASURED = ("bench", "client", "inference_svc", "store_svc", "svc_common")
 _RESULTS = "bench/results/"
-"""What benchmarks write is no change of what is measured."""
+"""The folder of results. A change there does not count as a change of the measured code."""
 
 REVISION_VARIABLE = "RESIDUUM_REVISION"
-"""Names the revision where git cannot: in a copy of the files, without their history."""
+"""The environment variable with the revision, for a copy of the files without git's history."""
 
 _GPU_SECONDS = 60.0
 _QUERY = "name,driver_version,memory.total,memory.used"
@@ -40,7 +40,7 @@ memory = [torch.cuda.mem_get_info(index) for index in range(count)]
 names = [torch.cuda.get_device_name(index) for index in range(count)]
 print(json.dumps([[name, total, total - free] for name, (free, total) in zip(names, memory)]))
 """
-"""A program of its own: a CUDA context takes memory for as long as its process lives."""
+"""Runs in a separate process, because a CUDA context holds memory until its process ends."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Gpu:
 
     name: str
     driver: str
-    """The driver's version; empty if it is not known."""
+    """The driver's version; empty if unknown."""
     total_mib: int
     used_mib: int
-    """In use now, by whichever process."""
+    """Memory in use now, by all processes, in MiB."""
 
 
 def gpus() -> list[Gpu]:
-    """Return the GPUs of this machine, as nvidia-smi tells, or, where that is missing, torch."""
+    """Return the GPUs of this machine, from nvidia-smi or, if that is missing, from torch."""
     told = _run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
     if told is not None:
         return parse(told)
@@ -66,22 +66,22 @@ def gpus() -> list[Gpu]:
 
 
 def parse(table: str) -> list[Gpu]:
-    """Return the GPUs in nvidia-smi's answer."""
+    """Return the GPUs in nvidia-smi's output."""
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
     return [Gpu(name, driver, _number(total), _number(used)) for name, driver, total, used in rows]
 
 
 def used_mib() -> int:
-    """Return the memory that is in use on all GPUs together."""
+    """Return the memory in use on all GPUs together, in MiB."""
     return sum(gpu.used_mib for gpu in gpus())
 
 
 def _number(cell: str) -> int:
-    return int(cell) if cell.isdigit() else 0  # "[N/A]" where the driver does not tell
+    return int(cell) if cell.isdigit() else 0  # "[N/A]" if the driver does not know
 
 
 def _run(command: list[str]) -> str | None:
-    """Return what a command prints; None if it is not there, fails or hangs."""
+    """Return the output of a command; None if the command is missing, fails or hangs."""
     try:
         result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_GPU_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -91,25 +91,25 @@ def _run(command: list[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """The kind of a machine, and how busy it was before the first run."""
+    """The kind of a machine, and its load before the first run."""
 
     cpu: str
     cores: int
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     memory_gib: float
     load_before: float
-    """Processes that wanted a core, on average over the minute before. More than a fraction of one core: distrust the
-    times that follow."""
+    """The load average of the minute before the first run. If it is more than a fraction of one core, do not trust the
+    times."""
     gpu: str = ""
-    """The kind of GPU; empty if there is none."""
+    """The name of the GPU; empty if there is none."""
     gpu_count: int = 0
     gpu_memory_gib: float = 0.0
-    """Of each."""
+    """Memory of each GPU."""
     gpu_driver: str = ""
 
     @property
     def kind(self) -> str:
-        """The folder that results of such machines have: the GPU's name, such as "h200", or "cpu"."""
+        """The name of the results folder of such machines: the GPU's name, such as "h200", or "cpu"."""
         words = re.findall(r"[a-z0-9]+", self.gpu.lower())
         name = "-".join(word for word in words if word not in {"nvidia", "amd", "geforce", "tesla"})
         several = f"-x{self.gpu_count}" if self.gpu_count > 1 else ""
@@ -117,11 +117,11 @@ class Machine:
 
     @classmethod
     def describe(cls) -> Machine:
-        """Look at this machine."""
+        """Return the description of this machine."""
         names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
         total = next(int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal:"))
         load = os.getloadavg()[0]
-        found = gpus() if _cuda() else []  # torch's CPU build leaves them alone
+        found = gpus() if _cuda() else []  # torch's CPU build does not use GPUs
         return cls(
             cpu=names[0] if names else platform.machine(),
             cores=len(os.sched_getaffinity(0)),
@@ -136,15 +136,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Revision:
-    """What was measured, in git's words."""
+    """The measured revision, as git describes it."""
 
     commit: str
     changed: tuple[str, ...]
-    """Files of what is measured that were not as committed."""
+    """Files of the measured code that differed from the commit."""
 
     @classmethod
     def describe(cls) -> Revision:
-        """Return what the environment says it is, or ask git about this working tree."""
+        """Return the revision from the environment variable, or from git for this working tree."""
         if told := os.environ.get(REVISION_VARIABLE):
             return cls(told, ())
         status = _git("status", "--porcelain", "--", *_MEASURED).splitlines()
@@ -153,7 +153,7 @@ class Revision:
 
 
 def describe(machine: Machine | None = None) -> dict[str, Any]:
-    """Return what every result says of its origin: machine, versions, revision."""
+    """Return the origin that every result contains: machine, versions, revision."""
     return {
         "machine": asdict(machine or Machine.describe()),
         "versions": versions(),
@@ -162,13 +162,13 @@ def describe(machine: Machine | None = None) -> dict[str, Any]:
 
 
 def is_committed(file: Path) -> bool:
-    """Return whether git has a file of this working tree as it is."""
+    """Return whether a file of this working tree is committed without changes."""
     name = str(file.relative_to(ROOT))
     return bool(_git("ls-files", "--", name)) and not _git("status", "--porcelain", "--", name)
 
 
 def filesystem(folder: Path | None = None) -> str:
-    """Return the kind of file system that a folder, or if None that of temporary files, lies on: ext4, tmpfs, ..."""
+    """Return the type of file system of a folder, such as ext4 or tmpfs. None means the folder of temporary files."""
     place = (folder or Path(tempfile.gettempdir())).resolve()
     best, kind = "", "unknown"
     for line in _lines("/proc/mounts"):
@@ -179,14 +179,14 @@ def filesystem(folder: Path | None = None) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter here, of those that are installed."""
+    """Return the versions of Python and of the relevant installed packages."""
     installed = {name: version for name in _PACKAGES if (version := _version(name))}
     cuda = _cuda()
     return {"python": platform.python_version(), **installed, **({"cuda": cuda} if cuda else {})}
 
 
 def _cuda() -> str | None:
-    """Return the version of CUDA that torch was built for, without the seconds that importing torch takes."""
+    """Return the CUDA version that torch was built for. Does not import torch, which takes seconds."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         version = runpy.run_path(str(Path(folder) / "version.py")).get("cuda")
@@ -204,15 +204,15 @@ def _version(package: str) -> str | None:
 def _git(*arguments: str) -> str:
     try:
         result = subprocess.run(
-            ["git", *arguments],  # noqa: S607 - whichever git the user has
+            ["git", *arguments],  # noqa: S607 - the user's git, from PATH
             cwd=ROOT,
             check=False,
             capture_output=True,
             text=True,
         )
     except FileNotFoundError:
-        return ""  # there is none
-    return result.stdout if result.returncode == 0 else ""  # an unpacked archive has no revision
+        return ""  # git is not installed
+    return result.stdout if result.returncode == 0 else ""  # for example, an unpacked archive
 
 
 def _lines(path: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""How much memory processes take, by what the kernel says of them in /proc."""
+"""Reads the memory of processes from /proc."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _KINDS = {"VLLM::": "engine", "inference_svc.shipping": "shippers"}
-"""What a command line contains, and the kind of process it tells."""
+"""The kind of process, by a text in its command line."""
 
 
 def peak_mib() -> dict[str, int]:
@@ -20,12 +20,12 @@ def peak_mib() -> dict[str, int]:
 
 
 def peak_of(pid: int) -> int:
-    """Return the peak resident memory of a process in MiB; 0 if it is gone."""
+    """Return the peak resident memory of a process in MiB; 0 if the process has ended."""
     return status_kib(pid, "VmHWM:") >> 10
 
 
 def status_kib(pid: int, *fields: str) -> int:
-    """Return the sum of some fields of a process's status; 0 if it is gone."""
+    """Return the sum of some fields of a process's status in KiB; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -34,7 +34,7 @@ def status_kib(pid: int, *fields: str) -> int:
 
 
 def kind_of(pid: int) -> str:
-    """Return what kind of process this is; empty if it is another kind, or gone."""
+    """Return the kind of a process; empty if it is of no known kind or has ended."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -43,9 +43,9 @@ def kind_of(pid: int) -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that a process started, and those that they started."""
+    """Return all descendants of a process."""
     children = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended meanwhile
+        with suppress(OSError):  # the thread may have ended
             children += [int(child) for child in path.read_text().split()]
     return children + [deeper for child in children for deeper in descendants(child)]

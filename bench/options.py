@@ -1,4 +1,4 @@
-"""What the command lines of several benchmarks have in common."""
+"""The command-line flags and types that several benchmarks share."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _T = TypeVar("_T")
 
 
 def positive(text: str) -> int:
-    """Read a number above zero."""
+    """Return the positive integer in a text."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
+        raise argparse.ArgumentTypeError(f"{value} is not positive; give an integer above 0")
     return value
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Read numbers that are separated by commas; return them in order, each once."""
+    """Return the integers in a list separated by commas, sorted and without duplicates."""
     return tuple(sorted({int(number) for number in text.split(",")}))
 
 
 def positives(text: str) -> tuple[int, ...]:
-    """Read the same, all above zero."""
+    """Return the same as `numbers`, for integers above zero."""
     return tuple(sorted({positive(number) for number in text.split(",")}))
 
 
 def words(choices: Iterable[_T]) -> Callable[[str], list[_T]]:
-    """Return a reader of some of these words or enumeration members, separated by commas."""
+    """Return a parser for a list, separated by commas, of some of these words or enumeration members."""
     return named({str(getattr(choice, "value", choice)): choice for choice in choices})
 
 
 def named(choices: Mapping[str, _T]) -> Callable[[str], list[_T]]:
-    """Return a reader of names that are separated by commas, which returns what they name."""
+    """Return a parser for a list of names, separated by commas. It returns the values of the names."""
 
     def read(text: str) -> list[_T]:
         try:
@@ -50,25 +50,25 @@ def named(choices: Mapping[str, _T]) -> Callable[[str], list[_T]]:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which model is served."""
+    """Add the flags that select the model."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="the model's folder, or its name on the Hugging Face hub (default: SmolLM2)")
-    which.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape with random weights, no tokenizer")
+    which.add_argument("--shape", choices=sorted(SHAPES), help="a model's shape: random weights, no tokenizer")
 
 
 def model_of(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """Return the model, and what vLLM must be told because of its shape."""
+    """Return the model, and the arguments of vLLM that its shape needs."""
     if options.shape:
         return write_shape(options.shape), SHAPES[options.shape].engine_args
     return options.model or default_model(), {}
 
 
 def add_engine_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flag for what has none."""
-    parser.add_argument("--engine-args", type=json.loads, default={}, help="more of vLLM's arguments, as a JSON object")
+    """Add the flag for arguments of vLLM that have no flag of their own."""
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="further vLLM arguments, as a JSON object")
 
 
 def add_output(parser: argparse.ArgumentParser, *, parts: bool = False) -> None:
-    """Add the flag that says where the result goes."""
-    more = "; parts that it holds already stay, if machine and revision are the same" if parts else ""
+    """Add the flag for the output file."""
+    more = "; it keeps its other parts if machine and revision are the same" if parts else ""
     parser.add_argument("--output", type=Path, help=f"a JSON file for the result{more}")

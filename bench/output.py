@@ -1,4 +1,4 @@
-"""What benchmarks write and print: results as JSON, bars, and tables for a terminal or in Markdown."""
+"""The output of benchmarks: results as JSON, bars, and tables for a terminal or in Markdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WIDTH = 120
 
 
 def write_result(file: Path, data: Mapping[str, Any]) -> None:
-    """Write a result as JSON. A reader never finds half a file."""
+    """Write a result as JSON, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(file.name + ".new")
     temporary.write_text(compact(data) + "\n")
@@ -21,12 +21,12 @@ def write_result(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def compact(data: Any, indent: str = "", used: int = 0) -> str:
-    """Return data as JSON for human readers: lines as full as they can be, and any list of numbers on one line.
+    """Return data as JSON for human readers: lines as full as possible, and each list of numbers on one line.
 
     Args:
-        data: What is written.
-        indent: What its lines begin with.
-        used: Characters that already stand on its first line.
+        data: The data.
+        indent: The indentation of its lines.
+        used: Characters already used on its first line.
     """
     line = json.dumps(data)
     is_list = isinstance(data, (list, tuple))
@@ -38,7 +38,7 @@ def compact(data: Any, indent: str = "", used: int = 0) -> str:
         return f"[\n{inside}" + f",\n{inside}".join(compact(item, inside) for item in data) + f"\n{indent}]"
     heads = {f"{json.dumps(str(key))}: ": value for key, value in data.items()}
     text = "{"
-    last = _WIDTH  # characters of the last line: the next item needs a line of its own
+    last = _WIDTH  # the last line is full: the next item starts a new line
     for head, value in heads.items():
         item = head + compact(value, inside, len(head))
         fits = "\n" not in item and last + len(item) + 2 < _WIDTH
@@ -49,44 +49,44 @@ def compact(data: Any, indent: str = "", used: int = 0) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure has to reach."""
+    """A limit for a figure, and the measured value."""
 
     name: str
     value: float
     limit: float
     at_most: bool = True
-    """The value may not be above the limit; otherwise not below it."""
+    """Whether the limit is a maximum; otherwise it is a minimum."""
 
     @property
     def passed(self) -> bool:
-        """Whether it is reached."""
+        """Whether the value is within the limit."""
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data; a figure that is missing, infinite here, is null."""
+        """Return the bar as plain data. A missing figure, which is infinite here, becomes null."""
         return {**vars(self), "value": self.value if math.isfinite(self.value) else None, "passed": self.passed}
 
     def line(self) -> str:
-        """Return it as it is printed."""
+        """Return the printed line."""
         sign = "<=" if self.at_most else ">="
         return f"{'pass' if self.passed else 'MISSED'}\t{self.name}\t{self.value:.4g} {sign} {self.limit:g}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table for a terminal: columns as wide as they need to be."""
+    """Return a table for a terminal. Columns are right-aligned and as wide as their content."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: str = "---:") -> str:
-    """Return a table in Markdown; its first column is on the left, figures are on the right."""
+    """Return a Markdown table with the first column left-aligned and the others right-aligned."""
     rule = ["---", *[right] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rows))
 
 
 def percent(ratio: float | None, digits: int = 1) -> str:
-    """Return how far a ratio is from one."""
+    """Return the difference of a ratio from one, in percent."""
     return "" if ratio is None else f"{ratio - 1:+.{digits}%}".replace("%", " %")
 
 
@@ -98,5 +98,5 @@ def seconds(value: float | None) -> str:
 
 
 def times(ratio: float) -> str:
-    """Return a ratio that is not near one."""
+    """Return a ratio as a factor with two decimals."""
     return f"{ratio:.2f} ×"

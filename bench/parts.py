@@ -1,4 +1,4 @@
-"""Benchmarks of several parts, which may be run one by one into the same file."""
+"""Runs benchmarks that have several parts. The parts may be run one by one into the same file."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from bench.processes import RunFailedError, measuring
 from svc_common.launcher import ServiceFailedError
 
 _KIND_OF_MACHINE = ("cpu", "cores", "gpu", "gpu_count", "gpu_driver")
-"""What of a machine must agree for figures to lie in one file: not how busy it was."""
+"""The fields of a machine that must be equal for figures to share a file. Its load may differ."""
 
 
 class Part(NamedTuple):
-    """What came of one part."""
+    """The outcome of one part."""
 
     data: dict[str, Any]
     lines: Iterable[str] = ()
-    """What is printed."""
+    """The printed lines."""
     bars: Sequence[Bar] = ()
     failures: Sequence[str] = ()
 
 
 class OtherRunError(RuntimeError):
-    """A file holds what was measured of another revision, or on another machine. The message says how it differs."""
+    """A file contains figures of another revision or machine. The message says how they differ."""
 
     def __init__(self, message: str, differs: str) -> None:
         super().__init__(message)
         self.differs = differs
-        """How, in a few words."""
+        """The difference, in a few words."""
 
 
 def run_parts(
     benchmark: str, machine: Machine, names: Sequence[str], output: Path | None, measure: Callable[[str], Part]
 ) -> None:
-    """Measure parts one after the other; print each, and write it as soon as it is there.
+    """Measure parts one after the other. Print and write each as soon as it is measured.
 
-    Ends the process if anything failed; the other parts are measured all the same.
+    A part that fails does not stop the others, but the process exits with an error at the end.
 
     Args:
         benchmark: The benchmark's name.
-        machine: Where it runs.
+        machine: The machine that it runs on.
         names: The parts.
-        output: Where the result goes; what it holds of other parts stays, if it is of the same revision and machine.
-        measure: Measures one. Raises RunFailedError or ServiceFailedError if nothing came of it.
+        output: The output file. It keeps its other parts if they are of the same revision and machine.
+        measure: Measures one part. Raises RunFailedError or ServiceFailedError if it fails.
     """
     context = describe(machine)
     try:
@@ -76,19 +76,19 @@ def run_parts(
                 "load_before": round(load, 2),
                 "seconds": round(time.perf_counter() - started, 1),
             }
-            if output:  # what is measured stays, whatever comes after it
+            if output:  # keep finished parts even if a later part fails
                 write_result(output, {"benchmark": benchmark, **context, "parts": parts})
     if failures:
         sys.exit("\n".join(f"BENCH FAILED: {failure}" for failure in failures))
 
 
 def read_earlier(file: Path, benchmark: str, context: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts that a file holds already; none if there is no such file.
+    """Return the parts that a result file already contains; empty if there is no such file.
 
     Args:
-        file: Where the result goes.
-        benchmark: Whose result.
-        context: "machine", "versions" and "revision" of this run, and whatever else must be the same.
+        file: The output file.
+        benchmark: The name of the benchmark.
+        context: "machine", "versions" and "revision" of this run, and other fields that must be the same.
     """
     if not file.exists():
         return {}
@@ -97,12 +97,13 @@ def read_earlier(file: Path, benchmark: str, context: Mapping[str, Any]) -> dict
     except ValueError:
         earlier = None
     if not isinstance(earlier, dict) or earlier.get("benchmark") != benchmark:
-        raise OtherRunError(f"{file} is no result of {benchmark}; write to another file.", f"no result of {benchmark}")
-    new = json.loads(json.dumps(context))  # a tuple is a list in the file
+        difference = f"not a result of {benchmark}"
+        raise OtherRunError(f"{file} is {difference}; choose another file.", difference)
+    new = json.loads(json.dumps(context))  # JSON turns tuples into lists
     differences = [name for name in new if _comparable(name, earlier.get(name)) != _comparable(name, new[name])]
     if differences:
         differs = f"another {', another '.join(differences)}"
-        message = f"{file} holds what was measured with {differs}; remove it, or write to another file."
+        message = f"{file} has figures measured with {differs}; remove it, or choose another file."
         raise OtherRunError(message, differs)
     return dict(earlier["parts"])
 

@@ -1,4 +1,4 @@
-"""Dataclasses out of plain data, as `dataclasses.asdict` and JSON leave them."""
+"""Restores dataclasses from plain data that `dataclasses.asdict` and JSON made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 def restore(kind: type[_T], data: Any) -> _T:
-    """Return the dataclass whose fields this data has; enumerations, tuples and dataclasses within it, too."""
+    """Return the dataclass with the fields in this data, including nested enumerations, tuples and dataclasses."""
     hints = get_type_hints(kind)
     return kind(**{name: _value(hints[name], value) for name, value in data.items()})
 
@@ -19,7 +19,7 @@ def restore(kind: type[_T], data: Any) -> _T:
 def _value(kind: Any, value: Any) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if value is None or origin in {Union, types.UnionType}:
-        return value  # an optional number or word
+        return value  # an optional number or string
     if origin is tuple:
         return tuple(_value(arguments[0], item) for item in value)
     if dataclasses.is_dataclass(kind):

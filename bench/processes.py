@@ -1,4 +1,4 @@
-"""Processes that benchmarks start: one that measures and hands over a result, helpers that answer lines, stores."""
+"""Starts the processes of benchmarks: children that measure and return a result, helpers that answer lines, stores."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _GROUP_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _LOG_LINES = 40
 _TRACKER = b"multiprocessing.resource_tracker"
-"""Python's process that removes what shared memory others leave behind."""
+"""Python's process that removes leaked shared memory."""
 
 
 class RunFailedError(RuntimeError):
-    """A run failed. The message ends with the end of its log."""
+    """A run failed. The message ends with the last lines of its log."""
 
     def __init__(self, message: str, log: str = "") -> None:
         super().__init__(message)
         self.log = log
-        """All that it printed."""
+        """The full log of the run."""
 
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """Let SIGTERM stop the program as Ctrl-C does, and end it with the reason if a run fails."""
+    """Make SIGTERM act like Ctrl-C, and exit with the reason if a run fails."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -58,15 +58,18 @@ def run_child(
     what: str,
     seconds: float = _RUN_SECONDS,
 ) -> Any:
-    """Run a module's `main` with JOB.json RESULT.json as arguments, and return what it wrote.
+    """Run a module's `main` with JOB.json RESULT.json as arguments, and return its result.
 
     Args:
-        module: The program.
-        job: What it is told.
-        folder: Where its files and its log go.
-        environment: Its environment, all of it.
-        what: What it measures, for the message if it fails.
-        seconds: What it may take.
+        module: The module.
+        job: The content of JOB.json.
+        folder: The folder of its files and its log.
+        environment: Its complete environment.
+        what: A description of the run, for the error message.
+        seconds: The timeout.
+
+    Raises:
+        RunFailedError: The process failed, wrote no result, or took too long.
     """
     job_file, result_file, log_file = (folder / name for name in ("job.json", "result.json", "run.log"))
     result_file.unlink(missing_ok=True)
@@ -79,15 +82,15 @@ def run_child(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            **OWN_GROUP,  # so that it and vLLM's processes can be ended together
+            **OWN_GROUP,  # so that it and vLLM's processes can be killed together
         )
     try:
         status: int | None = process.wait(seconds)
     except subprocess.TimeoutExpired:
         status = None
     finally:
-        # Whatever is left, at whatever point this was interrupted: a run has nothing worth a graceful end. Shippers
-        # have groups of their own, and go when their parent has gone.
+        # Kill what is left, also after an interrupt: a run has no state worth a graceful end. Shippers have their own
+        # groups, and end when their parent has ended.
         try:
             if process.returncode == 0:
                 _wait_for_group(process.pid)
@@ -102,14 +105,14 @@ def run_child(
 
 
 def hand_over(file: Path, result: Any) -> NoReturn:
-    """Write a result as JSON, then end this process and all that it has started; `run_child` waits for it.
+    """Write a result as JSON, then kill this process and all its descendants. `run_child` waits for the result.
 
-    A graceful end has nothing more to save, and takes long: three processes with vLLM's modules, one after the other,
-    free every object. Only the tracker of shared memory stays until it has removed theirs.
+    A graceful end is slow, because three processes with vLLM's modules free every object one after the other, and it
+    saves nothing. Only the tracker of shared memory survives until it has removed leaked segments.
     """
     file.write_text(json.dumps(result))
     for pid in descendants(os.getpid()):
-        with suppress(OSError):  # it has gone
+        with suppress(OSError):  # it has ended
             if _TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
     sys.stdout.flush()
@@ -118,7 +121,7 @@ def hand_over(file: Path, result: Any) -> NoReturn:
 
 
 class Helper:
-    """`python -m MODULE ARGUMENTS`, which answers lines of JSON on its standard input, and ends with that."""
+    """A process `python -m MODULE ARGUMENTS` that answers lines of JSON and ends when its standard input ends."""
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class Helper:
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it, and wait for its first line. Its log goes to a file, or where that of this process goes."""
+        """Start the process, and wait for its first line. Its log goes to a file, or to this process's stderr."""
         self._name = module.rpartition(".")[2]
         self._log = log
         with (log or Path(os.devnull)).open("wb") as file:
@@ -171,7 +174,7 @@ class Helper:
         return self.read()
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the process."""
         for pipe in (self.process.stdin, self.process.stdout):
             with suppress(OSError):
                 self._pipe(pipe).close()
@@ -187,7 +190,7 @@ class Helper:
 
 
 def answer_lines(first: Any, answer: Any) -> None:
-    """Be a `Helper`: print a first line, then answer each line of standard input until it ends."""
+    """Run as a `Helper`: print a first line, then answer each line of standard input until it ends."""
     print(json.dumps(first), flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)
@@ -195,7 +198,7 @@ def answer_lines(first: Any, answer: Any) -> None:
 
 @contextmanager
 def running_store(folder: Path, arguments: Sequence[str] = (), module: str = "store_svc") -> Iterator[Service]:
-    """Run a store in a folder, and wait until it serves."""
+    """Run a store with its data in a folder. The context begins when it serves."""
     store = start_store(folder, arguments, module=module)
     try:
         store.wait_until_serving(_STORE_SECONDS)
@@ -205,7 +208,7 @@ def running_store(folder: Path, arguments: Sequence[str] = (), module: str = "st
 
 
 def reap(process: subprocess.Popen[Any]) -> None:
-    """Wait for a process that was told to end; end it by force if it does not."""
+    """Wait for a process that was told to end, and kill it if it does not."""
     try:
         process.wait(_STOP_SECONDS)
     except subprocess.TimeoutExpired:
@@ -218,16 +221,16 @@ def _end_of(log: Path) -> str:
 
 
 def _wait_for_group(group: int) -> None:
-    """Wait until the last process of a group has gone, if that is soon: it removes the others' shared memory."""
+    """Wait, up to a timeout, until the last process of a group has ended. It removes the others' shared memory."""
     deadline = time.monotonic() + _GROUP_SECONDS
     while _has_members(group) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 
 
 def _has_members(group: int) -> bool:
-    """Tell whether any process of a group has not ended. Ended ones may stay, if nobody waits for them."""
+    """Return whether a process of a group still runs. Zombies do not count."""
     for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has gone meanwhile
+        with suppress(OSError):  # it may have ended
             state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
                 return True

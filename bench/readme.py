@@ -44,13 +44,13 @@ _KERNEL_HIDDEN = 2560
 
 
 class NoMarksError(ValueError):
-    """The page has no place for the figures."""
+    """The page does not have the marks for the figures."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the figures, or check them."""
     parser = argparse.ArgumentParser(prog="python -m bench.readme", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the figures are not up to date")
+    parser.add_argument("--check", action="store_true", help="change nothing, and fail if the figures are out of date")
     options = parser.parse_args(arguments)
     for page, make in ((README, summary), (COSTS, figures)):
         text = page.read_text()
@@ -67,9 +67,9 @@ def _link(page: Path) -> str:
 
 
 def spliced(page: str, text: str) -> str:
-    """Return a page with a text between its marks."""
+    """Return a page with the text between its marks replaced."""
     if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise NoMarksError(f"the page needs {BEGIN!r} and, after it, {END!r}, each once")
+        raise NoMarksError(f"the page must have {BEGIN!r} and later {END!r}, each exactly once")
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
 
@@ -118,7 +118,7 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
 
 
 def capture(result: Mapping[str, Any], link: str) -> str:
-    """Return what capture and steering cost beside stock vLLM, as `bench.capture` measured it."""
+    """Return the cost of capture and steering compared with stock vLLM, measured by `bench.capture`."""
     workload = result["workload"]
     runners = list(dict.fromkeys(mode["model_runner"] for mode in result["modes"]))
     modes = {(mode["mode"], mode["model_runner"]): mode for mode in result["modes"]}
@@ -143,7 +143,7 @@ def capture(result: Mapping[str, Any], link: str) -> str:
 
 
 def steering(result: Mapping[str, Any], _: str) -> str:
-    """Return what steering costs in a step, as `bench.steering` measured it."""
+    """Return the cost of steering in a step, measured by `bench.steering`."""
     parts = result["parts"]
     texts = [_kernel(parts["kernel"], result)] if "kernel" in parts else []
     if "engine" in parts:
@@ -152,7 +152,7 @@ def steering(result: Mapping[str, Any], _: str) -> str:
 
 
 def end_to_end(result: Mapping[str, Any], _: str) -> str:
-    """Return how long everything that a batch captured takes to be COMPLETE, as `bench.end_to_end` measured it."""
+    """Return the time until all captures of a batch are COMPLETE, measured by `bench.end_to_end`."""
     workload = result["workload"]
     stock = {mode["runner"]: mode for mode in result["modes"] if mode["mode"] == "stock"}
     rows = [
@@ -170,7 +170,7 @@ def end_to_end(result: Mapping[str, Any], _: str) -> str:
 
 
 def encodings(result: Mapping[str, Any], _: str) -> str:
-    """Return what fewer bytes save while a model generates, as `bench.encodings` measured it."""
+    """Return the savings of an encoding while a model generates, measured by `bench.encodings`."""
     parts = result["parts"]
     if not {"overhead", "end-to-end"} <= parts.keys():
         return ""
@@ -192,13 +192,13 @@ def encodings(result: Mapping[str, Any], _: str) -> str:
 
 
 def store(result: Mapping[str, Any], link: str) -> str:
-    """Return what stores take in, and how soon a layer is read, as `bench.store` measured it."""
+    """Return the throughput of stores and the latency of reads, measured by `bench.store`."""
     parts = result["parts"]
     texts = []
     if "compare" in parts:
         ratios = parts["compare"]["ratios"]
         shown = [f"{ratios[way]['Flight']:.2f}" for way in ("ingest", "read") if "Flight" in ratios[way]]
-        if len(shown) == 2:  # noqa: PLR2004 - both ways
+        if len(shown) == 2:  # noqa: PLR2004 - both directions
             texts.append(
                 f"On {_machine(result)}, one store commits {shown[0]} of the bytes per second that Arrow Flight's "
                 f"`do_put` moves into memory, and is read at {shown[1]} of its `do_get`"
@@ -227,7 +227,7 @@ def store(result: Mapping[str, Any], link: str) -> str:
 
 
 def service(result: Mapping[str, Any], _: str) -> str:
-    """Return what the service adds to vLLM's engine, as `bench.service` measured it."""
+    """Return the overhead of the service over vLLM's engine, measured by `bench.service`."""
     rows = [
         (
             f"{level['streams']} at a time, runner {part['model_runner'].upper()}",
@@ -245,7 +245,7 @@ def service(result: Mapping[str, Any], _: str) -> str:
 
 
 def suite(result: Mapping[str, Any], link: str) -> str:
-    """Return what capturing everything costs beside other ways, as `bench.suite` measured it."""
+    """Return the cost of capturing everything compared with other systems, measured by `bench.suite`."""
     measured = by_name(result["parts"])
     base, ours = measured.get(BASELINE), measured.get(ALL_LAYERS)
     if base is None or ours is None:
@@ -268,7 +268,7 @@ def suite(result: Mapping[str, Any], link: str) -> str:
 
 
 def conformance(results: Sequence[Mapping[str, Any]], link: str) -> str:
-    """Return which models' rows were compared with transformers, as `bench.conformance` did in several runs."""
+    """Return the comparison of models' rows with transformers, from several runs of `bench.conformance`."""
     rows = []
     for result in results:
         alike: dict[str, list[Mapping[str, Any]]] = {}
@@ -312,7 +312,7 @@ def _words(names: Sequence[str]) -> str:
 
 
 def _rounds(measured: Mapping[str, Measured]) -> str:
-    """Return how far the rounds of a suite lie apart, of what was measured in several of them."""
+    """Return the spread between the rounds of a suite, for configurations that ran in several rounds."""
     base = measured[BASELINE]
     named = {"nothing captured": ZERO_LAYER, "all layers": ALL_LAYERS}
     ratios = {words: measured[name].by_round(base) for words, name in named.items() if name in measured}

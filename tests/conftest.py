@@ -1,4 +1,4 @@
-"""Models that several folders' tests serve, and how tests are shared out. What is heavy is imported late."""
+"""Models that tests of several folders serve, and the distribution of tests over processes. Heavy imports are late."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.light import (  # noqa: F401 - hooks
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where several processes share the tests out, let each engine compute on whichever core is free.
+    """If several processes share the tests, let each engine use any free core.
 
-    Left alone, vLLM binds the workers of all engines to the same cores, where their threads wait for each other.
+    Otherwise vLLM binds the workers of all engines to the same cores, where their threads wait for each other.
     """
     if hasattr(config, "workerinput"):
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Share tests out by the engine that they have in common (`make test`)."""
+    """Distribute tests by the engine that they share (`make test`)."""
     from tests.sharing import SharingByEngine
 
     return SharingByEngine(config, log)
@@ -38,7 +38,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of the real language model, unpacked if it is not there yet."""
+    """The folder of the real language model, unpacked if necessary."""
     script = Path(__file__).parent.parent / "scripts" / "fetch_model.py"
     made = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
     return Path(made.stdout.strip().splitlines()[-1])

@@ -1,4 +1,4 @@
-"""One row format of each kind, and rows for it."""
+"""A row format of each kind, and rows for it."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ FORMATS = {
 
 
 def rows(dtype=F32, shape=(2, 3, WIDTH), seed=0, scale=3.0):
-    """Rows [layers, positions, width] of the element type."""
+    """Return rows [layers, positions, width] of the element type."""
     values = np.random.default_rng(seed).standard_normal(shape) * scale
     return values.astype(numpy_dtype(dtype))
 
 
 def basis(form: RowFormat, seed: int = 11) -> np.ndarray | None:
-    """What rows of the format are multiplied with, if anything."""
+    """Return the matrix that rows of the format are multiplied with; None if there is none."""
     vectors = list(rows(shape=(form.dimensions, form.width), seed=99)) if form.encoding == PROJECT else []
     return basis_of(form, capture_pb2.EncodingOptions(seed=seed), vectors)
 
 
 def header_of(form: RowFormat, layers, positions, **fields: object) -> capture_pb2.ChunkHeader:
-    """The header of a chunk of such rows."""
+    """Return the header of a chunk of such rows."""
     return capture_pb2.ChunkHeader(
         site=capture_pb2.SITE_RESID_POST,
         layers=layers,

@@ -1,4 +1,4 @@
-"""Which tests run in the same process when several share them out: pytest-xdist asks.
+"""Groups tests that must run in the same process, for pytest-xdist.
 
 A file says so with a mark: `pytestmark = pytest.mark.shares_engine("conformance")`. pytest-xdist's own way, marks by
 group (`--dist loadgroup`), writes them into the ids of tests, which pytest 9.2 no longer reads. What shares the tests
@@ -55,7 +55,7 @@ def check(items: Iterable[pytest.Item], fixture: str, engine: str, folder: Path)
 
 
 class SharingByEngine(LoadScopeScheduling):
-    """Hands out groups in the order of collection; the longest are in its beginning."""
+    """Assigns groups in the order of collection, which begins with the longest."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)

@@ -1,1 +1,1 @@
-"""What capture and steering cost: vLLM as it is, beside vLLM with taps, in one run."""
+"""The cost of capture and steering: stock vLLM compared with vLLM with taps, in one run."""

@@ -1,4 +1,4 @@
-"""`python -m bench.capture`: what capture and steering cost beside stock vLLM, all modes side by side in one run."""
+"""`python -m bench.capture`: the cost of capture and steering, compared with stock vLLM in the same run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def run(
     bars_of: Callable[[Sequence[ModeSummary]], list[Bar]] | None = None,
     **more: str,
 ) -> None:
-    """Run what the command line asks for, print it, and write the result.
+    """Run the modes that the command line selects, print the figures, and write the result.
 
     Args:
-        benchmark: Whose result it is.
-        options: What `parse` returned.
-        bars_of: Returns the bars, of a benchmark that has some.
-        more: What the result says besides.
+        benchmark: The name of the benchmark, for the result.
+        options: The return value of `parse`.
+        bars_of: Returns the bars; None for a benchmark without bars.
+        more: Further fields of the result.
     """
     workload = workload_of(options)
     context = {"benchmark": benchmark, **describe(), "rounds": options.rounds, **more}
@@ -53,11 +53,11 @@ def run(
 
 
 def result(workload: Workload, runs: Sequence[Run], summaries: Sequence[ModeSummary]) -> dict[str, Any]:
-    """Return what is written to the output file."""
+    """Return the content of the output file."""
     plain = [asdict(run) for run in runs]
     for run in plain:
         for iteration in run["iterations"]:
-            del iteration["replies"]  # compared by now
+            del iteration["replies"]  # the summaries have compared them already
     return {"workload": workload.shown(), "modes": [asdict(summary) for summary in summaries], "runs": plain}
 
 
@@ -65,14 +65,14 @@ def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture"
     """Read the command line."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     add_workload_arguments(parser)
-    parser.add_argument("--rounds", type=positive, default=2, help="how often each mode is run, in a fresh process")
+    parser.add_argument("--rounds", type=positive, default=2, help="runs of each mode, each in a fresh process")
     parser.add_argument(
         "--share-engine", action="store_true",
-        help="measure the modes with taps by turns on one engine, instead of each on its own",
+        help="measure all modes with taps alternately on one engine, instead of each on its own engine",
     )  # fmt: skip
     parser.add_argument(
         "--runners", type=words(Runner), default=[Runner.DEFAULT],
-        help="vLLM's model runners, with each of which all is done: v1,v2 (default: the one that vLLM takes)",
+        help="repeat everything with each of these model runners of vLLM: v1,v2 (default: vLLM's choice)",
     )  # fmt: skip
     parser.add_argument(
         "--modes", type=words(CHOICES), default=list(USUAL_MODES),

@@ -1,4 +1,4 @@
-"""What a process of bench.capture does; see `bench.child`."""
+"""One measuring process of bench.capture; see `bench.child`."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ from residuum.wire.encodings import ENCODINGS
 EVERYWHERE = selection_pb2.PositionSelection()
 _MIB = 1 << 20
 VECTOR_SCALE = 0.1
-"""Standard deviation of the steering vectors' values: enough to change replies, far from breaking the model."""
+"""Standard deviation of the steering vectors' values: large enough to change replies, but too small to break the
+model."""
 
 
 class WrongRunnerError(RuntimeError):
-    """vLLM took another model runner than was asked for."""
+    """vLLM chose another model runner than the one requested."""
 
 
 class NoSuchLayerError(ValueError):
-    """The model has fewer layers than were asked for."""
+    """The model has fewer layers than were requested."""
 
 
 def main() -> None:
-    """Run the job in the first file; write what it measured to the second."""
+    """Run the job in the first file, and write its measurements to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
     job = restore(Job, json.loads(job_file.read_text()))
     uvloop.run(run(job, result_file))
@@ -59,7 +60,7 @@ async def run(job: Job, result_file: Path) -> None:
 
 
 async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
-    """Start the engine, which ends with the stack, and measure it in each mode."""
+    """Start the engine and measure it in each mode. The exit stack stops the engine."""
     started = time.perf_counter()
     settings = settings_of(job)
     subject, tapped = await start_engine(settings, job, stack)
@@ -102,7 +103,7 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
 async def start_engine(
     settings: InferenceSettings, job: Job, stack: AsyncExitStack
 ) -> tuple[Subject, TappedSubject | None]:
-    """Start the engine that a job needs, with taps or without; it ends with the stack."""
+    """Start the engine of a job, with or without taps. The exit stack stops it."""
     subject: Subject
     if Mode.STOCK in job.modes:
         subject, tapped = await StockSubject.start(settings), None
@@ -111,18 +112,18 @@ async def start_engine(
     stack.callback(subject.shutdown)
     check_layers(job.workload.layers, subject.num_layers)
     if job.runner.variable is not None and subject.model_runner != job.runner.value:
-        raise WrongRunnerError(f"vLLM took its model runner {subject.model_runner}, not {job.runner.value}")
+        raise WrongRunnerError(f"vLLM chose model runner {subject.model_runner} instead of {job.runner.value}")
     return subject, tapped
 
 
 def check_layers(layers: Sequence[int], num_layers: int) -> None:
-    """Make sure that the model has the layers that were asked for."""
+    """Check that the model has the requested layers."""
     if layers and layers[-1] >= num_layers:
-        raise NoSuchLayerError(f"there is no layer {layers[-1]}: the model has {num_layers}, numbered from 0")
+        raise NoSuchLayerError(f"there is no layer {layers[-1]}: the model has layers 0 to {num_layers - 1}")
 
 
 def settings_of(job: Job) -> InferenceSettings:
-    """Return the service's settings for a job. The prefix cache is off: each iteration computes its prompts."""
+    """Return the service's settings for a job. The prefix cache is off, so that each iteration computes its prompts."""
     workload = job.workload
     defaults = InferenceSettings.model_fields
     return InferenceSettings(
@@ -143,7 +144,7 @@ def settings_of(job: Job) -> InferenceSettings:
 
 
 class _Driver:
-    """Puts the workload to a subject, an iteration at a time."""
+    """Runs the workload on a subject, one iteration at a time."""
 
     def __init__(
         self,
@@ -160,9 +161,9 @@ class _Driver:
         self._fetcher = fetcher
 
     async def iterate(self, number: int, mode: Mode) -> Iteration:
-        """Generate for one batch; its captures are opened before the clock starts, and checked after it stops.
+        """Generate one batch. Its captures are opened before the clock starts, and checked after the clock stops.
 
-        The device has nothing left to do when the clock starts, nor when the generation has ended.
+        The device is idle when the clock starts and when the generation time is read.
         """
         prompts = {
             request_id(mode, number, index): prompt
@@ -205,7 +206,7 @@ class _Driver:
         )
 
     async def _fetch(self, mode: Mode, capture_ids: Sequence[str]) -> float | None:
-        """Return when a client held every row; None if none is there."""
+        """Return the time at which a client held every row; None without a client."""
         if self._fetcher is None:
             return None
         arrived = await self._fetcher.fetch(capture_ids)
@@ -243,20 +244,20 @@ async def _time_after(awaitable: Awaitable[None]) -> float:
 
 
 def request_id(mode: Mode, number: int, index: int) -> str:
-    """Return the id of a request, and of its capture: no other of the same engine and store has it."""
+    """Return the ID of a request and its capture. It is unique within the engine and the store."""
     return f"{mode.name.lower()}-{number}-{index}"
 
 
 def capture_of(
     capture_id: str, layers: Sequence[int], sites: Sequence[str], encoding: RowEncoding | None = None
 ) -> Capture:
-    """Return the capture of some layers of every token at some sites."""
+    """Return a capture of every token at these layers and sites."""
     numbers = tuple(sorted(SITES[name] for name in sites))
     return Capture(capture_id, 0, tuple(layers), EVERYWHERE, numbers, encoding=encoding or RowEncoding())
 
 
 def operations(vectors: Vectors, index: int, num_layers: int) -> tuple[Operation, ...]:
-    """Return how the request with an index is steered."""
+    """Return the steering operations of the request with an index."""
     if vectors is Vectors.LAYER:
         return tuple(Operation(Kind.ADD, layer, (layer,), EVERYWHERE) for layer in range(num_layers))
     return (Operation(Kind.ADD, index, tuple(range(num_layers)), EVERYWHERE),)

@@ -1,7 +1,7 @@
-"""A user's client: fetches captures through the thin client into arrays, in a process of its own.
+"""Fetches captures into arrays with residuum's client, in a separate process, like a user's program.
 
-`python -m bench.capture.fetch_client THREADS STORE...`, started by `sinks.Fetcher`: it answers each line of JSON on its
-standard input, {"fetch": capture ids}, with one on its standard output once it holds every row, and lets go of them.
+`sinks.Fetcher` starts `python -m bench.capture.fetch_client THREADS STORE...`. It reads lines of JSON from standard
+input, {"fetch": capture IDs}. It answers each on standard output once it holds every row, and then releases the rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.processes import answer_lines
 
 
 def fetch(client: residuum.Client, pool: ThreadPoolExecutor, capture_ids: Sequence[str]) -> dict[str, Any]:
-    """Hold the rows of all captures at once; tell how many they are, or what was wrong."""
+    """Fetch all captures and hold their rows at the same time; return the number of rows, or the error."""
     try:
         held = list(pool.map(client.activations, capture_ids))
     except residuum.ResiduumError as error:
@@ -29,9 +29,9 @@ def fetch(client: residuum.Client, pool: ThreadPoolExecutor, capture_ids: Sequen
 
 
 def main() -> None:
-    """Answer until the input ends: then whoever asked has gone."""
+    """Answer until standard input ends, which means that the parent process has ended."""
     threads, *stores = sys.argv[1:]
-    nowhere = stores[0].rpartition("=")[2]  # the inference service is asked nothing
+    nowhere = stores[0].rpartition("=")[2]  # a placeholder: the client never calls the inference service
     with residuum.Client(nowhere, store=stores) as client, ThreadPoolExecutor(int(threads)) as pool:
         answer_lines({}, lambda request: fetch(client, pool, request["fetch"]))
 

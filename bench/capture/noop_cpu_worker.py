@@ -1,4 +1,4 @@
-"""The worker for CPUs whose taps do nothing; see `noop_taps`."""
+"""The worker for CPUs with taps that do nothing; see `noop_taps`."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from inference_svc.taps.vllm.cpu_worker import TappedCpuWorker
 
 
 class NoopWorker(NoopTaps, TappedCpuWorker):
-    """Our worker, but for what its taps do."""
+    """residuum's worker with taps that do nothing."""

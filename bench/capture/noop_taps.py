@@ -1,6 +1,6 @@
-"""Taps that do nothing: the ops are in the graph and everything around them runs, but no row is looked at.
+"""Taps that do nothing: the ops are in the graph and everything around them runs, but they read no row.
 
-They need norms that are not folded, because a folded one is computed by its tap.
+They work only with fold_norms=False, because a tap must compute the norm that is folded into it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class NoopTap:
         """See `op.Tap`."""
 
     def tap_norm(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """See `op.Tap`: no norm is folded."""
-        raise NotImplementedError("taps that do nothing cannot stand in for norms; they need fold_norms=False")
+        """See `op.Tap`. Never called, because no norm is folded."""
+        raise NotImplementedError("taps that do nothing cannot compute norms; set fold_norms=False")
 
 
 class NoopTaps:
-    """Mixed into a tapped worker: takes its taps out before vLLM first runs, and traces, the model."""
+    """Mixin for a tapped worker: replaces its taps before vLLM first runs and traces the model."""
 
     def load_model(self, **options: Any) -> None:
-        """Load and hook the model as ever, then let the ops do nothing."""
+        """Load the model with taps as usual, then replace the taps with ones that do nothing."""
         super().load_model(**options)  # type: ignore[misc]
         op.install(NoopTap())
 
 
 def installed() -> AbstractContextManager[Any]:
-    """Let engines that start meanwhile have workers whose taps do nothing."""
+    """Return a context: engines that start within it have workers with taps that do nothing."""
     return patch.dict(arguments._WORKERS, _WORKERS)  # noqa: SLF001 - a service never has such workers

@@ -1,4 +1,4 @@
-"""Running each job in a fresh process, with a fresh store if it needs one; nothing outlives it."""
+"""Runs each job in a fresh process, with fresh stores if it needs them. All of them end with the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def run_all(workload: Workload, turns: Sequence[Turn], store_folder: Path | None = None) -> list[Run]:
-    """Run processes one after another, and print what each measured."""
+    """Run the turns one after another, print their measurements, and return them."""
     runs = []
     for turn in turns:
         for run in run_turn(turn, workload, store_folder):
@@ -30,13 +30,13 @@ def run_all(workload: Workload, turns: Sequence[Turn], store_folder: Path | None
 
 
 def run_turn(turn: Turn, workload: Workload, store_folder: Path | None = None, profile: str = "") -> list[Run]:
-    """Run a process; return what it measured, mode by mode.
+    """Run one process; return its measurements, one for each mode.
 
     Args:
-        turn: Which.
-        workload: What it does.
-        store_folder: Where the store's data lie, in a folder of their own; None: where temporary files do.
-        profile: The folder for a trace of torch's profiler; empty: none is made.
+        turn: The turn.
+        workload: The workload.
+        store_folder: The folder in which a new folder holds the store's data; None for that of temporary files.
+        profile: The folder for a trace of torch's profiler; empty for no trace.
     """
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         folder = Path(scratch)
@@ -47,7 +47,7 @@ def run_turn(turn: Turn, workload: Workload, store_folder: Path | None = None, p
             tempfile.TemporaryDirectory(prefix="residuum-", dir=store_folder) as data,
             ExitStack() as stack,
         ):
-            flags = ["--nice", "5"]  # as one would beside a model
+            flags = ["--nice", "5"]  # as in a deployment on the machine of the model
             stores = [stack.enter_context(running_store(Path(data, str(at)), flags)) for at in range(workload.stores)]
             named = tuple(f"store-{at}={store.endpoint}" for at, store in enumerate(stores))
             runs = _run(dataclasses.replace(job, stores=named), folder)
@@ -67,7 +67,7 @@ def _run(job: Job, folder: Path) -> list[Run]:
 
 
 def environment_of(folder: Path, runner: Runner) -> dict[str, str]:
-    """Return this environment without the service's own settings: the workload alone decides."""
+    """Return this environment without the service's settings, so that only the workload determines them."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RESIDUUM_")}
     if runner.variable is not None:
         kept[_RUNNER_VARIABLE] = runner.variable

@@ -1,4 +1,4 @@
-"""What runs measured, and what follows from it."""
+"""The measurements of runs, and their summaries."""
 
 from __future__ import annotations
 
@@ -12,65 +12,66 @@ from bench.output import percent, table
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration: the whole batch, submitted at once."""
+    """One iteration: the whole batch, submitted at the same time."""
 
     generation_seconds: float
-    """From the submission to the last token of the last reply."""
+    """Seconds from the submission to the last token of the last reply."""
     settled_seconds: float
-    """From the submission until every captured row was acknowledged; the same as above if nothing is captured."""
+    """Seconds from the submission until every captured row was acknowledged. `generation_seconds` if nothing is
+    captured."""
     prompt_tokens: int
     generated_tokens: int
     rows: int
-    """Rows that arrived, of all layers, sites and requests; each of them was asked for."""
+    """Rows that arrived, of all layers, sites and requests. Unrequested rows do not count."""
     num_bytes: int
-    """Their size."""
+    """The size of those rows in bytes."""
     replies: tuple[str, ...]
-    """A digest of each reply's token ids, in the order of the prompts."""
+    """A digest of each reply's token IDs, in the order of the prompts."""
     completed_seconds: float
-    """From the submission until every capture was COMPLETE in the store; without one, the same as `settled_seconds`."""
+    """Seconds from the submission until every capture was COMPLETE in the store. `settled_seconds` without a store."""
     fetched_seconds: float | None = None
-    """From the submission until a client held every captured row as arrays. None: nobody fetched."""
+    """Seconds from the submission until a client held every captured row as arrays. None if no client fetched."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What an engine takes, all devices and ranks together, in MiB."""
+    """The memory of an engine in MiB, all devices and ranks together."""
 
     peak_mib: dict[str, int]
-    """Peak resident memory of the host by kind of process. Shared pages count in each process that touches them."""
+    """Peak resident host memory by kind of process. A shared page counts in each process that touches it."""
     blocks_mib: float = 0.0
     """Device memory of capture blocks."""
     tables_mib: float = 0.0
-    """Device memory of steering vectors, and of what the kernel reads of each row and request."""
+    """Device memory of the steering vectors and of the kernel's tables of rows and requests."""
     ring_mib: float = 0.0
     """Shared host memory of the ring."""
     gpus_used_mib: float = 0.0
-    """Memory that is in use on all GPUs, whoever uses it, at the end of the run. 0 without a GPU."""
+    """Memory in use on all GPUs at the end of the run, by all processes. 0 without a GPU."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one process measured in one mode."""
+    """The measurements of one process in one mode."""
 
     mode: Mode
     round: int
     runner: Runner
-    """The model runner that was asked for."""
+    """The requested model runner."""
     model_runner: str
     """The model runner that ran, "v1" or "v2"."""
     shared: bool
-    """Whether other modes were measured by turns on the same engine."""
+    """Whether other modes ran alternately on the same engine."""
     device: str
     num_layers: int
     start_seconds: float
-    """Until the engine was ready: load, compile, self-test."""
+    """Seconds until the engine was ready: load, compile, self-test."""
     memory: Memory
     iterations: tuple[Iteration, ...]
     folded_norms: int = 0
-    """Layers whose tap was folded into the norm that follows, as the engine says."""
+    """Layers whose tap was folded into the norm that follows, as the engine reports it."""
 
     def line(self) -> str:
-        """Return its times as they are printed."""
+        """Return the printed line of its times."""
         times = " ".join(f"{iteration.generation_seconds:.3f}" for iteration in self.iterations)
         return f"{times} s  (ready in {self.start_seconds:.0f} s)"
 
@@ -83,13 +84,13 @@ class Times:
     min: float
     max: float
     ratio_to_stock: float | None
-    """Median over median, all rounds together. None without stock."""
+    """The mode's median divided by stock's median, over all rounds. None without stock."""
     ratio_of_best: float | None
-    """Shortest over shortest: what a machine that others use as well disturbs least."""
+    """The mode's shortest time divided by stock's shortest. Other load on the machine affects it least."""
     ratio_by_round: tuple[float, ...]
-    """The same within each round: how far apart they are says how much the ratio is worth."""
+    """The ratio of medians within each round. Their spread shows how reliable the ratio is."""
     last_over_first: float
-    """A process's last iteration over its first, the median over all processes: 1 if nothing piles up."""
+    """The last iteration of a process divided by its first, median over all processes. 1 if nothing accumulates."""
 
 
 @dataclass(frozen=True)
@@ -103,19 +104,19 @@ class ModeSummary:
     settled_seconds: Times
     completed_seconds: Times
     tokens_per_second: float
-    """Generated tokens, over the median generation."""
+    """Generated tokens divided by the median generation time."""
     rows_per_iteration: int
     bytes_per_iteration: int
     memory: Memory
-    """The most of any round."""
+    """The maximum over all rounds."""
     replies_as_stock: float | None
-    """The share of replies that equal stock's, token by token. Steering must lower it; taps that only look must not."""
+    """The share of replies that equal stock's, token by token. Steering must lower it; capture alone must not."""
 
 
 def summarise(runs: Sequence[Run]) -> list[ModeSummary]:
-    """Return a summary of each mode with each model runner, in the order in which they first ran.
+    """Return a summary of each mode with each model runner, in the order of their first runs.
 
-    Each is compared with stock on the same runner.
+    Each is compared with stock on the same model runner.
     """
     kinds = list(dict.fromkeys((run.runner, run.mode) for run in runs))
     return [_summarise_mode(_of(runs, *kind), _of(runs, kind[0], Mode.STOCK)) for kind in kinds]
@@ -194,7 +195,7 @@ def _agreement(runs: Sequence[Run], stock: Sequence[Run]) -> float | None:
 
 
 def show(summaries: Sequence[ModeSummary]) -> str:
-    """Return the table that is printed."""
+    """Return the printed table."""
     head = (
         *("mode", "runner", "generation", "over stock", "best", "by round", "last/first"),
         *("settled", "over stock", "tokens/s", "rows", "MB", "as stock"),

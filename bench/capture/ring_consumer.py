@@ -1,8 +1,8 @@
-"""Takes every extent of the rings, counts its rows, and frees it.
+"""Receives every extent of the rings, counts its rows, and frees it.
 
-`python -m bench.capture.ring_consumer SITES LAYERS POSITIONS SOCKET...`, started by RingSink: a process of its own, so
-that neither it nor the engine's front end waits for the other. It answers each line of JSON on its standard input with
-one on its standard output, and ends when the input does.
+`RingSink` starts `python -m bench.capture.ring_consumer SITES LAYERS POSITIONS SOCKET...`. It is a separate process, so
+that it and the engine's front end never wait for each other. It answers each line of JSON on standard input with a line
+on standard output, and ends when standard input ends.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _RECEIVE_BYTES = 1 << 16
 
 
 class Tally:
-    """Which rows of one capture have come."""
+    """Records which rows of one capture have arrived."""
 
     def __init__(self, sites: Sequence[int], layers: Sequence[int], num_positions: int) -> None:
-        """Expect `num_positions` of each of the layers at each of the sites.
+        """Expect `num_positions` rows for each layer and site.
 
-        Later positions, which a step too many computed, do not count.
+        Later positions do not count: the engine may compute a step too many.
         """
         self._places = {site: index for index, site in enumerate(sites)}
         self._rows = {layer: index for index, layer in enumerate(layers)}
@@ -48,22 +48,22 @@ class Tally:
 
     @property
     def rows(self) -> int:
-        """The rows that have come, each counted once."""
+        """The number of rows that have arrived, without duplicates."""
         return int(self._seen.sum())
 
     @property
     def num_bytes(self) -> int:
-        """Their size."""
+        """The size of those rows in bytes."""
         return self.rows * self._row_bytes
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything has come."""
+        """Whether all rows have arrived."""
         return bool(self._seen.all())
 
 
 class Consumer:
-    """Consumers of the rings, a thread for each, and what they have counted."""
+    """Consumes the rings, with a thread for each, and counts the rows."""
 
     def __init__(self, sites: Sequence[int], layers: Sequence[int], num_positions: int, paths: Sequence[str]) -> None:
         """Connect to the control sockets of some rings."""
@@ -76,7 +76,7 @@ class Consumer:
             threading.Thread(target=self._consume, args=(connection,), daemon=True).start()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer one line: {"begin": capture ids}, or {"finish": true}: what has come of them."""
+        """Answer one line: {"begin": capture IDs} to start a count, or {"finish": true} to get it."""
         if "begin" in request:
             self._tallies = {capture_id: Tally(*self._shape) for capture_id in request["begin"]}
             return {}
@@ -93,7 +93,7 @@ class Consumer:
         with connection:
             data, descriptors, _, _ = socket.recv_fds(connection, _RECEIVE_BYTES, 1)
             for descriptor in descriptors:
-                os.close(descriptor)  # the ring's memory, which nobody reads here
+                os.close(descriptor)  # the ring's memory, which this process does not read
             while data:
                 for message in reader.feed(data):
                     self._take(message, connection)
@@ -111,7 +111,7 @@ class Consumer:
     def _count(self, message: ExtentReady) -> None:
         tally = self._tallies.get(message.capture_id)
         if tally is None or not all(self._expects(header) for header in message.headers):
-            self._lost.append(f"{message.capture_id}: rows came that nobody expects")
+            self._lost.append(f"{message.capture_id}: rows arrived that were not requested")
         else:
             for header in message.headers:
                 tally.add(header)
@@ -122,7 +122,7 @@ class Consumer:
 
 
 def main() -> None:
-    """Answer until the input ends: then whoever asked has gone."""
+    """Answer until standard input ends, which means that the parent process has ended."""
     sites, layers, num_positions, *paths = sys.argv[1:]
     consumer = Consumer(_numbers(sites), _numbers(layers), int(num_positions), paths)
     answer_lines({}, consumer.answer)

@@ -1,4 +1,4 @@
-"""Models that are nothing but a shape: the benchmark needs no weights, no tokenizer and no network for them."""
+"""Configurations of models with random weights: no weights, tokenizer or network needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scripts.fetch_model import cache
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's configuration, and vLLM's arguments that go with it."""
+    """A model's configuration, and the arguments of vLLM that it needs."""
 
     config: dict[str, Any]
     """The model's config.json."""
@@ -43,7 +43,7 @@ _QWEN2 = {
 }
 
 SHAPES = {
-    # Few sizes of CUDA graphs: each takes time at every start, and a batch runs the next larger one.
+    # Few sizes of CUDA graphs, because each slows every start. A batch uses the next larger size.
     "qwen2.5-3b": Shape(
         {
             **_QWEN2,
@@ -56,7 +56,7 @@ SHAPES = {
         },
         {**_NO_WEIGHTS, "compilation_config": {"cudagraph_capture_sizes": [1, 8, 16, 32, 64]}},
     ),
-    # The shape of DeepSeek-R1-Distill-Qwen-1.5B, too.
+    # DeepSeek-R1-Distill-Qwen-1.5B has the same shape.
     "qwen2.5-1.5b": Shape(
         {
             **_QWEN2,
@@ -69,7 +69,7 @@ SHAPES = {
         },
         {**_NO_WEIGHTS, "compilation_config": {"cudagraph_capture_sizes": [1, 8, 16, 32, 64, 128, 256]}},
     ),
-    # To try the benchmark itself, also on a CPU.
+    # For tests of the benchmark itself, also on a CPU.
     "tiny": Shape(
         {
             **_QWEN2,
@@ -86,14 +86,14 @@ SHAPES = {
 
 
 def write_shape(name: str, folder: Path | None = None) -> str:
-    """Write a shape's config.json; return its folder.
+    """Write the config.json of a shape, and return its folder.
 
-    It is the same folder each time: its path is part of the key of vLLM's compile cache.
+    The folder is always the same, because its path is part of the key of vLLM's compile cache.
     """
     target = (folder or cache() / "shapes") / name
     target.mkdir(parents=True, exist_ok=True)
     descriptor, written = tempfile.mkstemp(dir=target)
     with os.fdopen(descriptor, "w") as file:
         json.dump(SHAPES[name].config, file, indent=1)
-    Path(written).replace(target / "config.json")  # whole, whoever reads it meanwhile
+    Path(written).replace(target / "config.json")  # atomic, because another process may read it
     return str(target)

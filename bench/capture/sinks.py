@@ -1,6 +1,6 @@
-"""Where captured rows go, and the proof that all of them arrived.
+"""The destinations of captured rows. Each verifies that all rows arrived.
 
-Of a sink, only `complete` runs within the measured time.
+Of a sink's methods, only `complete` runs within the measured time.
 """
 
 from __future__ import annotations
@@ -26,45 +26,49 @@ if TYPE_CHECKING:
 _STOP_SECONDS = 10.0
 _END_SECONDS = 60
 _FETCHES = 4
-"""Captures that a client fetches at once."""
+"""Captures that a client fetches at the same time."""
 
 
 class RowsMissingError(RuntimeError):
-    """A capture is not complete: the run proves nothing."""
+    """A capture is not complete, so the run is invalid."""
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """What arrived of some captures."""
+    """The rows of some captures that arrived."""
 
     rows: int
     num_bytes: int
 
 
 class CaptureSink(Protocol):
-    """Takes the captured rows of a tapped engine."""
+    """Receives the captured rows of a tapped engine."""
 
     knows_complete: bool
-    """Whether `complete` waits for anything: what ends at the ring is never COMPLETE."""
+    """Whether `complete` waits. Captures that end at the ring never become COMPLETE."""
 
     async def start(self) -> None:
-        """Begin to take rows."""
+        """Begin to receive rows."""
 
     async def begin(self, prompts: Mapping[str, Sequence[int]], encoding: RowEncoding | None = None) -> None:
-        """Expect captures, given by id with their prompts, of rows that are encoded so; None: raw."""
+        """Expect captures. `prompts` are the prompts by capture ID; `encoding` None means raw."""
 
     async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
-        """End captures whose replies are these, and wait until each is COMPLETE. This is measured."""
+        """Seal the captures with these replies, and wait until each is COMPLETE. This time is measured."""
 
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
-        """Count what arrived of captures whose replies are these."""
+        """Return the number of rows that arrived of the captures with these replies.
+
+        Raises:
+            RowsMissingError: A row is missing.
+        """
 
     async def stop(self) -> None:
-        """Take no more."""
+        """Stop receiving rows."""
 
 
 class StoreSink:
-    """Shippers, and behind them one or more stores, all in processes of their own."""
+    """Shippers and one or more stores, each in a separate process."""
 
     knows_complete = True
 
@@ -85,11 +89,11 @@ class StoreSink:
             await self._store(capture_id).OpenCapture(store_pb2.OpenCaptureRequest(description=description))
 
     async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
-        """See `CaptureSink`. All are sealed at once, as the service does with requests that end at once."""
+        """See `CaptureSink`. Seals all captures concurrently, like the service when requests end together."""
         await asyncio.gather(*(self._seal(capture_id, reply) for capture_id, reply in replies.items()))
 
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
-        """Hold the store to the captures' being COMPLETE, sealed once more; then they are deleted, to make room."""
+        """See `CaptureSink`. Seals again to check that each capture is COMPLETE, then deletes them to free room."""
         manifests = [await self._seal(capture_id, reply) for capture_id, reply in replies.items()]
         for capture_id in replies:
             await self._store(capture_id).DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=capture_id))
@@ -153,7 +157,7 @@ class StoreSink:
 
 
 class RingSink:
-    """The rings' end: a process beside the engine's takes each extent, counts its rows, and frees it.
+    """Consumes the rings in a separate process, which counts the rows of each extent and frees it.
 
     See `ring_consumer`.
     """
@@ -172,15 +176,15 @@ class RingSink:
 
     async def begin(self, prompts: Mapping[str, Sequence[int]], encoding: RowEncoding | None = None) -> None:
         """See `CaptureSink`."""
-        del encoding  # the headers say it
+        del encoding  # the headers of the extents have it
         await self._ask({"begin": list(prompts)})
 
     async def complete(self, replies: Mapping[str, Sequence[int]]) -> None:
-        """See `CaptureSink`: there is nothing to wait for."""
+        """See `CaptureSink`. There is nothing to wait for."""
 
     async def finish(self, replies: Mapping[str, Sequence[int]]) -> Arrived:
         """See `CaptureSink`. The engine has been drained: every extent was counted before its Done."""
-        del replies  # they are as long as they were asked to be
+        del replies  # their lengths were checked already
         counted = await self._ask({"finish": True})
         if counted["missing"] or counted["lost"]:
             raise RowsMissingError(f"rows are missing of {counted['missing']}; lost: {counted['lost'] or 'none'}")
@@ -197,16 +201,16 @@ class RingSink:
 
 
 class Fetcher:
-    """A client in a process of its own, which fetches what was captured as a user's would; see `fetch_client`."""
+    """A client in a separate process that fetches captures like a user's program; see `fetch_client`."""
 
     def __init__(self, stores: Sequence[str]) -> None:
-        """Start it, for stores that are given as host:port or name=host:port."""
+        """Start the client. `stores` are host:port or name=host:port."""
         self._client = Helper("bench.capture.fetch_client", [str(_FETCHES), *stores])
 
     async def fetch(self, capture_ids: Sequence[str]) -> Arrived:
-        """Wait until the client holds every row of some captures, which may not have ended yet."""
+        """Wait until the client holds every row of these captures. They may still be open."""
         return Arrived(**await asyncio.to_thread(self._client.call, {"fetch": list(capture_ids)}))
 
     async def stop(self) -> None:
-        """End it."""
+        """Stop the client."""
         await asyncio.to_thread(self._client.stop)

@@ -1,4 +1,4 @@
-"""What is measured: vLLM as it is, and vLLM with our worker."""
+"""The engines that are measured: stock vLLM, and vLLM with residuum's worker."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Subject(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that its model knows."""
+        """The size of its model's vocabulary."""
 
     @property
     def model_runner(self) -> str:
-        """Which of vLLM's model runners runs it."""
+        """The model runner of vLLM that it uses."""
 
     async def generate(
         self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, plan: RequestPlan | None
     ) -> list[int]:
-        """Generate, and return the token ids of the reply."""
+        """Generate, and return the token IDs of the reply."""
 
     async def call(self, method: str, *arguments: object) -> None:
         """Call a method of `WorkerExtension` in every worker."""
@@ -61,7 +61,7 @@ class StockSubject:
 
     @classmethod
     async def start(cls, settings: InferenceSettings) -> StockSubject:
-        """Start it with the arguments that the service would give, but for those that bring the taps in."""
+        """Start it with the arguments that the service passes, except those that add the taps."""
         arguments = AsyncEngineArgs(**engine_arguments(settings))
         return cls(await asyncio.to_thread(AsyncLLM.from_engine_args, arguments))
 
@@ -72,10 +72,10 @@ class StockSubject:
         sampling: SamplingParams,
         plan: RequestPlan | None,
     ) -> list[int]:
-        """See `Subject`; there is nothing in it that could carry out a plan."""
-        assert plan is None  # noqa: S101 - the modes that have one are never run on stock
+        """See `Subject`. Stock vLLM cannot carry out a plan."""
+        assert plan is None  # noqa: S101 - modes with a plan never run on stock
         reply: list[int] = []
-        # By the service's own loop over vLLM's outputs, so that what differs is the taps and nothing else.
+        # Uses the service's loop over vLLM's outputs, so that only the taps differ.
         async for delta in stream(self.llm, {"prompt_token_ids": list(prompt)}, sampling.clone(), request_id):
             reply.extend(delta.token_ids)
         return reply
@@ -90,7 +90,7 @@ class StockSubject:
 
 
 class TappedSubject:
-    """The service's own engine, without the service around it."""
+    """The service's engine, without the rest of the service."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -100,12 +100,12 @@ class TappedSubject:
 
     @classmethod
     async def start(cls, settings: InferenceSettings, folder: str, *, noop: bool = False) -> TappedSubject:
-        """Start it, and let it pass the service's self-test: it captures and steers, or it is not measured.
+        """Start the engine and run the service's self-test: only an engine that captures and steers is measured.
 
         Args:
             settings: The service's settings.
             folder: A private folder for sockets.
-            noop: Let the taps do nothing, and so without the test.
+            noop: Use taps that do nothing, and skip the self-test.
         """
         if noop:
             with noop_taps.installed():
@@ -142,24 +142,24 @@ class TappedSubject:
 
 
 class WrongTokenCountError(RuntimeError):
-    """A reply is not as long as it was asked to be: the run proves nothing."""
+    """A reply does not have the requested length, so the run is invalid."""
 
 
 class Batch(NamedTuple):
-    """What came of requests that were submitted at once."""
+    """The replies to requests that were submitted at the same time."""
 
     replies: list[list[int]]
-    """The token ids of the replies, in the order of the prompts."""
+    """The token IDs of the replies, in the order of the prompts."""
     started: float
-    """When they were submitted, on `time.perf_counter`."""
+    """The time of the submission, on `time.perf_counter`."""
     ended: float
-    """When the last of them had its last token."""
+    """The time of the last token of the last reply."""
 
 
 async def generate_batch(
     subject: Subject, prompts: Mapping[str, Sequence[int]], plans: Mapping[str, RequestPlan | None], decode: int
 ) -> Batch:
-    """Generate `decode` tokens, greedily, for each of some prompts, all submitted at once."""
+    """Generate `decode` tokens greedily for each prompt, all submitted at the same time."""
     sampling = SamplingParams(max_tokens=decode, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     return await timed_batch(
         (subject.generate(name, prompt, sampling, plans[name]) for name, prompt in prompts.items()), decode
@@ -167,7 +167,7 @@ async def generate_batch(
 
 
 async def timed_batch(requests: Iterable[Awaitable[list[int]]], decode: int) -> Batch:
-    """Wait for requests that are submitted at once, each of which returns its reply of `decode` tokens."""
+    """Submit requests at the same time, and wait for their replies of `decode` tokens each."""
     started = time.perf_counter()
     replies = await asyncio.gather(*requests)
     ended = time.perf_counter()
@@ -178,5 +178,5 @@ async def timed_batch(requests: Iterable[Awaitable[list[int]]], decode: int) -> 
 
 
 def digest(reply: Sequence[int]) -> str:
-    """Return what tells a reply from others."""
+    """Return a digest of a reply's token IDs."""
     return hashlib.sha256(repr(list(reply)).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What benchmarks ask of vLLM's workers, whichever class they are: vLLM mixes it in (`worker_extension_cls`)."""
+"""The methods that benchmarks call in vLLM's workers. vLLM mixes them into any worker (`worker_extension_cls`)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import torch
 
 EXTENSION = f"{__name__}.WorkerExtension"
-"""What vLLM is told."""
+"""The value of vLLM's `worker_extension_cls`."""
 
 
 class WorkerExtension:
-    """Methods for `collective_rpc`; in stock vLLM as in ours, so that they are no difference."""
+    """Methods for `collective_rpc`. Stock and tapped workers have them alike, so they do not affect a comparison."""
 
     def bench_synchronise(self) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device is idle."""
         worker: Any = self
         if worker.device.type == "cuda":
             torch.cuda.synchronize(worker.device)
 
     def bench_profile(self, folder: str) -> None:
-        """Begin to trace this worker; or end it, and write the trace to a folder (empty: begin)."""
+        """Begin to trace this worker if `folder` is empty; otherwise end the trace and write it to the folder."""
         worker: Any = self
         if not folder:
             activities = [torch.profiler.ProfilerActivity.CPU]

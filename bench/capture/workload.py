@@ -1,4 +1,4 @@
-"""What is run: the modes, the workload, and the order of the runs."""
+"""The modes, the workload, and the order of the runs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from residuum.wire.limits import DEFAULT_PROJECTION
 
 
 class Mode(str, Enum):
-    """One configuration of what is measured."""
+    """One configuration of the engine and its requests."""
 
     STOCK = "stock"
-    """vLLM with its own worker."""
+    """Stock vLLM with its own worker."""
     IDLE = "idle"
-    """Our worker with its taps in the model; nothing is captured, nothing steered."""
+    """residuum's worker with taps in the model. Nothing is captured or steered."""
     ALL_LAYERS = "all-layers"
-    """Every layer of every token is captured, at every site that is armed."""
+    """Every token is captured at every layer and every armed site."""
     STEER = "steer"
-    """Each request is steered after every layer, by the workload's `Vectors`."""
+    """Each request is steered after every layer with the workload's `Vectors`."""
     ALL_LAYERS_STEER = "all-layers+steer"
     """Both."""
     ALL_LAYERS_ENCODED = "all-layers+encoded"
-    """Every layer of every token is captured, encoded as the workload says instead of raw."""
+    """Every token is captured at every layer, with the workload's encoding instead of raw."""
     CUSTOM = "custom"
-    """The workload's `layers` of every token are captured, at every site that is armed."""
+    """Every token is captured at the workload's `layers` and every armed site."""
 
     @property
     def captures(self) -> bool:
@@ -47,41 +47,41 @@ class Mode(str, Enum):
 
 
 CHOICES = tuple(mode for mode in Mode if mode is not Mode.CUSTOM)
-"""Those that every workload can be run in."""
+"""The modes that every workload can run in."""
 USUAL_MODES = tuple(mode for mode in CHOICES if not mode.encodes)
-"""Those that are run if nobody says which."""
+"""The modes that run by default."""
 
 
 class Sink(str, Enum):
     """Where captured rows go."""
 
     STORE = "store"
-    """Through a shipper into a store, both processes of their own: what a user gets."""
+    """Through shippers into stores, each a separate process, as in a deployment."""
     RING = "ring"
-    """Into the shared-memory ring and no further: a local consumer counts them and frees their extents."""
+    """Only into the shared-memory ring. A local consumer counts the rows and frees their extents."""
 
 
 class Runner(str, Enum):
     """vLLM's model runners."""
 
     DEFAULT = "default"
-    """Whichever vLLM takes by itself."""
+    """vLLM's choice."""
     V1 = "v1"
     V2 = "v2"
 
     @property
     def variable(self) -> str | None:
-        """What VLLM_USE_V2_MODEL_RUNNER must say; None: nothing."""
+        """The value for VLLM_USE_V2_MODEL_RUNNER; None to leave it unset."""
         return {Runner.V1: "0", Runner.V2: "1"}.get(self)
 
 
 class Vectors(str, Enum):
-    """What steered requests are steered by: always an Add after every layer."""
+    """The vectors of steered requests. The operation is always an Add after every layer."""
 
     REQUEST = "request"
-    """Each request by a vector of its own, the same after every layer."""
+    """Each request has its own vector, the same after every layer."""
     LAYER = "layer"
-    """After each layer by that layer's vector, the same for all requests."""
+    """Each layer has its own vector, the same for all requests."""
 
 
 _LEAST_MODEL_LEN = 16
@@ -89,16 +89,16 @@ _LEAST_MODEL_LEN = 16
 
 @dataclass(frozen=True)
 class Workload:
-    """What every run does."""
+    """The work of every run."""
 
     model: str
     batch_size: int = 8
     prefill: int = 64
-    """Tokens of each prompt."""
+    """Tokens in each prompt."""
     decode: int = 64
     """Tokens that are generated for each prompt."""
     iterations: int = 3
-    """Iterations that are measured, after the warm-up."""
+    """Measured iterations, after one warm-up."""
     warmups: int = 1
     eager: bool = False
     sink: Sink = Sink.STORE
@@ -108,69 +108,69 @@ class Workload:
     ring_mib: int = 256
     shippers: int = 1
     stores: int = 1
-    """Stores that the captures are spread over, each a process of its own."""
+    """Stores that the captures are spread over, each a separate process."""
     capture_sites: tuple[str, ...] = ("resid_post",)
-    """The sites that are armed, and that the modes which capture capture."""
+    """The sites that are armed, and that capturing modes capture."""
     encoding: str = "rp8"
-    """How the mode that encodes does it; see capture.proto."""
+    """The encoding of ALL_LAYERS_ENCODED; see capture.proto."""
     dimensions: int = DEFAULT_PROJECTION
-    """Its dimensions; 0 for an encoding that has none."""
+    """Dimensions of the encoding; 0 if it has none."""
     fold_norms: bool | None = None
-    """Whether taps are folded into norms; None: as the service does by default."""
+    """Whether taps are folded into norms; None for the service's default."""
     layers: tuple[int, ...] = ()
-    """What `Mode.CUSTOM` captures, ascending."""
+    """The layers that `Mode.CUSTOM` captures, ascending."""
     noop_taps: bool = False
-    """The ops are in the graph, and everything around them runs, but they do nothing: what being there costs."""
+    """Use taps that do nothing, to measure the cost of the ops in the graph alone."""
     fetch: bool = False
-    """Let a client fetch what was captured, which needs a store. This is measured, too."""
+    """Whether a client fetches the captured rows, which needs a store. This time is measured too."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's engine, the same in every mode."""
+    """Further arguments for vLLM's engine, the same in every mode."""
 
     def shown(self) -> dict[str, Any]:
-        """Return it as a result says it: with the model's name, not where that lies here."""
+        """Return the workload as plain data for a result, with the model's name instead of its path."""
         return {**asdict(self), "model": Path(self.model).name}
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that a sequence may have: what the workload needs, and the self-test."""
+        """The context length: enough for the workload and for the self-test."""
         return max(self.prefill + self.decode, _LEAST_MODEL_LEN)
 
     @property
     def rows_per_request(self) -> int:
-        """Positions that a request computes, each a row for a layer and site: the last token is never fed back."""
+        """Positions that a request computes: one row for each layer and site. The last token is never fed back."""
         return self.prefill + self.decode - 1
 
     def captured_layers(self, mode: Mode, num_layers: int) -> tuple[int, ...]:
-        """Return the layers that a mode captures of a model."""
+        """Return the layers of a model that a mode captures."""
         if not mode.captures:
             return ()
         return self.layers if mode is Mode.CUSTOM else tuple(range(num_layers))
 
     def prompts(self, iteration: int, vocab_size: int) -> list[list[int]]:
-        """Return the prompts of an iteration: random ids, no id twice in a prompt; the same in every mode and round."""
+        """Return the prompts of an iteration: random IDs without repetition, the same in every mode and round."""
         source = random.Random(f"prompts {iteration}")  # noqa: S311 - repeatable, not secret
         return [source.sample(range(vocab_size), self.prefill) for _ in range(self.batch_size)]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does, as it is told."""
+    """The task of one process, which it gets as JSON."""
 
     modes: tuple[Mode, ...]
-    """Measured by turns on one engine: stock alone, or any of the others."""
+    """The modes that are measured alternately on one engine: stock alone, or any of the others."""
     round: int
     workload: Workload
     folder: str
-    """A private folder for sockets and the like."""
+    """A private folder for sockets and other temporary files."""
     runner: Runner = Runner.DEFAULT
     stores: tuple[str, ...] = ()
-    """name=host:port of each store; none if none is needed."""
+    """name=host:port of each store; empty if the job needs none."""
     profile: str = ""
-    """The folder for a trace of torch's profiler, of one more iteration, which is not counted; empty: none."""
+    """The folder for a trace of torch's profiler, made in one more iteration that is not measured; empty for none."""
 
     @property
     def captures(self) -> bool:
-        """Whether rows are captured in any mode."""
+        """Whether any mode captures rows."""
         return any(mode.captures for mode in self.modes)
 
     @property
@@ -190,16 +190,15 @@ class Turn(NamedTuple):
 def schedule(
     modes: Sequence[Mode], rounds: int, runners: Sequence[Runner] = (Runner.DEFAULT,), *, shared: bool = False
 ) -> list[Turn]:
-    """Return the order of the processes: forwards in even rounds, backwards in odd ones.
+    """Return the order of the processes: forwards in even rounds, backwards in odd rounds.
 
-    So no mode is always the first after a pause, or always behind the same neighbour; a drift of the machine over the
-    whole run cancels.
+    So no mode always comes first, or always after the same other mode, and a slow drift of the machine cancels out.
 
     Args:
         modes: The modes, in the order of the first round.
-        rounds: How often each is run.
-        runners: vLLM's model runners, with each of which all of that is done.
-        shared: Let the modes with taps share a process, and so an engine.
+        rounds: The number of runs of each mode.
+        runners: vLLM's model runners. Everything is repeated with each.
+        shared: Whether the modes with taps share a process and so an engine.
     """
     groups: list[tuple[Mode, ...]] = [(mode,) for mode in modes]
     if shared:
@@ -214,7 +213,7 @@ def schedule(
 
 
 def turns(modes: Sequence[Mode], iterations: int) -> Iterator[tuple[int, Mode]]:
-    """Yield the order of iterations in one process: each in every mode, forwards and backwards by turns."""
+    """Yield the order of iterations in one process: each in every mode, alternately forwards and backwards."""
     for number in range(iterations):
         for mode in modes if number % 2 == 0 else reversed(modes):
             yield number, mode

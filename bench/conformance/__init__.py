@@ -1,1 +1,1 @@
-"""`python -m bench.conformance`: do the taps capture what transformers computes, architecture by architecture?"""
+"""`python -m bench.conformance`: compares captured rows with transformers, architecture by architecture."""

@@ -1,7 +1,7 @@
-"""`python -m bench.conformance`: does what is captured equal what transformers computes, architecture by architecture?
+"""`python -m bench.conformance`: compares captured rows with transformers, architecture by architecture.
 
-Each architecture is a tiny random model, made on the spot and served by the real services; every row of every layer
-goes through the ring, a shipper and the store, and is compared.
+For each architecture, the real services serve a tiny random model. Every row of every layer goes through the ring, a
+shipper and the store, and is then compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEADS = ("architecture", "verdict", "layers", "rows", "missing", "min cos", "me
 
 @dataclass(frozen=True)
 class Case:
-    """An architecture, and how its engine is run."""
+    """An architecture, and the setup of its engine."""
 
     architecture: Architecture
     setup: Setup
@@ -38,14 +38,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The architecture's name, the layout if there are several ranks, and the number of a repetition."""
+        """The architecture's name, with the layout if there are several ranks, and the number of the repetition."""
         layout = (self.setup.tensor_parallel_size, self.setup.pipeline_parallel_size)
         name = self.architecture.name if layout == (1, 1) else f"{self.architecture.name}-{layout[0]}x{layout[1]}"
         return f"{name}#{self.repetition + 1}" if self.repetition else name
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run, print, and write the result. The exit code is 1 if any architecture is neither exact nor refused."""
+    """Run, print, and write the result. The exit code is 1 if an architecture is neither exact nor refused."""
     options = parse(arguments)
     setup = setup_of(options)
     context = {"benchmark": "bench.conformance", **describe_origin(), "setup": asdict(setup)}
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_all(cases: Sequence[Case], *, jobs: int, keep: Path | None) -> list[Outcome]:
-    """Run the cases, `jobs` at a time, all with one store; print each as it is done."""
+    """Run the cases with one store, `jobs` at a time, and print each outcome when it is known."""
     print(_LINE.format(*_HEADS), flush=True)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch, ThreadPoolExecutor(jobs) as pool:
@@ -67,7 +67,7 @@ def run_all(cases: Sequence[Case], *, jobs: int, keep: Path | None) -> list[Outc
             def run(case: Case) -> Outcome:
                 try:
                     return check(case.architecture, case.setup, store.endpoint, folder / f"run-{case.name}")
-                except Exception as error:  # noqa: BLE001 - this transformers does not know it, say; the others go on
+                except Exception as error:  # noqa: BLE001 - for example, transformers may be too old; other cases go on
                     return Outcome(case.architecture.name, Verdict.FAILED, f"{type(error).__name__}: {error}")
 
             try:
@@ -81,7 +81,7 @@ def run_all(cases: Sequence[Case], *, jobs: int, keep: Path | None) -> list[Outc
 
 
 def describe(name: str, outcome: Outcome) -> str:
-    """Return an outcome as a line, and another with the reason if it is not exact."""
+    """Return an outcome as a line, with a second line for the reason if it is not exact."""
     figures: tuple[Any, ...] = ("", "", "", "", "", "", "")
     if outcome.rows:
         figures = (
@@ -111,8 +111,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     compiling.add_argument("--compiled", dest="eager", action="store_false", help="compile, as the service does")
     parser.add_argument(
         "--layouts", type=_layouts, default=[(1, 1)], metavar="TPxPP,...",
-        help="ranks that share each layer x stages that the layers are divided into, such as 2x1,1x2,2x2; "
-        "for more than 1x1 on a CPU set VLLM_CPU_OMP_THREADS_BIND, such as '0|1' (default: 1x1)",
+        help="tensor parallel size x pipeline parallel size, such as 2x1,1x2,2x2; on a CPU, more than 1x1 needs "
+        "VLLM_CPU_OMP_THREADS_BIND, such as '0|1' (default: 1x1)",
     )  # fmt: skip
     parser.add_argument(
         "--sites", type=words(SITES), default=defaults.sites, help=f"separated by commas: {', '.join(SITES)}"
@@ -120,23 +120,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-cache-gib", type=float, default=defaults.kv_cache_gib, help="memory of the KV cache")
     add_engine_args(parser)
     parser.add_argument(
-        "--garbage", action="store_true", help="fill uninitialised memory of the workers with garbage; needs --eager"
+        "--garbage", action="store_true", help="fill the workers' uninitialised memory with garbage; needs --eager"
     )
-    parser.add_argument("--repeat", type=int, default=1, help="run each architecture so many times")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each architecture")
     parser.add_argument(
-        "--max-error", type=float, help="the largest error of a row; a GPU that rounds to TF32 in float32 needs 1e-2"
+        "--max-error", type=float, help="the largest allowed error of a row; a GPU that rounds to TF32 needs 1e-2"
     )
     parser.add_argument(
-        "--max-outliers", type=float, help="the share of rows that may be worse: those that go to another expert, say"
+        "--max-outliers", type=float, help="the share of rows that may exceed it, such as rows routed to another expert"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
-    parser.add_argument("--keep", type=Path, help="an empty folder, for the models and logs; they are not deleted")
+    parser.add_argument("--jobs", type=int, default=1, help="architectures that run at the same time")
+    parser.add_argument("--keep", type=Path, help="an empty folder in which models and logs are kept")
     add_output(parser)
     return parser.parse_args(arguments)
 
 
 def setup_of(options: argparse.Namespace) -> Setup:
-    """Return the setup that the command line asks for."""
+    """Return the setup that the command line defines."""
     return Setup(
         dtype=options.dtype,
         eager=options.eager,
@@ -150,7 +150,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
 
 
 def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
-    """Return each architecture in each layout that the command line asks for."""
+    """Return each selected architecture in each selected layout."""
     return [
         Case(architecture, replace(setup, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline), time)
         for architecture in options.architectures
@@ -164,7 +164,7 @@ def _layouts(text: str) -> list[tuple[int, int]]:
     for layout in text.split(","):
         sizes = [int(size) for size in layout.split("x")]
         if len(sizes) != len(("tensor", "pipeline")) or min(sizes) < 1:
-            raise argparse.ArgumentTypeError(f"{layout!r} is not such as 2x1")
+            raise argparse.ArgumentTypeError(f"{layout!r} is not a layout; write it like 2x1")
         layouts.append((sizes[0], sizes[1]))
     return layouts
 

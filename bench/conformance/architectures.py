@@ -1,7 +1,7 @@
-"""The architectures: for each, the configuration of a tiny model that has all of its peculiarities.
+"""The architectures: for each, the configuration of a tiny model with all of its special features.
 
-What they have in common: four layers, heads of 32 (the smallest that vLLM's attention on a CPU takes), windows and
-chunks that are shorter than the prompts, and eight query heads over four key heads, so that two ranks can share them.
+All have four layers, head size 32 (the smallest for vLLM's attention on a CPU), windows and chunks shorter than the
+prompts, and eight query heads with four key heads, so that two ranks can share them.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ LAYERS = 4
 HIDDEN = 256
 VOCABULARY = 512
 MAX_LENGTH = 256
-"""Tokens of prompt and reply together."""
+"""The most tokens of prompt and reply together."""
 
 _WINDOW = 40
-"""Of sliding attention: shorter than most prompts."""
+"""The window of sliding attention: shorter than most prompts."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make a tiny model of one architecture, and where transformers has its parts."""
+    """The configuration of a tiny model of one architecture, and the names of its parts in transformers."""
 
     name: str
-    """As the command line says it."""
+    """Its name on the command line."""
     config_class: str
-    """The class of its configuration in transformers."""
+    """The name of its configuration class in transformers."""
     values: dict[str, Any]
-    """What the configuration is told."""
+    """The arguments of the configuration."""
     attention: tuple[str, ...] = ("self_attn",)
-    """Where in a decoder layer the tensor comes from that the attention block (or what stands in for it) adds to the
-    residual stream: the first of these submodules that a layer has. A norm after the attention is part of it."""
+    """The submodule of a decoder layer whose output the attention block (or its replacement) adds to the residual
+    stream: the first of these that the layer has. A norm after the attention is part of the block."""
     mlp: tuple[str, ...] = ("mlp",)
     """The same for the MLP."""
     residual_scale: str = ""
-    """The attribute of a decoder layer by which both are multiplied before they are added."""
+    """The attribute of a decoder layer with a factor for both, applied before they are added."""
     routed: bool = False
-    """Whether its rows are routed to experts."""
+    """Whether it routes rows to experts."""
     needs_gpu: bool = False
-    """Whether vLLM cannot run it on a CPU."""
+    """Whether vLLM can run it only on a GPU."""
     everyday: bool = True
-    """Whether it is among the tests. Those that are not are another's twin, as far as the taps can tell."""
+    """Whether the tests run it. For the taps, each of the others is equivalent to one that the tests run."""
 
     @property
     def layers(self) -> int:
@@ -64,7 +64,7 @@ _LLAMA = {**_COMMON, "intermediate_size": 320, "num_key_value_heads": 4}
 _GEMMA = {
     **_LLAMA,
     "head_dim": 32,
-    "query_pre_attn_scalar": 48,  # not the size of a head, which is what one would take it for
+    "query_pre_attn_scalar": 48,  # deliberately not the head size, which is the usual value
     "sliding_window": _WINDOW,
     "tie_word_embeddings": True,
 }
@@ -167,4 +167,4 @@ _ALL = (
 )
 
 ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
-"""All of them by name, in the order in which they are run."""
+"""All architectures by name, in the order of the runs."""

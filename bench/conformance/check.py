@@ -1,4 +1,4 @@
-"""One architecture: the two services with its tiny model, requests at once, and every row against transformers."""
+"""Checks one architecture: serves its tiny model, sends requests, and compares every row with transformers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from bench.conformance.workload import CHUNK, NEW_TOKENS, Request, make_requests
 from svc_common.launcher import Service, ServiceFailedError, start_inference
 
 _GARBAGE = "bench.conformance.garbage.Garbage"
-"""The worker extension that fills uninitialised memory. Importing its module is what does it, so it is only named."""
+"""The worker extension that fills uninitialised memory. It is only named here, because importing its module has that
+effect."""
 _START_SECONDS = 300.0
 _REQUEST_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How the engine is run; the same for every architecture."""
+    """The setup of the engine, the same for every architecture."""
 
     dtype: str = "float32"
     eager: bool = True
@@ -38,17 +39,17 @@ class Setup:
     sites: tuple[str, ...] = ("resid_post",)
     kv_cache_gib: float = 0.1
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's engine."""
+    """Further arguments for vLLM's engine."""
     garbage: bool = False
-    """Whether uninitialised memory of the worker is filled with garbage."""
+    """Whether the worker's uninitialised memory is filled with garbage."""
 
     max_error: float = 0.0
-    """The largest error of a row, if it is not what the dtype allows."""
+    """The largest allowed error of a row; 0 for the default of the dtype."""
     max_outliers: float = 0.0
-    """The share of rows that may be worse, if it is not what the dtype allows."""
+    """The share of rows that may exceed it; 0 for the default of the dtype."""
 
     def bounds(self, architecture: Architecture) -> Bounds:
-        """Return what an architecture's rows are held to."""
+        """Return the bounds for an architecture's rows."""
         bounds = Bounds.of(self.dtype, routed=architecture.routed)
         return replace(
             bounds, max_error=self.max_error or bounds.max_error, outliers=self.max_outliers or bounds.outliers
@@ -75,11 +76,11 @@ class Setup:
 
 
 def check(architecture: Architecture, setup: Setup, store: str, folder: Path) -> Outcome:
-    """Run one architecture through the services, and compare every row.
+    """Serve one architecture with both services, and compare every row.
 
     Args:
-        architecture: Which.
-        setup: How the engine is run.
+        architecture: The architecture.
+        setup: The setup of the engine.
         store: host:port of a running store.
         folder: An empty folder for the model and the logs.
     """
@@ -94,7 +95,7 @@ def check(architecture: Architecture, setup: Setup, store: str, folder: Path) ->
             verdict, detail = failure_of(service.log.read_text(errors="replace"))
             if verdict is Verdict.FAILED and architecture.needs_gpu and not torch.cuda.is_available():
                 verdict, detail = Verdict.REFUSED, f"by vLLM, without a GPU: {detail}"
-            if isinstance(error, residuum.ResiduumError):  # it served, so that was no refusal
+            if isinstance(error, residuum.ResiduumError):  # a call failed, so the service had started: not a refusal
                 verdict, detail = Verdict.FAILED, f"{type(error).__name__}: {error} The log's first error: {detail}"
             return Outcome(architecture.name, verdict, detail, seconds=time.perf_counter() - started)
         faults = comparison.faults(setup.bounds(architecture))
@@ -131,7 +132,7 @@ def _compare(
         manifest = acts.manifest
         comparison.states[manifest.state] += 1
         generated = manifest.sequences[0].generated_token_ids if manifest.sequences else ()
-        # The last token is never fed to the model. What should be there follows from the request alone.
+        # The last token is never fed to the model. The expected rows depend only on the request.
         token_ids = [*request.prompt, *generated][: len(request.prompt) + NEW_TOKENS - 1]
         expected = reference.rows(token_ids, {layer: adding(push) for layer, push in request.pushes.items()})
         comparison.see_layers(expected["resid_post"])
@@ -147,7 +148,7 @@ def _capture(client: residuum.Client, setup: Setup, request: Request) -> residuu
         list(request.prompt),
         max_tokens=NEW_TOKENS,
         ignore_eos=True,
-        temperature=1.0,  # drawn, since a tiny random model that is greedy repeats itself
+        temperature=1.0,  # sampled, because greedy replies of a tiny random model repeat themselves
         capture=residuum.Capture(layers="all", sites=setup.sites),
         steer=[residuum.Add(residuum.Vector.from_array(push), layer=at) for at, push in request.pushes.items()],
         timeout=_REQUEST_SECONDS,
@@ -165,7 +166,7 @@ def _running(model: Path, store: str, arguments: list[str], folder: Path) -> Ite
 
 
 def _told_when_ready(log: str) -> dict[str, Any]:
-    """Return what a service said of itself, in its log, when it was ready; nothing if it never was."""
+    """Return the fields of the service's log record that says it is ready; empty if there is none."""
     for line in log.splitlines():
         with suppress(ValueError):
             entry = json.loads(line)

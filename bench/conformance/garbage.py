@@ -1,8 +1,8 @@
-"""Memory that is filled with garbage on purpose: what PyTorch hands out uninitialised holds the worst that it could.
+"""Fills the memory of PyTorch's uninitialised tensors with garbage, to expose code that reads it.
 
-vLLM mixes `Garbage` into its workers (`worker_extension_cls`). From then on, each uninitialised tensor of that process
-holds numbers that are huge, not finite or plausible, and others the next time. Code that reads memory before it writes
-it gives wrong results at once, instead of by chance.
+vLLM mixes `Garbage` into its workers (`worker_extension_cls`). From then on, each uninitialised tensor of the process
+has random values: huge, not finite, or plausible. Code that reads memory before writing it then fails reliably instead
+of rarely.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 _VALUES = (1e31, -1e31, float("nan"), float("inf"), 1.0, -3.0, 0.0)
-_random = random.Random(os.urandom(8))  # noqa: S311 - no secret; another one in each process
+_random = random.Random(os.urandom(8))  # noqa: S311 - not secret; different in each process
 
 
 def fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor of floating-point numbers with garbage; leave others as they are."""
+    """Fill a floating-point tensor with garbage; leave other tensors unchanged."""
     if tensor.dtype in {torch.float32, torch.bfloat16, torch.float16} and tensor.numel():
         value = _random.choice(_VALUES)
         if abs(value) > torch.finfo(tensor.dtype).max:
@@ -30,7 +30,7 @@ def fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Garbage:
-    """Nothing is added to a worker; what counts is that its process imports this module."""
+    """Adds nothing to a worker. Importing this module has the effect."""
 
 
 def _filling(allocate: Any) -> Any:

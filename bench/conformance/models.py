@@ -1,4 +1,4 @@
-"""Tiny random models, made on the spot, and a tokenizer beside each, which the service wants and nobody uses."""
+"""Makes tiny random models, each with a tokenizer that the service requires but no request uses."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tokenizers import Tokenizer, models
 from bench.conformance.architectures import MAX_LENGTH, VOCABULARY, Architecture
 
 _GAIN = 1.2
-"""Standard deviation of a linear layer's output for inputs of length one a component: layers add to the residual stream
-about as much as is there, so that every layer's rows are clearly different from those of its neighbours."""
+"""Standard deviation of a linear layer's output for inputs with unit variance. Each layer then adds about as much to
+the residual stream as is already there, so the rows of neighbouring layers differ clearly."""
 _EMBEDDING = 0.5
 _BIAS = 0.1
 _NORM = 0.2
-"""How far the weights of norms and biases are moved from where transformers puts them: a norm that is left out, or
-taken from another layer, must show."""
+"""How far the weights of norms and biases are moved from their defaults. Then a norm that is left out, or taken from
+another layer, changes the rows."""
 
 
 def make_model(architecture: Architecture, folder: Path) -> Path:
-    """Write a model with random float32 weights into a folder; the same architecture always gets the same ones."""
+    """Write a model with random float32 weights into a folder. An architecture always gets the same weights."""
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(zlib.crc32(architecture.name.encode()))
     config = getattr(transformers, architecture.config_class)(**architecture.values)
@@ -35,7 +35,7 @@ def make_model(architecture: Architecture, folder: Path) -> Path:
 
 
 def _randomise(model: torch.nn.Module) -> None:
-    """Draw the weights anew, but for what is special to state-space models: that is delicate."""
+    """Draw new weights, except for the special parameters of state-space models, which need their own ranges."""
     scale = 1.0 / model.config.hidden_size**0.5 if "gemma" in model.config.model_type else _EMBEDDING
     for name, parameter in model.named_parameters():
         last = name.rsplit(".", 1)[-1]
@@ -43,7 +43,7 @@ def _randomise(model: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.Embedding):
             parameter.normal_(0.0, scale)
         elif parameter.ndim in {2, 3} and last not in {"A_log", "conv1d"} and not isinstance(module, torch.nn.Conv1d):
-            # GPT-2's Conv1D has its inputs first; all others have them last.
+            # GPT-2's Conv1D has the inputs in the first dimension; all others have them in the last.
             inputs = parameter.shape[0] if type(module).__name__ == "Conv1D" else parameter.shape[-1]
             parameter.normal_(0.0, _GAIN / inputs**0.5)
         elif parameter.ndim == 1 and last in {"weight", "bias"} and not isinstance(module, torch.nn.Conv1d):

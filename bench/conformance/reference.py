@@ -1,4 +1,4 @@
-"""The independent reference: transformers in float32, its residual stream kept at every site of every decoder layer."""
+"""The independent reference: transformers in float32, with the residual stream of every decoder layer and site."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from bench.conformance.architectures import Architecture
 
 Rows = npt.NDArray[np.float32]
 Change = Callable[[Tensor], Tensor]
-"""What is done to a layer's output, [positions, hidden]; position p is row p."""
+"""Returns the changed output of a layer, [positions, hidden]. Row p belongs to position p."""
 
 
 SITES = ("resid_pre", "attn_out", "mlp_out", "resid_post")
-"""What can be kept of a layer: the residual stream that enters it, what the attention block and the MLP add to it, and
-the stream that leaves it. Without steering, the first three make up the last."""
+"""The sites of a layer: the residual stream that enters it, what the attention block and the MLP add, and the stream
+that leaves it. Without steering, the first three add up to the last."""
 
 _LAYER_LISTS = ("model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers", "backbone.layers")
-"""Where transformers keeps the decoder layers."""
+"""The paths of the list of decoder layers in transformers' models."""
 
 
 class Reference:
-    """A model run by transformers, whose decoder layers can be steered, and whose rows are kept."""
+    """Runs a model with transformers, can steer its decoder layers, and keeps its rows."""
 
     def __init__(self, architecture: Architecture, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         """Load the model from its folder."""
         transformers.utils.logging.disable_progress_bar()
-        # Eager: the only implementation of attention in transformers that knows every peculiarity (soft caps, say).
+        # Eager is transformers' only attention with every special feature, such as soft caps.
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager"
         ).eval()
@@ -48,10 +48,10 @@ class Reference:
 
         Args:
             token_ids: Prompt and reply.
-            changes: What is done to the residual stream after a layer, by layer.
+            changes: The change of the residual stream after a layer, by layer.
 
         Returns:
-            For each site float32 [layers, positions, hidden]. A part that a layer does not have adds zeros.
+            For each site, float32 [layers, positions, hidden]. A part that a layer does not have has zeros.
         """
         self.run(token_ids, changes)
         like = self._kept["resid_post"][0]
@@ -62,7 +62,7 @@ class Reference:
         }
 
     def run(self, token_ids: Sequence[int], changes: Mapping[int, Change] | None = None) -> Tensor:
-        """Run the model over a sequence; return what its final norm gives, [positions, hidden]."""
+        """Run the model over a sequence; return the output of its final norm, [positions, hidden]."""
         self._changes = changes or {}
         self._kept = {site: [None] * len(self._layers) for site in SITES}
         with torch.inference_mode():
@@ -105,21 +105,21 @@ class Reference:
         return hook
 
     def _keep(self, site: str, index: int, rows: Tensor) -> None:
-        self._kept[site][index] = rows.reshape(-1, rows.shape[-1]).clone()  # some parts see [positions, hidden]
+        self._kept[site][index] = rows.reshape(-1, rows.shape[-1]).clone()  # some parts have no batch dimension
 
 
 def adding(push: Rows) -> Change:
-    """Return the addition of a vector, [hidden]."""
+    """Return the change that adds a vector, [hidden]."""
     vector = torch.from_numpy(push)
     return lambda rows: rows + vector
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a model of transformers."""
+    """Return the decoder layers of a transformers model."""
     for path in _LAYER_LISTS:
         try:
             found = model.get_submodule(path)
         except AttributeError:
             continue
         return list(found.children())
-    raise LookupError(f"{type(model).__name__} has its decoder layers at none of {', '.join(_LAYER_LISTS)}")
+    raise LookupError(f"{type(model).__name__} has decoder layers at none of {', '.join(_LAYER_LISTS)}")

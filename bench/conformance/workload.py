@@ -1,4 +1,4 @@
-"""What each architecture is asked: a handful of requests at once, some of them steered."""
+"""The requests for each architecture: a few concurrent requests, some of them steered."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Rows = npt.NDArray[np.float32]
 
 NEW_TOKENS = 16
 CHUNK = 64
-"""Tokens of a step at most, so that prompts are computed in chunks, beside each other's replies."""
+"""The most tokens of a step, so that prompts are computed in chunks, in steps that also generate replies."""
 
 _LENGTHS = (1, 2, 33, 64, 100, 150)
-"""Of the prompts: a single token, one more than a block, exactly a chunk, several chunks."""
+"""Lengths of the prompts: a single token, one more than a block, exactly a chunk, several chunks."""
 _FIRST_TOKEN = 3
-"""Those below have a meaning of their own."""
+"""Lower token IDs are special tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Request:
 
     prompt: tuple[int, ...]
     pushes: dict[int, Rows] = field(default_factory=dict)
-    """What is added to the residual stream after a layer, [hidden], by layer."""
+    """The vector that is added to the residual stream after a layer, [hidden], by layer."""
 
 
 def make_requests() -> list[Request]:
-    """Return the requests; always the same."""
+    """Return the requests. They are always the same."""
     source = np.random.default_rng(11)
     requests = []
     for length in _LENGTHS:
         prompt = tuple(int(token) for token in source.integers(_FIRST_TOKEN, VOCABULARY, size=length))
         requests.append(Request(prompt))
         if length in {_LENGTHS[2], _LENGTHS[4]}:
-            # The same prompt once more, steered after two layers: it must not move its twin, nor share its cache.
+            # The same prompt again, steered after two layers. It must not change the first request or share its cache.
             requests.append(Request(prompt, {layer: _push(source) for layer in (0, LAYERS - 2)}))
     return requests
 

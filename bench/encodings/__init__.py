@@ -1,1 +1,1 @@
-"""What encodings keep of rows, what they cost, and what they save: `python -m bench.encodings`."""
+"""The accuracy, cost and savings of encodings: `python -m bench.encodings`."""

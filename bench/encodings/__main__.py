@@ -1,4 +1,4 @@
-"""`python -m bench.encodings`: what encodings keep of captured rows, what they cost, and what they save."""
+"""`python -m bench.encodings`: the accuracy, cost and savings of encodings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _measure(name: str, options: argparse.Namespace) -> Part:
 
 
 def _measure_generation(options: argparse.Namespace, sink: Sink) -> Part:
-    """Generate a batch with stock vLLM, with all rows captured raw, and encoded: these two by turns on one engine."""
+    """Measure a batch with stock vLLM, and with all rows captured raw and encoded, alternately on one engine."""
     workload = dataclasses.replace(workload_of(options), sink=sink)
     turns = schedule(MODES, options.rounds, options.runners, shared=True)
     summaries = summarise(run_all(workload, turns, options.store_folder))
@@ -59,7 +59,7 @@ def _measure_generation(options: argparse.Namespace, sink: Sink) -> Part:
 
 
 def bars(summaries: list[ModeSummary], sink: Sink) -> list[Bar]:
-    """Return the bars, for each of vLLM's model runners that ran."""
+    """Return the bars for each model runner that ran."""
     found = []
     for runner in dict.fromkeys(summary.runner for summary in summaries):
         by_mode = {summary.mode: summary for summary in summaries if summary.runner is runner}
@@ -78,22 +78,22 @@ def bars(summaries: list[ModeSummary], sink: Sink) -> list[Bar]:
 
 def _overhead(summary: ModeSummary) -> float:
     ratio = summary.generation_seconds.ratio_to_stock
-    assert ratio is not None  # noqa: S101 - stock is always among the modes
+    assert ratio is not None  # noqa: S101 - stock always runs
     return ratio
 
 
 def parse(arguments: Sequence[str] | None, *, has_gpu: bool) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """Read the command line; return what is ours, and what bench.capture makes of the rest."""
+    """Read the command line; return this benchmark's own options, and those of bench.capture."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.encodings",
         description=__doc__,
-        epilog="The flags of bench.capture may follow: --model for rows; --shape, --encoding, --dimensions and the "
-        "workload for the others.",
+        epilog="The flags of bench.capture are also accepted: --model for part rows; --shape, --encoding, --dimensions "
+        "and the workload for the other parts.",
     )
     parser.add_argument(
         "--parts", type=words(PARTS), default=["blocks", "overhead", "end-to-end"] if has_gpu else ["rows"],
-        help="rows, blocks (on a GPU), overhead, end-to-end, separated by commas (default: rows without a GPU, the "
-        "others with one)",
+        help="rows, blocks (needs a GPU), overhead, end-to-end, separated by commas (default: rows without a GPU, "
+        "otherwise the others)",
     )  # fmt: skip
     add_output(parser, parts=True)
     own, rest = parser.parse_known_args(arguments)

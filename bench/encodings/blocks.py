@@ -1,8 +1,8 @@
-"""Part `blocks`, on a GPU: how long the sink's stream takes to encode a block and to write it to the host.
+"""Part `blocks`, on a GPU: the time that the sink's stream takes to encode a block and write it to the host.
 
-The encoder is the worker's own, its rows lie in device memory and its bytes go to pinned host memory, as in the ring.
-Two floors stand beside it: the encoded bytes at the rate at which raw rows go the same way, and the rows at the rate of
-a copy within device memory.
+It measures the worker's encoder, from rows in device memory to bytes in pinned host memory, like the ring. It compares
+with two lower limits: the time to copy the encoded bytes at the rate of raw rows, and the time to read the rows within
+device memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 class Device(Protocol):
-    """Where blocks are encoded."""
+    """A device that encodes blocks."""
 
     name: str
 
@@ -45,10 +45,10 @@ class Device(Protocol):
         """Return a block of rows, bfloat16 [layers, positions, width]."""
 
     def host_memory(self, size: int) -> Tensor:
-        """Return memory of the host that the device reaches, uint8 [size]."""
+        """Return host memory that the device can write, uint8 [size]."""
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return how long the device takes for what is launched, the median of some times."""
+        """Return the seconds that the device takes for the launched work, the median of several runs."""
 
 
 class Gpu:
@@ -79,7 +79,7 @@ class Gpu:
         for number in range(_WARMUPS + _REPEATS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
-            torch.cuda._sleep(1 << 20)  # noqa: SLF001 - so that the launches lie ready when the clock starts
+            torch.cuda._sleep(1 << 20)  # noqa: SLF001 - so that all launches are queued when the clock starts
             start.record()
             work()
             end.record()
@@ -97,8 +97,8 @@ def measure(
     Args:
         layers: Decoder layers.
         width: Elements in a row.
-        device: Where.
-        positions: Of a block of generated tokens, and of one of a prompt.
+        device: The device.
+        positions: The positions in a block of generated tokens, and in a block of a prompt.
     """
     generated, prompt = positions
     blocks = (Block("generated", layers, generated, width), Block("prompt", layers, prompt, width))
@@ -111,7 +111,7 @@ def measure(
 
 
 def lines(part: dict[str, Any]) -> list[str]:
-    """Return the result as it is printed."""
+    """Return the printed lines."""
     found = []
     for block in part["blocks"]:
         floor = f"reading the rows takes {block['read_seconds'] * 1e6:.1f} us"
@@ -141,11 +141,11 @@ def _measure_block(device: Device, block: Block) -> dict[str, Any]:
         return {"name": case.name, "bytes": form.payload_bytes(block.layers, block.positions), "seconds": seconds}
 
     cases = [measured(case) for case in CASES]
-    rate = cases[0]["bytes"] / cases[0]["seconds"]  # raw rows, which are only copied
+    rate = cases[0]["bytes"] / cases[0]["seconds"]  # raw rows are only copied
     return {
         "name": block.name,
         "positions": block.positions,
-        "read_seconds": device.seconds(lambda: copy.copy_(rows)) / 2,  # it writes as much as it reads
+        "read_seconds": device.seconds(lambda: copy.copy_(rows)) / 2,  # a copy writes as much as it reads
         "cases": [{**case, "floor_seconds": case["bytes"] / rate} for case in cases],
     }
 

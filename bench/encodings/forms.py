@@ -23,7 +23,7 @@ from residuum.wire.encodings import (
 )
 
 SEED = 0
-"""Of all random projections here."""
+"""The seed of all random projections here."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Case:
     axis: capture_pb2.QuantizationAxis.ValueType = 0  # type: ignore[assignment] # unset
 
     def form(self, width: int, dtype: tensor_pb2.DataType.ValueType) -> RowFormat:
-        """Return the format of rows of so many elements of this type."""
+        """Return the format of rows with this width and dtype."""
         dimensions = min(self.dimensions, width) if self.encoding in SIZED else self.dimensions
         return RowFormat(self.encoding, width, dtype, dimensions, self.axis)
 
     @property
     def projects(self) -> bool:
-        """Whether rows are projected at random."""
+        """Whether the encoding is a random projection."""
         return self.encoding in RANDOM_PROJECTIONS
 
 
@@ -62,4 +62,4 @@ CASES = (
     Case("topk8 32", TOPK8, 32),
     Case("project 8", PROJECT, 8),
 )
-"""All encodings; the sized ones at their defaults, and smaller."""
+"""All encodings. Those with dimensions have their default size and smaller sizes."""

@@ -1,7 +1,7 @@
-"""Part `rows`: what encodings keep of a real model's rows, and what encoding costs on this CPU.
+"""Part `rows`: the accuracy of encodings for rows of a real model, and their cost on this CPU.
 
-The rows are SmolLM2's residual stream over English text, as transformers computes it in float32 and rounded to
-bfloat16, as a server has them. Everything is compared with those rows, in float64.
+The rows are SmolLM2's residual stream over English text, computed by transformers in float32 and rounded to bfloat16,
+as on a server. All errors are relative to those rows, in float64.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rows = npt.NDArray[Any]
 
 
 BLOCK = 32
-"""Positions that are encoded together, as in a capture block of generated tokens."""
+"""Positions that are encoded together, as in a block of generated tokens."""
 
 _TEXT = "LICENSE"
 _TOKENS = 512
@@ -37,11 +37,11 @@ _VECTORS = 8
 
 
 def measure(model: Path, layers: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return what each encoding keeps and costs.
+    """Return the accuracy and cost of each encoding.
 
     Args:
         model: The model's folder.
-        layers: Which layers; None: all.
+        layers: The layers; None for all.
     """
     rows = real_rows(model)
     rows = rows if layers is None else rows[list(layers)]
@@ -61,7 +61,7 @@ def measure(model: Path, layers: Sequence[int] | None = None) -> dict[str, Any]:
 
 
 def real_rows(model: Path) -> Rows:
-    """Return a model's residual stream after each layer over a text, bfloat16 [layers, positions, width]."""
+    """Return a model's residual stream after each layer for a text, bfloat16 [layers, positions, width]."""
     from transformers import AutoTokenizer
 
     from bench.conformance.architectures import ARCHITECTURES
@@ -72,11 +72,11 @@ def real_rows(model: Path) -> Rows:
 
 
 def principal_directions(rows: Rows) -> npt.NDArray[np.float32]:
-    """Return the directions in which the rows of the middle layer differ most, float32 [vectors, width], of norm 1.
+    """Return the principal directions of the middle layer's rows, float32 [vectors, width], of norm 1.
 
-    They stand for probes: what somebody looks for in rows differs between them.
+    They represent probes, because a probe looks for differences between rows.
     """
-    middle = rows[len(rows) // 2, 1:].astype(np.float64)  # the first position is unlike all others
+    middle = rows[len(rows) // 2, 1:].astype(np.float64)  # the first position differs from all others
     _, _, directions = np.linalg.svd(middle - middle.mean(axis=0), full_matrices=False)
     return np.ascontiguousarray(directions[:_VECTORS], dtype=np.float32)
 
@@ -109,13 +109,13 @@ def errors(
     vectors: npt.NDArray[np.float32],
     basis: npt.NDArray[np.float32] | None,
 ) -> dict[str, float | None]:
-    """Return how far decoded rows are from exact ones, both [layers, positions, ...].
+    """Return the errors of decoded rows compared with exact rows, both [layers, positions, ...].
 
     Returns:
-        `l2`: the distance as a part of the row's length, the median over rows, and `l2_worst`, the largest; None for
-        projections. `cosine`: by how much the cosine of two rows of a layer is off, root mean square; None for inner
-        products with given vectors. `score`: the correlation, over the positions of a layer, of inner products with
-        directions; the least over the directions, the median over the layers.
+        `l2`: the distance relative to the row's length, median over rows, and `l2_worst`, the largest; None for
+        projections. `cosine`: the root mean square error of the cosine between two rows of a layer; None for inner
+        products with given vectors. `score`: the correlation of inner products with directions over the positions of a
+        layer; the least over directions, median over layers.
     """
     whole = exact.shape == decoded.shape and not case.projects and case.encoding != PROJECT
     distances = np.linalg.norm(decoded - exact, axis=2) / np.linalg.norm(exact, axis=2) if whole else None
@@ -133,7 +133,7 @@ def errors(
 
 
 def cosine_error(exact: npt.NDArray[np.float64], decoded: npt.NDArray[np.float64]) -> float:
-    """Return by how much cosines between rows of one layer are off, root mean square over pairs drawn by chance."""
+    """Return the root mean square error of cosines between rows of one layer, over randomly drawn pairs."""
     rng = np.random.default_rng(0)
     layer = rng.integers(0, exact.shape[0], _PAIRS)
     first = rng.integers(0, exact.shape[1], _PAIRS)
@@ -143,12 +143,12 @@ def cosine_error(exact: npt.NDArray[np.float64], decoded: npt.NDArray[np.float64
 
 
 def correlations(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the correlation over the positions of [layers, positions, n], as [layers, n]. The first is left out."""
+    """Return the correlation over positions of two [layers, positions, n], as [layers, n]. Position 0 is left out."""
     return _cosines(*(values[:, 1:] - values[:, 1:].mean(axis=1, keepdims=True) for values in (one, other)))
 
 
 def compare_with_svd(rows: Rows) -> dict[str, Any]:
-    """Time a truncated SVD of one layer's rows beside a random projection of them to as many dimensions."""
+    """Compare the time of a truncated SVD of one layer's rows with a random projection to as many dimensions."""
     layer = rows[len(rows) // 2].astype(np.float32)
     rank = min(_SVD_RANK, *layer.shape)
     matrix = projection_matrix(SEED, layer.shape[1], rank)
@@ -168,7 +168,7 @@ def compare_with_svd(rows: Rows) -> dict[str, Any]:
 
 
 def table(part: dict[str, Any]) -> str:
-    """Return the cases as a table in Markdown."""
+    """Return the cases as a Markdown table."""
     head = (
         *("encoding", "bytes a row", "smaller", "relative L2", "worst", "cosines off by", "scores"),
         *("encode", "decode"),
@@ -191,7 +191,7 @@ def table(part: dict[str, Any]) -> str:
 
 
 def svd_line(part: dict[str, Any]) -> str:
-    """Return the comparison with SVD in a sentence."""
+    """Return a sentence that compares random projections with SVD."""
     svd = part["svd"]
     return (
         f"SVD of {svd['rows'][0]} rows to {svd['dimensions']} dimensions: {1e3 * svd['svd_seconds']:.0f} ms, "
@@ -214,14 +214,14 @@ def _decoded(form: RowFormat, payload: bytes, layers: int, positions: int) -> Ro
 
 
 def _encoder(form: RowFormat, block: Rows, basis: npt.NDArray[np.float32] | None) -> Callable[[], object]:
-    """Return the server's own encoder of a CPU, at work on a block with one thread."""
+    """Return a function that encodes a block with the CPU worker's encoder in one thread."""
     import torch
 
     from inference_svc.taps.cpu import encoder
 
     torch.set_num_threads(1)
     rows = torch.from_numpy(block.view(np.uint16)).view(torch.bfloat16)
-    # Of a random projection the worker has the signs, of PROJECT the vectors themselves.
+    # For random projections the worker gets the signs, for PROJECT the vectors.
     given = None if basis is None else basis.T if form.encoding == PROJECT else np.sign(basis)
     tensor = None if given is None else torch.from_numpy(np.ascontiguousarray(given, dtype=np.float32))
     out = torch.empty(len(block), form.payload_bytes(1, block.shape[1]), dtype=torch.uint8)
@@ -229,7 +229,7 @@ def _encoder(form: RowFormat, block: Rows, basis: npt.NDArray[np.float32] | None
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return how long something takes, the shortest of some times: others may use the machine, too."""
+    """Return the seconds of a call. The shortest of several runs, because other load may disturb some."""
     work()
     times = []
     for _ in range(_REPEATS):

@@ -1,1 +1,1 @@
-"""What the taps cost the host in each step, without an engine."""
+"""The cost of the taps on the host in each step, without an engine."""

@@ -1,6 +1,6 @@
-"""`python -m bench.host`: what the taps cost the host in each step of a running batch, without an engine.
+"""`python -m bench.host`: the cost of the taps on the host in each step of a running batch, without an engine.
 
-Everything else of a step waits for this: the model's next forward pass starts only after the taps are placed.
+This cost delays every step, because the next forward pass starts only after the taps are placed.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from bench.options import add_output, numbers
 from bench.output import write_result
 
 _WARMUP_STEPS = 64
-"""Two blocks of every request: by then all tables are written and all lists have grown."""
+"""Two blocks of every request. After them all tables are written and all lists have their final size."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs the host."""
+    """The cost of a step on the host."""
 
     requests: int
-    """All of them generate, a token in each step."""
+    """The number of requests. Each generates a token in each step."""
     captures: bool
-    """Every position on every layer."""
+    """Whether every position of every layer is captured."""
     steering: Steering
     median_us: float
-    """Microseconds of a step."""
+    """Microseconds of a step, the median."""
     p95_us: float
-    """What one step in twenty exceeds."""
+    """Microseconds of a step, the 95th percentile."""
     us_per_request: float
-    """The median over the requests; 0 without requests."""
+    """The median divided by the number of requests; 0 without requests."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,11 +67,11 @@ _KINDS = (
     (True, Steering.SHARED),
     (True, Steering.REQUEST),
 )
-"""Whether rows are captured, and how they are steered."""
+"""The measured combinations: whether rows are captured, and how requests are steered."""
 
 
 def times_of(loop: DecodeLoop, steps: int) -> list[float]:
-    """Return the seconds that `place` and `finish_step` take, step by step."""
+    """Return the seconds of `place` and `finish_step` together, for each step."""
     for _ in range(_WARMUP_STEPS):
         loop.step()
     times = []
@@ -84,7 +84,7 @@ def times_of(loop: DecodeLoop, steps: int) -> list[float]:
 
 
 def cost_of(requests: int, times: Sequence[float], *, captures: bool, steering: Steering) -> Cost:
-    """Return what steps of these seconds cost."""
+    """Return the cost from the seconds of all steps."""
     median = statistics.median(times) * 1e6
     return Cost(
         requests=requests,
@@ -97,7 +97,7 @@ def cost_of(requests: int, times: Sequence[float], *, captures: bool, steering: 
 
 
 def line(cost: Cost) -> str:
-    """Return a cost as it is printed."""
+    """Return the printed line of a cost."""
     figures = f"{cost.median_us:.1f}\t{cost.p95_us:.1f}\t{cost.us_per_request:.2f}"
     return f"{cost.requests}\t{'all' if cost.captures else 'none'}\t{cost.steering.value}\t{figures}"
 
@@ -109,12 +109,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--requests", type=numbers, default=[0, 1, 8, 32, 128, 256], help="requests in the batch, separated by commas"
     )
     parser.add_argument("--layers", type=int, default=36, help="layers of the model; all are captured and steered")
-    parser.add_argument("--steps", type=int, default=1000, help="steps that are measured")
+    parser.add_argument("--steps", type=int, default=1000, help="measured steps")
     parser.add_argument(
         "--device", type=Device, choices=list(Device), metavar="{none,host,cuda}",
         default=Device.CUDA if torch.cuda.is_available() else Device.HOST,
-        help="what a step is handed to: the GPU's tap (cuda; the default where there is one), that tap in host memory "
-        "(host), or nothing (none)",
+        help="the tap that a step is passed to: the GPU's tap (cuda; the default with a GPU), that tap in host memory "
+        "(host), or none",
     )  # fmt: skip
     add_output(parser)
     return parser.parse_args(arguments)

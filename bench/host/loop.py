@@ -1,7 +1,7 @@
-"""The taps of a worker in a running batch: every request generates a token in each step.
+"""Runs the taps of a worker for a batch in which every request generates a token in each step.
 
-What is measured is the taps' own code, with a real tap, a real pool and real tables; of the rest of a worker only a
-stand-in for the sink is here. Where the taps' constructors change, this file is what follows them.
+The taps' code, the tap, the pool and the tables are real. Only the sink is replaced, and the rest of a worker is left
+out. If the constructors of the taps change, update this file.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from residuum.v1 import selection_pb2
 
 PROMPT_TOKENS = 3
 _HIDDEN = 8
-"""No step of the host looks at the rows themselves: their width costs nothing, so it may be small."""
+"""The width of rows. The host never reads rows, so the width does not affect its cost and may be small."""
 _EVERYWHERE = selection_pb2.PositionSelection()
 
 
 class Device(str, Enum):
-    """What the layout of a step is handed to."""
+    """The tap that the layout of a step is passed to."""
 
     NONE = "none"
-    """Nothing: what remains is the runtime and the planner."""
+    """No tap: only the runtime and the planner run."""
     HOST = "host"
-    """The GPU's tap, with its tables in host memory and without CUDA's own calls: needs no GPU."""
+    """The GPU's tap with its tables in host memory and without CUDA calls. Needs no GPU."""
     CUDA = "cuda"
-    """The GPU's tap as it serves."""
+    """The GPU's tap as in production."""
 
 
 class Steering(str, Enum):
-    """How requests are steered: after every layer."""
+    """How requests are steered, always after every layer."""
 
     NONE = "none"
     SHARED = "shared"
-    """All by the same vector."""
+    """All requests have the same vector."""
     REQUEST = "request"
-    """Each by a vector of its own."""
+    """Each request has its own vector."""
 
 
 class DecodeLoop:
-    """A batch of requests that all generate, a token in each step."""
+    """A batch of requests, each of which generates a token in each step."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class DecodeLoop:
         """Admit the requests, and compute their prompts.
 
         Args:
-            requests: How many there are.
-            layers: Layers of the model; all are captured, all steered.
-            device: What the layout of a step is handed to.
+            requests: The number of requests.
+            layers: Layers of the model; all are captured or steered.
+            device: The tap that the layout of a step is passed to.
             captures: Whether every position is captured.
             steering: How they are steered.
         """
@@ -82,7 +82,7 @@ class DecodeLoop:
         self.runtime = TapRuntime(self._points, tap, self._pool, self.sink)  # type: ignore[arg-type]
         self._names: list[str] = []
         self._step = 0
-        self._firsts = np.zeros(0, dtype=np.int64)  # the position of each request in step 0, as it were
+        self._firsts = np.zeros(0, dtype=np.int64)  # the position that each request would have in step 0
         self._counts = np.zeros(0, dtype=np.int64)
         plans = [_plan(index, layers, captures=captures, steering=steering) for index in range(requests)]
         self._admit(plans)
@@ -97,17 +97,17 @@ class DecodeLoop:
         self.runtime.begin_step((), ())
 
     def place_and_finish(self) -> None:
-        """Do what the taps do around the forward pass."""
+        """Run the taps' work before and after the forward pass."""
         self.runtime.place(self._tell_rows)
         self.runtime.finish_step()
         self._step += 1
 
     def _tell_rows(self) -> StepRows:
-        """Tell the rows as the adapters of the model runners do: two of the three lists come out of numpy arrays."""
+        """Return the rows of the step like the adapters of the model runners: two of the three lists are from numpy."""
         return StepRows(self._names, (self._firsts + self._step).tolist(), self._counts.tolist())
 
     def _admit(self, plans: Sequence[RequestPlan]) -> None:
-        """Compute the prompts of new requests, beside a token of those that are there."""
+        """Compute the prompts of new requests, in a step that also generates a token of each earlier request."""
         known = len(self._names)
         names = [f"request-{known + index}" for index in range(len(plans))]
         self.runtime.begin_step((), [(name, plan.to_extra_args()) for name, plan in zip(names, plans, strict=True)])
@@ -130,12 +130,12 @@ class DecodeLoop:
 
 
 class Sink:
-    """Stands in for the sink: gives blocks back at once, as the thread of the GPU's sink does a little later."""
+    """Replaces the sink. It frees blocks immediately; the thread of the GPU's sink does so a little later."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.sent = 0
-        """Blocks that were sent."""
+        """The number of blocks sent."""
 
     def send(self, blocks: Sequence[Block]) -> None:
         """See `BlockSink.send`."""
@@ -165,7 +165,7 @@ class _NoEvent:
 
 
 class TorchWithoutCuda:
-    """torch, but for the two things that the GPU's tap cannot be made without: pinned memory and events."""
+    """torch with replacements for the CUDA features that the GPU's tap needs: pinned memory and events."""
 
     cuda = SimpleNamespace(Event=_NoEvent)
 

@@ -1,1 +1,1 @@
-"""One configuration in one fresh process, measured until a client holds what was captured."""
+"""Measures one configuration in a fresh process, until a client holds the captured rows."""

@@ -1,4 +1,4 @@
-"""`python -m bench.isolated`: one configuration in one fresh process, until a client holds what was captured."""
+"""`python -m bench.isolated`: one configuration in a fresh process, until a client holds the captured rows."""
 
 from __future__ import annotations
 
@@ -54,31 +54,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--mode", type=IsolatedMode, choices=list(IsolatedMode), required=True,
         metavar="{" + ",".join(mode.value for mode in IsolatedMode) + "}",
-        help="stock vLLM; ours, which captures nothing; every layer of every token; the layers of --layers",
+        help="stock vLLM; residuum without captures; every layer of every token; the layers of --layers",
     )  # fmt: skip
-    parser.add_argument("--layers", type=numbers, default=(), help="what mode custom captures, such as 0,5,10")
+    parser.add_argument("--layers", type=numbers, default=(), help="layers that mode custom captures, such as 0,5,10")
     parser.add_argument(
         "--capture-machinery", choices=["on", "off"], default="on",
-        help="off: vLLM's own worker, nothing of ours installed",
+        help="off: vLLM's own worker, without taps",
     )  # fmt: skip
     parser.add_argument(
         "--tap", type=Tap, choices=list(Tap), default=Tap.FULL, metavar="{full,noop}",
-        help="noop: the ops are in the graph, and do nothing (with zero-layer)",
+        help="noop: the ops are in the graph but do nothing (needs mode zero-layer)",
     )  # fmt: skip
     parser.add_argument(
         "--peer", type=Peer, choices=list(Peer), metavar="{" + ",".join(peer.value for peer in Peer) + "}",
-        help="let another system capture",
+        help="capture with another system",
     )  # fmt: skip
-    parser.add_argument("--profile", type=Path, help="a folder for a trace of torch's profiler, of one more iteration")
+    parser.add_argument("--profile", type=Path, help="folder for a torch profiler trace of one more iteration")
     add_runner(parser)
-    parser.add_argument("--peers-folder", type=Path, default=PEERS_FOLDER, help="packages that peers alone need")
+    parser.add_argument("--peers-folder", type=Path, default=PEERS_FOLDER, help="folder of packages for peers only")
     add_workload_arguments(parser)
     add_output(parser)
     return parser.parse_args(arguments)
 
 
 def configuration_of(options: argparse.Namespace) -> Configuration:
-    """Return the configuration of the command line, or end the program with what is wrong with it."""
+    """Return the configuration from the command line; exit with a message if it is invalid."""
     try:
         return Configuration(
             mode=options.mode,

@@ -1,4 +1,4 @@
-"""What one isolated process measures."""
+"""The configuration of one isolated process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from bench.capture.workload import Mode, Sink, Workload
 
 
 class BadConfigurationError(ValueError):
-    """What was asked for contradicts itself. The message says what to change."""
+    """The configuration contradicts itself. The message says what to change."""
 
 
 class IsolatedMode(str, Enum):
-    """What is captured."""
+    """The layers that are captured."""
 
     BASELINE = "baseline"
-    """Nothing, and nothing is installed that could: stock vLLM."""
+    """None, with stock vLLM."""
     ZERO_LAYER = "zero-layer"
-    """Nothing, though everything is installed."""
+    """None, with residuum's worker and taps."""
     ALL_LAYERS = "all-layers"
     """Every layer of every token."""
     CUSTOM = "custom"
@@ -32,29 +32,29 @@ class IsolatedMode(str, Enum):
 
 
 class Tap(str, Enum):
-    """What the ops in the graph do."""
+    """What the taps' ops in the graph do."""
 
     FULL = "full"
-    """What the service's do."""
+    """The same as in the service."""
     NOOP = "noop"
-    """Nothing: what it costs that they are there."""
+    """Nothing, to measure the cost of the ops in the graph alone."""
 
 
 class Peer(str, Enum):
-    """Other ways to capture, each as its users would run it; see `bench.peers`."""
+    """Other systems that capture, each run as its users would; see `bench.peers`."""
 
     HOOKS = "hooks"
-    """Eager vLLM with forward hooks: slice and clone for each request and layer, `torch.cat` for each token."""
+    """Eager vLLM with forward hooks: a slice and a clone for each request and layer, `torch.cat` for each token."""
     HOOKS_32 = "hooks-32"
-    """The same, but `torch.cat` for 32 tokens at once."""
+    """The same, but with `torch.cat` once for 32 tokens."""
     EXTRACT = "extract-hidden-states"
-    """vLLM's own `extract_hidden_states` with its example connector, whose files lie in memory."""
+    """vLLM's `extract_hidden_states` with its example connector and files in memory."""
     TRANSFORMERS = "transformers"
     """Hugging Face transformers with `output_hidden_states`."""
     NNSIGHT = "nnsight"
     """nnsight around the same transformers model."""
     VLLM_LENS = "vllm-lens"
-    """vllm-lens, a plugin of vLLM."""
+    """vllm-lens, a plugin for vLLM."""
 
 
 _MODES = {
@@ -71,12 +71,12 @@ class Configuration:
 
     mode: IsolatedMode
     layers: tuple[int, ...] = ()
-    """What CUSTOM captures, ascending."""
+    """The layers that CUSTOM captures, ascending."""
     machinery: bool = True
-    """Whether our worker runs; else vLLM's own, whatever the mode."""
+    """Whether residuum's worker runs; otherwise vLLM's own worker runs in every mode."""
     tap: Tap = Tap.FULL
     peer: Peer | None = None
-    """Who captures; None: we."""
+    """The system that captures; None for residuum."""
 
     def __post_init__(self) -> None:
         custom = self.mode is IsolatedMode.CUSTOM
@@ -85,22 +85,22 @@ class Configuration:
                 "Mode custom needs --layers, such as 0,5,10." if custom else "--layers belongs to mode custom."
             )
         if list(self.layers) != sorted(set(self.layers)) or any(layer < 0 for layer in self.layers):
-            raise BadConfigurationError("--layers are numbers from 0 on, ascending, each once.")
+            raise BadConfigurationError("--layers must be numbers from 0 on, ascending, each once.")
         if self.mode.captures and not self.machinery:
             raise BadConfigurationError(
-                "Without the machinery nothing can be captured: use it with baseline or zero-layer."
+                "Without the machinery nothing can be captured: use --machinery off only with baseline or zero-layer."
             )
         if self.tap is Tap.NOOP and (self.mode is not IsolatedMode.ZERO_LAYER or not self.machinery):
-            raise BadConfigurationError("A tap that does nothing captures nothing: use --tap noop with zero-layer.")
+            raise BadConfigurationError("Taps that do nothing capture nothing: use --tap noop only with zero-layer.")
         if self.peer and not self.mode.captures:
-            raise BadConfigurationError("A peer captures: use it with all-layers or custom.")
+            raise BadConfigurationError("A peer always captures: use --peer only with all-layers or custom.")
 
     @property
     def mode_of_capture(self) -> Mode:
-        """The mode of `bench.capture` that this is."""
+        """The corresponding mode of `bench.capture`."""
         return _MODES[self.mode] if self.machinery else Mode.STOCK
 
     def workload(self, base: Workload) -> Workload:
-        """Return a workload with what this configuration decides."""
+        """Return the base workload with the fields that this configuration determines."""
         fetches = self.mode.captures and base.sink is Sink.STORE
         return dataclasses.replace(base, layers=self.layers, noop_taps=self.tap is Tap.NOOP, fetch=fetches)

@@ -1,4 +1,4 @@
-"""Running a configuration in a fresh process, ours or a peer's, and what is written of it."""
+"""Runs a configuration in a fresh process, with residuum or a peer, and makes its result."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 PEERS_FOLDER = ROOT / ".peers"
-"""Where peers lie that are not among our own dependencies; see bench/README.md."""
+"""The folder of peers that are not dependencies of this project; see bench/README.md."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a process is given beside its configuration."""
+    """The inputs of a process that do not affect its configuration."""
 
     runner: Runner = Runner.DEFAULT
     store_folder: Path | None = None
-    """Where the store's data lie; None: where temporary files do."""
+    """The folder of the store's data; None for the folder of temporary files."""
     peers_folder: Path = PEERS_FOLDER
-    """Where packages lie that peers alone need."""
+    """The folder of the packages that only peers need."""
     profile: Path | None = None
-    """The folder for a trace of torch's profiler; None: none is made."""
+    """The folder for a trace of torch's profiler; None for no trace."""
     peer_seconds: float = 900.0
-    """What a peer may take: some hang where they do not work."""
+    """The timeout of a peer in seconds. Some peers hang if they do not work."""
 
 
 def measure(configuration: Configuration, workload: Workload, surroundings: Surroundings, round_number: int = 0) -> Run:
-    """Measure a configuration in a process of its own."""
+    """Measure a configuration in a separate process."""
     chosen = configuration.workload(workload)
     if configuration.peer:
         return _measure_peer(configuration, chosen, surroundings, round_number)
@@ -60,7 +60,7 @@ def _measure_peer(
     configuration: Configuration, workload: Workload, surroundings: Surroundings, round_number: int
 ) -> Run:
     peer = configuration.peer
-    assert peer is not None  # noqa: S101 - the caller looked
+    assert peer is not None  # noqa: S101 - the caller has checked
     if surroundings.profile:
         raise RunFailedError("Peers are not profiled; use --profile without --peer.")
     with tempfile.TemporaryDirectory(prefix="residuum-", dir=_memory_folder()) as scratch:
@@ -81,13 +81,13 @@ def _measure_peer(
 
 
 def _memory_folder() -> str | None:
-    """Return a folder whose files lie in memory; None, where temporary files do, if there is none."""
-    shared = Path("/dev/shm")  # noqa: S108 - a folder of chance is made in it
+    """Return a folder with files in memory; None if there is none."""
+    shared = Path("/dev/shm")  # noqa: S108 - a folder with a random name is made in it
     return str(shared) if shared.is_dir() else None
 
 
 def document(configuration: Configuration, workload: Workload, run: Run) -> dict[str, Any]:
-    """Return a run as plain data: times in seconds, throughput in tokens a second, prompts counted with replies."""
+    """Return a run as plain data: times in seconds, throughput in tokens per second, including prompts."""
     iterations = [_iteration(number, item) for number, item in enumerate(run.iterations, 1)]
     layers = workload.captured_layers(run.mode, run.num_layers)
     first = run.iterations[0]
@@ -96,7 +96,7 @@ def document(configuration: Configuration, workload: Workload, run: Run) -> dict
         "peer": configuration.peer.value if configuration.peer else None,
         "capture_machinery": "on" if configuration.machinery else "off",
         "tap": configuration.tap.value,
-        "model": Path(workload.model).name,  # the name, not where it lies here
+        "model": Path(workload.model).name,  # the name without the path
         "batch_size": workload.batch_size,
         "prefill_tokens": first.prompt_tokens // workload.batch_size,
         "decode_tokens": first.generated_tokens // workload.batch_size,
@@ -117,7 +117,7 @@ def document(configuration: Configuration, workload: Workload, run: Run) -> dict
 
 
 def summary(iterations: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Return mean, median, min and max of each figure; None of one that was not measured."""
+    """Return mean, median, min and max of each figure; None for a figure that was not measured."""
     found: dict[str, float | None] = {}
     for name in TIMES:
         values = [item[name] for item in iterations if item[name] is not None]
@@ -129,7 +129,7 @@ def summary(iterations: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 def _iteration(number: int, measured: Iteration) -> dict[str, Any]:
     generation = measured.generation_seconds
     fetched = measured.fetched_seconds
-    # 0: there was nothing to fetch; None: there was, but it went no further than the ring.
+    # 0 if nothing was captured; None if the rows ended at the ring.
     fetch = (None if measured.rows else 0.0) if fetched is None else fetched - generation
     return {
         "iteration": number,

@@ -1,1 +1,1 @@
-"""Other ways to capture the residual stream, each as its users would run it, in a process of its own."""
+"""Other systems that capture the residual stream, each run as its users would, in a separate process."""

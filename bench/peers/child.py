@@ -1,4 +1,4 @@
-"""What a process of bench.isolated with one peer does; see `bench.child`."""
+"""One process of bench.isolated that measures a peer; see `bench.child`."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _MODULES = {
 
 
 class WrongRowsError(RuntimeError):
-    """A peer handed over other rows than it was asked for: the run proves nothing."""
+    """A peer returned other rows than requested, so the run is invalid."""
 
 
 @dataclass(frozen=True)
 class PeerJob:
-    """What this process does, as it is told."""
+    """The task of this process, which it gets as JSON."""
 
     peer: PeerName
     mode: Mode
@@ -54,12 +54,12 @@ class PeerJob:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """What is captured; empty: every layer."""
+        """The captured layers; empty for all."""
         return self.workload.layers
 
 
 def main() -> None:
-    """Run the job in the first file; write what it measured to the second."""
+    """Run the job in the first file, and write its measurements to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
     job = restore(PeerJob, json.loads(job_file.read_text()))
     asyncio.run(run(job, result_file))
@@ -76,7 +76,7 @@ async def run(job: PeerJob, result_file: Path) -> None:
 
 
 async def measure(job: PeerJob, peer: Peer, started: float) -> Run:
-    """Measure a peer that has been starting since a point in time of `time.perf_counter`."""
+    """Measure a peer whose start began at `started`, on `time.perf_counter`."""
     ready = time.perf_counter()
     count = job.workload.warmups + job.workload.iterations
     iterations = [await _iterate(job, peer, number) for number in range(count)]
@@ -122,14 +122,18 @@ async def _iterate(job: PeerJob, peer: Peer, number: int) -> Iteration:
 
 
 def count_rows(held: Sequence[Sequence[Array]], num_requests: int, num_layers: int, positions: int) -> tuple[int, int]:
-    """Return how many rows some requests have, and their bytes."""
+    """Return the number of rows of some requests, and their size in bytes.
+
+    Raises:
+        WrongRowsError: A request has too few or too many rows, or only zeros.
+    """
     if len(held) != num_requests:
-        raise WrongRowsError(f"{len(held)} requests were handed over instead of {num_requests}")
+        raise WrongRowsError(f"rows of {len(held)} requests were returned instead of {num_requests}")
     for arrays in held:
         rows = sum(math.prod(array.shape[:-1]) for array in arrays)
         if rows != num_layers * positions:
             shapes = sorted({array.shape for array in arrays})
             raise WrongRowsError(f"a request has {rows} rows ({shapes}) instead of {num_layers} x {positions}")
         if not all(np.any(array) for array in arrays):
-            raise WrongRowsError("a request has rows of zeros")
+            raise WrongRowsError("a request has rows with only zeros")
     return num_requests * num_layers * positions, sum(array.nbytes for arrays in held for array in arrays)

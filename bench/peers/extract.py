@@ -1,9 +1,9 @@
-"""vLLM's own way: `extract_hidden_states` with its example connector, whose files lie in memory.
+"""vLLM's own capture: `extract_hidden_states` with its example connector and files in memory.
 
-Each request's rows are written in the step after its last one, to one safetensors file beside a lock that the engine
-holds until the file is whole. An engine in the caller's own process makes no step after the last request: this one is
-a process of its own. `vllm...load_hidden_states` waits for that lock without end; here the wait has one, so that what
-never comes is a reason and not a hang.
+In the step after a request's last one, vLLM writes the request's rows to a safetensors file. It holds a lock file until
+the rows are complete. An engine in the caller's process makes no step after the last request, so this engine runs in a
+separate process. `vllm...load_hidden_states` waits for the lock without a timeout. Here the wait has a timeout, so that
+missing rows cause an error and not a hang.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from bench.peers.peer import Array, PeerUnavailableError, VllmPeer, settings_of_
 _FILE_SECONDS = 20.0
 _POLL_SECONDS = 0.0005
 _VALUE_BYTES = 4
-"""Of a value at most."""
+"""The largest size of a value in bytes."""
 _ROOM = 2.0
-"""vLLM deals its cache out in pages of one size, and loses some."""
+"""Spare factor for the cache, because vLLM allocates it in pages of one size and wastes some."""
 
 
 class Extract(VllmPeer):
@@ -61,7 +61,7 @@ class Extract(VllmPeer):
 
 
 def _take(path: str) -> Array:
-    """Return a file's rows, [positions, layers, hidden] as bytes (numpy has no bfloat16), and remove it."""
+    """Return a file's rows, [positions, layers, hidden] as bytes because numpy has no bfloat16, and remove the file."""
     with safe_open(path, framework="pt") as file:
         array: Array = file.get_tensor("hidden_states").contiguous().view(torch.uint8).numpy()
     for written in (Path(path), Path(f"{path}.lock")):
@@ -70,7 +70,11 @@ def _take(path: str) -> Array:
 
 
 async def _unlocked(lock: Path) -> None:
-    """Wait until the writer of a file has let go of its lock, but not for ever."""
+    """Wait until the writer of a file has released its lock.
+
+    Raises:
+        PeerUnavailableError: The lock was not released in time.
+    """
     deadline = time.monotonic() + _FILE_SECONDS
     with lock.open() as file:
         while True:
@@ -79,7 +83,7 @@ async def _unlocked(lock: Path) -> None:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise PeerUnavailableError(
-                        f"the file of a request that had ended was still locked after {_FILE_SECONDS:.0f} s"
+                        f"the file of an ended request was still locked after {_FILE_SECONDS:.0f} s"
                     ) from None
                 await asyncio.sleep(_POLL_SECONDS)
             else:
@@ -87,12 +91,12 @@ async def _unlocked(lock: Path) -> None:
 
 
 async def start(job: PeerJob) -> Extract:
-    """Start it. Layer k's output is what its drafter calls the hidden state k + 1."""
+    """Start the engine. The output of layer k is the drafter's hidden state k + 1."""
     from transformers import AutoConfig
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        raise PeerUnavailableError("vLLM's example connector copies through pinned memory, which a GPU alone needs")
+        raise PeerUnavailableError("vLLM's example connector copies through pinned memory, which needs a GPU")
     config = AutoConfig.from_pretrained(job.workload.model)
     layers = job.layers or range(config.num_hidden_layers)
     own = settings_of_peer(
@@ -114,11 +118,12 @@ async def start(job: PeerJob) -> Extract:
 
 
 def _cache_gib(workload: Workload, values: int) -> float:
-    """Return what the KV cache must hold beside keys and values: there it keeps hidden states until a request ends.
+    """Return the GiB that the KV cache needs for hidden states, which vLLM keeps there until a request ends.
 
     Args:
-        workload: What is run.
-        values: Of hidden states of one token. Without room for all, requests would wait for one another.
+        workload: The workload.
+        values: The number of values in the hidden states of one token. All requests must fit at the same time;
+            otherwise they would wait for each other.
     """
     tokens = workload.batch_size * (workload.prefill + workload.decode)
     return _ROOM * tokens * values * _VALUE_BYTES / (1 << 30)

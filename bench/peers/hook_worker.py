@@ -1,8 +1,8 @@
-"""The worker's part of the hook way, as systems do it that patch eager vLLM: mixed into vLLM's own worker.
+"""The worker's part of capture by forward hooks, like systems that patch eager vLLM. vLLM mixes it into its worker.
 
-After each decoder layer a forward hook adds up `hidden` and `residual`, and for each request of the batch slices and
-clones its rows. What comes of a prompt is kept as it is; a generated token's row is concatenated to what is there, one
-by one, or 32 at a time.
+After each decoder layer, a forward hook adds `hidden` and `residual`, then slices and clones the rows of each request.
+Rows of a prompt are kept as they are. Rows of generated tokens are concatenated to the earlier rows, one by one or 32
+at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.vllm import runner_v1, runner_v2
 
 EXTENSION = f"{__name__}.HookWorker"
-"""What vLLM is told."""
+"""The value of vLLM's `worker_extension_cls`."""
 
 
 class HookWorker(WorkerExtension):
     """Methods for `collective_rpc`."""
 
     def hooks_install(self, layers: Sequence[int], flush_every: int) -> None:
-        """Hook layers (none named: all); concatenate the rows of `flush_every` generated tokens at once."""
+        """Hook these layers, or all if empty. Concatenate the rows of `flush_every` generated tokens at a time."""
         worker: Any = self
         config = worker.vllm_config.model_config
         found = find_decoder_layers(worker.model_runner.get_model(), config.get_total_num_hidden_layers())
@@ -40,14 +40,14 @@ class HookWorker(WorkerExtension):
         worker._hook_captures = captures  # noqa: SLF001 - its own name
 
     def hooks_write(self, folder: str, names: Sequence[str], positions: int) -> None:
-        """Write what was captured of requests to NAME.bin, [layers, positions, hidden] as raw bytes; forget it."""
+        """Write the rows of each request to NAME.bin, [layers, positions, hidden] as raw bytes, and drop them."""
         worker: Any = self
         for name, rows in worker._hook_captures.take(names, positions).items():  # noqa: SLF001 - see above
             rows.view(torch.uint8).numpy().tofile(Path(folder, f"{name}.bin"))
 
 
 class Captures:
-    """What was captured of each request, layer by layer."""
+    """The captured rows of each request, layer by layer."""
 
     def __init__(self, flush_every: int) -> None:
         self._flush_every = flush_every
@@ -56,7 +56,7 @@ class Captures:
         self._buffers: dict[str, dict[int, list[Tensor]]] = {}
 
     def place(self, rows: Callable[[], StepRows]) -> None:
-        """Learn which rows of the batch are whose; before each forward pass."""
+        """Take the assignment of the batch's rows to requests. Called before each forward pass."""
         self._rows = rows()
 
     def hook(self, layer: int) -> Callable[..., None]:
@@ -65,7 +65,7 @@ class Captures:
         def capture(module: Any, arguments: Any, output: Any) -> None:
             del module, arguments
             if self._rows is None:
-                return  # vLLM tries the model out
+                return  # vLLM runs the model without requests, such as to profile its memory
             hidden, residual = output if isinstance(output, tuple) else (output, None)
             stream = hidden if residual is None else hidden + residual
             at = 0
@@ -76,9 +76,10 @@ class Captures:
         return capture
 
     def take(self, names: Sequence[str], positions: int) -> dict[str, Tensor]:
-        """Return [layers, positions, hidden] of each request in host memory, and forget it.
+        """Return the rows of each request in host memory, [layers, positions, hidden], and drop them.
 
-        vLLM may have computed a step too many, whose rows are left out; and it puts more at the end of a request's id.
+        Rows beyond `positions` are left out, because vLLM may compute a step too many. Names are matched by prefix,
+        because vLLM appends a suffix to request IDs.
         """
         taken = {}
         for request_id in list(self._captured):

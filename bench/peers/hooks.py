@@ -1,4 +1,4 @@
-"""The hook way: eager vLLM with forward hooks (`hook_worker`); what was captured is fetched through shared memory."""
+"""Capture by forward hooks in eager vLLM (`hook_worker`). Rows are fetched through shared memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Hooks(VllmPeer):
         return await generate_batch(self._stock, prompts, dict.fromkeys(prompts), self._workload.decode)
 
     async def fetch(self, names: Sequence[str]) -> list[list[Array]]:
-        """See `Peer`. Rows are bytes: numpy has no bfloat16."""
+        """See `Peer`. Rows are bytes, because numpy has no bfloat16."""
         positions = self._workload.rows_per_request
         await self._stock.call("hooks_write", str(self._folder), list(names), positions)
         return [[self._load(name, positions)] for name in names]
@@ -43,7 +43,7 @@ class Hooks(VllmPeer):
 
 
 async def start(job: PeerJob) -> Hooks:
-    """Start it."""
+    """Start the engine."""
     settings = settings_of_peer(job, worker_extension_cls=EXTENSION).model_copy(update={"enforce_eager": True})
     stock = await StockSubject.start(settings)
     hooks = Hooks(stock, job)

@@ -1,7 +1,7 @@
-"""Hugging Face transformers: one batch, `generate` with `output_hidden_states`.
+"""Hugging Face transformers: `generate` with `output_hidden_states` for one batch.
 
-transformers hands over the last layer after the model's final norm, not before it: one row in `num_layers` is another
-than ours. It is counted all the same.
+transformers returns the last layer after the model's final norm, residuum before it. So the rows of the last layer
+differ, but they are counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HuggingFace:
         self._model = model
         self._workload = job.workload
         self._steps: Sequence[Sequence[torch.Tensor]] = ()
-        """Of each step a tensor for the embeddings and for each layer: [requests, positions, hidden]."""
+        """For each step, a tensor for the embeddings and one for each layer: [requests, positions, hidden]."""
         self.num_layers: int = model.config.num_hidden_layers
         self.vocab_size: int = model.config.vocab_size
         self.device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
@@ -56,7 +56,7 @@ class HuggingFace:
         return Batch(replies, started, ended)
 
     async def fetch(self, names: Sequence[str]) -> list[list[Array]]:
-        """See `Peer`. Rows are bytes: numpy has no bfloat16."""
+        """See `Peer`. Rows are bytes, because numpy has no bfloat16."""
         layers = self._workload.layers or range(self.num_layers)
         rows = [torch.cat([step[layer + 1] for step in self._steps], dim=1) for layer in layers]
         self._steps = ()
@@ -80,7 +80,7 @@ class HuggingFace:
 
 
 async def start(job: PeerJob) -> HuggingFace:
-    """Load the model; with random weights if vLLM would have dummy ones."""
+    """Load the model, with random weights if vLLM would use dummy weights."""
     model = load(job)
     check_layers(job.layers, model.config.num_hidden_layers)
     return HuggingFace(model, job)

@@ -1,4 +1,4 @@
-"""vllm-lens: a plugin that makes vLLM eager and hooks its layers; rows come with the last output of a request."""
+"""vllm-lens: a plugin that makes vLLM eager and hooks its layers. Rows come with the last output of a request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.peers.peer import Array, PeerUnavailableError, VllmPeer, settings_of_
 
 
 class Lens(VllmPeer):
-    """See `Peer`. A request has ended only when its rows are there: they are fetched with the last token."""
+    """See `Peer`. A request ends only when its rows have arrived, so the generation time includes the fetch."""
 
     def __init__(self, stock: StockSubject, job: PeerJob) -> None:
         """Wrap a running engine; see `start`."""
@@ -23,12 +23,12 @@ class Lens(VllmPeer):
         self._captured: dict[str, torch.Tensor] = {}
 
     async def fetch(self, names: Sequence[str]) -> list[list[Array]]:
-        """See `Peer`. Rows are bytes: numpy has no bfloat16."""
+        """See `Peer`. Rows are bytes, because numpy has no bfloat16."""
         tensors = [self._captured.pop(name) for name in names]
         return [[tensor.contiguous().view(torch.uint8).numpy()] for tensor in tensors]
 
     async def synchronise(self) -> None:
-        """See `Peer`. Its worker extension leaves no room for ours; its rows are on the host when a request ends."""
+        """See `Peer`. Does nothing: vllm-lens occupies the worker extension, and its rows are already on the host."""
 
     async def _generate(self, name: str, prompt: Sequence[int]) -> list[int]:
         layers = list(self._workload.layers or range(self.num_layers))
@@ -44,13 +44,13 @@ class Lens(VllmPeer):
 
 
 async def start(job: PeerJob) -> Lens:
-    """Start it. vLLM finds it as a plugin, and registers it; a second time would make its patches call themselves."""
+    """Start the engine. vLLM registers the plugin. A second registration would make its patches call themselves."""
     plugins = [plugin for plugin in entry_points(group="vllm.general_plugins") if plugin.module.startswith("vllm_lens")]
     if not plugins:
         raise PeerUnavailableError("vllm-lens is not installed; see bench/README.md")
     try:
-        plugins[0].load()  # vLLM does so, too, but goes on without one that cannot be loaded
+        plugins[0].load()  # vLLM also loads it, but ignores a plugin that fails to load
     except ImportError as error:
-        raise PeerUnavailableError(f"vllm-lens is not all there ({error}); see bench/README.md") from error
-    settings = settings_of_peer(job, worker_extension_cls="")  # else it would leave its own out
+        raise PeerUnavailableError(f"vllm-lens cannot be loaded ({error}); see bench/README.md") from error
+    settings = settings_of_peer(job, worker_extension_cls="")  # otherwise vllm-lens would not set its own
     return Lens(await StockSubject.start(settings), job)

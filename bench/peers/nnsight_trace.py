@@ -1,4 +1,4 @@
-"""nnsight around transformers: one trace of `generate` that saves each layer's output in each step."""
+"""nnsight with transformers: one trace of `generate` that saves each layer's output in each step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from bench.peers.peer import PeerUnavailableError
 
 
 class Nnsight(HuggingFace):
-    """See `Peer`. What differs from transformers alone is how a layer's output is had."""
+    """See `Peer`. Differs from `HuggingFace` only in how it gets the output of a layer."""
 
     def __init__(self, model: Any, traced: Any, job: PeerJob) -> None:
-        """Wrap a model and nnsight's view of it; see `start`."""
+        """Wrap a model and its nnsight wrapper; see `start`."""
         super().__init__(model, job)
         self._traced = traced
 
@@ -32,7 +32,7 @@ class Nnsight(HuggingFace):
         chosen = [layers[layer] for layer in self._workload.layers or range(self.num_layers)]
         steps, sequences = trace(self._traced, chosen, ids, decode)
         ended = time.perf_counter()
-        # As transformers gives them: behind the embeddings, which nobody asked for.
+        # In transformers' form: the layers come after the embeddings, which are not used.
         self._steps = [self._behind_embeddings(step) for step in steps]
         return Batch(self._replies(sequences, ids.shape[1]), started, ended)
 
@@ -45,16 +45,16 @@ class Nnsight(HuggingFace):
 
 
 def trace(model: Any, layers: Sequence[Any], ids: torch.Tensor, decode: int) -> tuple[list[list[torch.Tensor]], Any]:
-    """Generate, and return the outputs of layers in each step, and the sequences.
+    """Generate, and return the outputs of the layers in each step, and the sequences.
 
-    nnsight runs the body of the context by itself, from its source: it knows no names but those of this function.
+    nnsight runs the body of the context from its source, so the body can use only names of this function.
     """
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with (
         torch.inference_mode(),
         model.generate(inputs, max_new_tokens=decode, min_new_tokens=decode, do_sample=False, pad_token_id=0) as tracer,
     ):
-        steps = list().save()  # type: ignore[attr-defined]  # noqa: C408 - nnsight's own word
+        steps = list().save()  # type: ignore[attr-defined]  # noqa: C408 - nnsight patches this call
         for _ in tracer.iter[0:decode]:
             steps.append([layer.output[0] if isinstance(layer.output, tuple) else layer.output for layer in layers])
         sequences = tracer.result.save()
@@ -62,7 +62,7 @@ def trace(model: Any, layers: Sequence[Any], ids: torch.Tensor, decode: int) -> 
 
 
 async def start(job: PeerJob) -> Nnsight:
-    """Load the model as for transformers alone."""
+    """Load the model as `hugging_face` does."""
     try:
         from nnsight import LanguageModel
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What every peer can be asked, and what those that stand on vLLM have in common."""
+"""The interface of peers, and a base class for those that use vLLM."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class PeerUnavailableError(RuntimeError):
 
 
 class Peer(Protocol):
-    """A system that generates, captures every token at some layers, and hands over what it captured."""
+    """A system that generates, captures every token at some layers, and returns the captured rows."""
 
     num_layers: int
     vocab_size: int
     model_runner: str
-    """Which of vLLM's model runners runs it; "none" without vLLM."""
+    """The model runner of vLLM that it uses; "none" without vLLM."""
     device: str
 
     async def generate(self, prompts: Mapping[str, Sequence[int]]) -> Batch:
-        """Generate for all prompts at once; each reply exactly as long as the workload says."""
+        """Generate for all prompts together. Each reply has exactly the workload's length."""
 
     async def fetch(self, names: Sequence[str]) -> list[list[Array]]:
-        """Hand over what was captured of requests, and forget it.
+        """Return the captured rows of requests, and drop them.
 
         Returns:
-            Of each request an array for each captured layer, or one for all of them: [..., positions, hidden].
+            For each request, an array for each captured layer, or one for all layers: [..., positions, hidden].
         """
 
     async def synchronise(self) -> None:
-        """Wait until the device has nothing left to do."""
+        """Wait until the device is idle."""
 
     def shutdown(self) -> None:
         """Stop its processes."""
 
 
 class VllmPeer:
-    """What peers that stand on vLLM have in common; see `Peer`."""
+    """Base class of peers that use vLLM; see `Peer`."""
 
     def __init__(self, stock: StockSubject, job: PeerJob) -> None:
         """Wrap a running engine."""
@@ -83,7 +83,7 @@ class VllmPeer:
     def _outputs(
         self, name: str, prompt: Sequence[int], kind: RequestOutputKind, **extra: object
     ) -> AsyncGenerator[Any, None]:
-        """Return what vLLM gives for one request, greedy and of the exact length, with these extra arguments."""
+        """Return vLLM's outputs for one request, greedy and of the exact length, with these extra arguments."""
         sampling = SamplingParams(
             max_tokens=self._workload.decode,
             temperature=0.0,
@@ -99,6 +99,6 @@ class VllmPeer:
 
 
 def settings_of_peer(job: PeerJob, **more: object) -> InferenceSettings:
-    """Return the settings whose `engine_arguments` stock vLLM gets: those of our service, with more arguments."""
+    """Return the settings for stock vLLM's `engine_arguments`: those of the service, with these changes."""
     settings = settings_of(Job((Mode.STOCK,), job.round, job.workload, job.folder, job.runner))
     return settings.model_copy(update={"engine_args": {**settings.engine_args, **more}})

@@ -1,1 +1,1 @@
-"""What the service adds to vLLM's own engine: see `python -m bench.service --help`."""
+"""The overhead of the service over vLLM's engine; see `python -m bench.service --help`."""

@@ -1,4 +1,4 @@
-"""`python -m bench.service`: what the service adds to vLLM's own engine, in rates and in a client's latency."""
+"""`python -m bench.service`: the overhead of the service over vLLM's engine, in throughput and latency."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.service.compare import ServiceJob, bars, measure, show
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the result; model runners are its parts."""
+    """Measure, print, and write the result. Each model runner is a part."""
     options = parse(arguments)
     names = [runner.value for runner in options.runners]
     run_parts("bench.service", Machine.describe(), names, options.output, lambda name: _measure(name, options))
@@ -30,7 +30,7 @@ def _measure(name: str, options: argparse.Namespace) -> Part:
 
 
 def job_of(options: argparse.Namespace, runner: Runner) -> ServiceJob:
-    """Return what is measured."""
+    """Return the job from the command line."""
     model, engine_args = model_of(options)
     engine_args = {**engine_args, "enable_prefix_caching": False, **options.engine_args}
     length = options.prefill + options.decode
@@ -56,17 +56,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.service", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="1, 8 and 32 streams, shorter replies, fewer rounds")
     add_model(parser)
-    parser.add_argument("--streams", type=positives, help="how many at a time (default: 1,2,4,8,16,32,64)")
+    parser.add_argument("--streams", type=positives, help="numbers of concurrent streams (default: 1,2,4,8,16,32,64)")
     parser.add_argument("--prefill", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--decode", type=int, help="tokens of each reply (default: 128, with --quick 32)")
-    parser.add_argument("--rounds", type=int, help="how often each way has its turn (default: 5, with --quick 3)")
+    parser.add_argument("--rounds", type=int, help="rounds, each with both ways (default: 5, with --quick 3)")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
     parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=8192, help="tokens that one step computes at most"
+        "--max-num-batched-tokens", type=int, default=8192, help="the most tokens that one step computes"
     )
     parser.add_argument(
         "--runners", type=words(Runner), default=[Runner.DEFAULT],
-        help="vLLM's model runners: v1,v2 (default: the one that vLLM takes)",
+        help="vLLM's model runners: v1,v2 (default: vLLM's choice)",
     )  # fmt: skip
     add_engine_args(parser)
     add_output(parser)

@@ -1,4 +1,4 @@
-"""Loads through gRPC, and on the service's own engine without the service, by turns."""
+"""Runs loads through gRPC, and directly on the service's engine, alternately."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from bench.processes import Helper
 from bench.service.load import Load, Measured, Start, run_load
 
 WAYS = ("AsyncLLM", "residuum")
-"""vLLM's engine, called by its own process; and `residuum.AsyncClient`, in another one."""
+"""The two ways: vLLM's engine, called within its process, and `residuum.AsyncClient` in another process."""
 
 _ADDED = ("first_token_ms", "token_ms", "request_ms", "request_cpu_ms", "token_cpu_us")
-"""The figures of which the difference is told; the last two are processor time of the service's process: what a
-request of one token takes, and what each further token takes."""
+"""The figures whose difference is reported. The last two are the CPU time of the service's process for a request of one
+token, and for each further token."""
 
 _BAR_STREAMS = 32
 _LEAST_RATE, _MOST_TOKEN_MS = 0.95, 0.2
-"""Of vLLM's tokens in a second; and what a token may take longer."""
+"""The bars: the least share of vLLM's tokens per second, and the most added time for each token in ms."""
 
 
 @dataclass(frozen=True)
 class ServiceJob:
-    """What is asked for."""
+    """What to measure."""
 
     flags: tuple[str, ...]
     """The service's flags."""
@@ -41,11 +41,11 @@ class ServiceJob:
     decode: int = 128
     runner: Runner = Runner.DEFAULT
     shown: dict[str, Any] = field(default_factory=dict)
-    """What the result says of the workload besides."""
+    """Further fields of the workload for the result."""
 
 
 async def measure(job: ServiceJob, folder: Path) -> dict[str, Any]:
-    """Measure; return the part of the result."""
+    """Measure, and return the part of the result."""
     host = Helper("bench.service.host", job.flags, folder / "service.log", environment_of(folder, job.runner))
     try:
         async with residuum.AsyncClient(f"127.0.0.1:{host.first['port']}", timeout=None) as client:
@@ -64,7 +64,7 @@ _UNSHOWN = {"flags", "shown", "runner"}
 
 async def _level(job: ServiceJob, streams: int, host: Helper, client: residuum.AsyncClient) -> dict[str, Any]:
     summaries: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for number in range(-1, job.rounds):  # the first does not count: threads start, buffers are allotted
+    for number in range(-1, job.rounds):  # round -1 is a warm-up: threads start, buffers are allocated
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
             requests = job.requests_per_stream * streams if number >= 0 else streams
             load = Load(
@@ -78,7 +78,7 @@ async def _level(job: ServiceJob, streams: int, host: Helper, client: residuum.A
 
 
 async def _run(load: Load, way: str, host: Helper, client: residuum.AsyncClient) -> tuple[Measured, float]:
-    """Return what a load took, and the processor time of the service's process meanwhile."""
+    """Return the measurements of a load, and the CPU seconds of the service's process meanwhile."""
     before = processor_seconds(host.process.pid)
     if way == WAYS[0]:
         measured = Measured(**host.call(asdict(load)))
@@ -88,17 +88,17 @@ async def _run(load: Load, way: str, host: Helper, client: residuum.AsyncClient)
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the processor time that a process has taken, all of its threads together; see clock_getcpuclockid(3)."""
+    """Return the CPU seconds of a process, all threads together; see clock_getcpuclockid(3)."""
     return time.clock_gettime(~pid << 3 | 2)
 
 
 def cpu_of(load: Load, seconds: float, short_seconds: float) -> dict[str, float]:
-    """Return what a request costs the service's process, and each of its tokens.
+    """Return the CPU cost of a request and of each further token for the service's process.
 
     Args:
         load: A load.
-        seconds: Processor time that it took.
-        short_seconds: Processor time that as many replies of one token took.
+        seconds: The CPU seconds of the load.
+        short_seconds: The CPU seconds of as many replies with one token.
     """
     further_tokens = load.requests * max(load.decode - 1, 1)
     return {
@@ -118,7 +118,7 @@ def _through(client: residuum.AsyncClient) -> Start:
 
 
 def difference(summaries: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, float]:
-    """Return what the service adds: medians over the rounds, each of which has both ways."""
+    """Return the service's overhead: medians over the rounds of the difference between both ways."""
     pairs = list(zip(*(summaries[way] for way in WAYS), strict=True))
 
     def median(values: Iterator[float]) -> float:
@@ -133,7 +133,7 @@ def difference(summaries: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[s
 
 
 def bars(part: Mapping[str, Any]) -> list[Bar]:
-    """Return the bars, of 32 streams; none if there were not so many."""
+    """Return the bars for 32 streams; none if 32 streams were not measured."""
     found = []
     for level in part["levels"]:
         if level["streams"] == _BAR_STREAMS:

@@ -1,4 +1,4 @@
-"""The memory of the processes of a service and its store, and whether it grows: odd samples do not matter."""
+"""Measures whether the memory of the services' processes grows. Outliers do not affect the result."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from bench.memory import descendants, kind_of, status_kib
 from bench.processes import RunFailedError
 
 WARM_UP = 1 / 3
-"""The share of the requests after which buffers, caches and allocators are as large as they will be."""
+"""The share of the requests after which buffers, caches and allocators have reached their final size."""
 
 MOST_KIB_PER_REQUEST = 1.0
-"""What a request may leave behind: what is kept of each by design, such as its name, is less than a fifth of it."""
+"""The most memory that a request may leave behind. By design less than a fifth of this is kept, such as its ID."""
 
 MARGIN_MIB, MARGIN_SHARE = 8.0, 0.01
-"""How far the last samples may lie above those after the warm-up: this much, or this share of them if that is more."""
+"""How far the last samples may be above those after the warm-up: this many MiB, or this share if that is more."""
 
 _OWN, _MAPPED = ("RssAnon:",), ("RssShmem:", "RssFile:")
 
 _ENDS = 10
-"""The tenth of the samples at either end of what is looked at."""
+"""The first and the last tenth of the samples are compared."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """How the memory of a process went, after the warm-up."""
+    """The memory of a process after the warm-up."""
 
     before_mib: float
-    """Right after the warm-up: the median of a tenth of the samples."""
+    """The median of the first tenth of the samples after the warm-up."""
     after_mib: float
-    """At the end, likewise."""
+    """The median of the last tenth of the samples."""
     kib_per_request: float
-    """The median of the slopes between all pairs of samples (Theil and Sen): an odd sample has no say in it."""
+    """The Theil-Sen slope: the median of the slopes between all pairs of samples. It is robust to outliers."""
 
     @property
     def margin_mib(self) -> float:
-        """How much more than after the warm-up it may be at the end."""
+        """How much it may grow from after the warm-up to the end, in MiB."""
         return max(MARGIN_MIB, MARGIN_SHARE * self.before_mib)
 
     @property
     def is_flat(self) -> bool:
-        """Whether it does not grow."""
+        """Whether it stays within the limits."""
         return self.kib_per_request <= MOST_KIB_PER_REQUEST and self.after_mib - self.before_mib <= self.margin_mib
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the growth as plain data."""
         rounded = {name: round(value, 3) for name, value in vars(self).items()}
         return {**rounded, "margin_mib": round(self.margin_mib, 3), "flat": self.is_flat}
 
 
 def growth_of(requests: Sequence[int], mib: Sequence[float]) -> Growth:
-    """Return how memory grew.
+    """Return the growth of memory.
 
     Args:
-        requests: How many requests had ended at each sample, from 0 on.
-        mib: The memory at each, in MiB.
+        requests: The number of ended requests at each sample, starting with 0.
+        mib: The memory at each sample, in MiB.
     """
     end = max(requests)
     steady = [(count, value) for count, value in zip(requests, mib, strict=True) if count >= WARM_UP * end]
@@ -72,13 +72,13 @@ def growth_of(requests: Sequence[int], mib: Sequence[float]) -> Growth:
 
 
 class Processes:
-    """The processes, each by its name."""
+    """The processes of the services, by name."""
 
     def __init__(self, roots: dict[str, int]) -> None:
-        """Find the processes that these started, which go on running from now on.
+        """Find the descendants of the root processes. All must keep running.
 
         Args:
-            roots: The processes that were started by hand, by name.
+            roots: The IDs of the root processes, by name.
         """
         self._pids = dict(roots)
         for root in roots.values():
@@ -87,11 +87,11 @@ class Processes:
                     self._pids[self._free(name)] = pid
 
     def own_mib(self) -> dict[str, float]:
-        """Return what each keeps in memory of its own."""
+        """Return the anonymous memory of each process, in MiB."""
         return {name: _resident_mib(name, pid, _OWN) for name, pid in self._pids.items()}
 
     def mapped_mib(self) -> dict[str, float]:
-        """Return what each has touched of what it maps: libraries, the ring, the store's database."""
+        """Return the resident file and shared memory of each: libraries, the ring, the store's database. In MiB."""
         return {name: _resident_mib(name, pid, _MAPPED) for name, pid in self._pids.items()}
 
     def _free(self, name: str) -> str:

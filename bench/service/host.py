@@ -1,8 +1,8 @@
-"""`python -m bench.service.host FLAGS`: the inference service, and loads on its own engine without the service.
+"""`python -m bench.service.host FLAGS`: the inference service, which can also run loads directly on its engine.
 
-It takes the service's flags; its first line says where it serves, and what. Each line on standard input is a load, in
-JSON; the answer, a line on standard output, is what it took when the process itself called vLLM's AsyncLLM. So both
-ways have the same engine, in the same state.
+It accepts the service's flags. Its first line on standard output has its port and model. Each line on standard input is
+a load in JSON. The process runs the load by calling vLLM's AsyncLLM directly, and answers with the measurements on
+standard output. So both ways use the same engine in the same state.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _POLL_SECONDS = 0.1
 
 
 def main() -> None:
-    """Serve until told to stop."""
+    """Serve until standard input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM prints
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM prints to standard output
     with tempfile.TemporaryDirectory(prefix="residuum-", ignore_cleanup_errors=True) as folder:
         port_file = Path(folder, "port")
         flags = [*sys.argv[1:], "--listen", "127.0.0.1:0", "--port-file", str(port_file)]
@@ -55,11 +55,11 @@ async def _serve(settings: InferenceSettings, folder: str, port_file: Path, answ
 
 
 async def _run_loads(server: InferenceServer, port_file: Path, answers: TextIO) -> None:
-    """Tell the port when it serves, then run loads until the standard input ends, and the service with it."""
-    while (engine := server.engine) is None:  # noqa: ASYNC110 - a start takes half a minute
+    """Print the port when the service is ready, then run loads. When standard input ends, stop the service."""
+    while (engine := server.engine) is None:  # noqa: ASYNC110 - a start takes half a minute, so polling is fine
         await asyncio.sleep(_POLL_SECONDS)
     facts = engine.facts
-    port = int(port_file.read_text())  # noqa: ASYNC240 - before any load
+    port = int(port_file.read_text())  # noqa: ASYNC240 - no load runs yet
     _answer(answers, {"port": port, "vocab_size": facts.vocab_size, "model_runner": facts.model_runner})
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -82,7 +82,7 @@ def _direct(llm: AsyncLLM, *, detokenize: bool) -> Start:
             ignore_eos=True,
             detokenize=detokenize,
             output_kind=RequestOutputKind.DELTA,
-            skip_clone=True,  # as the service asks, so that it has no advantage
+            skip_clone=True,  # the same as in the service
         )
         async for output in llm.generate(tokens_input(list(prompt)), sampling, name):
             yield len(output.outputs[0].token_ids)

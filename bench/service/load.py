@@ -1,4 +1,4 @@
-"""Many streams at once, each one request after another, and when their tokens came."""
+"""Runs concurrent streams, each with one request after another, and measures when their tokens arrive."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from dataclasses import dataclass, replace
 from bench.capture.subjects import WrongTokenCountError
 
 Start = Callable[[str, Sequence[int], int], AsyncGenerator[int, None]]
-"""Starts a request: its name, its prompt, the tokens of its reply; yields how many tokens came together."""
+"""Starts a request with a name, a prompt and the length of the reply; yields the number of tokens in each message."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked for."""
+    """The load to run."""
 
     name: str
-    """Begins the names of the requests: they must be new to the engine."""
+    """The prefix of the requests' names, which must be new to the engine."""
     streams: int
-    """Requests that run at a time."""
+    """Concurrent requests."""
     requests: int
-    """Requests in all."""
+    """All requests."""
     prefill: int
     decode: int
     vocab_size: int
 
     def shortened(self) -> Load:
-        """Return the same load with replies of one token: what is left is what a request costs by itself."""
+        """Return the same load with replies of one token, to measure the cost of a request without further tokens."""
         return replace(self, name=f"{self.name}-short", decode=1)
 
     def prompts(self) -> list[list[int]]:
-        """Return the prompts: random, and others for each load, so that no prefix cache knows them."""
+        """Return random prompts that differ for each load, so that the prefix cache never hits."""
         source = random.Random(self.name)  # noqa: S311 - repeatable, not secret
         return [[source.randrange(self.vocab_size) for _ in range(self.prefill)] for _ in range(self.requests)]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a load took."""
+    """The measurements of a load."""
 
     seconds: float
     tokens: int
     first_token_ms: list[float]
-    """Of each request: until its first token came."""
+    """For each request: from its start to its first token."""
     token_ms: list[float]
-    """Of each request: from its first token to its last, for each of the others."""
+    """For each request: the time from its first to its last token, divided by the number of further tokens."""
     request_ms: list[float]
-    """Of each request: until its end was known."""
+    """For each request: from its start to its end."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,7 +63,7 @@ class Measured:
         return len(self.request_ms) / self.seconds
 
     def summary(self) -> dict[str, float]:
-        """Return the figures of the load: rates, and medians over its requests."""
+        """Return the figures of the load: its rates, and medians over its requests."""
         return {
             "tokens_per_second": round(self.tokens_per_second, 2),
             "requests_per_second": round(self.requests_per_second, 3),
@@ -91,7 +91,7 @@ async def run_load(load: Load, start: Start) -> Measured:
 
 
 async def _run_one(arrivals: AsyncGenerator[int, None], decode: int) -> tuple[float, float, float]:
-    """Return the times of a request in ms: its first token, each further one, its end."""
+    """Return the times of a request in ms: to its first token, for each further token, to its end."""
     began = time.perf_counter()
     first = last = 0.0
     tokens = 0

@@ -1,4 +1,4 @@
-"""All that callers do, by turns: plain requests, captures, steering, and ends of every kind."""
+"""Requests of every kind in rotation: plain, with captures, with steering, and with every kind of end."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _KNOWN_VECTORS = 8
 _LENGTHS = (8, 48)
 _REPLY = (2, 8)
 _IDS = (3, 1000)
-"""Token ids that any model here has."""
+"""A range of token IDs that all models here have."""
 
 
 class Mixture:
-    """Makes requests, each the next kind, by a seed: the same in each run."""
+    """Makes requests of each kind in rotation. The same seed gives the same requests."""
 
     def __init__(self, client: residuum.AsyncClient, info: residuum.ModelInfo, *, texts: bool, seed: int = 0) -> None:
         """Make requests through a client.
 
         Args:
             client: The client.
-            info: What it serves.
-            texts: Whether the model has a tokenizer; else prompts are token ids.
-            seed: Chooses prompts, vectors and lengths.
+            info: The model that it serves.
+            texts: Whether the model has a tokenizer; otherwise prompts are token IDs.
+            seed: The seed for prompts, vectors and lengths.
         """
         self._client = client
         self._info = info
@@ -49,10 +49,10 @@ class Mixture:
             "refused": self._refused,
         }
         self.made: Counter[str] = Counter()
-        """How many requests of each kind there were."""
+        """The number of requests of each kind."""
 
     async def run(self, number: int) -> None:
-        """Make a request, and wait until nothing of it is left to do."""
+        """Make a request, and wait until it is done, including reads and deletes."""
         kind = list(self._kinds)[number % len(self._kinds)]
         await self._kinds[kind]()
         self.made[kind] += 1
@@ -73,7 +73,7 @@ class Mixture:
         await self._captures(residuum.Capture(encoding="rp8", dimensions=64, reduction="mean"))
 
     async def _registered(self) -> None:
-        """Register a request with a vector that nobody has sent; in time it pushes out another."""
+        """Register a request with a new vector. Over time, new vectors evict others."""
         registration = await self._client.register(
             capture=residuum.Capture(layers=[self._last_layer]), steer=self._push(self._vector())
         )
@@ -84,11 +84,11 @@ class Mixture:
         await self._client.generate(self._prompt(), max_tokens=self._length(), n=2, temperature=0.9, seed=1)
 
     async def _broken_off(self) -> None:
-        """Leave a request whose steering was changed before it has ended, and what it captured with it."""
+        """Change the steering of a request, then disconnect before it ends."""
         options = {"max_tokens": 400, "ignore_eos": True, "capture": residuum.Capture(), "updatable": True}
         async with self._client.stream(self._prompt(), **options) as stream:  # type: ignore[arg-type] # of many types
             await anext(stream)
-            with suppress(residuum.UnknownRequest):  # a small model may have made all tokens meanwhile
+            with suppress(residuum.UnknownRequest):  # a small model may already have generated all tokens
                 await stream.update_steering(self._push(self._some_known()))
         await self._client.manifest(stream.request_id, wait=True)
         await self._client.delete(stream.request_id)
@@ -98,7 +98,7 @@ class Mixture:
             await self._client.generate(self._prompt(), capture=residuum.Capture(layers=[self._last_layer + 1]))
         except residuum.UnknownLayer:
             return
-        raise AssertionError("a layer that the model does not have was captured")
+        raise AssertionError("the server accepted a layer that the model does not have")
 
     async def _captures(self, capture: residuum.Capture, steer: residuum.Add | None = None) -> None:
         reply = await self._client.generate(
@@ -107,7 +107,7 @@ class Mixture:
         await self._read_and_delete(reply.request_id)
 
     async def _read_and_delete(self, request_id: str) -> None:
-        """Read all rows. Captures that nobody deletes stay, as they should; so these are deleted."""
+        """Read all rows, then delete the capture, because captures stay in the store until they are deleted."""
         await self._client.activations(request_id)
         await self._client.delete(request_id)
 

@@ -1,8 +1,8 @@
-"""`python -m bench.service.soak`: whether the memory of any process grows with the requests that were served.
+"""`python -m bench.service.soak`: checks that the memory of no process grows with the number of requests.
 
-Both services as they are, with a real engine. All kinds of requests by turns, some of which capture, are steered, are
-broken off or refused; what is captured is read and deleted. They come in crowds that begin at once, and the memory of
-each process is looked at when a crowd has been served.
+It runs both services with a real engine. Requests rotate through all kinds: some capture, some are steered, some are
+broken off, some are refused. Captures are read and deleted. Requests start in groups, and the memory of each process is
+sampled after each group.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from svc_common.launcher import Service, running_services
 
 _FLAGS = (
     *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32"),
-    # What fills up by design has to be full when the warm-up ends: KV blocks take turns, and so do places of the ring.
+    # Memory that fills up by design must be full when the warm-up ends: KV blocks are reused in rotation, and so is the
+    # ring.
     *("--kv-cache-gib", "0.25", "--ring-mib", "32", "--max-vectors", "32"),
-    # On CPUs vLLM keeps, for each matrix of the model, what oneDNN compiled for the last 32 numbers of tokens. With
-    # more of them it would compile and forget for ever, and oneDNN's own cache of 1,024 would fill slowly.
+    # On CPUs, vLLM caches oneDNN's kernels for each matrix of the model and the last 32 numbers of tokens. With more
+    # numbers it would compile again and again, and oneDNN's cache of 1,024 kernels would fill slowly.
     *("--max-num-batched-tokens", "32"),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run, print, and write the result. Fails if the memory of a process is not flat."""
+    """Run, print, and write the result. Exits with an error if the memory of a process is not flat."""
     options = parse(arguments)
     name = options.shape or Path(options.model or default_model()).name
     run_parts("bench.service.soak", Machine.describe(), [name], options.output, lambda _: _measure(options))
@@ -50,8 +51,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    parser.add_argument("--requests", type=positive, default=2000, help="requests in all")
-    parser.add_argument("--crowd", type=positive, default=20, help="requests that begin at once")
+    parser.add_argument("--requests", type=positive, default=2000, help="number of requests")
+    parser.add_argument("--crowd", type=positive, default=20, help="requests that start together")
     add_output(parser)
     return parser.parse_args(arguments)
 
@@ -66,7 +67,7 @@ def _measure(options: argparse.Namespace) -> Part:
 
 
 async def soak(store: Service, inference: Service, requests: int, crowd: int, *, texts: bool) -> dict[str, Any]:
-    """Send requests to running services, and return the part of the result."""
+    """Send requests to running services; return the part of the result."""
     processes = Processes({"service": inference.process.pid, "store": store.process.pid})
     counts, own = [0], [processes.own_mib()]
     began = time.perf_counter()
@@ -92,7 +93,7 @@ async def soak(store: Service, inference: Service, requests: int, crowd: int, *,
 
 
 def show(part: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is printed."""
+    """Yield the printed lines."""
     made = ", ".join(f"{count} {kind}" for kind, count in part["made"].items())
     yield f"{part['parameters']['requests']} requests: {made}"
     head = ["process", "at first, MiB", "warm, MiB", "at the end, MiB", "KiB/request", "at most, MiB", "memory is"]
@@ -108,8 +109,8 @@ def show(part: Mapping[str, Any]) -> Iterator[str]:
     ]
     yield table(head, rows)
     yield (
-        f"FLAT: once {WARM_UP:.0%} were served, at most {MOST_KIB_PER_REQUEST:g} KiB for each of the others, and at "
-        "the end no more than the column before says."
+        f"FLAT: after the first {WARM_UP:.0%} of the requests, at most {MOST_KIB_PER_REQUEST:g} KiB for each further "
+        "request, and at the end no more than the column before."
     )
 
 

@@ -1,1 +1,1 @@
-"""What steering costs: one kernel, one request on its way in, and a whole engine."""
+"""The cost of steering: in the kernel, in the calls that send vectors, and in a whole engine."""

@@ -30,11 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure_kernel(options: argparse.Namespace) -> Part:
-    from bench.steering import kernel  # needs Triton
+    from bench.steering import kernel  # imports Triton
 
     job = kernel.KernelJob(options.hidden, options.unique, compile_seconds=options.compile_seconds)
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
-        # In a process of its own: what CUDA takes there must not be missing when the engine starts.
+        # In a separate process, because a CUDA context here would take memory from the engine.
         part = run_child("bench.steering.kernel", asdict(job), Path(scratch), dict(os.environ), "kernel")
     measurements = [kernel.Measurement(**item) for item in part["measurements"]]
     failed = [item for item in measurements if item.failed]
@@ -66,7 +66,7 @@ MEASURES: dict[str, Callable[[argparse.Namespace], Part]] = {
 
 
 def engine_job(options: argparse.Namespace) -> EngineJob:
-    """Return what the command line asks of the engine."""
+    """Return the job of part `engine` from the command line."""
     kinds = (False, True) if options.per_layer_vectors else (False,)
     cases = [Case(number, per_layer) for per_layer in kinds for number in options.configurations]
     names = {field.name for field in fields(EngineJob)} & vars(options).keys()
@@ -88,37 +88,37 @@ def parse(arguments: Sequence[str] | None, *, has_gpu: bool) -> argparse.Namespa
     kernels.add_argument("--unique", type=numbers, default=(1, 2, 4, 8, 16, 32), help="unique operations of a batch")
     kernels.add_argument(
         "--compile-seconds", type=float, default=60.0,
-        help="compile no more loops after this many seconds of compiling; 0: none",
+        help="stop compiling loops after this many seconds; 0: compile none",
     )  # fmt: skip
     calls = parser.add_argument_group("rpc")
-    calls.add_argument("--repeats", type=positive, default=RpcJob().repeats, help="how often each call is made")
+    calls.add_argument("--repeats", type=positive, default=RpcJob().repeats, help="repetitions of each call")
     engines = parser.add_argument_group("engine")
     engines.add_argument(
         "--shape", choices=sorted(SHAPES), default="qwen2.5-1.5b" if has_gpu else "tiny",
         help="a model's shape with random weights (default: qwen2.5-1.5b, without a GPU tiny)",
     )  # fmt: skip
     add_runner(parser)
-    engines.add_argument("--batch-size", type=positive, default=job.batch_size, help="requests submitted at once")
+    engines.add_argument("--batch-size", type=positive, default=job.batch_size, help="requests submitted together")
     engines.add_argument("--prefill", type=positive, default=job.prefill, help="tokens of each prompt, exactly")
     engines.add_argument("--decode", type=positive, default=job.decode, help="tokens of each reply, exactly")
     engines.add_argument("--configurations", type=numbers, help="distinct configurations of a batch; 0: unsteered")
     engines.add_argument(
         "--per-layer-vectors", action="store_true",
-        help="measure, beside configurations of one vector for all layers, those of a vector for each layer",
+        help="also measure configurations with a vector for each layer, not only with one for all layers",
     )  # fmt: skip
-    engines.add_argument("--iterations", type=positive, default=job.iterations, help="after one as a warm-up")
-    engines.add_argument("--rounds", type=positive, default=job.rounds, help="engines of each kind, one after another")
+    engines.add_argument("--iterations", type=positive, default=job.iterations, help="iterations after one warm-up")
+    engines.add_argument("--rounds", type=positive, default=job.rounds, help="rounds, each with new engines")
     engines.add_argument("--eager", action="store_true", help="do not compile the model")
     engines.add_argument(
         "--max-num-batched-tokens", type=positive, default=job.max_num_batched_tokens,
-        help="tokens that one step computes at most",
+        help="the most tokens that one step computes",
     )  # fmt: skip
     engines.add_argument("--kv-cache-gib", type=float, default=job.kv_cache_gib, help="memory of the KV cache")
     options = parser.parse_args(arguments)
     if options.configurations is None:
         options.configurations = [number for number in _CONFIGURATIONS if number <= options.batch_size]
     elif max(options.configurations) > options.batch_size:
-        parser.error("--configurations: a batch has no more configurations than requests (--batch-size)")
+        parser.error("--configurations: must not exceed the number of requests (--batch-size)")
     return options
 
 

@@ -1,4 +1,4 @@
-"""A whole engine whose batch is steered in 0, 1, ... or as many ways as it has requests."""
+"""Part `engine`: a whole engine whose batch has 0, 1, ... or as many steering configurations as requests."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _MOST_REPLIES_AS_UNSTEERED = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    """How a batch is steered: request i as configuration i modulo their number says, after every layer."""
+    """How a batch is steered: request i has configuration i modulo their number, after every layer."""
 
     configurations: int
-    """0: not at all."""
+    """The number of configurations; 0 for no steering."""
     per_layer: bool = False
-    """A configuration has a vector for each layer, rather than one for all layers."""
+    """Whether a configuration has a vector for each layer instead of one for all layers."""
 
     @property
     def name(self) -> str:
-        """How it is called in the result."""
+        """Its name in the result."""
         return f"K={self.configurations}{' per layer' if self.per_layer else ''}"
 
 
 @dataclass(frozen=True)
 class EngineJob:
-    """What is measured."""
+    """What to measure."""
 
     shape: str
     cases: tuple[Case, ...]
@@ -58,12 +58,12 @@ class EngineJob:
 
     @property
     def bank_rows(self) -> int:
-        """Vectors that are active at once."""
+        """The number of vectors that are active together."""
         last = self.num_layers - 1
         return 1 + max(bank_row(case, self.num_layers, case.configurations - 1, last) for case in self.cases)
 
     def workload(self) -> Workload:
-        """Return it in the words of bench.capture, whose subjects and prompts these are."""
+        """Return the workload for bench.capture, whose subjects and prompts this benchmark uses."""
         return Workload(
             model=write_shape(self.shape),
             batch_size=self.batch_size,
@@ -79,14 +79,14 @@ class EngineJob:
 
 
 def bank_row(case: Case, num_layers: int, configuration: int, layer: int) -> int:
-    """Return the bank's row of the vector that a configuration steers with after a layer."""
+    """Return the row in the bank of a configuration's vector for a layer."""
     return configuration * num_layers + layer if case.per_layer else configuration
 
 
 def rotated(cases: Sequence[Case], number: int) -> list[Case]:
-    """Return the cases in the order of an iteration: another begins each time, and every other time it goes backwards.
+    """Return the cases in the order of an iteration. Each begins with another case, and every second is reversed.
 
-    So a drift of the machine favours none, and none always follows the same neighbour.
+    So a drift of the machine favours no case, and no case always follows the same other case.
     """
     at = number % len(cases)
     order = [*cases[at:], *cases[:at]]
@@ -94,7 +94,7 @@ def rotated(cases: Sequence[Case], number: int) -> list[Case]:
 
 
 def measure(job: EngineJob) -> dict[str, Any]:
-    """Measure stock vLLM and the taps, each on an engine of its own; return the part of the result."""
+    """Measure stock vLLM and the taps, each with its own engine; return the part of the result."""
     runs = [
         _run(job, subject, number)
         for number in range(job.rounds)
@@ -113,7 +113,7 @@ def _run(job: EngineJob, subject: str, number: int) -> dict[str, Any]:
 
 
 def summarise(job: EngineJob, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the part of the result: each case over all its iterations, beside others."""
+    """Return the part of the result: each case over all its iterations, compared with other cases."""
     names = [STOCK, *(case.name for case in job.cases)]
     iterations = {
         name: sorted(
@@ -153,20 +153,22 @@ def _check_steering(job: EngineJob, iterations: Mapping[str, Sequence[Mapping[st
             continue
         as_stock = _agreement(iterations[case.name], iterations[STOCK])
         if as_stock > _MOST_REPLIES_AS_UNSTEERED:
-            raise RunFailedError(f"engine, {case.name}: {as_stock:.0%} of the replies are as if nothing was steered")
+            raise RunFailedError(f"engine, {case.name}: {as_stock:.0%} of the replies are the same as without steering")
         one = Case(1, case.per_layer)
         if case.configurations > 1 and one in job.cases:
-            # Only where the configuration is another than the one that all have with K = 1.
+            # Only for requests whose configuration differs from the one that all have with K = 1.
             others = [index for index in range(job.batch_size) if index % case.configurations]
             as_one = _agreement(iterations[case.name], iterations[one.name], others)
             if as_one > _MOST_REPLIES_AS_UNSTEERED:
-                raise RunFailedError(f"engine, {case.name}: {as_one:.0%} of the replies are as with one configuration")
+                raise RunFailedError(
+                    f"engine, {case.name}: {as_one:.0%} of the replies equal those with one configuration"
+                )
 
 
 def _agreement(
     one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], requests: Sequence[int] | None = None
 ) -> float:
-    """Return the share of replies that are equal, token by token, of iterations with the same prompts."""
+    """Return the share of replies that are equal, token by token, between iterations with the same prompts."""
     same = [
         a["replies"][index] == b["replies"][index]
         for a, b in zip(one, other, strict=True)
@@ -176,7 +178,7 @@ def _agreement(
 
 
 def bars(job: EngineJob, part: Mapping[str, Any]) -> list[Bar]:
-    """Return what steering has to reach; where a case was not measured, there is no bar."""
+    """Return the bars of the cases that were measured."""
     rates = {case["case"]: case["tokens_per_second"] for case in part["cases"]}
     found = []
     for per_layer in (False, True):

@@ -1,4 +1,4 @@
-"""What a process of the steering benchmark with one engine does; see `bench.child`."""
+"""One process of the steering benchmark, with one engine; see `bench.child`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MIB = 1 << 20
 
 
 def main() -> None:
-    """Run the job in the first file; write what it measured to the second."""
+    """Run the job in the first file, and write its measurements to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
     told = json.loads(job_file.read_text())
     job = restore(EngineJob, told["job"])
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 async def measure(job: EngineJob, folder: str, *, stock: bool) -> dict[str, Any]:
-    """Start the engine, and measure each case by turns."""
+    """Start the engine, and measure the cases alternately."""
     started = time.perf_counter()
     settings = settings_for(job, folder, stock=stock)
     async with AsyncExitStack() as stack:
@@ -66,12 +66,12 @@ async def measure(job: EngineJob, folder: str, *, stock: bool) -> dict[str, Any]
 
 
 def child_job(job: EngineJob, folder: str, *, stock: bool) -> Job:
-    """Return the job in the words of bench.capture."""
+    """Return the job for bench.capture."""
     return Job((Mode.STOCK if stock else Mode.STEER,), 0, job.workload(), folder, job.runner)
 
 
 def settings_for(job: EngineJob, folder: str, *, stock: bool) -> InferenceSettings:
-    """Return the service's settings for a job; for stock, the same."""
+    """Return the service's settings for a job. Stock vLLM gets the same."""
     settings = settings_of(child_job(job, folder, stock=stock))
     rows = max(settings.max_active_vectors, job.bank_rows)
     return settings.model_copy(update={"max_active_vectors": rows})
@@ -104,7 +104,7 @@ async def _iterate(job: EngineJob, subject: Subject, case: Case, number: int, *,
 
 
 def plan_of(job: EngineJob, case: Case, index: int) -> RequestPlan | None:
-    """Return how the request with an index is steered in a case."""
+    """Return the plan of the request with an index in a case."""
     if not case.configurations:
         return None
     configuration = index % case.configurations

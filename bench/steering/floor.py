@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN202, N803 - a Triton kernel is written without annotations, its constants in capitals
-"""The least that rows cost: a kernel that only moves the bytes which a tap has to move."""
+"""The lower limit for a tap: a kernel that only moves the bytes that a tap must move."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _move_kernel(a, b, first, second, elements, TWO: tl.constexpr, CHUNK: tl.con
 
 
 def move(a: Tensor, b: Tensor, first: Tensor, second: Tensor | None = None) -> None:
-    """Read two tensors; write their sum, and their difference if there is a place for it: what a tap moves."""
+    """Read two tensors; write their sum to `first`, and their difference to `second` if given. A tap moves the same."""
     elements = a.numel()
     _move_kernel[(triton.cdiv(elements, _CHUNK),)](
         a, b, first, first if second is None else second, elements,

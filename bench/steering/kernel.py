@@ -1,6 +1,6 @@
-"""Steering the rows of many requests at once, on a GPU: the taps' kernel beside other ways to do it.
+"""Part `kernel`: steers the rows of many requests on a GPU, with the taps' kernel and with alternatives.
 
-It runs in a process of its own; see `bench.child`.
+It runs in a separate process; see `bench.child`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _DTYPE = torch.bfloat16
 _ITEM_BYTES = 2
 _EPSILON = 1e-6
 _LIGHT_LAUNCHES, _HEAVY_LAUNCHES = 56, 4
-"""Launches in a graph: of a kernel, and of a way that launches hundreds of them."""
+"""Launches in a graph: for a single kernel, and for a way that launches hundreds of kernels."""
 _CACHES = 3
-"""How many times the rows of one launch after the other fill the L2 cache before they come again."""
+"""How many times the launches fill the L2 cache before the same rows are used again."""
 _USUAL_L2_BYTES = 50 << 20
 _COPY_BYTES = 1 << 30
 
@@ -55,45 +55,45 @@ _BAR_HIDDEN, _BAR_US, _BAR_SPREAD = 2560, 13.0, 1.25
 
 @dataclass(frozen=True)
 class KernelJob:
-    """What is measured."""
+    """What to measure."""
 
     hidden: tuple[int, ...] = (2560, 4096)
     unique: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Unique operations of a batch."""
+    """Numbers of unique operations in a batch."""
     requests: int = 32
     rows_each: int = 64
     compile_seconds: float = 60.0
-    """No loop is compiled after this many seconds of compiling; 0: none is."""
+    """Compiling loops stops after this many seconds; 0 to compile none."""
 
 
 class Rows(NamedTuple):
-    """What a launch works on."""
+    """The tensors of one launch."""
 
     hidden: Tensor
     residual: Tensor
 
     def copy(self) -> Rows:
-        """Return rows of the same values elsewhere."""
+        """Return a copy in other memory."""
         return Rows(self.hidden.clone(), self.residual.clone())
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to steer a batch, or something to compare it with."""
+    """One way to steer a batch, or a reference to compare with."""
 
     name: str
     launch: Callable[[Rows, int], tuple[Tensor, ...]]
-    """Does it once; returns what it made or changed. The number is that of the launch."""
+    """Launches it once, given the number of the launch; returns the tensors that it made or changed."""
     expected: Callable[[Rows], tuple[Expected, ...]]
-    """What that must be, for rows as they were before."""
+    """Returns the expected tensors, given the original rows."""
     exact: bool = True
-    """Computes in float32, and rounds once."""
+    """Whether it computes in float32 and rounds once."""
     launches: int = _LIGHT_LAUNCHES
 
 
 @dataclass
 class Measurement:
-    """A way at one size."""
+    """The measurement of a way at one size."""
 
     hidden: int
     operation: str
@@ -101,28 +101,28 @@ class Measurement:
     unique: int
     way: str
     failed: str = ""
-    """Why there are no figures."""
+    """The reason if there are no figures; otherwise empty."""
     error: float = 0.0
-    """How far the result was off, 1 being the most that is allowed."""
+    """The error of the result as a multiple of the allowed error."""
     times: dict[str, Any] = field(default_factory=dict)
-    """Microseconds: "memory" in a CUDA graph, from rows that are in no cache; "cache" in a CUDA graph, the same rows
-    each time; "launched" by the host, one by one."""
+    """Microseconds: "memory" in a CUDA graph with rows that are not in the cache, "cache" in a CUDA graph with the same
+    rows each time, "launched" by the host one by one."""
 
     @property
     def key(self) -> tuple[int, str, int, str]:
-        """What names it."""
+        """The key of the measurement."""
         return self.hidden, self.operation, self.unique, self.way
 
     def us(self, how: str) -> float | None:
-        """Return the median; None if there is none."""
+        """Return the median in microseconds; None if there is none."""
         return float(self.times[how]["us"]) if how in self.times else None
 
 
 class ArmedTap:
-    """A worker's tap in the step in which a batch's prompts are computed, all of them steered after every layer."""
+    """A worker's tap in the step that computes a batch's prompts. All requests are steered after every layer."""
 
     def __init__(self, batch: Batch) -> None:
-        """Load the bank, admit the requests, place their rows."""
+        """Load the bank, admit the requests, and place their rows."""
         rows = batch.requests * batch.rows_each
         points = TapPoints(0, LAYERS)
         bank = VectorBank(batch.unique, batch.vectors.shape[1], batch.vectors.device)
@@ -135,7 +135,7 @@ class ArmedTap:
         self._points = [points.after(layer) for layer in range(LAYERS)]
 
     def point(self, number: int) -> int:
-        """Return the tap point of one layer after the other."""
+        """Return the tap point of each layer in rotation."""
         return self._points[number % LAYERS]
 
 
@@ -153,11 +153,11 @@ def plan_of(batch: Batch, index: int) -> RequestPlan:
 
 
 class WrongResultError(RuntimeError):
-    """A way does not compute what it should."""
+    """A way computes a wrong result."""
 
 
 def main() -> None:
-    """Run the job in the first file; write what it measured to the second."""
+    """Run the job in the first file, and write its measurements to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
     result_file.write_text(json.dumps(measure(restore(KernelJob, json.loads(job_file.read_text())))))
 
@@ -168,7 +168,7 @@ def measure(job: KernelJob) -> dict[str, Any]:
     torch.manual_seed(0)
     timing.warm_up()
     properties = torch.cuda.get_device_properties(device)
-    l2_bytes = int(getattr(properties, "L2_cache_size", _USUAL_L2_BYTES))  # older torch does not tell
+    l2_bytes = int(getattr(properties, "L2_cache_size", _USUAL_L2_BYTES))  # older torch does not have it
     bandwidth = copy_bandwidth()
     bench = Bench(job, device, l2_bytes)
     bench.measure_all()
@@ -183,7 +183,7 @@ def measure(job: KernelJob) -> dict[str, Any]:
 
 
 def copy_bandwidth() -> float:
-    """Return the bytes a second, read and written, of a copy that no cache can hold."""
+    """Return the bytes per second, read and written, of a copy that does not fit any cache."""
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times = timing.sampled(lambda: target.copy_(source), 1)
@@ -201,7 +201,7 @@ class Bench:
         self.compile_seconds: dict[str, float] = {}
 
     def measure_all(self) -> None:
-        """Measure; what fails is noted, and the next has its turn."""
+        """Measure everything. A way that fails is recorded, and the next way is measured."""
         job = self._job
         for hidden in job.hidden:
             sets = self._sets(hidden)
@@ -249,12 +249,16 @@ class Bench:
         try:
             measured.error = check(way, sets[0])
             measured.times = {name: times.to_json() for name, times in times_of(way, sets)}
-        except Exception as error:  # noqa: BLE001 - whatever another way fails of, its figure is missing, no more
+        except Exception as error:  # noqa: BLE001 - if a way fails, only its figure is missing
             measured.failed = f"{type(error).__name__}: {error}"[:500]
 
 
 def check(way: Way, rows: Rows) -> float:
-    """Return how far a way is off, in bounds: on a GPU as replayed in a CUDA graph."""
+    """Return the error of a way as a multiple of the allowed error. On a GPU, a CUDA graph runs it.
+
+    Raises:
+        WrongResultError: The error is above 1.
+    """
     fresh = rows.copy()
     expected = way.expected(rows.copy())
     if rows.hidden.is_cuda:
@@ -266,13 +270,13 @@ def check(way: Way, rows: Rows) -> float:
     else:
         returned = way.launch(fresh, 0)
     off = max(ways.worst(got, want, exact=way.exact) for got, want in zip(returned, expected, strict=True))
-    if not off <= 1.0:  # also if it is NaN
-        raise WrongResultError(f"off by {off:.3g} times what is allowed")
+    if not off <= 1.0:  # also true for NaN
+        raise WrongResultError(f"the error is {off:.3g} times the allowed error")
     return off
 
 
 def times_of(way: Way, sets: Sequence[Rows]) -> Iterator[tuple[str, timing.Times]]:
-    """Yield the times of a way, each with its name. The rows are worn out by it: what counts is where they lie."""
+    """Yield the times of a way, each with its name. This destroys the rows' values; only their location matters."""
     used = [rows.copy() for rows in sets]
 
     def one_after_the_other(number: int) -> object:
@@ -288,13 +292,13 @@ def times_of(way: Way, sets: Sequence[Rows]) -> Iterator[tuple[str, timing.Times
 
 
 def steering_ways(batch: Batch) -> Iterator[Way]:
-    """Yield the ways to steer a batch, but for the compiled loop, which is made once for all batches."""
+    """Yield the ways to steer a batch, except the compiled loop, which is compiled once for all batches."""
     armed = ArmedTap(batch)
     yield tap_way(armed, lambda rows: ways.expect(batch, rows.hidden, rows.residual))
     yield tap_way(armed, lambda rows: ways.expect(batch, rows.hidden), TAP_SUM)
     yield tap_norm_way(armed, batch, batch.vectors.shape[1], batch.vectors.device)
     yield loop_way(LOOP, batch, ways.loop(batch.kind, batch.rows_each))
-    run, groups = ways.gather_scatter(batch.kind), ways.groups_of(batch, _DTYPE)  # grouped beforehand
+    run, groups = ways.gather_scatter(batch.kind), ways.groups_of(batch, _DTYPE)  # grouping is not measured
     yield plain_way(GATHER, batch, lambda hidden: run(hidden, groups))
     if batch.unique == 1:
         apply, vector = ways.operation(batch.kind), ways.vector_for(batch.kind, batch.vectors[0], _DTYPE)
@@ -302,7 +306,7 @@ def steering_ways(batch: Batch) -> Iterator[Way]:
 
 
 def tap_way(armed: ArmedTap, expected: Callable[[Rows], Expected], name: str = TAP) -> Way:
-    """Return the taps' kernel, on one tensor or on both."""
+    """Return the taps' kernel, for one tensor or for both."""
 
     def launch(rows: Rows, number: int) -> tuple[Tensor, ...]:
         armed.tap.tap(rows.hidden, None if name == TAP_SUM else rows.residual, armed.point(number))
@@ -312,7 +316,7 @@ def tap_way(armed: ArmedTap, expected: Callable[[Rows], Expected], name: str = T
 
 
 def plain_way(name: str, batch: Batch, change: Callable[[Tensor], object], launches: int = _HEAVY_LAUNCHES) -> Way:
-    """Return a way that changes rows in place, and computes in bfloat16."""
+    """Return a way that changes rows in place and computes in bfloat16."""
 
     def launch(rows: Rows, _: int) -> tuple[Tensor, ...]:
         change(rows.hidden)
@@ -322,7 +326,7 @@ def plain_way(name: str, batch: Batch, change: Callable[[Tensor], object], launc
 
 
 def loop_way(name: str, batch: Batch, run: Callable[[Tensor, Sequence[Tensor]], None]) -> Way:
-    """Return the loop over requests, each with a vector of its own, as it came."""
+    """Return the loop over requests, each with its own copy of a vector, as in its request."""
     vectors = [
         ways.vector_for(batch.kind, batch.vectors[index % batch.unique], _DTYPE) for index in range(batch.requests)
     ]
@@ -330,7 +334,7 @@ def loop_way(name: str, batch: Batch, run: Callable[[Tensor, Sequence[Tensor]], 
 
 
 def reference_ways(batch: Batch) -> Iterator[Way]:
-    """Yield what steers nothing: idle taps, the add and norm that a model runs without taps, and moving the bytes."""
+    """Yield the references without steering: idle taps, a model's add and norm without taps, and moving the bytes."""
     hidden, device = batch.vectors.shape[1], batch.vectors.device
     idle = ArmedTap(batch)
     idle.tap.disarm()
@@ -367,7 +371,7 @@ def _sum_of(value: Tensor) -> Expected:
 
 
 def tap_norm_way(armed: ArmedTap, batch: Batch | None, hidden: int, device: torch.device) -> Way:
-    """Return the tap that is folded into the norm; `batch` None: idle."""
+    """Return the tap that is folded into the norm. It is idle if `batch` is None."""
     weight = _weight(hidden, device)
 
     def launch(rows: Rows, number: int) -> tuple[Tensor, ...]:
@@ -379,7 +383,7 @@ def tap_norm_way(armed: ArmedTap, batch: Batch | None, hidden: int, device: torc
 
 
 def norm_ways(hidden: int, device: torch.device) -> Iterator[Way]:
-    """Yield the add and norm of a model without taps: vLLM's kernel, and the compiler's, vLLM's default."""
+    """Yield the add and norm of a model without taps: vLLM's kernel, and the compiled one, which is vLLM's default."""
     weight = _weight(hidden, device)
 
     def compilable(states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -416,7 +420,7 @@ def _expect_add_norm(batch: Batch | None, rows: Rows, weight: Tensor) -> tuple[E
 
 
 def bars(measurements: Sequence[Measurement]) -> list[Bar]:
-    """Return what the taps' kernel has to reach; where a figure is missing, it does not."""
+    """Return the bars for the taps' kernel. A missing figure fails its bar."""
     found = []
     sizes = sorted({item.hidden for item in measurements})
     taps = [item for item in measurements if item.way == TAP and item.operation != IDLE]
@@ -439,12 +443,12 @@ def _spread(taps: Sequence[Measurement], hidden: int, operation: str, how: str) 
 
 
 def tap_bytes(job: KernelJob, hidden: int, *, norm: bool) -> int:
-    """Return what a tap reads and writes of rows: three tensors by itself, four with its norm."""
+    """Return the bytes of rows that a tap reads and writes: three tensors alone, four with its norm."""
     return (4 if norm else 3) * job.requests * job.rows_each * hidden * _ITEM_BYTES
 
 
 def show(job: KernelJob, measurements: Sequence[Measurement], bandwidth: float) -> Iterator[str]:
-    """Yield the tables: microseconds in a CUDA graph, rows from memory; and launched by the host."""
+    """Yield the tables: microseconds in a CUDA graph with rows from memory or cache, and launched by the host."""
     by_key = {item.key: item for item in measurements}
     names = list(dict.fromkeys(item.way for item in measurements if item.operation != IDLE))
     for hidden in job.hidden:

@@ -1,4 +1,4 @@
-"""What it costs to bring vectors to a server and to name them in requests, the first time and later."""
+"""Part `rpc`: the cost of sending vectors to a server and naming them in requests, the first time and later."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ LAYERS = 28
 
 @dataclass(frozen=True)
 class RpcJob:
-    """What is measured."""
+    """What to measure."""
 
     hidden: tuple[int, ...] = (2560, 4096)
     vectors: tuple[int, ...] = (0, 1, 8, 64)
-    """Vectors of a request."""
+    """Numbers of vectors in a request."""
     repeats: int = 50
 
 
 class Sample(NamedTuple):
-    """One call, or one thing that a client does without a call."""
+    """One call, or one operation of a client without a call."""
 
     seconds: float
     bytes_sent: int
 
 
 def measure(job: RpcJob) -> dict[str, Any]:
-    """Measure; return the part of the result."""
+    """Measure, and return the part of the result."""
     costs = [cost for hidden in job.hidden for cost in without_a_server(hidden, job)]
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         log = Path(scratch, "server.log")
@@ -58,7 +58,7 @@ def measure(job: RpcJob) -> dict[str, Any]:
 
 
 def without_a_server(hidden: int, job: RpcJob) -> Iterator[dict[str, Any]]:
-    """Yield what a client does by itself: hashing a vector, and building a request."""
+    """Yield the costs within a client: hashing a vector, and building a request."""
     made = _arrays(hidden, 0)
 
     def digest(array: npt.NDArray[np.float32], hash_of: Callable[[bytes], object]) -> Sample:
@@ -87,7 +87,7 @@ def without_a_server(hidden: int, job: RpcJob) -> Iterator[dict[str, Any]]:
 
 
 def with_a_server(hidden: int, job: RpcJob, endpoint: str) -> Iterator[dict[str, Any]]:
-    """Yield what the calls cost."""
+    """Yield the costs of the calls."""
     made = _arrays(hidden, 1)
     for count in job.vectors:
         requests = _hashed(made, count, job.repeats)
@@ -116,14 +116,14 @@ def with_a_server(hidden: int, job: RpcJob, endpoint: str) -> Iterator[dict[str,
 
 
 def _arrays(hidden: int, seed: int) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield random arrays, no two the same."""
+    """Yield random arrays, all different."""
     source = np.random.default_rng(seed)
     while True:
         yield source.standard_normal(hidden).astype(np.float32)
 
 
 def _hashed(made: Iterator[npt.NDArray[np.float32]], count: int, repeats: int) -> list[list[residuum.Vector]]:
-    """Return the vectors of each repetition, their digests known: hashing is measured by itself."""
+    """Return the vectors of each repetition with known digests, because hashing is measured separately."""
     requests = [[residuum.Vector.from_array(next(made)) for _ in range(count)] for _ in range(repeats)]
     for vectors in requests:
         _build(vectors)
@@ -157,7 +157,7 @@ def _find(client: residuum.Client, vectors: Sequence[residuum.Vector], *, missin
 
 
 def _put(client: residuum.Client, vectors: Sequence[residuum.Vector], *, sent: int, asks: bool = True) -> Sample:
-    """Put vectors; a client that does not know them to be there asks first."""
+    """Put vectors. A client that does not know whether the server has them asks first."""
     done: list[int] = []
     size = (find_bytes(vectors) if asks else 0) + (put_bytes(vectors) if sent else 0)
     sample = _timed(lambda: done.append(client.put_vectors(vectors).sent), size)
@@ -166,7 +166,7 @@ def _put(client: residuum.Client, vectors: Sequence[residuum.Vector], *, sent: i
 
 
 def _register(client: residuum.Client, vectors: Sequence[residuum.Vector], *, missing: int | None = None) -> Sample:
-    """Register a request, and drop it again after the clock has stopped. What the server lacks is sent by the call."""
+    """Register a request, which also sends missing vectors, and drop it after the clock has stopped."""
     operations = _steering(vectors)
     spec = plan_spec(None, operations, None, None).spec
     size = inference_pb2.RegisterRequestRequest(spec=spec).ByteSize()
@@ -179,7 +179,7 @@ def _register(client: residuum.Client, vectors: Sequence[residuum.Vector], *, mi
 
 
 def find_bytes(vectors: Sequence[residuum.Vector]) -> int:
-    """Return the bytes of the messages that ask about vectors."""
+    """Return the bytes of the messages that ask for missing vectors."""
     return sum(message.ByteSize() for message in vector_upload.find_requests(vectors))
 
 
@@ -190,13 +190,13 @@ def put_bytes(vectors: Sequence[residuum.Vector]) -> int:
 
 def _expect(seen: int, wanted: int, what: str) -> None:
     if seen != wanted:
-        raise RunFailedError(f"{seen} {what} instead of {wanted}: what was measured is something else")
+        raise RunFailedError(f"{seen} {what} instead of {wanted}, so the measurement is invalid")
 
 
 def _cost(what: str, hidden: int, vectors: int, first: Sequence[Sample], later: Sequence[Sample]) -> dict[str, Any]:
-    """Return medians of all repetitions: with vectors that are new, and with those that server and client know.
+    """Return medians of all repetitions, with new vectors and with vectors that server and client know.
 
-    Bytes are those of the messages that are sent, without gRPC's own framing.
+    Bytes are those of the messages sent, without gRPC's framing.
     """
     both = {"first": first, "later": later}
     return {

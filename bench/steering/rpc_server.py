@@ -1,8 +1,8 @@
 """`python -m bench.steering.rpc_server LAYERS HIDDEN...`: the inference service without an engine.
 
-The servicer, the registry, the vector cache and the gRPC server are the service's own. Of the engine only the model's
-facts are here: registering a request and taking vectors reads nothing else of it. It serves one port for each hidden
-size, which its first line lists, until its standard input ends.
+The servicer, the registry, the vector cache and the gRPC server are those of the service. The engine is replaced by the
+model's facts, because registering requests and receiving vectors needs nothing else. It serves on one port for each
+hidden size, lists the ports in its first line, and ends when standard input ends.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from svc_common.logs import configure_logs, get_logger
 from svc_common.serving import AioErrorInterceptor
 
 _MAX_VECTORS = 1_000_000
-"""None is dropped, so that each is sent exactly once."""
+"""Enough that the cache never evicts a vector, so that each is sent exactly once."""
 
 
 def main() -> None:
-    """Serve models of so many layers, one of each hidden size."""
+    """Serve one model for each hidden size, all with the same number of layers."""
     layers, *hidden_sizes = map(int, sys.argv[1:])
-    configure_logs("info")  # away from standard output, which has the ports
+    configure_logs("info")  # logs must not go to standard output, which has the ports
     uvloop.run(serve(hidden_sizes, layers))
 
 
@@ -56,7 +56,7 @@ async def serve(hidden_sizes: list[int], layers: int) -> None:
 
 
 def servicer(hidden: int, layers: int) -> InferenceServicer:
-    """Return a servicer that serves a model of this shape, as far as one can without an engine."""
+    """Return a servicer for a model of this shape. Calls that need an engine do not work."""
     settings = InferenceSettings(model="none", max_vectors=_MAX_VECTORS)
     engine: Any = SimpleNamespace(facts=_facts(hidden, layers), load_vectors=_load_nothing, keep_signs=None)
     made = InferenceServicer()

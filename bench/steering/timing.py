@@ -1,4 +1,4 @@
-"""How long a kernel takes: inside a CUDA graph, where it serves, and launched one by one."""
+"""Measures the time of a kernel: in a CUDA graph, as in production, and launched one by one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 _T = TypeVar("_T")
 
 SAMPLES = 7
-"""Times that are measured, one after the other; the median counts."""
+"""The number of measured times; the median is reported."""
 
 _SAMPLE_US = 2000.0
-"""A sample lasts at least this long: events tell half a microsecond, and the GPU's clock has to settle."""
+"""The least length of a sample. Events have a resolution of half a microsecond, and the GPU's clock must settle."""
 _WARMUPS = 3
 _MOST_WARMUPS = 32
-"""Covers the tap points of all layers, for which Triton makes more than one kernel."""
+"""Enough for the tap points of all layers, for which Triton compiles more than one kernel."""
 _WARM_UP_PRODUCTS = 2000
 _MOST_REPEATS = 2000
 
@@ -32,16 +32,16 @@ class Times:
 
     @property
     def median(self) -> float:
-        """The time that counts."""
+        """The reported time."""
         return statistics.median(self.samples)
 
     def to_json(self) -> dict[str, float | list[float]]:
-        """Return them as plain data."""
+        """Return the times as plain data."""
         return {"us": round(self.median, 3), "samples": [round(sample, 3) for sample in self.samples]}
 
 
 def warm_up() -> None:
-    """Let the GPU reach the clock that it keeps under load."""
+    """Run the GPU until its clock reaches its rate under load."""
     matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(_WARM_UP_PRODUCTS):
         matrix = matrix @ matrix / 64
@@ -49,30 +49,30 @@ def warm_up() -> None:
 
 
 def in_graph(launch: Callable[[int], object], launches: int, *, keep: bool) -> Times:
-    """Return the time of a launch among `launches` in one CUDA graph, replayed; `launch` is told its number.
+    """Return the time of one of `launches` in a replayed CUDA graph.
 
     Args:
-        launch: What is measured.
-        launches: How often it is in the graph.
-        keep: Whether what it returns has memory of its own for each launch, rather than the same for all.
+        launch: The launch, which gets its number.
+        launches: The number of launches in the graph.
+        keep: Whether the result of each launch has its own memory, instead of the same memory for all.
     """
     graph, returned = capture(launch, launches, keep=keep)
     times = sampled(graph.replay, launches)
-    del returned  # so far its memory must not be another's
+    del returned  # the graph's memory must not be reused before this point
     return times
 
 
 def launched(launch: Callable[[int], object]) -> Times:
-    """Return the time of a launch by the host, one after the other."""
+    """Return the time of a launch when the host launches one after the other."""
     numbers = itertools.count()
     return sampled(lambda: launch(next(numbers)), 1)
 
 
 def capture(launch: Callable[[int], _T], launches: int, *, keep: bool = True) -> tuple[torch.cuda.CUDAGraph, list[_T]]:
-    """Return a CUDA graph of some launches, and, if they are kept, what they returned."""
+    """Return a CUDA graph of some launches, and their results if `keep`."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what compiles or allots at the first calls does so here
+    with torch.cuda.stream(side):  # compilation and allocation of the first calls happen here
         for number in range(max(_WARMUPS, min(launches, _MOST_WARMUPS))):
             launch(number)
     torch.cuda.current_stream().wait_stream(side)
@@ -89,7 +89,7 @@ def capture(launch: Callable[[int], _T], launches: int, *, keep: bool = True) ->
 
 
 def sampled(run: Callable[[], object], launches: int) -> Times:
-    """Return the time of each of the launches that a run makes."""
+    """Return the time of a launch in a run of `launches`."""
     for _ in range(_WARMUPS):
         run()
     once = _microseconds(run, 1)

@@ -1,7 +1,7 @@
-"""Ways to steer the rows of a batch that the taps' kernel is compared with, and the arithmetic that all agree with.
+"""Alternatives to the taps' kernel for steering the rows of a batch, and the reference results for all of them.
 
-The other ways work on one tensor, the residual stream itself, which a model that keeps `hidden` and `residual` apart
-would first have to make and afterwards take apart again. That is left out: it could only make them slower.
+The alternatives work on one tensor, the residual stream. A model with separate `hidden` and `residual` would have to
+add them first and split them afterwards. That is not measured, because it would only make the alternatives slower.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ Steer = Callable[[Tensor, Tensor], Tensor]
 
 SCALES = {Kind.ADD: 0.5, Kind.ABLATE: 1.0, Kind.CAP: 1.0}
 CAP_LOW, CAP_HIGH = -0.5, 0.5
-"""The projection of a random row lies beyond these more often than not."""
+"""Bounds that the projection of a random row usually exceeds."""
 
 ROUNDING = 2.0**-8
-"""What rounding to bfloat16 changes at most, relative."""
+"""The largest relative error of rounding to bfloat16."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests side by side in one batch, and what steers them."""
+    """The requests of one batch, and their steering."""
 
     kind: Kind
     requests: int
     rows_each: int
     vectors: Tensor
-    """One for each unique operation, float32 [unique, hidden]."""
+    """The vector of each unique operation, float32 [unique, hidden]."""
 
     @property
     def unique(self) -> int:
-        """Unique operations; request i has number i modulo this."""
+        """The number of unique operations. Request i has operation i modulo this."""
         return len(self.vectors)
 
     @property
     def operation_of_row(self) -> Tensor:
-        """Which operation each row has, int64 [rows]."""
+        """The index of each row's operation, int64 [rows]."""
         requests = torch.arange(self.requests, device=self.vectors.device)
         return (requests % self.unique).repeat_interleave(self.rows_each)
 
@@ -53,20 +53,20 @@ class Batch:
 
 
 class Expected(NamedTuple):
-    """What a way must return, in float64, and how far off it may be."""
+    """The expected result of a way in float64, and the allowed errors."""
 
     value: Tensor
     exact_bound: Tensor
-    """For arithmetic in float32 that is rounded to bfloat16 once."""
+    """The allowed error for arithmetic in float32 that is rounded to bfloat16 once."""
     loose_bound: Tensor
-    """For arithmetic in bfloat16, whose every step is rounded, with a vector in bfloat16."""
+    """The allowed error for arithmetic in bfloat16, which rounds each step, with a vector in bfloat16."""
 
 
 def steered(batch: Batch, stream: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows after their operations, and the size of what rounding could change on the way; all in float64.
+    """Return rows after their operations, and the magnitude that rounding errors scale with, both in float64.
 
     Args:
-        batch: What is done.
+        batch: The batch with the operations.
         stream: The rows, float64 [rows, hidden].
     """
     v = batch.vectors.double()[batch.operation_of_row]
@@ -84,7 +84,7 @@ def steered(batch: Batch, stream: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expect(batch: Batch, hidden: Tensor, residual: Tensor | None = None) -> Expected:
-    """Return what `hidden` must be after the residual stream, `hidden` + `residual`, was steered."""
+    """Return the expected `hidden` after steering the residual stream, which is `hidden` + `residual`."""
     before = hidden.double()
     stream = before if residual is None else before + residual.double()
     after, moved = steered(batch, stream)
@@ -98,7 +98,7 @@ def expect(batch: Batch, hidden: Tensor, residual: Tensor | None = None) -> Expe
 
 
 def expect_sum(batch: Batch | None, hidden: Tensor, residual: Tensor) -> Expected:
-    """Return what the steered sum must be that the folded norm goes on with; `batch` None: unsteered."""
+    """Return the expected steered sum that the folded norm reads. It is unsteered if `batch` is None."""
     stream = hidden.double() + residual.double()
     after, moved = steered(batch, stream) if batch else (stream, torch.zeros_like(stream))
     bound = 1.01 * ROUNDING * after.abs() + 1e-5 * (1 + stream.abs() + moved)
@@ -106,20 +106,20 @@ def expect_sum(batch: Batch | None, hidden: Tensor, residual: Tensor) -> Expecte
 
 
 def expect_norm(stream: Tensor, weight: Tensor, epsilon: float) -> Expected:
-    """Return what the RMS norm of float64 rows must be. Some norms round before they multiply, and once more after."""
+    """Return the expected RMS norm of float64 rows. The bounds allow norms that round before and after multiplying."""
     value = stream * torch.rsqrt(stream.square().mean(dim=-1, keepdim=True) + epsilon) * weight.double()
     bound = 1.01 * ROUNDING * value.abs() + 1e-4
     return Expected(value, bound, 4 * ROUNDING * value.abs() + 1e-3)
 
 
 def worst(got: Tensor, expected: Expected, *, exact: bool) -> float:
-    """Return how far a result is off, in bounds: 1 is the most that is allowed."""
+    """Return the largest error of a result as a multiple of the allowed error."""
     bound = expected.exact_bound if exact else expected.loose_bound
     return float(((got.double() - expected.value).abs() / bound).max().nan_to_num(nan=float("inf")))
 
 
 def operation(kind: Kind) -> Steer:
-    """Return an operation on rows and a vector, prepared by `vector_for`, in their own dtype."""
+    """Return an operation on rows and a vector from `vector_for`. It computes in their dtype."""
     scale = SCALES[kind]
 
     def add(rows: Tensor, v: Tensor) -> Tensor:
@@ -136,13 +136,13 @@ def operation(kind: Kind) -> Steer:
 
 
 def vector_for(kind: Kind, vector: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a vector as `operation` takes it: scaled or of length one beforehand, so that it costs nothing later."""
+    """Return a vector for `operation`: scaled or normalized in advance, so that this is not measured."""
     prepared = SCALES[kind] * vector if kind is Kind.ADD else vector / vector.norm()
-    return prepared.to(dtype).clone()  # of its own: a request's vector came with the request
+    return prepared.to(dtype).clone()  # a separate copy, like the vector in a request
 
 
 def loop(kind: Kind, rows_each: int) -> Callable[[Tensor, Sequence[Tensor]], None]:
-    """Return the loop over requests: slice, apply, write back. Takes a vector for each request."""
+    """Return a loop over requests that slices, applies and writes back. It gets a vector for each request."""
     apply = operation(kind)
 
     def run(stream: Tensor, vectors: Sequence[Tensor]) -> None:
@@ -154,7 +154,7 @@ def loop(kind: Kind, rows_each: int) -> Callable[[Tensor, Sequence[Tensor]], Non
 
 
 def gather_scatter(kind: Kind) -> Callable[[Tensor, Sequence[tuple[Tensor, Tensor]]], None]:
-    """Return the loop over unique operations: gather their rows, apply, scatter. Takes (rows, vector) for each."""
+    """Return a loop over unique operations that gathers rows, applies and scatters. It gets (rows, vector) for each."""
     apply = operation(kind)
 
     def run(stream: Tensor, groups: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -165,7 +165,7 @@ def gather_scatter(kind: Kind) -> Callable[[Tensor, Sequence[tuple[Tensor, Tenso
 
 
 def groups_of(batch: Batch, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Return the rows and the vector of each unique operation: what is grouped beforehand costs nothing later."""
+    """Return the rows and the vector of each unique operation. This is done in advance, so it is not measured."""
     which = batch.operation_of_row
     return [
         (torch.nonzero(which == number).squeeze(-1), vector_for(batch.kind, vector, dtype))

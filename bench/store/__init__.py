@@ -1,1 +1,1 @@
-"""What shipping and the store move, beside Arrow Flight, a bare TCP copy and protobuf's own stubs."""
+"""The throughput of shipping and the store, compared with Arrow Flight, plain TCP and protobuf's stubs."""

@@ -1,4 +1,4 @@
-"""`python -m bench.store`: how fast rows come into the store and out of it, and how soon."""
+"""`python -m bench.store`: the throughput and latency of writing rows to the store and reading them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.store.scale import ScaleJob
 PARTS = ("compare", "latency", "scale")
 
 _LARGE_MACHINE = 8
-"""Cores from which on many shippers and stores are measured without being asked for."""
+"""The number of cores from which part `scale` runs by default."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,7 +44,7 @@ def _measure(name: str, options: argparse.Namespace) -> Part:
 
 
 def compare_job(options: argparse.Namespace) -> CompareJob:
-    """Return what is compared."""
+    """Return the job of part `compare` from the command line."""
     captures, rounds = (3, 7) if options.quick else (CompareJob.captures, CompareJob.rounds)
     return CompareJob(
         Shape(options.layers, options.hidden),
@@ -55,14 +55,14 @@ def compare_job(options: argparse.Namespace) -> CompareJob:
 
 
 def latency_job(options: argparse.Namespace) -> LatencyJob:
-    """Return what is asked for one by one."""
+    """Return the job of part `latency` from the command line."""
     store_gib = options.store_gib or (1.0 if options.quick else 20.0)
     reads, follows = (200, 20) if options.quick else (500, 50)
     return LatencyJob(Shape(options.layers, options.hidden), store_gib, reads, follows)
 
 
 def scale_job(options: argparse.Namespace) -> ScaleJob:
-    """Return what is measured with many processes."""
+    """Return the job of part `scale` from the command line."""
     captures, rounds = (8, 3) if options.quick else (ScaleJob.captures, ScaleJob.rounds)
     return ScaleJob(
         Shape(options.layers, options.hidden),
@@ -79,17 +79,17 @@ def parse(arguments: Sequence[str] | None, *, cores: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.store", description=__doc__)
     parser.add_argument(
         "--parts", type=words(PARTS), default=[name for name in PARTS if cores >= _LARGE_MACHINE or name != "scale"],
-        help="compare, latency, scale, separated by commas (default: all; scale only where there are 8 cores)",
+        help="compare, latency, scale, separated by commas (default: all; scale only with 8 cores or more)",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="less of everything: in less than a minute on two cores")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, for less than a minute on two cores")
     parser.add_argument(
-        "--folder", type=Path, help="where the stores' data lie, such as /dev/shm (default: where temporary files do)"
+        "--folder", type=Path, help="folder of the stores' data, such as /dev/shm (default: that of temporary files)"
     )
     add_output(parser, parts=True)
     parser.add_argument("--layers", type=positive, default=shape.layers, help="layers of the model (Qwen2.5-3B's)")
     parser.add_argument("--hidden", type=positive, default=shape.hidden, help="its hidden size")
-    parser.add_argument("--captures", type=positive, help="compare, scale: captures of a round, of 639 positions each")
-    parser.add_argument("--rounds", type=positive, help="compare, scale: rounds after the first, which does not count")
+    parser.add_argument("--captures", type=positive, help="compare, scale: captures in a round (639 positions each)")
+    parser.add_argument("--rounds", type=positive, help="compare, scale: rounds after one warm-up")
     parser.add_argument(
         "--compare-shippers", type=positive, default=1, metavar="N", help="compare: shippers (default: 1)"
     )
@@ -97,9 +97,7 @@ def parse(arguments: Sequence[str] | None, *, cores: int) -> argparse.Namespace:
     parser.add_argument(
         "--shippers", type=positives, default=(1, 2, 4, 8), help="scale: shippers of all stores together"
     )
-    parser.add_argument(
-        "--stores", type=positives, default=(1, 2, 4), help="scale: stores, each with a ring of its own"
-    )
+    parser.add_argument("--stores", type=positives, default=(1, 2, 4), help="scale: stores, each with its own ring")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""The captures that are measured with: rows of a model's shape, cut as a worker cuts them, and their bytes."""
+"""The captures of the measurements: rows of a model's shape, in the same blocks as a worker's, with random bytes."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _SEED = 7
 
 @dataclass(frozen=True)
 class Shape:
-    """What every capture of a measurement holds: all layers of so many positions, in bfloat16."""
+    """The shape of every capture: all layers of a number of positions, in bfloat16."""
 
     layers: int = 36
     hidden: int = 2048
     positions: int = 639
-    """By default those of a request of 512 + 128 tokens, the last of which is never computed."""
+    """The default is that of a request with 512 + 128 tokens, because the last token is never computed."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows of one capture."""
+        """The bytes of all rows of a capture."""
         return self.bytes_of(self.positions)
 
     @property
     def num_rows(self) -> int:
-        """Rows of one capture."""
+        """The number of rows of a capture."""
         return self.layers * self.positions
 
     def bytes_of(self, positions: int) -> int:
-        """Return the bytes of all layers of so many positions."""
+        """Return the bytes of all layers for a number of positions."""
         return self.layers * positions * self.hidden * _ITEM_BYTES
 
     def headers(self) -> Iterator[capture_pb2.ChunkHeader]:
-        """Yield what each block of a capture holds: all layers of up to 32 positions."""
+        """Yield the header of each block of a capture: all layers of up to 32 positions."""
         for first in range(0, self.positions, BLOCK_TOKENS):
             yield capture_pb2.ChunkHeader(
                 site=_SITE,
@@ -54,7 +54,7 @@ class Shape:
             )
 
     def description(self, capture_id: str) -> capture_pb2.CaptureDescription:
-        """Return what a capture is opened with."""
+        """Return the description with which a capture is opened."""
         spec = capture_pb2.CaptureSpec(
             sites=[_SITE], encoding=capture_pb2.ENCODING_RAW, overflow=capture_pb2.OVERFLOW_POLICY_WAIT
         )
@@ -73,7 +73,7 @@ class Shape:
         return description
 
     def seal(self, capture_id: str) -> store_pb2.SealCaptureRequest:
-        """Return what a capture is sealed with: one token was generated, and the last token has no row."""
+        """Return the request that seals a capture: one token was generated, and the last token has no row."""
         outcome = capture_pb2.SequenceOutcome(generated_token_ids=[0], finish_reason="length")
         return store_pb2.SealCaptureRequest(
             capture_id=capture_id, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_COMPLETE
@@ -81,17 +81,17 @@ class Shape:
 
 
 def random_bytes(size: int) -> npt.NDArray[np.uint8]:
-    """Return bytes that nothing could compress or mistake for others; the same each time."""
+    """Return random bytes, which cannot be compressed. They are the same each time."""
     return np.frombuffer(np.random.default_rng(_SEED).bytes(size), dtype=np.uint8)
 
 
 def differs(values: npt.NDArray[Any], ring: npt.NDArray[np.uint8], offsets: Sequence[int]) -> bool:
-    """Tell whether the rows of a capture are not those that lay in the ring.
+    """Return whether the rows of a capture differ from those in the ring.
 
     Args:
         values: The rows, [layers, positions, hidden].
-        ring: What the ring held.
-        offsets: Where in it each block of the capture began, in the order of the positions.
+        ring: The content of the ring.
+        offsets: The offset in the ring of each block of the capture, in the order of the positions.
     """
     layers, positions, hidden = values.shape
     for number, offset in enumerate(offsets):

@@ -1,4 +1,4 @@
-"""Rows in and rows out, beside the ways in which others move bytes; all by turns in each round."""
+"""Part `compare`: writes and reads rows with the store and with alternatives, alternately in each round."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.store.ways import Flight, Plain, Shipped, Tcp, Way
 DIRECTIONS = ("ingest", "read")
 
 CALLER, BOTH = "stubs", "stubs at both ends"
-"""Protobuf's own stubs: in the program that calls the store; and in the store as well (`bench.store.stub_store`)."""
+"""Protobuf's stubs only in the caller of the store, or also in the store (`bench.store.stub_store`)."""
 
 _LIMITS = (
     ("ingest", Flight.name, 0.4, ""),
@@ -30,12 +30,12 @@ _LIMITS = (
     ("ingest", BOTH, 1.5, ""),
     ("read", BOTH, 1.5, ""),
 )
-"""How much of another way's rate is enough."""
+"""The least ratio to the rate of another way."""
 
 
 @dataclass(frozen=True)
 class CompareJob:
-    """What is moved in each round, and how often."""
+    """The captures of each round, and the number of rounds."""
 
     shape: Shape
     captures: int = 6
@@ -46,7 +46,7 @@ class CompareJob:
 
 
 def measure(job: CompareJob, folder: Path) -> dict[str, Any]:
-    """Measure, the store's data lying in a folder; return the part of the result."""
+    """Measure with the store's data in a folder; return the part of the result."""
     size = job.captures * job.shape.num_bytes
     with ExitStack() as stack:
         lane = stack.enter_context(
@@ -67,7 +67,7 @@ def measure(job: CompareJob, folder: Path) -> dict[str, Any]:
         if importlib.util.find_spec("pyarrow"):
             ways.insert(1, Flight(stack.enter_context(running_peer("flight", folder)), size, source))
         for way in ways:
-            _run(way, -1)  # the files grow, buffers are allotted, connections are made
+            _run(way, -1)  # warm-up: files grow, buffers are allocated, connections open
         rates: dict[str, dict[str, list[float]]] = {name: {way.name: [] for way in ways} for name in DIRECTIONS}
         for number in range(job.rounds):
             for way in ways if number % 2 == 0 else reversed(ways):
@@ -87,12 +87,12 @@ def _run(way: Way, number: int) -> tuple[float, float]:
 
 
 def rate(num_bytes: int, seconds: float) -> float:
-    """Return GB/s to four digits, however slow it was: rates are divided by each other."""
+    """Return GB/s with four significant digits, so that ratios of slow rates are accurate."""
     return float(f"{num_bytes / seconds / 1e9:.4g}")
 
 
 def ratios(rates: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return how our rate compares with each other way's: the median of what it is within each round."""
+    """Return the ratio of the store's rate to that of each other way: the median over the rounds."""
     ours = rates[Shipped.name]
     return {
         name: round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
@@ -102,7 +102,7 @@ def ratios(rates: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def bars(part: Mapping[str, Any]) -> list[Bar]:
-    """Return the bars; those of Flight only where it is installed."""
+    """Return the bars. Those of Flight are left out if it is not installed."""
     return [
         Bar(f"{direction} over {name}{stretch}", part["ratios"][direction][name], limit, at_most=False)
         for direction, name, limit, stretch in _LIMITS
@@ -123,4 +123,4 @@ def show(part: Mapping[str, Any]) -> Iterator[str]:
     head = ["way", *(word for way in DIRECTIONS for word in (f"{way}, GB/s", "range", "we over it"))]
     yield table(head, rows)
     if Flight.name not in names:
-        yield "Arrow Flight is not installed (the extra `bench`), so nothing is compared with it."
+        yield "Arrow Flight is not installed, so there is no comparison with it; install the extra `bench`."

@@ -1,8 +1,8 @@
-"""What stands for vLLM's worker: `python -m bench.store.feeder CONTROL RING_MIB`, started by bench.store.
+"""Replaces vLLM's worker: `python -m bench.store.feeder CONTROL RING_MIB`, started by bench.store.
 
-It has the worker's end of shipping, `RingProducer`, and hands over rows that lie in the ring already: on a GPU they
-come there without the CPU. One request a line on its standard input, one answer a line, both JSON. It ends with its
-input.
+It runs the worker's end of shipping, `RingProducer`, with rows that are already in the ring. This is realistic, because
+a GPU writes them there without the CPU. Each line on standard input is a request and each line on standard output an
+answer, both JSON. The process ends when standard input ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.01
 
 
 class Feeder:
-    """Feeds shippers."""
+    """Passes rows to shippers."""
 
     def __init__(self, control: str, ring_mib: int) -> None:
         self._producer = RingProducer(control, ring_bytes=ring_mib << 20)
@@ -32,7 +32,7 @@ class Feeder:
         self._producer.start()
 
     def wait(self, shippers: int) -> dict[str, Any]:
-        """Wait until so many shippers are connected."""
+        """Wait until this number of shippers is connected."""
         end = time.monotonic() + _WAIT_SECONDS
         while self._producer.stats().connected_shippers < shippers:
             if time.monotonic() > end:
@@ -41,11 +41,11 @@ class Feeder:
         return {}
 
     def feed(self, captures: Sequence[str], shape: Shape) -> dict[str, Any]:
-        """Hand over all rows of some captures, block by block as if they were generated side by side.
+        """Pass all rows of some captures to the shippers, block by block, as if they were generated concurrently.
 
         Returns:
-            When the first block was handed over, and when the last row was acknowledged, by the monotonic clock, which
-            all processes share; and where in the ring the blocks of the first capture lay.
+            The times of the first block and of the last acknowledgement, on the monotonic clock that all processes
+            share, and the offsets in the ring of the first capture's blocks.
         """
         producer = self._producer
         offsets = []
@@ -54,7 +54,7 @@ class Feeder:
             size = payload_bytes(header)
             for capture_id in captures:
                 extent = producer.acquire(size, block=True)
-                assert extent is not None  # noqa: S101 - it has waited for it
+                assert extent is not None  # noqa: S101 - the call waits until there is room
                 if capture_id == captures[0]:
                     offsets.append(extent.offset)
                 producer.publish(extent, capture_id, [header])
@@ -64,9 +64,9 @@ class Feeder:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer until standard input ends."""
     control, ring_mib = sys.argv[1:]
-    configure_logs("info")  # away from standard output, which has the answers
+    configure_logs("info")  # logs must not go to standard output, which has the answers
     feeder = Feeder(control, int(ring_mib))
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def main() -> None:
             return feeder.wait(request["shippers"])
         return feeder.feed(request["captures"], Shape(**request["shape"]))
 
-    answer_lines({}, answer)  # at once: shippers may connect
+    answer_lines({}, answer)  # print the first line now, so that shippers connect
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Everything from a ring to a store, each part a process of its own; nothing outlives its context."""
+"""Runs the path from a ring to a store, each part in a separate process. All processes end with the context."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Fed:
-    """When rows were on their way, by the monotonic clock."""
+    """The times at which rows were under way, on the monotonic clock."""
 
     started: float
     ended: float
     offsets: tuple[int, ...]
-    """Where in the ring the blocks of the first capture lay."""
+    """The offsets in the ring of the first capture's blocks."""
 
 
 class Lane:
-    """A store, a ring that is fed, and the shippers between them."""
+    """A store, a feeder with its ring, and the shippers between them."""
 
     def __init__(self, store: Service, feeder: Helper) -> None:
         self.endpoint = store.endpoint
@@ -49,21 +49,21 @@ class Lane:
             self.stub.OpenCapture(store_pb2.OpenCaptureRequest(description=shape.description(capture_id)))
 
     def start_feeding(self, captures: Sequence[str], shape: Shape) -> None:
-        """Let the rows of captures come."""
+        """Start to pass the rows of captures to the shippers."""
         self._feeder.ask({"captures": list(captures), "shape": asdict(shape)})
 
     def fed(self) -> Fed:
-        """Wait until all of them are acknowledged."""
+        """Wait until all these rows are acknowledged."""
         answer = self._feeder.read()
         return Fed(answer["started"], answer["ended"], tuple(answer["offsets"]))
 
     def feed(self, captures: Sequence[str], shape: Shape) -> Fed:
-        """Let the rows of captures come, and wait until all of them are acknowledged."""
+        """Pass the rows of captures to the shippers, and wait until all are acknowledged."""
         self.start_feeding(captures, shape)
         return self.fed()
 
     def seal(self, captures: Sequence[str], shape: Shape) -> None:
-        """Seal captures; fail if a row of them is missing."""
+        """Seal captures, and fail if a row is missing."""
         for capture_id in captures:
             manifest = self.stub.SealCapture(shape.seal(capture_id)).manifest
             if manifest.state != capture_pb2.CAPTURE_STATE_COMPLETE or manifest.num_rows != shape.num_rows:
@@ -71,13 +71,13 @@ class Lane:
                 raise RunFailedError(f"{capture_id} is {state} with {manifest.num_rows} of {shape.num_rows} rows")
 
     def delete(self, captures: Sequence[str]) -> None:
-        """Delete captures, and wait until their room is free."""
+        """Delete captures, and wait until their space is free."""
         for capture_id in captures:
             self.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=capture_id))
         end = time.monotonic() + _PURGE_SECONDS
         while self.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks:
             if time.monotonic() > end:
-                raise RunFailedError("the store did not free the room of what was deleted")
+                raise RunFailedError("the store did not free the space of deleted captures in time")
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How long one layer of one request takes out of a store that holds many, and how soon a follower has its first row."""
+"""Part `latency`: the time to read one layer of one request from a full store, and to a follower's first row."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SETTLE_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class LatencyJob:
-    """What is stored, and how often it is asked for."""
+    """The stored captures, and the number of reads."""
 
     shape: Shape
-    """What one request captured."""
+    """The shape of each capture."""
     store_gib: float
-    """Rows in the store, at least."""
+    """The least size of the rows in the store."""
     reads: int = 500
     follows: int = 50
     shippers: int = 1
@@ -38,12 +38,12 @@ class LatencyJob:
 
     @property
     def captures(self) -> int:
-        """How many captures are in the store."""
+        """The number of captures in the store."""
         return -(-int(self.store_gib * _GIB) // self.shape.num_bytes)
 
 
 def measure(job: LatencyJob, folder: Path) -> dict[str, Any]:
-    """Measure, the store's data lying in a folder; return the part of the result."""
+    """Measure with the store's data in a folder; return the part of the result."""
     max_gib = int(job.store_gib * 1.25) + 2
     with running_lane(folder / "lane", shippers=job.shippers, ring_mib=job.ring_mib, max_gib=max_gib) as lane:
         captures = [f"stored-{number}" for number in range(job.captures)]
@@ -71,9 +71,9 @@ def measure(job: LatencyJob, folder: Path) -> dict[str, Any]:
 
 
 def _reads(lane: Lane, job: LatencyJob, captures: Sequence[str]) -> Iterator[float]:
-    """Yield what it takes to read one layer of one request, each time another, by chance."""
+    """Yield the seconds of reading one layer of one request, chosen randomly each time."""
     source = random.Random(0)  # noqa: S311 - repeatable, not secret
-    lane.client.activations(captures[0], layers=[0])  # connects
+    lane.client.activations(captures[0], layers=[0])  # opens the connection
     for _ in range(job.reads):
         capture_id, layer = source.choice(captures), source.randrange(job.shape.layers)
         started = time.perf_counter()
@@ -84,13 +84,13 @@ def _reads(lane: Lane, job: LatencyJob, captures: Sequence[str]) -> Iterator[flo
 
 
 def _follows(lane: Lane, job: LatencyJob) -> Iterator[float]:
-    """Yield what passes from a block's being handed over to a follower's having its first row of it."""
+    """Yield the seconds from passing a block to the shippers until a follower has its first row."""
     shape = Shape(job.shape.layers, job.shape.hidden, 32)
     for number in range(job.follows):
         capture_id = f"followed-{number}"
         lane.open([capture_id], shape)
         follower = _Follower(lane, capture_id, shape.layers // 2)
-        time.sleep(_SETTLE_SECONDS)  # until it waits in the store
+        time.sleep(_SETTLE_SECONDS)  # until the follower waits in the store
         fed = lane.feed([capture_id], shape)
         lane.seal([capture_id], shape)
         yield follower.first_row_at() - fed.started
@@ -106,12 +106,12 @@ class _Follower(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Take all rows, and remember when the first came."""
+        """Read all rows, and record the arrival of the first."""
         for _ in self._pieces:
             self._first = self._first or time.monotonic()
 
     def first_row_at(self) -> float:
-        """Return when the first row came, by the monotonic clock, once the capture has ended."""
+        """Wait for the end of the capture; return the arrival of the first row on the monotonic clock."""
         self.join(_FOLLOW_SECONDS)
         if self.is_alive() or self._first is None:
             raise RunFailedError("a follower did not get its rows")
@@ -119,7 +119,7 @@ class _Follower(threading.Thread):
 
 
 def summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """Return what of some times matters, in milliseconds."""
+    """Return the quantiles of some times, in milliseconds."""
     times = sorted(seconds)
     return {"count": len(times), **{name: round(1e3 * quantile(times, at), 3) for name, at in _QUANTILES.items()}}
 
@@ -128,7 +128,7 @@ _QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
 def quantile(ordered: Sequence[float], at: float) -> float:
-    """Return the least value that so many of all, as a share, do not exceed."""
+    """Return the smallest value that at least a share `at` of the values do not exceed."""
     return ordered[max(0, math.ceil(at * len(ordered)) - 1)]
 
 

@@ -1,6 +1,6 @@
-"""The far ends of what the store is measured against: `python -m bench.store.peers flight|tcp`, started by bench.store.
+"""The servers that the store is compared with: `python -m bench.store.peers flight|tcp`, started by bench.store.
 
-Each keeps in memory what it is sent, and gives back what it has; it prints its port, and ends with its input.
+Each keeps the received bytes in memory and can send them back. It prints its port, and ends when standard input ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 LENGTH = struct.Struct("<q")
-"""What a TCP connection begins with: so many bytes follow; or, negative, so many are wanted."""
+"""The first bytes of a TCP connection: the number of bytes that follow, or negative, the number that is requested."""
 
 ACK = b"k"
 
@@ -24,9 +24,9 @@ def serve_flight() -> int:
     from pyarrow import flight
 
     class Memory(flight.FlightServerBase):  # type: ignore[misc]
-        """Holds the table that was put first; of those that come later, it takes each batch into memory and drops it.
+        """Keeps the first table. It receives the batches of later tables into memory and drops them.
 
-        To keep them would cost it fresh memory in each round, which is not what it is measured for.
+        Keeping them would allocate new memory in each round, which is not part of the comparison.
         """
 
         table: Any = None
@@ -48,7 +48,7 @@ def serve_flight() -> int:
 
 
 def serve_tcp() -> int:
-    """Serve bare bytes; return the port."""
+    """Serve plain bytes over TCP; return the port."""
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_accept, args=(listener,), daemon=True).start()
     return int(listener.getsockname()[1])
@@ -70,13 +70,17 @@ def _accept(listener: socket.socket) -> None:
 
 
 def send(connection: socket.socket, data: memoryview) -> None:
-    """Send all of it."""
+    """Send all bytes."""
     for at in range(0, len(data), _PIECE_BYTES):
         connection.sendall(data[at : at + _PIECE_BYTES])
 
 
 def receive(connection: socket.socket, into: memoryview) -> memoryview:
-    """Fill it."""
+    """Receive bytes until the view is full, and return it.
+
+    Raises:
+        ConnectionError: The connection ended early.
+    """
     at = 0
     while at < len(into):
         count = connection.recv_into(into[at : at + _PIECE_BYTES])
@@ -87,7 +91,7 @@ def receive(connection: socket.socket, into: memoryview) -> memoryview:
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Serve until standard input ends."""
     (kind,) = sys.argv[1:]
     print({"flight": serve_flight, "tcp": serve_tcp}[kind](), flush=True)
     sys.stdin.read()

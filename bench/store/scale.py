@@ -1,4 +1,4 @@
-"""Many shippers and several stores on one machine: what they take in together."""
+"""Part `scale`: the total throughput of many shippers and several stores on one machine."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _LEAST_GB_PER_SECOND = 5.0
 
 @dataclass(frozen=True)
 class ScaleJob:
-    """What is measured."""
+    """What to measure."""
 
     shape: Shape
     shippers: tuple[int, ...] = (1, 2, 4, 8)
-    """Shippers of all stores together."""
+    """Numbers of shippers of all stores together."""
     stores: tuple[int, ...] = (1, 2, 4)
     captures: int = 32
-    """Captures of a round, over all stores."""
+    """Captures in a round, over all stores."""
     rounds: int = 5
     ring_mib: int = 512
-    """The ring of each store."""
+    """The size of each store's ring."""
     max_gib: int = 24
-    """The most that each store may hold."""
+    """The maximum size of each store."""
 
     def cases(self) -> list[tuple[int, int]]:
-        """Return (stores, shippers) of what is measured: only what gives each store as many shippers."""
+        """Return the measured (stores, shippers): only combinations with the same number of shippers for each store."""
         pairs = itertools.product(sorted(self.stores), sorted(self.shippers))
         return [(stores, shippers) for stores, shippers in pairs if shippers % stores == 0]
 
 
 def measure(job: ScaleJob, folder: Path) -> dict[str, Any]:
-    """Measure, the stores' data lying in a folder; return the part of the result."""
+    """Measure with the stores' data in a folder; return the part of the result."""
     cases = []
     for stores, shippers in job.cases():
         rates = _measure_case(job, stores, shippers, folder / f"{stores}-{shippers}")
@@ -60,7 +60,7 @@ def _measure_case(job: ScaleJob, stores: int, shippers: int, folder: Path) -> li
             for number in range(stores)
         ]
         rates = [_round(job, lanes, number) for number in range(job.rounds + 1)]
-        return rates[1:]  # in the first the files grow
+        return rates[1:]  # the first round is a warm-up in which the files grow
 
 
 def _round(job: ScaleJob, lanes: Sequence[Lane], number: int) -> float:
@@ -78,7 +78,7 @@ def _round(job: ScaleJob, lanes: Sequence[Lane], number: int) -> float:
 
 
 def spread(captures: Sequence[str], stores: int) -> list[list[str]]:
-    """Return which captures each store gets: as many as the others, or one less."""
+    """Return the captures of each store. Their numbers differ by at most one."""
     return [list(captures[number::stores]) for number in range(stores)]
 
 

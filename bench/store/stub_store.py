@@ -1,8 +1,8 @@
-"""`python -m bench.store.stub_store`: the store service as protobuf's own stubs would have it, to compare with.
+"""`python -m bench.store.stub_store`: the store service with protobuf's generated stubs, for comparison.
 
-It is the store, flags included, but that the two calls which carry chunks take and give messages of the generated
-classes, as any service does that is written in the ordinary way: a message that came is parsed, and serialised again
-for the database; what lies there is parsed, and serialised again for the caller.
+It is the store with the same flags, except for the two calls that carry chunks. They use messages of the generated
+classes, like an ordinary service: a received message is parsed and serialised again for the database, and a stored one
+is parsed and serialised again for the caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from store_svc.servicer import SERVICE, StoreServicer
 
 
 class StubServicer(StoreServicer):
-    """The methods of StoreService, with messages where the store's own has bytes."""
+    """The methods of StoreService, with messages where the store's servicer uses bytes."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler of all methods."""
@@ -47,7 +47,7 @@ class StubServicer(StoreServicer):
 
 
 class _Handler(grpc.GenericRpcHandler):
-    """Some methods instead of another handler's."""
+    """Replaces some methods of another handler."""
 
     def __init__(self, other: grpc.GenericRpcHandler, methods: dict[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
         self._other = other
@@ -58,7 +58,7 @@ class _Handler(grpc.GenericRpcHandler):
 
 
 def main() -> int:
-    """Run the store's own main with these methods."""
+    """Run the store's `main` with these methods."""
     with mock.patch.object(server, "StoreServicer", StubServicer):
         return server.main(sys.argv[1:])
 

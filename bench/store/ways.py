@@ -1,4 +1,4 @@
-"""The ways in which the same bytes are moved: each puts them into another process, and gets them back."""
+"""The compared ways. Each moves the same bytes to another process and reads them back."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _FLIGHT_BATCH_BYTES = 1 << 20
 
 
 class Way(Protocol):
-    """One way; `put` comes first in each round."""
+    """One way to move bytes. Each round calls `put` first."""
 
     name: str
 
     def put(self, number: int) -> float:
-        """Move everything to the other process, in the round of that number; return the seconds."""
+        """Move all bytes to the other process in a round; return the seconds."""
 
     def get(self) -> float:
-        """Bring everything back as numpy arrays; return the seconds."""
+        """Read all bytes back as numpy arrays; return the seconds."""
 
     def clear(self) -> None:
-        """Make room for the next round."""
+        """Free the space for the next round."""
 
 
 class _Stored:
-    """What the two ways that end in the store have in common."""
+    """Base class of the two ways that end in the store."""
 
     def __init__(self, lane: Lane, shape: Shape, num_captures: int, source: npt.NDArray[np.uint8]) -> None:
         self._lane = lane
@@ -57,12 +57,12 @@ class _Stored:
 
 
 class Shipped(_Stored):
-    """Out of a ring, through shippers, into a committed transaction; back through the client."""
+    """From a ring through shippers into a committed transaction, and back through the client."""
 
     name = "residuum"
 
     def put(self, number: int) -> float:
-        """See `Way`. Until the last row is acknowledged, which it is once it is committed."""
+        """See `Way`. Ends when the last row is acknowledged, which means committed."""
         self._begin("shipped", number)
         self._fed = self._lane.feed(self._captures, self._shape)
         self._lane.seal(self._captures, self._shape)
@@ -77,19 +77,19 @@ class Shipped(_Stored):
         acts = self._lane.client.activations(self._captures[0])
         (block,) = acts.blocks().values()
         if differs(block.values, self._source, self._fed.offsets):
-            raise RunFailedError("what was read is not what lay in the ring")
+            raise RunFailedError("the rows that were read differ from those in the ring")
         return seconds
 
 
 class Plain(_Stored):
-    """A store that is called through the generated stubs, with ordinary messages."""
+    """Calls a store through the generated stubs, with ordinary messages."""
 
     def __init__(self, name: str, lane: Lane, shape: Shape, num_captures: int, source: npt.NDArray[np.uint8]) -> None:
         super().__init__(lane, shape, num_captures, source)
         self.name = name
 
     def put(self, number: int) -> float:
-        """See `Way`: chunks as large as a shipper's, all in one stream."""
+        """See `Way`. Sends chunks of the shipper's size, all in one stream."""
         self._begin("plain", number)
         started = time.perf_counter()
         sent = 0
@@ -104,14 +104,14 @@ class Plain(_Stored):
             committed = answer.committed_through
             if answer.rejections:
                 raise RunFailedError(f"the store rejected a message: {answer.rejections[0].error.message}")
-            seconds = time.perf_counter() - started  # without the sync at the stream's end
+            seconds = time.perf_counter() - started  # excludes the sync at the end of the stream
         if committed != sent:
             raise RunFailedError(f"{committed} of {sent} messages were committed")
         self._lane.seal(self._captures, self._shape)
         return seconds
 
     def get(self) -> float:
-        """See `Way`: parsed, checked and put into one array, as by the client."""
+        """See `Way`. Parses and checks the chunks, and copies them into one array, like the client."""
         started = time.perf_counter()
         for capture_id in self._captures:
             self._read(capture_id)
@@ -157,7 +157,7 @@ class Plain(_Stored):
 
 
 class Flight:
-    """Arrow Flight's do_put and do_get, from and to memory; without checksums, and without one array at the end."""
+    """Arrow Flight's do_put and do_get, from and to memory, without checksums and without a copy into one array."""
 
     name = "Flight"
 
@@ -175,7 +175,7 @@ class Flight:
         ]
 
     def put(self, number: int) -> float:
-        """See `Way`. Until the server says that it has everything."""
+        """See `Way`. Ends when the server confirms that it has everything."""
         del number
         started = time.perf_counter()
         writer, reader = self._client.do_put(self._flight.FlightDescriptor.for_path("rows"), self._schema)
@@ -186,26 +186,26 @@ class Flight:
             answer = reader.read()
             seconds = time.perf_counter() - started
         if answer.to_pybytes() != ACK:
-            raise RunFailedError("Flight did not take everything")
+            raise RunFailedError("the Flight server did not receive everything")
         return seconds
 
     def get(self) -> float:
-        """See `Way`. The arrays lie where they came."""
+        """See `Way`. The arrays stay in the buffers that received them."""
         started = time.perf_counter()
         count = 0
         for chunk in self._client.do_get(self._flight.Ticket(b"rows")):
             count += chunk.data.column(0).to_numpy(zero_copy_only=True).nbytes
         seconds = time.perf_counter() - started
         if count != self._size:
-            raise RunFailedError(f"Flight gave {count} of {self._size} bytes")
+            raise RunFailedError(f"the Flight server returned {count} of {self._size} bytes")
         return seconds
 
     def clear(self) -> None:
-        """See `Way`: the server keeps nothing but what came first."""
+        """See `Way`. The server keeps only the first table."""
 
 
 class Tcp:
-    """A bare copy over TCP, from and to memory: what the machine's loopback gives."""
+    """A plain copy over TCP, from and to memory: the speed of the machine's loopback."""
 
     name = "TCP"
 
@@ -216,7 +216,7 @@ class Tcp:
         self._memory = np.zeros(size, dtype=np.uint8)
 
     def put(self, number: int) -> float:
-        """See `Way`. Until the other end says that it has everything."""
+        """See `Way`. Ends when the other end confirms that it has everything."""
         del number
         started = time.perf_counter()
         with socket.create_connection(self._address) as connection:
@@ -227,7 +227,7 @@ class Tcp:
             return time.perf_counter() - started
 
     def get(self) -> float:
-        """See `Way`: into one array."""
+        """See `Way`. Receives into one array."""
         started = time.perf_counter()
         with socket.create_connection(self._address) as connection:
             connection.sendall(LENGTH.pack(-self._size))
@@ -235,11 +235,11 @@ class Tcp:
             return time.perf_counter() - started
 
     def clear(self) -> None:
-        """See `Way`: the other end replaces what it has."""
+        """See `Way`. The other end overwrites its bytes."""
 
 
 def pieces(source: npt.NDArray[np.uint8], size: int, most: int) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield `size` bytes out of a source that may be smaller, from its start again where it ends."""
+    """Yield `size` bytes from a source. A smaller source is repeated."""
     at = 0
     while size:
         count = min(size, most, len(source) - at)

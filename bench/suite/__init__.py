@@ -1,1 +1,1 @@
-"""Every configuration of bench.isolated and every peer in one run, and a report of what came of it."""
+"""Runs every configuration of bench.isolated and every peer, and writes a report."""

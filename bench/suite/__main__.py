@@ -1,4 +1,4 @@
-"""`python -m bench.suite`: every configuration and every peer, each in its own process, and a report with plots."""
+"""`python -m bench.suite`: runs every configuration and every peer in separate processes, and writes a report."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ RESULT = "suite.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is not there yet; write each result as soon as it is there, and the report at the end."""
+    """Run the configurations without a result. Write each result immediately, and the report at the end."""
     options = parse(arguments)
     workload = workload_of(options)
     machine = Machine.describe()
     if options.gpu and machine.kind == "cpu":
-        sys.exit("There is no GPU here that torch can use; see bench/README.md for the environment that this needs.")
+        sys.exit("torch finds no GPU on this machine; see bench/README.md for the environment that --gpu needs.")
     folder = options.folder or ROOT / "bench" / "results" / machine.kind
     context = {
         **describe(machine),
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             failed = run_all(plan, workload, surroundings, file, context, parts, options.stop_after)
         except KeyboardInterrupt:
             print(
-                f"Broken off with {len(parts)} of {len(plan)} processes in {file}; the same command goes on from there."
+                f"Stopped with {len(parts)} of {len(plan)} processes in {file}. Run the same command again to continue."
             )
             raise
     if parts:
@@ -66,20 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def earlier_parts(file: Path, context: dict[str, Any], *, replace: bool) -> dict[str, Any]:
-    """Return what an earlier run like this one has measured already.
+    """Return the parts that an earlier run with the same context has measured.
 
     Args:
-        file: Its result.
-        context: What must be the same for figures to stand side by side.
-        replace: What another run left there makes room once there is a first figure of this one, as do the results of
-            other revisions that come with this project; otherwise it ends the process.
+        file: The result file of the earlier run.
+        context: The fields that must be equal for figures to be comparable.
+        replace: Whether figures of another context are replaced, when this run has its first figure. Committed results
+            of other revisions are always replaced. Otherwise the process exits with an error.
     """
     try:
         return read_earlier(file, BENCHMARK, context)
     except OtherRunError as error:
         if not replace:
             sys.exit(str(error))
-        print(f"{file.relative_to(ROOT)} was measured otherwise ({error.differs}); it is replaced.", flush=True)
+        print(f"{file.relative_to(ROOT)} was measured differently ({error.differs}), so it is replaced.", flush=True)
         return {}
 
 
@@ -92,7 +92,7 @@ def run_all(
     parts: dict[str, Any],
     stop_after: float | None,
 ) -> list[str]:
-    """Run what is not among the parts; return what of ours failed. A peer that fails is a result, too."""
+    """Run the configurations without a part; return the failures. A peer that fails counts as a result."""
     failed = []
     started = time.monotonic()
     for number, planned in enumerate(plan, 1):
@@ -115,7 +115,7 @@ def run_all(
 
 
 def run_one(planned: Planned, workload: Workload, surroundings: Surroundings) -> dict[str, Any]:
-    """Run a process, and return what it measured."""
+    """Run a process, and return its measurements."""
     entry = planned.entry
     base = dataclasses.replace(workload, eager=workload.eager or entry.eager, sink=entry.sink or workload.sink)
     load, started = os.getloadavg()[0], time.monotonic()
@@ -129,7 +129,7 @@ def run_one(planned: Planned, workload: Workload, surroundings: Surroundings) ->
 
 
 def layers_of(model: str) -> int:
-    """Return how many decoder layers a model has."""
+    """Return the number of decoder layers of a model."""
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers)
@@ -138,27 +138,27 @@ def layers_of(model: str) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.suite", description=__doc__)
-    parser.add_argument("--rounds", type=positive, default=2, help="of what all others are compared with")
+    parser.add_argument("--rounds", type=positive, default=2, help="rounds of the reference configurations")
     parser.add_argument(
         "--peers", type=words(Peer), default=list(Peer), help="names, separated by commas (default: all)"
     )
     parser.add_argument(
-        "--no-peers", dest="peers", action="store_const", const=[], help="measure our own configurations alone"
+        "--no-peers", dest="peers", action="store_const", const=[], help="measure only residuum's configurations"
     )
     parser.add_argument(
         "--peer-seconds",
         type=positive,
         default=240,
-        help="what a peer may take before it counts as one that cannot run",
+        help="timeout of a peer in seconds; then it counts as failed",
     )
-    parser.add_argument("--peers-folder", type=Path, default=PEERS_FOLDER, help="packages that peers alone need")
+    parser.add_argument("--peers-folder", type=Path, default=PEERS_FOLDER, help="folder of packages for peers only")
     parser.add_argument(
         "--stop-after", type=positive, metavar="SECONDS",
-        help="start no further process after so long; the same command again goes on from there",
+        help="start no further process after this time; run the same command again to continue",
     )  # fmt: skip
     add_runner(parser)
-    parser.add_argument("--folder", type=Path, help="for the result (default: bench/results/ and the kind of machine)")
-    parser.add_argument("--gpu", action="store_true", help="end at once where there is no GPU to measure on")
+    parser.add_argument("--folder", type=Path, help="folder of the result (default: bench/results/MACHINE)")
+    parser.add_argument("--gpu", action="store_true", help="exit with an error if there is no GPU")
     add_workload_arguments(parser)
     return parser.parse_args(arguments)
 

@@ -1,4 +1,4 @@
-"""Which configurations a suite has, and the order of their processes."""
+"""The configurations of a suite, and the order of their processes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Entry:
     name: str
     configuration: Configuration
     eager: bool = False
-    """Do not compile, though the suite compiles."""
+    """Whether the model is not compiled although the suite compiles."""
     sink: Sink | None = None
-    """Another sink than the suite's."""
+    """A sink other than the suite's; None for the suite's."""
     every_round: bool = False
-    """What all others are compared with is measured in each round; the rest once."""
+    """Whether it is measured in each round, because others are compared with it; otherwise it is measured once."""
 
 
 class Planned(NamedTuple):
@@ -43,9 +43,9 @@ def entries(num_layers: int, peers: Sequence[Peer] = tuple(Peer), *, eager: bool
     """Return the configurations for a model: 0, 1, 2, 4, ... and all of its layers, and the peers.
 
     Args:
-        num_layers: Of the model.
-        peers: Those that take part.
-        eager: The suite does not compile, so that stock's `enforce_eager` is the baseline itself.
+        num_layers: The number of the model's layers.
+        peers: The peers.
+        eager: Whether the suite does not compile. Then stock with `enforce_eager` is the baseline itself.
     """
     every = Configuration(IsolatedMode.ALL_LAYERS)
     found = [Entry(BASELINE, Configuration(IsolatedMode.BASELINE), every_round=True)]
@@ -64,9 +64,9 @@ def entries(num_layers: int, peers: Sequence[Peer] = tuple(Peer), *, eager: bool
 
 
 def schedule(entries: Sequence[Entry], rounds: int) -> list[Planned]:
-    """Return the order of the processes: forwards in even rounds, backwards in odd ones, so that a drift cancels.
+    """Return the order of the processes: forwards in even rounds, backwards in odd rounds, so that a drift cancels out.
 
-    What is not measured in every round is dealt out over the rounds.
+    Entries that are measured only once are spread over the rounds.
     """
     dealt = {entry: index % rounds for index, entry in enumerate(item for item in entries if not item.every_round)}
     return [
@@ -78,12 +78,12 @@ def schedule(entries: Sequence[Entry], rounds: int) -> list[Planned]:
 
 
 def powers_below(num_layers: int) -> list[int]:
-    """Return 1, 2, 4, ... as long as they are below a number."""
+    """Return the powers of two below a number: 1, 2, 4, ..."""
     return [1 << power for power in range(num_layers.bit_length()) if 1 << power < num_layers]
 
 
 def spread(count: int, num_layers: int) -> tuple[int, ...]:
-    """Return `count` layers, evenly spread over a model."""
+    """Return `count` layers that are evenly spread over a model."""
     return tuple((2 * index + 1) * num_layers // (2 * count) for index in range(count))
 
 

@@ -1,4 +1,4 @@
-"""The plots of a suite."""
+"""Draws the plots of a suite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DPI = 120
 
 
 def draw(measured: Mapping[str, Measured], folder: Path) -> list[str]:
-    """Draw what there is enough of; return the names of the files."""
+    """Draw the plots for which there are enough figures; return the names of the files."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -29,7 +29,7 @@ def draw(measured: Mapping[str, Measured], folder: Path) -> list[str]:
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
         if paint(axes, measured):
             axes.spines[["top", "right"]].set_visible(False)
-            # Without the date and the version of matplotlib: the same figures make the same file.
+            # Without the date and matplotlib's version, so that the same figures give the same file.
             figure.savefig(folder / name, dpi=_DPI, metadata={"Software": None})
             drawn.append(name)
         pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""The report of a suite: `python -m bench.suite.report FOLDER` writes it again from what was measured."""
+"""The report of a suite. `python -m bench.suite.report FOLDER` writes it again from the measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORT = "report.md"
 
 
 def write_report(file: Path) -> Path:
-    """Write report and plots beside a suite's result; return the report."""
+    """Write the report and plots to the folder of a suite's result; return the report's path."""
     result = json.loads(file.read_text())
     measured = by_name(result["parts"])
     plots = draw(measured, file.parent)
@@ -30,8 +30,8 @@ def render(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     """Return the report of a suite's result as Markdown.
 
     Args:
-        result: What `suite.json` holds.
-        plots: The names of the plots that were drawn.
+        result: The content of `suite.json`.
+        plots: The names of the drawn plots.
     """
     measured = by_name(result["parts"])
     sections = [
@@ -200,9 +200,9 @@ def _image(name: str, plots: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Write the reports of the folders that are named."""
+    """Write the reports of the folders on the command line."""
     if not sys.argv[1:]:
-        sys.exit("Name the folders whose suite.json is to be reported, such as bench/results/cpu.")
+        sys.exit("Name the folders with a suite.json to report, such as bench/results/cpu.")
     for folder in sys.argv[1:]:
         print(write_report(Path(folder) / "suite.json"))
 

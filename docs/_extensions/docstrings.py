@@ -1,4 +1,4 @@
-"""Sphinx extension: prepares docstrings, which are plain text with `code`, for reStructuredText.
+"""Sphinx extension: converts docstrings, which are plain text with `code`, to reStructuredText.
 
 * reStructuredText makes an indented paragraph a quotation. In a module's docstring, this extension keeps it as text.
 * reStructuredText makes |x| a substitution. Here it is a length.
@@ -34,9 +34,9 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 
 def read(app: Sphinx, kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Prepare a docstring for napoleon."""
+    """Rewrite the lines of a docstring before napoleon reads them."""
     if kind == "module":
-        show_as_they_stand(lines)
+        make_literal_blocks(lines)
     for at, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             parts = CODE.split(line)
@@ -44,11 +44,11 @@ def read(app: Sphinx, kind: str, name: str, thing: object, options: object, line
             lines[at] = "".join(parts)
     if kind in ("attribute", "data", "property"):
         read_as_prose = GoogleDocstring(list(lines), app.config, app, "method", name, thing, options).lines()
-        lines[:] = ["..", "", *read_as_prose]  # napoleon reads only the first line: an empty comment
+        lines[:] = ["..", "", *read_as_prose]  # napoleon treats the first line as the type, so give it an empty comment
 
 
-def show_as_they_stand(lines: list[str]) -> None:
-    """Turn indented paragraphs (formulas, trees) into literal blocks. Otherwise they become quotations."""
+def make_literal_blocks(lines: list[str]) -> None:
+    """Turn indented paragraphs (formulas, trees) into literal blocks."""
     paragraphs = [at for at, line in enumerate(lines) if at and line.startswith("    ") and not lines[at - 1].strip()]
     for at in reversed(paragraphs):
         before = next(line for line in reversed(lines[:at]) if line.strip())
@@ -59,7 +59,7 @@ def show_as_they_stand(lines: list[str]) -> None:
 def sign(
     _app: Sphinx, kind: str, _name: str, thing: object, _options: object, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
-    """Return a class's signature."""
+    """Return the signature of a dataclass from its `__init__`; keep all others."""
     if (
         kind == "class"
         and isinstance(thing, type)

@@ -1,11 +1,11 @@
-"""Sphinx extension: replaces a comment `<!-- generated: NAME -->` with Markdown made from the code or from results.
+"""Sphinx extension: replaces a comment `<!-- generated: NAME -->` with Markdown generated from code or results.
 
 The names:
 
 * `commands`: the commands of `residuum`, with their arguments.
-* `bars all`, `bars missed`: the benchmarks' targets and what they reached, from `bench/results`.
-* `faster h200`: other ways to capture everything that were faster than residuum on that machine, from its `suite.json`.
-* `settings store`, `settings inference`: the settings of a service, each with flag, default and description.
+* `bars all`, `bars missed`: the benchmarks' targets and the measured values, from `bench/results`.
+* `faster h200`: the alternatives that captured all layers faster than residuum on that machine, from its `suite.json`.
+* `settings store`, `settings inference`: the settings of a service, each with its flag, default and description.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MARK = re.compile(r"^<!-- generated: (\w+)(?: (\w+))? -->$", re.MULTILINE)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Sphinx calls this."""
+    """Connect the extension's handlers to Sphinx."""
     app.connect("source-read", read)
     app.connect("env-get-outdated", outdated)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
 def read(app: Sphinx, _page: str, source: list[str]) -> None:
-    """Replace a page's marks by the generated text."""
+    """Replace the marks in a page with the generated text."""
 
     def made(mark: re.Match[str]) -> str:
         app.env.metadata[app.env.docname]["generated"] = mark[1]
@@ -83,7 +83,7 @@ def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str,
 
 
 def _actions(command: argparse.ArgumentParser) -> list[argparse.Action]:
-    return [action for action in command._actions if action.dest != "help"]  # noqa: SLF001 - there is no other way
+    return [action for action in command._actions if action.dest != "help"]  # noqa: SLF001 - argparse has no public way
 
 
 def _usage(name: str, own: list[argparse.Action]) -> str:
@@ -133,13 +133,13 @@ def _default(field: FieldInfo) -> str:
 
 
 def _text(text: str) -> str:
-    """Return a text as one cell of a table, without values from this machine's environment."""
+    """Return a text as a table cell, with values from this machine's environment replaced by the defaults."""
     text = re.sub(r", now [^)]+\)", ", or localhost:50051)", text).replace("%%", "%")
     return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").strip()
 
 
 def bars(which: str) -> Iterator[str]:
-    """Yield a table of all targets, or of the missed ones."""
+    """Yield a table of all targets ("all"), or of the missed targets ("missed")."""
     rows = []
     for path in sorted(RESULTS.glob("*/*.json")):
         result = json.loads(path.read_text())
@@ -161,7 +161,7 @@ def _bars(result: Any) -> Iterator[dict[str, Any]]:
 
 
 def faster(machine: str) -> Iterator[str]:
-    """Yield a table of the other ways that had all rows of all layers at a client sooner than residuum."""
+    """Yield a table of the alternatives that delivered all rows of all layers to a client faster than residuum."""
     from bench.output import markdown_table, seconds, times
     from bench.suite.plan import ALL_LAYERS
     from bench.suite.results import by_name

@@ -24,7 +24,7 @@ LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Sphinx calls this."""
+    """Connect the extension's handlers to Sphinx."""
     app.add_config_value("repository_documents", {}, "env")
     app.add_config_value("repository_url", "", "env")
     app.connect("source-read", read)

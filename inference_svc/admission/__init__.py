@@ -1,1 +1,1 @@
-"""All checks of a request before anything is promised. Pure: nothing here waits, or keeps anything."""
+"""All checks of a request, made before the service accepts it. These functions never wait and keep no state."""

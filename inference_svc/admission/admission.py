@@ -1,4 +1,4 @@
-"""All checks of a request in one place, for every way in: gRPC and `vllm serve`."""
+"""All checks of a request in one place. Both entry points use them: gRPC and `vllm serve`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """Checks requests against the model and the vectors that are on the server. Keeps nothing of them."""
+    """Checks requests against the model and the vectors on the server. Keeps no state."""
 
     def __init__(self, facts: ModelFacts, vectors: VectorCache) -> None:
-        """Check against a model's facts, and the vectors of a cache."""
+        """Check requests against these facts of the model and the vectors in this cache."""
         self._facts = facts
         self._vectors = vectors
 

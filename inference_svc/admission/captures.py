@@ -1,4 +1,4 @@
-"""What a request captures and how rows are encoded, checked against the model, with every default filled in."""
+"""The capture spec of a request: its checks against the model, and its defaults."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaptureDefaults:
-    """How rows are encoded if a request does not say so."""
+    """How rows are encoded if a request does not choose."""
 
     encoding: capture_pb2.Encoding.ValueType = RAW
     """The encoding."""
     projection: int = DEFAULT_PROJECTION
-    """Dimensions of random projections; the width of rows, if that is less."""
+    """Dimensions of random projections, or the width of rows if that is less."""
     topk: int = DEFAULT_TOPK
-    """Elements that are kept of the largest; the width of rows, if that is less."""
+    """How many of the largest elements are kept, or the width of rows if that is less."""
 
 
 def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture_pb2.CaptureSpec:
-    """Check what is to be captured against the model, and fill in every default.
+    """Check a capture spec against the model, and return it with every default filled in.
 
     Raises:
-        Failure: Something in it cannot be; the reason and the metadata say what.
+        Failure: The spec is invalid. The reason and the metadata name the field.
     """
     sites = list(spec.sites) or [capture_pb2.SITE_RESID_POST]
     _check_sites(sites, facts)
     if spec.overflow not in capture_pb2.OverflowPolicy.values():
-        raise invalid("capture.overflow", "The overflow policy is WAIT or SHED.")
+        raise invalid("capture.overflow", "capture.overflow: set OVERFLOW_POLICY_WAIT or OVERFLOW_POLICY_SHED.")
     check_selection("capture.positions", spec.positions)
     resolved = capture_pb2.CaptureSpec()
     resolved.CopyFrom(spec)
@@ -78,7 +78,7 @@ def _check_sites(sites: list[capture_pb2.Site.ValueType], facts: ModelFacts) -> 
                 armed=",".join(armed),
             )
     if len(set(sites)) != len(sites):
-        raise invalid("capture.sites", "Name each site once.")
+        raise invalid("capture.sites", "capture.sites: name each site only once.")
 
 
 def _encoding(asked: capture_pb2.Encoding.ValueType, facts: ModelFacts) -> capture_pb2.Encoding.ValueType:
@@ -87,7 +87,7 @@ def _encoding(asked: capture_pb2.Encoding.ValueType, facts: ModelFacts) -> captu
         return encoding
     known = ", ".join(ENCODING_NAMES[number] for number in facts.encodings)
     name = ENCODING_NAMES.get(encoding, str(int(encoding)))
-    raise invalid("capture.encoding", f"This server does not encode rows as {name}; it knows {known}.")
+    raise invalid("capture.encoding", f"This server does not support the encoding {name}; it supports {known}.")
 
 
 def _options(
@@ -113,18 +113,30 @@ def _options(
 def _check_options(encoding: capture_pb2.Encoding.ValueType, asked: capture_pb2.EncodingOptions) -> None:
     name, count = ENCODING_NAMES[encoding], len(asked.vectors)
     rules = (
-        ("dimensions", not asked.dimensions or encoding in SIZED, f"{name} has none; {_names(SIZED)} have"),
-        ("seed", not asked.seed or encoding in RANDOM_PROJECTIONS, f"{name} has none; rp8 and rp have"),
-        ("axis", asked.axis in capture_pb2.QuantizationAxis.values(), "it is ROW or DIMENSION"),
-        ("axis", not asked.axis or encoding == FULL8, f"{name} has none; full8 has"),
-        ("vectors", not count or encoding == PROJECT, f"{name} takes none; project does"),
+        (
+            "dimensions",
+            not asked.dimensions or encoding in SIZED,
+            f"{name} has none; only {_names(SIZED)} have",
+        ),
+        (
+            "seed",
+            not asked.seed or encoding in RANDOM_PROJECTIONS,
+            f"{name} has none; only rp8 and rp have",
+        ),
+        (
+            "axis",
+            asked.axis in capture_pb2.QuantizationAxis.values(),
+            "set ROW or DIMENSION",
+        ),
+        ("axis", not asked.axis or encoding == FULL8, f"{name} has none; only full8 has"),
+        ("vectors", not count or encoding == PROJECT, f"{name} takes none; only project does"),
         (
             "vectors",
             encoding != PROJECT or 1 <= count <= MAX_PROJECTION_VECTORS,
             f"project takes 1 to {MAX_PROJECTION_VECTORS} vectors, not {count}",
         ),
         ("vectors", {*map(len, asked.vectors)} <= {DIGEST_BYTES}, f"a digest is {DIGEST_BYTES} bytes long"),
-        ("vectors", len(set(asked.vectors)) == count, "name each vector once"),
+        ("vectors", len(set(asked.vectors)) == count, "name each vector only once"),
     )
     for field, holds, message in rules:
         if not holds:
@@ -134,12 +146,12 @@ def _check_options(encoding: capture_pb2.Encoding.ValueType, asked: capture_pb2.
 def _check_reduction(resolved: capture_pb2.CaptureSpec, facts: ModelFacts) -> None:
     if resolved.reduction not in facts.reductions:
         known = ", ".join(capture_pb2.Reduction.Name(number).removeprefix("REDUCTION_") for number in facts.reductions)
-        raise invalid("capture.reduction", f"This server does not reduce rows so; it knows {known}.")
+        raise invalid("capture.reduction", f"This server does not support this reduction; it supports {known}.")
     if is_reduced(resolved) and resolved.encoding_options.axis == BY_DIMENSION:
         raise invalid(
             "capture.reduction",
-            "One row by itself cannot be quantised along dimensions, where several share a scale; quantise it along "
-            "the row.",
+            "A reduced capture has a single row, which cannot be quantised by dimension: that needs several rows that "
+            "share a scale. Set the axis to ROW.",
         )
 
 

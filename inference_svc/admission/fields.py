@@ -29,7 +29,7 @@ def layer_list(field: str, selection: selection_pb2.LayerSelection, facts: Model
         layer = error.args[0]
         raise Failure(
             Reason.ERROR_REASON_UNKNOWN_LAYER,
-            f"{facts.name} has {facts.num_layers} layers, 0 to {facts.num_layers - 1}; {layer} is not one of them.",
+            f"There is no layer {layer}: {facts.name} has {facts.num_layers} layers, 0 to {facts.num_layers - 1}.",
             layer=layer,
             layers=facts.num_layers,
         ) from None

@@ -1,4 +1,4 @@
-"""Checking a prompt and its sampling parameters."""
+"""Checks of a prompt and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_sampling(parameters: inference_pb2.SamplingParameters) -> None:
     """Check the range of each sampling parameter.
 
     Raises:
-        Failure: A parameter is out of range. The metadata name it.
+        Failure: A parameter is out of range. The metadata names it.
     """
     p = parameters
     max_tokens = max_new_tokens(p)
@@ -68,8 +68,8 @@ def check_prompt(token_ids: list[int], parameters: inference_pb2.SamplingParamet
     if len(token_ids) + new_tokens > facts.max_model_len:
         raise Failure(
             Reason.ERROR_REASON_PROMPT_TOO_LONG,
-            f"The prompt has {len(token_ids)} tokens and max_tokens is {new_tokens}; together the model takes "
-            f"{facts.max_model_len}. Shorten the prompt or lower max_tokens.",
+            f"The prompt has {len(token_ids)} tokens and max_tokens is {new_tokens}; together they exceed the model's "
+            f"context of {facts.max_model_len} tokens. Shorten the prompt or lower max_tokens.",
             prompt_tokens=len(token_ids),
             limit=facts.max_model_len,
         )
@@ -78,7 +78,7 @@ def check_prompt(token_ids: list[int], parameters: inference_pb2.SamplingParamet
 def check_capture_size(
     capture: capture_pb2.CaptureSpec | None, prompt_tokens: int, parameters: inference_pb2.SamplingParameters
 ) -> None:
-    """Check that the manifest of a capture fits one message, however many tokens are generated.
+    """Check that the manifest of a capture fits one message, even if every sequence generates `max_tokens`.
 
     Raises:
         Failure: The capture could have more than `MAX_CAPTURE_TOKENS` tokens.

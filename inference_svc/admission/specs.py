@@ -1,4 +1,4 @@
-"""A request's spec, checked in full against the model, with every default filled in."""
+"""The spec of a request: all its checks against the model, and its defaults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ResolvedSpec:
 
     @property
     def digests(self) -> list[bytes]:
-        """The digests of all vectors that the request needs, each once, in order: to steer, then to project onto."""
+        """The digests of all vectors that the request needs: first those to steer with, then those to project onto."""
         steering = digests_of(self.steering) if self.steering else []
         projection = self.capture.encoding_options.vectors if self.capture else []
         return list(dict.fromkeys((*steering, *projection)))
@@ -72,7 +72,9 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
         Failure: The spec is invalid. The reason and the metadata name the field.
     """
     if spec.request_id and not is_valid_id(spec.request_id):
-        raise invalid("request_id", "A request id is 1 to 128 of a-z A-Z 0-9 . _ - and starts with none of . and -.")
+        raise invalid(
+            "request_id", "A request ID has 1 to 128 characters of a-z A-Z 0-9 . _ - and does not start with . or -."
+        )
     if spec.model and spec.model != facts.name:
         raise Failure(
             Reason.ERROR_REASON_UNKNOWN_MODEL,

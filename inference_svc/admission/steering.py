@@ -1,4 +1,4 @@
-"""The steering of a request, checked against the model, with every default filled in."""
+"""The steering spec of a request: its checks against the model, and its defaults."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ OPERATIONS = tuple(field.name for field in steering_pb2.SteeringOperation.DESCRI
 
 
 def digests_of(steering: steering_pb2.SteeringSpec) -> list[bytes]:
-    """Return the digests of all vectors that a steering needs, each once, in order."""
+    """Return the digests of all vectors that a steering spec needs, in order and without duplicates."""
     return list(dict.fromkeys(digest for item in steering.operations for digest in layer_digests(item)))
 
 
 def directions_of(steering: steering_pb2.SteeringSpec) -> set[bytes]:
-    """Return the digests of the vectors whose direction a steering uses, so that their norm must not be zero."""
+    """Return the digests of the vectors that a steering spec normalizes, so that their norm must not be zero."""
     return {
         digest
         for item in steering.operations
@@ -38,19 +38,21 @@ def directions_of(steering: steering_pb2.SteeringSpec) -> set[bytes]:
 
 
 def layer_digests(operation: steering_pb2.SteeringOperation) -> list[bytes]:
-    """Return the digests of a checked operation's vectors: one for all of its layers, or one for each."""
+    """Return the digests of a checked operation's vectors: one for all its layers, or one for each layer."""
     kind = operation.WhichOneof("operation")
     return list(operation.layer_digests) or [bytes(getattr(operation, kind).digest) if kind else b""]
 
 
 def resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> steering_pb2.SteeringSpec:
-    """Check a steering against the model, and fill in every default.
+    """Check a steering spec against the model, and return it with every default filled in.
 
     Raises:
         Failure: The steering is invalid. The reason and the metadata name the field.
     """
     if len(spec.operations) > MAX_OPERATIONS:
-        raise invalid("steering.operations", f"At most {MAX_OPERATIONS} operations, not {len(spec.operations)}.")
+        raise invalid(
+            "steering.operations", f"There are {len(spec.operations)} operations; send at most {MAX_OPERATIONS}."
+        )
     resolved = steering_pb2.SteeringSpec(updatable=spec.updatable)
     for index, operation in enumerate(spec.operations):
         field = f"steering.operations[{index}]"
@@ -63,7 +65,7 @@ def resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> stee
 
 
 def demand_of_steering(steering: steering_pb2.SteeringSpec | None, capture: capture_pb2.CaptureSpec | None) -> Demand:
-    """Return how much of the taps' tables a valid request takes."""
+    """Return how much room a valid request takes in the taps' tables."""
     operations: list[tuple[Sequence[int], selection_pb2.PositionSelection]] = []
     for item in steering.operations if steering else ():
         layers = item.layers.list.layers
@@ -73,17 +75,17 @@ def demand_of_steering(steering: steering_pb2.SteeringSpec | None, capture: capt
 
 
 def check_demand(demand: Demand) -> None:
-    """Check that a request fits the taps' tables, whatever other requests run at the same time.
+    """Check that a request fits its share of the taps' tables, which does not depend on other requests.
 
     Raises:
-        Failure: It takes too many programs or entries.
+        Failure: The request takes too many programs or entries.
     """
     if demand.programs > MAX_PROGRAMS or demand.entries > MAX_ENTRIES:
         raise invalid(
             "steering.operations",
-            f"Its positions fall into as many as {demand.programs} classes (at most {MAX_PROGRAMS}) with "
-            f"{demand.entries} operations to apply (at most {MAX_ENTRIES}). Use fewer operations, fewer position "
-            "ranges, or the same layers and positions for more of them.",
+            f"The steering needs {demand.programs} different programs (at most {MAX_PROGRAMS}) with {demand.entries} "
+            f"operations in total (at most {MAX_ENTRIES}). Use fewer operations or fewer position ranges, or give "
+            "more operations the same layers and positions.",
         )
 
 
@@ -92,7 +94,7 @@ def _check_operation(field: str, operation: steering_pb2.SteeringOperation) -> N
     if kind is None:
         raise Failure(
             Reason.ERROR_REASON_UNKNOWN_OPERATION,
-            f"{field} names no operation that this server knows; it knows {', '.join(OPERATIONS)}.",
+            f"{field} has no operation that this server supports; set one of {', '.join(OPERATIONS)}.",
             field=field,
         )
     _check_digests(field, kind, operation)
@@ -108,13 +110,13 @@ def _check_digests(field: str, kind: str, operation: steering_pb2.SteeringOperat
     own = len(operation.layer_digests)
     if any(len(digest) != DIGEST_BYTES for digest in layer_digests(operation)):
         name = "layer_digests" if own else f"{kind}.digest"
-        raise invalid(f"{field}.{name}", f"A digest is {DIGEST_BYTES} bytes long.")
+        raise invalid(f"{field}.{name}", f"A digest must be {DIGEST_BYTES} bytes long: the SHA-256 of the vector.")
     if own and getattr(operation, kind).digest:
         raise invalid(f"{field}.layer_digests", f"Set either layer_digests or {kind}.digest, not both.")
     if own and own != len(operation.layers.list.layers):
         raise invalid(
             f"{field}.layer_digests",
-            f"There are {own} layer_digests for {len(operation.layers.list.layers)} listed layers; give one for each.",
+            f"There are {own} layer_digests for {len(operation.layers.list.layers)} listed layers; send one for each.",
         )
 
 
@@ -123,6 +125,6 @@ def _check_bounds(field: str, cap: steering_pb2.Cap) -> None:
     if not given:
         raise invalid(f"{field}.cap", "Set min, max or both; a cap without a bound does nothing.")
     if not all(math.isfinite(getattr(cap, name)) for name in given):
-        raise invalid(f"{field}.cap", "A bound must be finite; leave it unset for none.")
+        raise invalid(f"{field}.cap", "A bound must be finite; leave it unset for no bound.")
     if len(given) == 2 and cap.max < cap.min:  # noqa: PLR2004 - both
         raise invalid(f"{field}.cap", f"max ({cap.max}) is below min ({cap.min}).")

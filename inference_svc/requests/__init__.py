@@ -1,1 +1,1 @@
-"""Requests: what they ask for, checked in full, and which of them there are."""
+"""Requests: reading their prompts, keeping track of them, and making the plans that the workers follow."""

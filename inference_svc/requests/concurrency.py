@@ -1,4 +1,4 @@
-"""How many requests run or wait at once: of all callers together, and of each tenant."""
+"""Limits on concurrent requests: one for all callers together, and one for each tenant."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 
 
 class Places:
-    """The places for requests. One event loop uses them, so they need no lock."""
+    """Counts the requests that run or wait, and enforces the limits.
+
+    Only one event loop uses it, so it needs no lock.
+    """
 
     def __init__(self, total: int = 1024, limits_of: Callable[[str], Limits] = lambda _: Limits()) -> None:
-        """Make free places.
+        """Start with no requests.
 
         Args:
-            total: How many there are.
-            limits_of: Tells what a tenant may have; it is asked anew for each request.
+            total: The most requests that may run or wait at the same time, of all tenants.
+            limits_of: Returns a tenant's limits. It is called for each request, so changed limits apply at once.
         """
         self._total = total
         self._limits_of = limits_of
@@ -29,28 +32,28 @@ class Places:
 
     @property
     def num_taken(self) -> int:
-        """How many are taken."""
+        """The number of requests that run or wait now."""
         return self._taken.total()
 
     @contextmanager
     def taken(self, tenant: str) -> Iterator[None]:
-        """Take a place for a request of a tenant, for as long as the context lasts.
+        """Count one request of a tenant for as long as the context lasts.
 
         Raises:
-            Failure: QUOTA_EXCEEDED: the tenant has as many as it may have. LIMIT_REACHED: there is none.
+            Failure: QUOTA_EXCEEDED if the tenant's limit is reached; LIMIT_REACHED if the limit of all is.
         """
         allowed = self._limits_of(tenant).max_requests
         if allowed is not None and self._taken[tenant] >= allowed:
             raise Failure(
                 Reason.ERROR_REASON_QUOTA_EXCEEDED,
-                f"Your tenant may have {allowed} requests that run or wait; try again when one has ended.",
+                f"Your tenant already has {allowed} requests that run or wait, its limit. Retry when one has ended.",
                 limit="max_requests",
                 allowed=allowed,
             )
         if self.num_taken >= self._total:
             raise Failure(
                 Reason.ERROR_REASON_LIMIT_REACHED,
-                f"{self._total} requests run or wait already; try again later.",
+                f"{self._total} requests already run or wait, this server's limit. Retry later.",
                 limit="max_requests",
             )
         self._taken[tenant] += 1

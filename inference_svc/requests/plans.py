@@ -1,4 +1,4 @@
-"""From a checked spec to the plan that the worker reads."""
+"""Turns a checked spec into the plan that the worker reads."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 _KINDS = {"add": Kind.ADD, "ablate": Kind.ABLATE, "cap": Kind.CAP, "replace": Kind.CAP}
 
 _SPARE_POSITIONS = 7
-"""Positions that the engine may compute beyond an end that it finds itself: one for each step that it schedules ahead,
-and it does so for each pipeline stage."""
+"""How many positions the engine may compute beyond the end of a sequence, if the engine itself detects the end. It
+schedules one step ahead for each pipeline stage, and each step computes one position."""
 
 _SPARE_POSITIONS_OF_TEXTS = 31
-"""The same where a text ends the request: that is found by another process, while the engine goes on."""
+"""The same for a request with stop texts. Another process detects those, and the engine computes on meanwhile."""
 
 
 def make_plan(
     running: Running, sequence: int, prompt_tokens: int, rows: dict[bytes, int], spare_positions: int = 0
 ) -> RequestPlan | None:
-    """Return the plan of one sequence of a request; None if there is nothing for the taps to do.
+    """Return the plan of one sequence of a request; None if the request neither captures nor steers.
 
     Args:
         running: The request.
-        sequence: Which of its sequences.
-        prompt_tokens: Tokens of its prompt.
-        rows: The bank's row of each vector, by digest.
-        spare_positions: How many positions the engine may compute beyond the sequence's end.
+        sequence: The index of the sequence.
+        prompt_tokens: The number of tokens in its prompt.
+        rows: The row of each vector in the bank, by digest.
+        spare_positions: How many positions the engine may compute beyond the end of the sequence.
     """
     spec = running.spec
     if spec.capture is None and spec.steering is None:
@@ -52,16 +52,16 @@ def count_spare_positions(sampling: inference_pb2.SamplingParameters) -> int:
 
 
 def engine_id(path: str, sequence: int) -> str:
-    """Return what a sequence of a request is called in the engine."""
+    """Return the ID that the engine uses for a sequence of a request."""
     return f"{path}#{sequence}"
 
 
 def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int]) -> tuple[Operation, ...]:
-    """Return a checked steering as the worker reads it.
+    """Return the operations of a checked steering spec in the worker's form.
 
     Args:
-        steering: The steering.
-        rows: The bank's row of each vector, by digest.
+        steering: The checked spec.
+        rows: The row of each vector in the bank, by digest.
     """
     operations: list[Operation] = []
     for item in steering.operations:
@@ -101,7 +101,7 @@ def _capture(
 
 def _operation(item: steering_pb2.SteeringOperation, layers: tuple[int, ...], row: int) -> Operation:
     name = item.WhichOneof("operation")
-    assert name is not None  # noqa: S101 - resolve_spec refuses an operation that names nothing
+    assert name is not None  # noqa: S101 - resolve_spec refuses an operation without a kind
     scale, low, high = 1.0, -math.inf, math.inf
     if name == "add":
         scale = item.add.scale

@@ -1,4 +1,4 @@
-"""Prompts as the caller gave them, to token ids: in a thread, because a long text takes longer than a step."""
+"""Turns prompts into token IDs, in a thread: tokenizing a long text takes longer than a step of the engine."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 class PromptReader:
-    """Turns prompts into token ids.
+    """Turns prompts into token IDs.
 
-    Texts are read by one thread, one after the other: a tokenizer may be used by one at a time. What cannot fit the
-    model, however few tokens it makes, is refused before it is read.
+    One thread tokenizes all texts, because a tokenizer is not thread-safe. A text that is too long for the model, even
+    if each of its tokens were the longest there is, is refused before it is tokenized.
     """
 
     def __init__(self, tokenizer: Any, facts: ModelFacts) -> None:
-        """Read for a model; without a tokenizer (None) token ids alone are taken."""
+        """Read prompts for a model. Without a tokenizer (None), only token IDs are accepted."""
         self._tokenizer = tokenizer
         self._facts = facts
         self._max_characters = facts.max_model_len * _longest_token(tokenizer) if tokenizer is not None else 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def read(self, request: inference_pb2.GenerateRequest) -> list[int]:
-        """Return the token ids of a request's prompt.
+        """Return the token IDs of a request's prompt.
 
         Raises:
-            Failure: The prompt is missing, malformed, or longer than any that the model takes.
+            Failure: The prompt is missing, malformed, or certainly longer than the model's context.
         """
         kind = request.WhichOneof("prompt")
         if self._tokenizer is None:
@@ -58,7 +58,7 @@ class PromptReader:
         if ids and max(ids) >= self._facts.vocab_size:
             raise invalid(
                 "token_ids",
-                f"Token id {max(ids)} is not below the size of the vocabulary, {self._facts.vocab_size}.",
+                f"Token ID {max(ids)} is not in the model's vocabulary. Send IDs below {self._facts.vocab_size}.",
             )
         return ids
 
@@ -66,8 +66,8 @@ class PromptReader:
         if count > self._max_characters:
             raise Failure(
                 Reason.ERROR_REASON_PROMPT_TOO_LONG,
-                f"The prompt has {count} characters; none of more than {self._max_characters} fits the "
-                f"{self._facts.max_model_len} tokens that the model takes. Shorten it.",
+                f"The prompt has {count} characters. At most {self._max_characters} can fit the model's context of "
+                f"{self._facts.max_model_len} tokens. Shorten the prompt.",
                 prompt_characters=count,
                 limit=self._max_characters,
             )
@@ -76,7 +76,8 @@ class PromptReader:
         if len(chat.messages) > self._facts.max_model_len:
             raise Failure(
                 Reason.ERROR_REASON_PROMPT_TOO_LONG,
-                f"The chat has {len(chat.messages)} messages; the model takes {self._facts.max_model_len} tokens.",
+                f"The chat has {len(chat.messages)} messages, more than the model's context has tokens "
+                f"({self._facts.max_model_len}). Send fewer messages.",
                 prompt_messages=len(chat.messages),
                 limit=self._facts.max_model_len,
             )
@@ -90,21 +91,21 @@ class PromptReader:
             ids = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except Exception as error:  # jinja and transformers raise what a template finds wrong, without a common class
-            raise invalid("chat", f"The model's chat template refuses this: {error}") from error
+        except Exception as error:  # jinja and transformers raise unrelated classes for a template's errors
+            raise invalid("chat", f"The model's chat template refuses the chat: {error}") from error
         return list(ids)
 
 
 def _longest_token(tokenizer: Any) -> int:
-    """Return how many characters a token stands for at most. vLLM's tokenizers know."""
+    """Return the number of characters in the longest token, at least 1."""
     known = getattr(tokenizer, "max_chars_per_token", None)
     return max(int(known) if known else max(map(len, tokenizer.get_vocab())), 1)
 
 
 def _refuse_text(request: inference_pb2.GenerateRequest) -> None:
-    """Refuse what needs a tokenizer: a prompt that is text, and texts to stop at, which would never be found."""
+    """Refuse requests that need a tokenizer: prompts of text, and stop texts, which would never be detected."""
     kind = request.WhichOneof("prompt")
     if kind in {"text", "chat"}:
         raise invalid(kind, "This engine has no tokenizer; send token_ids.")
     if request.sampling.stop:
-        raise invalid("sampling.stop", "This engine has no tokenizer, so it cannot stop at a text.")
+        raise invalid("sampling.stop", "This engine has no tokenizer, so it cannot detect stop texts. Leave them out.")

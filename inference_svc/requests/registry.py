@@ -1,4 +1,4 @@
-"""Requests by id: registered and waiting, running, or used up."""
+"""The registry of requests by ID: those that are registered, those that run, and those that have ended."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     from inference_svc.admission.specs import ResolvedSpec
 
 _REMEMBERED_IDS = 100_000
-"""Ids of ended requests that are remembered, so that none is used twice. The store remembers captures for longer."""
+"""How many IDs of ended requests are remembered, so that none is used twice. The store remembers IDs of captures for
+longer."""
 
 
 _Key = tuple[str, str]
-"""A request's tenant, and its id as somebody sent it. Not a path: what was sent may hold a slash."""
+"""A request's tenant, and its ID as the caller sent it. Not a path: an ID that was not checked may contain a slash."""
 
 
 @dataclass
 class Registration:
-    """A request that waits for its Generate."""
+    """A registered request whose Generate call has not come yet."""
 
     spec: ResolvedSpec
     expires: float
-    """When it lapses, on the registry's clock, in seconds."""
+    """When the registration expires, in seconds on the registry's clock."""
 
 
 @dataclass
@@ -43,54 +44,55 @@ class Running:
     spec: ResolvedSpec
     was_registered: bool
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when somebody called Abort."""
+    """Set when a client calls Abort."""
     tenant: str = ""
-    """Whose it is."""
+    """The tenant that owns the request."""
     on_abort: Callable[[], None] | None = None
-    """Called when somebody calls Abort: less than a task that waits for it in each request."""
+    """Called when a client calls Abort. A callback costs less than a task in each request that waits for the event."""
 
     @property
     def path(self) -> str:
-        """What it is called in the engine and on the way to the store: no other tenant's request is called so."""
+        """The name of the request in the engine and on the way to the store. It is unique among all tenants."""
         return tenant_path(self.tenant, self.request_id)
 
     def aborted_failure(self) -> Failure:
-        """Return the failure that tells its caller that it was aborted."""
+        """Return the failure that the caller of Generate gets after an abort."""
         return Failure(
             Reason.ERROR_REASON_ABORTED, f"The request {self.request_id!r} was aborted.", request_id=self.request_id
         )
 
     def ended_failure(self) -> Failure:
-        """Return the failure of a call that needs it to be generating."""
+        """Return the failure of a call for which this request must be generating, and is not."""
         return Failure(
             Reason.ERROR_REASON_UNKNOWN_REQUEST,
-            f"The request {self.request_id!r} has not begun to generate, or has just ended; wait for its started "
-            "event.",
+            f"The request {self.request_id!r} is not generating: it has not started, or has just ended. Call again "
+            "after its started event and before its end.",
             request_id=self.request_id,
         )
 
     def abort(self) -> None:
-        """Stop it; it ends ABORTED."""
+        """Stop the request. Its capture ends ABORTED."""
         self.aborted.set()
         if self.on_abort is not None:
             self.on_abort()
 
     @property
     def vector_names(self) -> list[bytes]:
-        """The vectors that it needs; see `vector_name`."""
+        """The names of the vectors that the request needs; see `vector_name`."""
         return [vector_name(self.tenant, digest) for digest in self.spec.digests]
 
     def cache_salt(self, prompt_tokens: int) -> str | None:
-        """Return what keeps its KV cache apart from that of others; see `ResolvedSpec.cache_salt`.
+        """Return the salt for vLLM's prefix cache; see `ResolvedSpec.cache_salt`.
 
-        Tenants never share: by how soon the first token comes, one could else tell which prompts another has sent.
+        The salt contains the tenant, so tenants never share cached prefixes. Otherwise one tenant could learn from the
+        time to the first token which prompts another has sent.
         """
         salt = self.spec.cache_salt(prompt_tokens)
         return f"{self.tenant}/{salt or ''}" if self.tenant else salt
 
 
 class RequestRegistry:
-    """Every request that the service knows. One event loop uses it, so it needs no lock."""
+    """Every request that the service knows. Only one event loop uses it, so it needs no lock."""
 
     def __init__(
         self,
@@ -103,11 +105,11 @@ class RequestRegistry:
         """Make an empty registry.
 
         Args:
-            time_to_live: Seconds until an unused registration lapses.
-            max_registrations: Registrations that may wait at once.
-            clock: Returns seconds that only grow.
-            max_bytes: What the specs of all that wait may take, as messages.
-            make_id: Makes ids for requests that come without one.
+            time_to_live: Seconds until an unused registration expires.
+            max_registrations: The most registrations that may wait for their Generate at the same time.
+            clock: Returns monotonic seconds.
+            max_bytes: The most bytes that the specs of all waiting registrations may take, serialized.
+            make_id: Makes IDs for requests that come without one.
         """
         self.make_id = make_id
         self.time_to_live = time_to_live
@@ -128,24 +130,26 @@ class RequestRegistry:
 
     @property
     def num_running(self) -> int:
-        """How many requests are generating."""
+        """The number of requests that are generating."""
         return len(self._running)
 
     @property
     def num_registered(self) -> int:
-        """How many registrations wait, those included that have lapsed since the last call."""
+        """The number of waiting registrations, including those that have expired since the last call."""
         return len(self._registered)
 
     def register(self, spec: ResolvedSpec, tenant: str = "", made_id: str = "") -> str:
-        """Keep a spec until it is used or lapses, and return its id. The same spec under the same id renews it.
+        """Keep a spec until it is used or expires, and return its request ID.
+
+        The same spec under the same ID renews the registration.
 
         Args:
             spec: The spec.
-            tenant: Whose it is.
-            made_id: Its id if it comes without one, from `make_id`; empty: make one.
+            tenant: The tenant that owns it.
+            made_id: The ID, from `make_id`, for a spec without one. If it is empty, the registry makes one.
 
         Raises:
-            Failure: The id is taken by another spec or was used, or too many registrations wait.
+            Failure: The ID is registered with another spec or was used, or too many registrations wait.
         """
         self._drop_lapsed()
         known = self._registered.get((tenant, spec.request_id))
@@ -154,14 +158,16 @@ class RequestRegistry:
             if len(self._registered) >= self._max_registrations:
                 raise Failure(
                     Reason.ERROR_REASON_LIMIT_REACHED,
-                    f"{self._max_registrations} registrations wait for their Generate already; use or abort some.",
+                    f"{self._max_registrations} registrations already wait for their Generate, the limit. Use or "
+                    "abort some.",
                     limit="max_registrations",
                 )
             if self._bytes + spec.num_bytes > self._max_bytes:
                 raise Failure(
                     Reason.ERROR_REASON_LIMIT_REACHED,
-                    f"The registrations that wait take {self._bytes >> 10} KiB, and this one {spec.num_bytes >> 10}; "
-                    f"at most {self._max_bytes >> 10} are kept. Use or abort some.",
+                    f"The waiting registrations take {self._bytes >> 10} KiB, and this one takes "
+                    f"{spec.num_bytes >> 10} KiB; this server's limit is {self._max_bytes >> 10} KiB. Use or abort "
+                    "some.",
                     limit="max_registration_mib",
                 )
         request_id = spec.request_id or made_id or self.make_id()
@@ -170,22 +176,22 @@ class RequestRegistry:
         return request_id
 
     def start_registered(self, request_id: str, tenant: str = "") -> Running:
-        """Use up a registration.
+        """Start a registered request, which uses up its registration.
 
         Raises:
-            Failure: There is none of this id.
+            Failure: No request is registered under this ID.
         """
         self._drop_lapsed()
         registration = self._forget_registration((tenant, request_id))
         if registration is None:
-            raise _unknown(request_id, "It was never registered, was used already, or has lapsed; register it again.")
+            raise _unknown(request_id, "It was never registered, was already used, or has expired. Register it again.")
         return self._start(Running(request_id, registration.spec, was_registered=True, tenant=tenant))
 
     def start_inline(self, spec: ResolvedSpec, tenant: str = "") -> Running:
         """Start a request that was not registered.
 
         Raises:
-            Failure: Its id is taken or was used.
+            Failure: Its ID is in use, or was used.
         """
         self._drop_lapsed()
         if spec.request_id:
@@ -193,16 +199,16 @@ class RequestRegistry:
         return self._start(Running(spec.request_id or self.make_id(), spec, was_registered=False, tenant=tenant))
 
     def end(self, running: Running) -> None:
-        """Forget a running request, and remember that its id was used."""
+        """Remove a running request, and remember that its ID was used."""
         self._stop(running)
         self._ended[_key(running)] = None
         while len(self._ended) > _REMEMBERED_IDS:
             self._ended.popitem(last=False)
 
     def release(self, running: Running) -> None:
-        """Take back the start of a request that could not begin, so that the same call may be tried again.
+        """Undo the start of a request that could not begin, so that the client can retry the same call.
 
-        One that was aborted meanwhile, or has ended already, stays so.
+        A request that was aborted meanwhile, or has already ended, stays ended.
         """
         if running.aborted.is_set():
             self.end(running)
@@ -210,7 +216,7 @@ class RequestRegistry:
             self._remember(_key(running), running.spec)
 
     def abort(self, request_id: str, tenant: str = "") -> None:
-        """Stop a running request, or drop a registration. What has ended stays ended.
+        """Stop a running request, or drop a registration. A request that has ended stays unchanged.
 
         Raises:
             Failure: There is no such request.
@@ -220,13 +226,13 @@ class RequestRegistry:
         if key in self._running:
             self._running[key].abort()
         elif self._forget_registration(key) is None and key not in self._ended:
-            raise _unknown(request_id, "Check the id, or whether it has lapsed.")
+            raise _unknown(request_id, "Check the ID, and whether the registration has expired.")
 
     def get_running(self, request_id: str, tenant: str = "") -> Running:
         """Return a request that is generating.
 
         Raises:
-            Failure: It is not.
+            Failure: No request with this ID is generating.
         """
         running = self._running.get((tenant, request_id))
         if running is None:
@@ -234,7 +240,7 @@ class RequestRegistry:
         return running
 
     def is_leased(self, name: bytes) -> bool:
-        """Tell whether a waiting or a running request needs a vector; see `vector_name`."""
+        """Return whether a registered or running request needs a vector; see `vector_name`."""
         self._drop_lapsed()
         return name in self._leases
 
@@ -281,7 +287,7 @@ class RequestRegistry:
             return
         raise Failure(
             Reason.ERROR_REASON_REQUEST_EXISTS,
-            f"The request id {key[1]!r} {detail}; choose another, or leave it empty to have one made.",
+            f"The request ID {key[1]!r} {detail}. Choose another, or leave it empty and the server makes one.",
             request_id=key[1],
         )
 

@@ -1,8 +1,11 @@
-"""The capture of one request, from its opening to its seal.
+"""Opens the capture of a request, and seals it when the request ends.
 
-Every way in, gRPC as well as `vllm serve`, captures through a `CaptureSession`. So the promise "never silently partial"
-is kept in one place: a capture is COMPLETE if and only if every sequence ended normally; anything else is sealed as
-ABORTED or INCOMPLETE, with the reason; and whatever may exist in the store is sealed, however the request ends.
+Both entry points, gRPC and `vllm serve`, capture through a `CaptureSession`. It guarantees that no capture is silently
+partial:
+
+* A capture is COMPLETE if and only if every sequence ended normally. Any other is sealed as ABORTED, or as INCOMPLETE
+  with the reason.
+* Every capture that may exist in the store is sealed, no matter how the request ends.
 """
 
 from __future__ import annotations
@@ -33,18 +36,20 @@ class CaptureStore(Protocol):
         """Create a capture; see `Stores.open`."""
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
-        """Seal a capture; returns at once. See `Stores.seal`."""
+        """Seal a capture; see `Stores.seal`. Returns without waiting for the store."""
 
 
 class SteeringHistory(Protocol):
-    """How the steering of a request was changed while it ran."""
+    """Records how the steering of a request changed while it ran."""
 
     def changes(self) -> list[steering_pb2.SteeringChange]:
         """Return the changes in order."""
 
 
 class CaptureSession:
-    """One request's capture; an asynchronous context that opens it and seals it. Without a capture it only keeps count.
+    """An asynchronous context that opens the capture of a request and seals it at the end.
+
+    For a request that captures nothing, it only records the sequences.
 
     Attributes:
         sequences: What has been generated of each sequence.
@@ -64,12 +69,13 @@ class CaptureSession:
         """Prepare the session of a request.
 
         Args:
-            facts: The model that serves it.
+            facts: The facts of the model.
             running: The request.
-            token_ids: Its prompt.
+            token_ids: The tokens of its prompt.
             num_sequences: How many sequences it generates.
-            store: Returns where it is captured; called only if it captures. Raises `Failure` if there is no store.
-            cause_of: Returns the failure that an exception means, for the seal.
+            store: Returns the store for the capture, or raises `Failure` if there is none. Called only for a request
+                that captures.
+            cause_of: Translates an exception that ended the request into the failure that the seal records.
         """
         self._facts = facts
         self._running = running
@@ -96,7 +102,7 @@ class CaptureSession:
             try:
                 await store.open(self._description(), is_new_id=not self._running.spec.request_id)
             except (asyncio.CancelledError, NoAnswerError):
-                # The store may have opened the capture, and nobody else would seal it.
+                # The store may have opened the capture, and nothing else would seal it.
                 self.has_begun = True
                 store.seal(self._seal_request(None))
                 raise
@@ -106,13 +112,13 @@ class CaptureSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Seal the capture according to what was generated, and to the exception that ended the request."""
+        """Seal the capture. Its outcome depends on the sequences, and on the exception that ended the request."""
         del kind, traceback
         if self._running.spec.capture is not None:
             self._store().seal(self._seal_request(error))
 
     def _description(self) -> capture_pb2.CaptureDescription:
-        """Return what the store keeps of the request before its first token."""
+        """Return the description of the request that the store keeps from the start of the capture."""
         facts, running = self._facts, self._running
         description = capture_pb2.CaptureDescription(
             capture_id=running.request_id,
@@ -134,7 +140,7 @@ class CaptureSession:
         return description
 
     def _seal_request(self, error: BaseException | None) -> store_pb2.SealCaptureRequest:
-        """Return the seal: COMPLETE, INCOMPLETE after a failure, or ABORTED."""
+        """Return the seal. Its outcome is COMPLETE, INCOMPLETE after a failure, or ABORTED."""
         seal = store_pb2.SealCaptureRequest(
             capture_id=self._running.request_id,
             tenant=self._running.tenant,
@@ -143,26 +149,26 @@ class CaptureSession:
             steering_changes=self.history.changes() if self.history else (),
         )
         failure = self._failure(error)
-        if self.is_complete:  # what fails afterwards does not concern the capture
+        if self.is_complete:  # a failure after the last token does not affect the capture
             seal.outcome = capture_pb2.CAPTURE_STATE_COMPLETE
         elif failure is not None:
             seal.outcome = capture_pb2.CAPTURE_STATE_INCOMPLETE
             seal.incomplete_reason = _incomplete_reason(failure)
-            # Only our own failures are told to clients. Other exceptions may contain anything, so the log has them.
+            # Clients see the text of a `Failure` only. Any other exception may contain private data; the log has it.
             seal.incomplete_detail = (
                 failure.message if isinstance(failure, Failure) else "The engine failed; see its log."
             )
         return seal
 
     def _failure(self, error: BaseException | None) -> Exception | None:
-        """Return the failure that ended the request; None if it was aborted, by a call or because its client left."""
+        """Return the failure that ended the request; None if a client aborted it or disconnected."""
         if isinstance(error, Failure) and error.reason == Reason.ERROR_REASON_ABORTED:
             return None
         if isinstance(error, Exception):
             return self._cause_of(error)
         if any(sequence.finish_reason == FAILED for sequence in self.sequences):
             return Failure(Reason.ERROR_REASON_INTERNAL, "The engine gave the request up (error); its log may say why.")
-        return None  # cancellation and closed generators are no `Exception`
+        return None  # CancelledError and GeneratorExit are no subclasses of `Exception`
 
 
 def _incomplete_reason(failure: Exception) -> capture_pb2.IncompleteReason.ValueType:

@@ -1,4 +1,4 @@
-"""The tokens of one request: its sequences are generated at the same time, and their events become one stream."""
+"""Generates all sequences of a request at the same time, and merges their events into one stream."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Generation:
         Args:
             engine: The engine.
             running: The request.
-            token_ids: Its prompt.
-            sampling: How it samples.
+            token_ids: The tokens of its prompt.
+            sampling: Its sampling parameters.
             vectors: The vectors that it holds.
-            sequences: Where the tokens of each sequence are noted.
-            handle: Where clients find its capture; None if it captures nothing.
+            sequences: The record of each sequence, to which the tokens are added.
+            handle: Tells clients where to find the capture; None if the request captures nothing.
         """
         self._engine = engine
         self._running = running
@@ -63,7 +63,7 @@ class Generation:
         """Yield the events of the generation, in the order that the contract gives."""
         tasks = [asyncio.create_task(self._generate(index)) for index in range(len(self._sequences))]
         self._running.on_abort = self._end_by_abort
-        if self._running.aborted.is_set():  # before `on_abort` was there
+        if self._running.aborted.is_set():  # it was aborted before `on_abort` was set
             self._end_by_abort()
         try:
             yield inference_pb2.GenerateResponse(
@@ -81,17 +81,17 @@ class Generation:
                         try:
                             raise end.error
                         finally:
-                            del end, ends  # the traceback refers to this frame: a cycle, which lives until a collection
+                            del end, ends  # the traceback refers to this frame: break the reference cycle
                     open_sequences -= 1
         finally:
             self._running.on_abort = None
-            await _stop(tasks)  # closes the engine's generators, which stops their requests
+            await _stop(tasks)  # closes the engine's generators, which stops the requests in the engine
         yield inference_pb2.GenerateResponse(finished=self._finished())
 
     async def _next(self) -> tuple[dict[int, Delta], list[_Ended]]:
-        """Wait for something new, and return all there is. All that a sequence has added meanwhile is one delta.
+        """Wait for the next item, then return all that the queue holds, with one merged delta for each sequence.
 
-        So for a slow client, or a service that is behind the engine, messages get longer, and no queue grows.
+        If the client is slower than the engine, messages get longer and the queue does not grow.
         """
         deltas: dict[int, Delta] = {}
         ends: list[_Ended] = []
@@ -107,7 +107,7 @@ class Generation:
             item = self._queue.get_nowait()
 
     async def _generate(self, index: int) -> None:
-        """Generate one sequence into the queue."""
+        """Generate one sequence, and put its deltas and its end into the queue."""
         sequence = self._sequences[index]
         try:
             stream = self._engine.generate(
@@ -126,7 +126,7 @@ class Generation:
             async for delta in stream:
                 sequence.engine_tokens += len(delta.token_ids)
                 self._queue.put_nowait((index, delta))
-        except Exception as error:  # noqa: BLE001 - handed to the consumer, which raises it
+        except Exception as error:  # noqa: BLE001 - the consumer of the queue raises it
             self._queue.put_nowait(_Ended(error))
         else:
             self._queue.put_nowait(_Ended())

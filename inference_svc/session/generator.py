@@ -1,4 +1,4 @@
-"""Runs the requests of the gRPC service, each from its first check to its seal."""
+"""Runs the requests of the gRPC service, from the first check to the seal of the capture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Generator:
-    """Runs requests: admission, reservation, capture session, generation."""
+    """Runs requests: checks them, reserves resources, opens the capture, generates, and seals."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Generator:
         metrics: InferenceMetrics | None = None,
         places: Places | None = None,
     ) -> None:
-        """Put the parts together. Without a store, `stores` is None. Each request takes one of the `places`."""
+        """Create a generator. `stores` is None if the service has no store. `places` limits the concurrent requests."""
         self._engine = engine
         self._registry = registry
         self._admission = admission
@@ -49,19 +49,19 @@ class Generator:
         self._metrics = metrics or InferenceMetrics()
         self._places = places or Places()
         self._changes: dict[str, SteeringChanges] = {}
-        """Of each request that generates, by its path."""
+        """The steering changes of each request that generates, by its path."""
 
     async def run(
         self, request: inference_pb2.GenerateRequest, tenant: str = ""
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Run a request of a tenant, and yield the events of InferenceService.Generate.
+        """Run a request of a tenant, and yield the events of `InferenceService.Generate`.
 
         Raises:
-            Failure: The request is invalid, cannot be run now, failed, or was aborted.
+            Failure: The request is invalid, exceeds a limit, failed, or was aborted.
         """
         with self._metrics.request() as watch, self._places.taken(tenant):
             self._admission.check_sampling(request.sampling)
-            # Before the registration is used up, so that a bad prompt leaves it as it is.
+            # Read the prompt before the registration is used up, so that a bad prompt leaves the registration valid.
             token_ids = await self._engine.tokenize(request)
             self._admission.check_prompt(token_ids, request.sampling)
             async with (
@@ -69,7 +69,7 @@ class Generator:
                 aclosing(generation.events()) as events,
             ):
                 watch.begin(len(token_ids))
-                tracing.add_event("queued")  # its vectors are active, and its capture is open
+                tracing.add_event("queued")  # the vectors are active and the capture is open
                 has_tokens = False
                 async for event in events:
                     watch.add_tokens(len(event.delta.token_ids))
@@ -80,10 +80,10 @@ class Generator:
                 tracing.add_event("generated")
 
     async def update_steering(self, request_id: str, spec: steering_pb2.SteeringSpec, tenant: str = "") -> list[int]:
-        """Change the steering of a tenant's running request; see InferenceService.UpdateSteering.
+        """Change the steering of a tenant's running request; see `InferenceService.UpdateSteering`.
 
         Returns:
-            For each sequence the first position that is steered by it.
+            For each sequence, the first position that the new steering applies to.
 
         Raises:
             Failure: The request cannot be changed, or the new steering is invalid.
@@ -92,7 +92,8 @@ class Generator:
         if running.spec.steering is None or not running.spec.steering.updatable:
             raise Failure(
                 Reason.ERROR_REASON_NOT_UPDATABLE,
-                f"The steering of the request {request_id!r} cannot be changed; start it as updatable for that.",
+                f"The steering of the request {request_id!r} cannot be changed, because the request was not started as "
+                "updatable. Set steering.updatable in its spec.",
                 request_id=request_id,
             )
         steering = self._admission.resolve_steering(spec, tenant)
@@ -105,7 +106,7 @@ class Generator:
     async def _generation(
         self, request: inference_pb2.GenerateRequest, token_ids: list[int], tenant: str
     ) -> AsyncIterator[Generation]:
-        """Start a request: everything that it needs is there for as long as the context lasts, and ends with it."""
+        """Start a request, and hold everything that it needs for as long as the context lasts."""
         running, sampling = self._start(request, tenant), request.sampling
         bind_request(running.request_id)
         tracing.set_attributes(request_id=running.request_id, prompt_tokens=len(token_ids))
@@ -123,7 +124,7 @@ class Generator:
                     yield Generation(self._engine, running, token_ids, sampling, vectors, session.sequences, handle)
 
     def _handle(self, running: Running) -> inference_pb2.CaptureHandle | None:
-        """Return where clients find the request's capture; None if it captures nothing."""
+        """Return the handle that tells clients where the capture is; None if the request captures nothing."""
         if running.spec.capture is None:
             return None
         return require_stores(self._stores).handle(running.request_id)
@@ -135,7 +136,7 @@ class Generator:
 
     @contextmanager
     def _registered(self, running: Running, session: CaptureSession) -> Iterator[None]:
-        """End a request when the context ends; one that did not begin may be called again."""
+        """End the request when the context ends. A request that did not begin is released, so a retry is possible."""
         try:
             yield
         finally:

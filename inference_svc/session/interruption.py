@@ -1,4 +1,4 @@
-"""Awaiting work that an event may interrupt."""
+"""Awaits work that an event may interrupt."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _T = TypeVar("_T")
 async def unless_interrupted(
     interrupted: asyncio.Event, failure: Callable[[], Failure], work: Coroutine[object, object, _T]
 ) -> _T:
-    """Return what `work` returns; cancel it when the event is set first.
+    """Return the result of `work`, or cancel it if the event is set first.
 
     Raises:
-        Failure: The event was set first.
+        Failure: The event was set first. `failure` returns it.
     """
     working, waiting = asyncio.create_task(work), asyncio.create_task(interrupted.wait())
     try:

@@ -1,4 +1,4 @@
-"""What a request needs before it runs: rows of the vector bank, and the signs of random projections."""
+"""Reserves what a request needs before it runs: rows of the vector bank, and the signs of random projections."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 
 
 class Reservations:
-    """Reserves the workers' resources for requests, in the order in which they come."""
+    """Reserves the workers' resources for requests, in order of arrival."""
 
     def __init__(self, activator: VectorActivator, projections: Projections) -> None:
-        """Reserve from these resources."""
+        """Reserve rows of the bank through `activator`, and signs through `projections`."""
         self._activator = activator
         self._projections = projections
 
     @asynccontextmanager
     async def reserve(self, running: Running) -> AsyncIterator[VectorHold]:
-        """Wait until all that a request needs is in the workers, and hold it for as long as the context lasts.
+        """Wait until the workers have all that a request needs, and hold it for as long as the context lasts.
 
         Yields:
-            The vectors that the request holds. A change of its steering may add more.
+            The vectors that the request holds. A steering change may add more.
 
         Raises:
-            Failure: The request was aborted meanwhile, there was no room for too long, or a vector is gone.
+            Failure: The request was aborted meanwhile, no room became free in time, or a vector is no longer on the
+                server.
         """
         async with VectorHold(self._activator, running.tenant) as vectors, AsyncExitStack() as signs:
             if running.spec.digests:

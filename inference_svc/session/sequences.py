@@ -1,4 +1,4 @@
-"""What has been generated of each sequence of a request."""
+"""The record of each sequence of a request: its tokens and how it ended."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
 
 @dataclass
 class GeneratedSequence:
-    """One sequence as far as it has been generated."""
+    """One sequence, with the tokens generated until now."""
 
     token_ids: list[int] = field(default_factory=list)
-    """The tokens that were handed on to the caller."""
+    """The tokens that were passed on to the caller."""
     finish_reason: str = ""
     """Empty while the sequence generates."""
     stop_reason: str = ""
     """The stop text that ended the sequence."""
     engine_tokens: int = 0
-    """The number of tokens that the engine has made. Some may not have been handed on yet."""
+    """The number of tokens that the engine has generated. Some of them may not have reached the caller yet."""
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the engine makes no more tokens."""
+    """Set when the engine generates no more tokens."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the sequence ended normally, and all its tokens were handed on."""
+        """Whether the sequence ended normally and all its tokens were passed on."""
         return self.finish_reason not in {"", ABORTED, FAILED}
 
     def add(self, token_ids: Sequence[int], finish_reason: str | None, stop_reason: str = "") -> None:
-        """Add the tokens of one step; a finish reason comes with the last ones."""
+        """Add the tokens of one step. The last step has a finish reason."""
         self.token_ids.extend(token_ids)
         self.finish_reason = finish_reason or ""
         self.stop_reason = stop_reason
 
     def outcome(self) -> capture_pb2.SequenceOutcome:
-        """Return how the sequence ended, as the store keeps it. One that has not ended was aborted."""
+        """Return how the sequence ended, in the store's form. A sequence that has not ended counts as aborted."""
         return capture_pb2.SequenceOutcome(
             generated_token_ids=self.token_ids, finish_reason=self.finish_reason or ABORTED
         )

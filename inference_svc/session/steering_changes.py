@@ -1,4 +1,4 @@
-"""Changing the steering of a request while it generates."""
+"""Changes the steering of a request while it generates."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 _ANSWER_SECONDS = 5.0
 """How long the end of a request waits for the engine's answer to a change. The engine answers between two steps, and a
-step may wait for as long as the store is away."""
+step may wait for as long as the store is unreachable."""
 
 
 @dataclass(frozen=True)
 class _Change:
-    """One change, as the engine has applied it."""
+    """One change, as the engine applied it."""
 
     steering: steering_pb2.SteeringSpec
     firsts: Sequence[int | None]
-    """For each sequence the first position that is steered by it; None if the sequence had ended."""
+    """For each sequence, the first position that the change applies to; None if the sequence had already ended."""
 
 
 class SteeringChanges:
-    """The changes of one request's steering. It can be changed for as long as the asynchronous context lasts."""
+    """Changes the steering of one request, for as long as the asynchronous context lasts, and records the changes."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class SteeringChanges:
         """Prepare to change a request.
 
         Args:
-            engine: The engine that runs it.
+            engine: The engine that runs the request.
             running: The request.
-            prompt_tokens: Tokens of its prompt.
+            prompt_tokens: The number of tokens in its prompt.
             vectors: The vectors that it holds.
-            sequences: What has been generated of it.
+            sequences: The record of each of its sequences.
         """
         self._engine = engine
         self._running = running
@@ -65,16 +65,17 @@ class SteeringChanges:
         self._vectors = vectors
         self._sequences = sequences
         self._entries: dict[bytes, int] = {}
-        """Entries of the taps' tables that each steering takes, by its bytes. Empty until the first change."""
+        """How many entries of the taps' tables each steering spec takes, by its serialized bytes. Empty until the first
+        change."""
         self._changes: list[_Change] = []
         self._lock = asyncio.Lock()
-        """Held from before a change is checked until it is recorded."""
+        """Held from the check of a change until the change is recorded."""
         self._closed = asyncio.Event()
-        """Set when the steering cannot be changed any more."""
+        """Set when the request ends: later changes are refused."""
         self._answer_timed_out = asyncio.Event()
-        """Set when the end of the request no longer waits for the engine's answer."""
+        """Set when the end of the request stops waiting for the engine's answer."""
         self._workers_remember = False
-        """Whether workers may keep a change for a sequence that has not reached them."""
+        """Whether the workers may have stored a change for a sequence that has not reached them yet."""
 
     def changes(self) -> list[steering_pb2.SteeringChange]:
         """Return the changes in order."""
@@ -84,13 +85,13 @@ class SteeringChanges:
         ]
 
     async def change(self, steering: steering_pb2.SteeringSpec) -> list[int]:
-        """Replace the steering from the next step on.
+        """Replace the steering, starting with the next step of the engine.
 
         Returns:
-            For each sequence the first position that is steered by it.
+            For each sequence, the first position that the new steering applies to.
 
         Raises:
-            Failure: There is no room for the change, or the request ends.
+            Failure: There is no room for the change, or the request is ending.
         """
         await self._lock.acquire()
         try:
@@ -100,20 +101,20 @@ class SteeringChanges:
         except BaseException:
             self._lock.release()
             raise
-        # In a task of its own: the caller may go away, but a change that reached the engine must be recorded.
+        # A separate task, because the caller may disconnect, but a change that reached the engine must be recorded.
         applying = asyncio.create_task(self._apply(steering))
         applying.add_done_callback(lambda _: self._lock.release())
         firsts = await asyncio.shield(applying)
         for sequence, first in zip(self._sequences, firsts, strict=True):
             if first is None:
-                await sequence.has_ended.wait()  # its last tokens are on their way
+                await sequence.has_ended.wait()  # its last tokens may still be on their way here
         return self._first_positions(firsts)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
-        """Refuse further changes, and wait until the last one is recorded."""
+        """Refuse further changes, and wait until the last change is recorded."""
         self._closed.set()
         for sequence in self._sequences:
             sequence.has_ended.set()
@@ -125,14 +126,14 @@ class SteeringChanges:
             await self._forget()
 
     async def _apply(self, steering: steering_pb2.SteeringSpec) -> list[int | None]:
-        """Have the engine change the steering, and record the change.
+        """Make the engine change the steering, and record the change.
 
         Returns:
-            For each sequence the first position that is steered by it; None if the sequence had ended.
+            For each sequence, the first position that the change applies to; None if the sequence had already ended.
 
         Raises:
-            Failure: The engine is dead. Or the request has ended and the engine did not answer in time: then the change
-                reaches the engine after all that it computes for the request, and has no effect.
+            Failure: The engine is dead. Or the request has ended and the engine did not answer in time. In that case
+                the change has no effect, because the engine computes nothing more for the request.
         """
         operations = make_operations(steering, self._vectors.rows)
         names = [self._name(index) for index, item in enumerate(self._sequences) if not item.has_ended.is_set()]
@@ -149,18 +150,18 @@ class SteeringChanges:
 
     async def _forget(self) -> None:
         names = [self._name(index) for index in range(len(self._sequences))]
-        with suppress(Failure, asyncio.TimeoutError):  # the engine has died, or is told later
+        with suppress(Failure, asyncio.TimeoutError):  # the engine has died, or it gets the message later
             await asyncio.wait_for(self._engine.forget(names), _ANSWER_SECONDS)
 
     def _check(self, steering: steering_pb2.SteeringSpec) -> None:
         """Check that there is room for a change.
 
         Raises:
-            Failure: The request ends, or was changed too often.
+            Failure: The request is ending, or was changed too often.
         """
         if self._closed.is_set():
             raise self._running.ended_failure()
-        # The positions are known only afterwards, so they are assumed to be as long as possible.
+        # The first positions are known only after the change. The largest possible ones give an upper bound.
         firsts = [self._engine.facts.max_model_len] * len(self._sequences)
         changes = [
             steering_pb2.SteeringChange(steering=item, first_positions=firsts)
@@ -169,25 +170,27 @@ class SteeringChanges:
         size = sum(change.ByteSize() for change in changes)
         if len(changes) > MAX_STEERING_CHANGES or size > MAX_STEERING_CHANGES_BYTES:
             raise self._changed_too_often(
-                f"at most {MAX_STEERING_CHANGES} changes of {MAX_STEERING_CHANGES_BYTES >> 10} KiB together fit its "
-                "manifest"
+                f"its manifest has room for at most {MAX_STEERING_CHANGES} changes of "
+                f"{MAX_STEERING_CHANGES_BYTES >> 10} KiB in total"
             )
         demand = demand_of_steering(steering, self._running.spec.capture)
         check_demand(demand)
-        # A step that computes the request again after a preemption may apply each of its steerings to some rows. These
-        # are at most as many programs as the step has rows, for which there is room.
+        # After a preemption, one step may recompute positions of several steering specs, so all of them must fit the
+        # tables' entries. The tables have a program for each row of a step, so the number of programs needs no check.
         start = self._running.spec.steering
         self._entries = self._entries or {_key_of(start): self._entries_of(start)}
         entries = sum({**self._entries, _key_of(steering): demand.entries}.values())
         if entries > MAX_ENTRIES:
             raise self._changed_too_often(
-                f"all that it was steered by would take {entries} entries of the taps' tables, and it has {MAX_ENTRIES}"
+                f"its steering specs together would take {entries} entries of the taps' tables, more than its share of "
+                f"{MAX_ENTRIES}"
             )
 
-    def _changed_too_often(self, why: str) -> Failure:
+    def _changed_too_often(self, limit: str) -> Failure:
         return Failure(
             Reason.ERROR_REASON_LIMIT_REACHED,
-            f"The steering of {self._running.request_id!r} was changed {len(self._changes)} times; {why}.",
+            f"The steering of {self._running.request_id!r} was changed {len(self._changes)} times, the limit: "
+            f"{limit}. Send a new request.",
             limit="steering_changes",
         )
 
@@ -198,7 +201,7 @@ class SteeringChanges:
         return engine_id(self._running.path, index)
 
     def _first_positions(self, firsts: Sequence[int | None]) -> list[int]:
-        """Return a position for each sequence; for one that had ended, the position after its last one."""
+        """Return a position for each sequence. For a sequence that had ended: the position after its last token."""
         return [
             first if first is not None else self._prompt_tokens + sequence.engine_tokens
             for sequence, first in zip(self._sequences, firsts, strict=True)
@@ -206,7 +209,7 @@ class SteeringChanges:
 
 
 def _key_of(steering: steering_pb2.SteeringSpec | None) -> bytes:
-    """Return bytes that differ for different operations."""
+    """Return a key that is the same only for the same operations."""
     return steering_pb2.SteeringSpec(operations=steering.operations if steering else ()).SerializeToString(
         deterministic=True
     )

@@ -32,20 +32,20 @@ from __future__ import annotations
 from typing import Any
 
 WORKER = f"{__name__}.Worker"
-"""What users name in `--worker-cls`. It is how an engine is known to be ours: the plugin leaves all others alone."""
+"""The value for `--worker-cls`. The plugin recognizes a tapped engine by it, and leaves all other engines unchanged."""
 
 
 SPEC_KEY = "residuum"
-"""The name in `vllm_xargs` under which a request says what it asks for."""
+"""The key in `vllm_xargs` of the request's spec."""
 
 VECTORS_KEY = "residuum_vectors"
-"""The name under which its vectors come."""
+"""The key in `vllm_xargs` of the request's vectors."""
 
 
 def __getattr__(name: str) -> Any:
     if name != "Worker":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Only in workers: importing vLLM's CPU worker replaces parts of torch.cuda.
+    # Imported only in workers, because importing vLLM's CPU worker replaces parts of torch.cuda.
     from inference_svc.vllm_serve.worker import worker_class
 
     return worker_class()

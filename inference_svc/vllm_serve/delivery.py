@@ -1,7 +1,7 @@
-"""The stores and the shippers of a `vllm serve`, on a thread with an event loop of its own.
+"""Runs the stores' client and the shippers of a `vllm serve`, in a thread with its own event loop.
 
-vLLM stops its engine in a function, on the loop that serves HTTP: there, nothing that has to be awaited could be waited
-for any more. Here, ends of captures can still be told meanwhile, and shippers stopped in order.
+vLLM stops its engine in a synchronous function on the event loop that serves HTTP, so nothing can be awaited there. On
+the loop of this thread, captures can still be sealed meanwhile, and the shippers stop in order.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Delivery:
     """Opens and seals captures, and keeps the shippers running."""
 
     def __init__(self, settings: TapSettings) -> None:
-        """Connect lazily to the stores."""
+        """Start the thread. Connections to the stores open when they are first used."""
         self._settings = settings
         self._shippers: ShipperSupervisor | None = None
         self._is_closed = False
-        # Not uvloop's: it starts processes on the main thread alone.
+        # Not a uvloop loop: uvloop can start processes only on the main thread.
         self._loop = asyncio.SelectorEventLoop()
         threading.Thread(target=self._loop.run_forever, name="residuum-delivery", daemon=True).start()
         self._stores = self._call(self._connect()).result()
@@ -45,7 +45,7 @@ class Delivery:
         """Start the shippers.
 
         Raises:
-            OSError: A process cannot be started.
+            OSError: A shipper process cannot be started.
         """
         await asyncio.wrap_future(self._call(self._start_shippers(control_paths)))
 
@@ -54,24 +54,24 @@ class Delivery:
         await asyncio.wrap_future(self._call(self._stores.open(description, is_new_id=is_new_id)))
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
-        """Say how a request ended; see `Stores.seal`. Once the stores are closed, nobody can be told any more."""
+        """Seal a capture; see `Stores.seal`. After `close_stores`, the seal is only logged as lost."""
         if self._is_closed:
             _log.error("capture not sealed: the server is stopping", request_id=request.capture_id)
             return
         self._loop.call_soon_threadsafe(self._stores.seal, request)
 
     def close_stores(self) -> None:
-        """Wait until the stores have heard of all ends, for a while. What was not heard is logged."""
+        """Wait up to 5 seconds until the stores have answered all seals. Seals that they did not answer are logged."""
         self._is_closed = True
         self._wait(self._stores.close(_SEAL_SECONDS), _SEAL_SECONDS)
 
     def close(self) -> None:
-        """Let the shippers deliver what they were handed, for a while, then end everything."""
+        """Give the shippers up to 5 seconds to deliver their rows, then stop them and the thread."""
         if self._shippers is not None:
             self._wait(self._shippers.stop(_STOP_SECONDS), _STOP_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _connect(self) -> Stores:  # on the loop on which its channels are used
+    async def _connect(self) -> Stores:  # gRPC channels belong to the event loop that creates them
         settings = self._settings
         return Stores(settings.stores, (), settings.store_credentials, fixed=settings.fixed_stores)
 
@@ -94,5 +94,5 @@ class Delivery:
     def _wait(self, work: Coroutine[Any, Any, None], seconds: float) -> None:
         try:
             self._call(work).result(seconds + 1)
-        except Exception:  # noqa: BLE001 - logged; what comes after has its turn
-            _log.exception("not everything was handed to the store")
+        except Exception:  # noqa: BLE001 - logged; the rest of the shutdown must still run
+            _log.exception("rows or seals may not have reached the store")

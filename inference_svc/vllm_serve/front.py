@@ -1,7 +1,8 @@
-"""The front end inside vLLM's API server: it does for `vllm serve` what the inference service's own process does.
+"""The front end inside vLLM's API server. It does for `vllm serve` what the process of the inference service does.
 
-A request without our arguments passes unchanged. Any other is checked before vLLM's endpoint begins its answer, so that
-an invalid one gets a 400. Its capture is opened before vLLM sees the request, and sealed however the request ends.
+A request without residuum's arguments passes unchanged. Any other request is checked before vLLM's endpoint begins its
+answer, so that an invalid request gets status 400. The front end opens its capture before vLLM sees the request, and
+seals the capture no matter how the request ends.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ from inference_svc.resources.vector_cache import VectorCache, cache_capacity
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.reservation import Reservations
 from inference_svc.vllm_serve.delivery import Delivery
-from inference_svc.vllm_serve.outputs import CallerOutputs, in_turn
-from inference_svc.vllm_serve.refusals import told_to_http
+from inference_svc.vllm_serve.outputs import CallerOutputs, merge_streams
+from inference_svc.vllm_serve.refusals import as_http_errors
 from inference_svc.vllm_serve.startup import Startup, UntappedLLM
-from inference_svc.vllm_serve.xargs import Asked, asks, read_asked, without_ours
+from inference_svc.vllm_serve.xargs import (
+    ResiduumArguments,
+    has_residuum_arguments,
+    read_residuum_arguments,
+    without_residuum_arguments,
+)
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2
 from residuum.wire.ids import is_valid_id, make_id
@@ -48,29 +54,29 @@ class _Admitted:
     """A valid request."""
 
     spec: ResolvedSpec
-    """With the ID of its capture."""
-    asked: Asked
+    """The resolved spec. Its request ID is that of the capture."""
+    asked: ResiduumArguments
     prompt: Any
-    """In vLLM's form."""
+    """The prompt in vLLM's form."""
     token_ids: list[int]
     sampling: Any
-    """vLLM's parameters, without our arguments."""
+    """vLLM's sampling parameters, without residuum's arguments."""
     parameters: inference_pb2.SamplingParameters
-    """The part of the parameters that plans and checks need."""
+    """The part of the sampling parameters that plans and checks need."""
     request_id: str
-    """vLLM's ID."""
+    """The ID that vLLM gave the request."""
 
 
 class FrontEnd:
     """Captures and steers the requests of one API server."""
 
     def __init__(self, settings: TapSettings, llm: Any, generate: Generate, index: int, count: int) -> None:
-        """Prepare to serve requests; see `Startup` for what follows on the event loop.
+        """Prepare to serve requests. `Startup` does the rest, on the event loop.
 
         Args:
             settings: The settings.
             llm: The AsyncLLM.
-            generate: Its own `generate`.
+            generate: The AsyncLLM's original `generate`.
             index: The index of this API server.
             count: The number of API servers.
         """
@@ -97,38 +103,38 @@ class FrontEnd:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, options: Mapping[str, Any]
     ) -> AsyncGenerator[Any]:
-        """Generate as vLLM does, and capture and steer as the request's `vllm_xargs` say.
+        """Generate like vLLM, and capture and steer as the request's `vllm_xargs` ask.
 
         Raises:
-            VLLMValidationError: The arguments are invalid. Raised at once, before the endpoint begins its answer.
+            VLLMValidationError: The arguments are invalid. Raised by the call, before the endpoint begins its answer.
             GracefulHTTPError: This server cannot capture or steer. The text says why.
         """
         extra_args = sampling_params.extra_args
-        if not asks(extra_args):
+        if not has_residuum_arguments(extra_args):
             return self._generate(prompt, sampling_params, request_id, **options)
         sampling = sampling_params.clone()
-        sampling.extra_args = without_ours(extra_args)
-        with told_to_http():
-            asked = read_asked(extra_args)
+        sampling.extra_args = without_residuum_arguments(extra_args)
+        with as_http_errors():
+            asked = read_residuum_arguments(extra_args)
             admitted = self._admit(asked, prompt, sampling, request_id) if asked else None
         if admitted is None:
             return self._generate(prompt, sampling, request_id, **options)
         return self._run(admitted, options)
 
-    def hand_over(self) -> None:
-        """Seal all captures; called before the engine stops."""
+    def seal_captures(self) -> None:
+        """Seal all captures. Called before the engine stops."""
         if self._delivery is not None:
             self._delivery.close_stores()
 
     def close(self) -> None:
-        """Let the shippers send what they have, and clean up; called after the engine has stopped."""
+        """Let the shippers send their rows, and clean up. Called after the engine has stopped."""
         if self._delivery is not None:
             self._delivery.close()
         self._startup.clean_up()
 
     # ---------------------------------------------------------------------------------------- the checks of a request
 
-    def _admit(self, asked: Asked, prompt: Any, sampling: Any, request_id: str) -> _Admitted:
+    def _admit(self, asked: ResiduumArguments, prompt: Any, sampling: Any, request_id: str) -> _Admitted:
         """Check a request in full.
 
         Raises:
@@ -137,14 +143,21 @@ class FrontEnd:
         self._startup.check()
         spec = self._admission.resolve(asked.spec)
         if spec.capture is None and spec.steering is None:
-            raise invalid("vllm_xargs.residuum", "The spec has neither a capture nor steering; leave it out.")
+            raise invalid(
+                "vllm_xargs.residuum", "The spec has neither a capture nor steering. Set one, or leave it out."
+            )
         if spec.steering is not None and spec.steering.updatable:
-            raise invalid("steering.updatable", "The OpenAI API cannot change the steering of a running request.")
+            raise invalid(
+                "steering.updatable",
+                "The OpenAI API cannot change the steering of a running request; unset updatable.",
+            )
         if spec.capture is not None and self._delivery is None:
-            raise invalid("capture", "This server has no store; its operator sets RESIDUUM_STORE.")
+            raise invalid(
+                "capture", "This server has no store, so it cannot capture. Its operator can set RESIDUUM_STORE."
+            )
         token_ids = _token_ids(prompt)
         parameters = self._parameters(sampling, len(token_ids))
-        self._check_workers_are_ours(spec)
+        self._check_single_api_server(spec)
         self._keep(asked)
         self._admission.check_request(spec, "", len(token_ids), parameters)
         spec = replace(spec, request_id=_capture_id(spec, request_id))
@@ -158,12 +171,12 @@ class FrontEnd:
             max_tokens=min(sampling.max_tokens or room, room), num_sequences=sampling.n, stop=sampling.stop or ()
         )
 
-    def _keep(self, asked: Asked) -> None:
+    def _keep(self, asked: ResiduumArguments) -> None:
         for vector in asked.vectors:
             self._cache.put(vector)
 
-    def _check_workers_are_ours(self, spec: ResolvedSpec) -> None:
-        """Check that no other API server writes into the workers what this request needs there.
+    def _check_single_api_server(self, spec: ResolvedSpec) -> None:
+        """Check that no other API server can overwrite the worker resources that this request needs.
 
         Raises:
             Failure: The request needs vectors or random projections, and there are several API servers.
@@ -171,14 +184,14 @@ class FrontEnd:
         if self._count > 1 and (spec.digests or projection_of(spec.capture)):
             raise invalid(
                 "vllm_xargs.residuum",
-                "Vectors and random projections need a server with one API server process (--api-server-count 1): "
-                "several would overwrite each other's in the workers.",
+                "Vectors and random projections need a server with a single API server process, because several "
+                "would overwrite each other's in the workers. Its operator can set --api-server-count 1.",
             )
 
     # ---------------------------------------------------------------------------------------- the life of a request
 
     async def _run(self, admitted: _Admitted, options: Mapping[str, Any]) -> AsyncGenerator[Any]:
-        with told_to_http():
+        with as_http_errors():
             await self._startup.wait()
             running = self._registry.start_inline(admitted.spec)
             sampling = admitted.sampling
@@ -187,12 +200,12 @@ class FrontEnd:
             )
             outputs = CallerOutputs(session.sequences, sampling.output_kind)
             try:
-                self._keep(admitted.asked)  # they may have had to go since they were checked
+                self._keep(admitted.asked)  # the cache may have evicted them since the check
                 async with self._reservations.reserve(running) as vectors, session:
                     streams = [
                         self._stream(running, admitted, index, vectors.rows, options) for index in range(sampling.n)
                     ]
-                    async with aclosing(in_turn(streams)) as steps:
+                    async with aclosing(merge_streams(streams)) as steps:
                         async for index, step in steps:
                             output = outputs.add(index, step)
                             if output is not None:
@@ -209,10 +222,10 @@ class FrontEnd:
         plan = make_plan(running, index, prompt_tokens, rows, count_spare_positions(admitted.parameters))
         sampling.extra_args = {**(sampling.extra_args or {}), **(plan.to_extra_args() if plan else {})}
         if running.spec.capture is not None:
-            # A captured prompt must be computed. If the prefix cache had it, its rows would be missing.
+            # A captured prompt must be computed: rows of tokens from the prefix cache would be missing.
             sampling.skip_reading_prefix_cache = True
         if sampling.n > 1 and sampling.seed is not None:
-            sampling.seed += index  # as vLLM does
+            sampling.seed += index  # the same seeds as vLLM's own n > 1
         sampling.n = 1
         sampling.output_kind = RequestOutputKind.DELTA
         prompt, salt = admitted.prompt, running.cache_salt(prompt_tokens)
@@ -232,29 +245,34 @@ class FrontEnd:
 
 
 def _token_ids(prompt: Any) -> list[int]:
-    """Return the tokens of a prompt as vLLM's endpoints hand it over.
+    """Return the token IDs of a prompt in the form that vLLM's endpoints use.
 
     Raises:
-        Failure: It is not of tokens alone.
+        Failure: The prompt has something other than tokens.
     """
     is_tokens = isinstance(prompt, dict) and prompt.get("type", "token") == "token" and prompt.get("prompt_token_ids")
     if not is_tokens or prompt.get("multi_modal_data"):
         raise invalid(
-            "prompt", "Requests with a prompt of text, or of token ids, are captured and steered; not this one."
+            "prompt",
+            "Only prompts of text or token IDs can be captured and steered. This one has other parts, such as images.",
         )
     return list(prompt["prompt_token_ids"])
 
 
 def _capture_id(spec: ResolvedSpec, request_id: str) -> str:
-    """Return what a request is called in the store: as the caller wishes, else as the answer's `id`."""
+    """Return the ID of the request's capture: the caller's choice, otherwise the `id` of the answer.
+
+    Raises:
+        Failure: The `id` of the answer is not a valid capture ID.
+    """
     if spec.request_id:
         return spec.request_id
     if spec.capture is None:
-        return make_id()  # nobody will ask for it, and vLLM's may come again: a caller that repeats its X-Request-Id
+        return make_id()  # not vLLM's ID: the registry refuses used IDs, and a caller may repeat X-Request-Id
     if is_valid_id(request_id):
         return request_id
     raise invalid(
         "request_id",
-        f"The capture would be called {request_id[:128]!r}, and an id is 1 to 128 of a-z A-Z 0-9 . _ -; choose another "
-        "X-Request-Id, or set request_id in the spec.",
+        f"{request_id[:128]!r}, made from the X-Request-Id, is not a valid capture ID: 1 to 128 characters of a-z A-Z "
+        "0-9 . _ -, not starting with . or -. Choose another X-Request-Id, or set request_id in the spec.",
     )

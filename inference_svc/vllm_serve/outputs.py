@@ -1,7 +1,8 @@
-"""The outputs of a captured request's sequences, as the caller asked for them.
+"""Merges the outputs of a request's sequences into the form that the caller asked for.
 
-Each sequence is a request of its own in vLLM, with a plan of its own, and is asked for step by step: so the tokens are
-known whenever it ends. Callers get what vLLM would have given them: steps, all so far, or the end alone.
+Each sequence runs as a separate request in vLLM, with its own plan. Its output kind is always DELTA, so that the tokens
+are known even if the sequence ends early. Callers get the output kind that they asked for: DELTA, CUMULATIVE or
+FINAL_ONLY.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from inference_svc.session.sequences import GeneratedSequence
 
 
-async def in_turn(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerator[tuple[int, Any]]:
-    """Yield what comes of several generators, with the index of each. The end of this one closes them all."""
-    # With few places: what is not taken of a generator of vLLM's, because its caller reads slowly, it merges into one.
+async def merge_streams(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerator[tuple[int, Any]]:
+    """Yield the items of several generators as they come, each with the index of its generator.
+
+    Closing this generator closes all of them.
+    """
+    # The queue is short on purpose: if the caller reads slowly, vLLM merges the outputs that were not read yet.
     queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue(len(streams))
 
     async def read(index: int, stream: AsyncGenerator[Any]) -> None:
@@ -31,7 +35,7 @@ async def in_turn(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerator[tupl
             async with aclosing(stream):
                 async for item in stream:
                     await queue.put((index, item, None))
-        except Exception as error:  # noqa: BLE001 - raised below
+        except Exception as error:  # noqa: BLE001 - the consumer below raises it
             await queue.put((index, None, error))
         else:
             await queue.put((index, None, None))
@@ -54,22 +58,22 @@ async def in_turn(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerator[tupl
 
 
 class CallerOutputs:
-    """The outputs of a request's sequences in the form that its caller asked for."""
+    """Collects the outputs of a request's sequences, and returns them in the form that the caller asked for."""
 
     def __init__(self, sequences: Sequence[GeneratedSequence], kind: RequestOutputKind) -> None:
-        """Begin.
+        """Start without outputs.
 
         Args:
-            sequences: Where the tokens of each sequence are noted.
-            kind: The form.
+            sequences: The record of each sequence, to which the tokens are added.
+            kind: The form that the caller asked for.
         """
         self._sequences = sequences
         self._kind = kind
-        self._wholes: list[RequestOutput | None] = [None] * len(sequences)
+        self._merged: list[RequestOutput | None] = [None] * len(sequences)
 
     def add(self, index: int, step: RequestOutput) -> RequestOutput | None:
-        """Take what a step adds to a sequence; return what the caller gets now, or None."""
-        for completion in step.outputs:  # one
+        """Add one step of a sequence. Return the output that the caller gets now; None if there is none yet."""
+        for completion in step.outputs:  # exactly one: each sequence is a request with n=1
             completion.index = index
             self._sequences[index].add(completion.token_ids, completion.finish_reason)
         step.finished = have_ended = all(sequence.finish_reason for sequence in self._sequences)
@@ -81,9 +85,9 @@ class CallerOutputs:
         return self._final() if have_ended else None
 
     def _merge(self, index: int, step: RequestOutput) -> RequestOutput:
-        whole = self._wholes[index]
+        whole = self._merged[index]
         if whole is None:
-            self._wholes[index] = step
+            self._merged[index] = step
             return step
         whole.add(step, aggregate=True)
         for name in ("metrics", "num_cached_tokens", "num_cache_creation_tokens"):
@@ -92,7 +96,7 @@ class CallerOutputs:
         return whole
 
     def _final(self) -> RequestOutput:
-        wholes = [whole for whole in self._wholes if whole is not None]
+        wholes = [whole for whole in self._merged if whole is not None]
         final = wholes[0]
         final.outputs = [completion for whole in wholes for completion in whole.outputs]
         final.finished = True
@@ -100,7 +104,7 @@ class CallerOutputs:
 
 
 def _snapshot(whole: RequestOutput) -> RequestOutput:
-    """Return an output that later steps do not change."""
+    """Return a copy that later steps do not change."""
     now = copy(whole)
     now.outputs = [copy(completion) for completion in whole.outputs]
     for completion in now.outputs:

@@ -1,7 +1,8 @@
-"""What vLLM loads in each of its processes (entry point `vllm.general_plugins`): it puts the front end into AsyncLLM.
+"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`).
 
-Three public methods are wrapped: `__init__`, `generate`, which every endpoint calls, and `shutdown`. An engine whose
-worker class is not ours is left as it is; only requests that would have it capture or steer are refused.
+It adds the front end to AsyncLLM by wrapping three public methods: `__init__`, `generate`, which every endpoint calls,
+and `shutdown`. An engine with another worker class works as before, except that requests to capture or steer are
+refused.
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _FRONT = "_residuum"
-"""Where an AsyncLLM has its front end."""
+"""The attribute of an AsyncLLM that holds its front end."""
 
 _GENERATE = ("self", "prompt", "sampling_params", "request_id")
-"""How the parameters of `generate` must begin."""
+"""The first parameters that `AsyncLLM.generate` must have."""
 
 _USED = ("abort", "collective_rpc", "errored", "generate", "shutdown")
-"""What the front end uses of AsyncLLM."""
+"""The attributes of AsyncLLM that the front end uses."""
 
 _state: dict[str, str | None] = {"problem": "vLLM has not loaded the plugin"}
 
 
 def problem() -> str | None:
-    """Return why the front end is not in this process's vLLM; None if it is."""
+    """Return why this process's vLLM does not have the front end; None if it has."""
     return _state["problem"]
 
 
 def register() -> None:
-    """Put the front end into vLLM. Called again, or in a process that never makes an AsyncLLM, it does no harm."""
+    """Add the front end to vLLM's AsyncLLM.
+
+    vLLM may call this several times, and in processes that never create an AsyncLLM.
+    """
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if not hasattr(AsyncLLM, _FRONT):
@@ -44,13 +48,13 @@ def register() -> None:
 
 
 def _missing(kind: Any) -> str | None:
-    """Tell what a version of vLLM lacks; None if nothing."""
+    """Return what this version of vLLM lacks; None if it lacks nothing."""
     lacking = [name for name in _USED if not hasattr(kind, name)]
     if lacking:
-        return f"AsyncLLM of this vLLM has no {', '.join(lacking)}"
+        return f"AsyncLLM of the installed vLLM has no {', '.join(lacking)}"
     parameters = tuple(inspect.signature(kind.generate).parameters)
     if parameters[: len(_GENERATE)] != _GENERATE:
-        return f"AsyncLLM.generate of this vLLM takes {', '.join(parameters)}"
+        return f"AsyncLLM.generate of the installed vLLM takes {', '.join(parameters)}, not {', '.join(_GENERATE)}"
     return None
 
 
@@ -59,7 +63,7 @@ def _wrap(kind: Any) -> None:
 
     @functools.wraps(init)
     def start(llm: Any, vllm_config: Any, *arguments: Any, **options: Any) -> None:
-        make_front = _front_of(vllm_config)
+        make_front = _front_end_factory(vllm_config)
         init(llm, vllm_config, *arguments, **options)
         if make_front is not None:
             index, count = options.get("client_index", 0), options.get("client_count", 1)
@@ -76,10 +80,10 @@ def _wrap(kind: Any) -> None:
     @functools.wraps(shutdown)
     def stop(llm: Any, *arguments: Any, **options: Any) -> None:
         front, llm_state = getattr(llm, _FRONT), vars(llm)
-        llm_state.pop(_FRONT, None)  # vLLM calls this again when the object goes
+        llm_state.pop(_FRONT, None)  # vLLM calls this again when the object is deleted
         try:
             if front is not None:
-                front.hand_over()
+                front.seal_captures()
         finally:
             shutdown(llm, *arguments, **options)
             if front is not None:
@@ -90,12 +94,13 @@ def _wrap(kind: Any) -> None:
 
 
 def _check_untapped(extra_args: Mapping[str, Any] | None) -> None:
-    """Make sure that a request asks nothing of an engine without a front end: it would be answered, and not captured.
+    """Check that a request to an engine without the front end does not ask to capture or steer.
 
-    Plans pass: with them the inference service asks its own engine, which is no `vllm serve`.
+    Otherwise vLLM would answer it and capture nothing. Requests with a plan pass: the inference service sends those to
+    its own engine.
 
     Raises:
-        VLLMValidationError: It asks for captures or steering.
+        VLLMValidationError: The request asks to capture or steer.
     """
     if not extra_args or (SPEC_KEY not in extra_args and VECTORS_KEY not in extra_args):
         return
@@ -106,16 +111,16 @@ def _check_untapped(extra_args: Mapping[str, Any] | None) -> None:
         invalid(
             f"vllm_xargs.{SPEC_KEY}",
             f"This server can neither capture nor steer: it was started without --worker-cls {WORKER}. Ask its "
-            "operator for that, or leave `residuum` out of vllm_xargs.",
+            "operator to add that, or leave `residuum` out of vllm_xargs.",
         )
     )
 
 
-def _front_of(vllm_config: Any) -> Callable[..., Any] | None:
-    """Return what makes the front end of an engine; None if the engine is not ours.
+def _front_end_factory(vllm_config: Any) -> Callable[..., Any] | None:
+    """Return a function that creates the front end of an engine; None if the engine has another worker class.
 
     Raises:
-        SystemExit: The settings are wrong. It is said before the model is loaded.
+        SystemExit: The settings are invalid. This is checked before the model is loaded.
     """
     if vllm_config.parallel_config.worker_cls != WORKER:
         return None

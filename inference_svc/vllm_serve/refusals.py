@@ -1,4 +1,4 @@
-"""How failures of ours are told to a caller of the OpenAI API: by the exceptions that vLLM makes HTTP statuses of."""
+"""Translates failures into the exceptions that vLLM's API server turns into HTTP statuses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _BUSY = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
-_OURS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNAUTHENTICATED}
+_SERVER_ERRORS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNAUTHENTICATED}
 
 
 @contextmanager
-def told_to_http() -> Iterator[None]:
-    """Raise failures as vLLM's own exceptions."""
+def as_http_errors() -> Iterator[None]:
+    """Raise each `Failure` in the context as the exception that `http_error` returns."""
     try:
         yield
     except Failure as failure:
@@ -28,15 +28,19 @@ def told_to_http() -> Iterator[None]:
 
 
 def http_error(failure: Failure) -> Exception:
-    """Return the exception of which vLLM makes an answer: 400, or 503 where another try may do."""
+    """Return the exception for a failure.
+
+    vLLM answers it with status 503 if a retry may succeed, 500 if the server is at fault, and 400 otherwise. An older
+    vLLM without `GracefulHTTPError` answers 500 instead of 503.
+    """
     text = f"{failure.reason_name}: {failure.message}"
     error: Exception
-    if failure.code not in _BUSY | _OURS:
+    if failure.code not in _BUSY | _SERVER_ERRORS:
         error = exceptions.VLLMValidationError(text, parameter="vllm_xargs")
     elif hasattr(exceptions, "GracefulHTTPError"):
         busy = failure.code in _BUSY
         status = HTTPStatus.SERVICE_UNAVAILABLE if busy else HTTPStatus.INTERNAL_SERVER_ERROR
         error = exceptions.GracefulHTTPError(text, status)
     else:
-        error = RuntimeError(text)  # an older vLLM: 500
+        error = RuntimeError(text)  # vLLM answers this with 500
     return error

@@ -1,4 +1,4 @@
-"""The start of one API server: it asks the workers what they tap, starts the shippers and runs the self-test."""
+"""Starts the front end of an API server: checks the workers' taps, starts the shippers and runs the self-test."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _log = get_logger(__name__)
 
 
 class UntappedLLM:
-    """An AsyncLLM with vLLM's own `generate`, for the self-test, which brings its own plans."""
+    """An AsyncLLM with vLLM's original `generate`. The self-test needs it, because it makes its own plans."""
 
     def __init__(self, llm: Any, generate: Generate) -> None:
-        """Replace `generate`, and nothing else."""
+        """Wrap an AsyncLLM; `generate` replaces its method of that name."""
         self._llm = llm
         self.generate = generate
 
@@ -39,16 +39,16 @@ class UntappedLLM:
 
 
 class Startup:
-    """The start of one API server's front end: at once if an event loop runs, otherwise with the first request."""
+    """Starts the front end of one API server: immediately if an event loop runs, otherwise with the first request."""
 
     def __init__(self, engine: Engine, settings: TapSettings, delivery: Delivery | None, *, is_first: bool) -> None:
-        """Begin.
+        """Begin to start, if an event loop runs.
 
         Args:
             engine: The engine.
             settings: The settings.
-            delivery: The stores and shippers, if there are any.
-            is_first: Whether this is the API server that does for all what is done once.
+            delivery: The stores and shippers; None without a store.
+            is_first: Whether this API server does what is done only once for all: shippers and self-test.
         """
         self._engine = engine
         self._settings = settings
@@ -56,11 +56,11 @@ class Startup:
         self._is_first = is_first
         self._folders: set[Path] = set()
         self._task: asyncio.Task[None] | None = None
-        with suppress(RuntimeError):  # no loop runs yet
+        with suppress(RuntimeError):  # no event loop runs yet
             self._task = asyncio.get_running_loop().create_task(self._start())
 
     async def wait(self) -> None:
-        """Wait until captures can be made.
+        """Wait until the server can capture and steer.
 
         Raises:
             Failure: The start failed.
@@ -70,7 +70,7 @@ class Startup:
         await asyncio.shield(self._task)
 
     def check(self) -> None:
-        """Refuse a request before its answer begins, if the start is known to have failed.
+        """Refuse a request before its answer begins, if the start has already failed.
 
         Raises:
             Failure: The start failed.
@@ -79,12 +79,12 @@ class Startup:
             self._task.result()
 
     def clean_up(self) -> None:
-        """Remove the folders of the control sockets."""
+        """Remove the folders of the workers' control sockets."""
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _start(self) -> None:
-        with _explained("not every layer is known to be tapped"):
+        with _startup_failure("not every layer is known to be tapped"):
             ranks = await self._engine.llm.collective_rpc("residuum_describe")
             check_ranks(ranks, self._engine.facts.num_layers)
         if self._is_first:
@@ -100,15 +100,15 @@ class Startup:
     async def _start_once(self, controls: Sequence[str]) -> None:
         self._folders = {Path(control).parent for control in controls}
         if self._delivery is not None:
-            with _explained("its shippers cannot be started"):
+            with _startup_failure("its shippers cannot be started"):
                 await self._delivery.ship(controls)
-        with _explained("its self-test failed"):
+        with _startup_failure("its self-test failed"):
             await run_self_test(self._engine)
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Log what fails at the start, and raise the failure that later requests get."""
+def _startup_failure(what: str) -> Iterator[None]:
+    """Log an error of the start, and raise the failure that later requests get."""
     try:
         yield
     except Exception as error:

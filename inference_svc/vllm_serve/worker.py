@@ -1,4 +1,4 @@
-"""The worker class for `vllm serve`: the service's own, with settings from the environment."""
+"""The worker class for `vllm serve`: the tapped worker, with settings from the environment."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 
 class ServedWorker:
-    """Mixed in before a tapped worker: there is no service that tells this one its settings."""
+    """Mixin for a tapped worker. It reads the settings that the inference service would otherwise pass on."""
 
     def __init__(self, vllm_config: Any, *arguments: Any, **options: Any) -> None:
-        """Check that the plugin is there, and give vLLM's compile cache a key that knows of the taps."""
+        """Check that the plugin is loaded, and add the taps' settings to the key of vLLM's compile cache."""
         _check_front_end()
         self._tap_settings = from_environment(TapSettings)
         vllm_config.additional_config = {**vllm_config.additional_config, **taps_fingerprint(self._tap_settings)}
         super().__init__(vllm_config, *arguments, **options)  # type: ignore[call-arg]  # vLLM's worker comes next
 
     def load_model(self, **options: Any) -> None:
-        """Load and hook the model; the rings' control sockets go to a new folder, which the front end removes."""
+        """Load the model with taps. The ring's control socket is in a new folder, which the front end removes."""
         folder = tempfile.mkdtemp(prefix="residuum-")
         os.environ[SETTINGS_VARIABLE] = json.dumps(worker_settings(self._tap_settings, folder, os.getppid()))
         try:
             super().load_model(**options)  # type: ignore[misc]
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)  # no front end ever hears of it
+            shutil.rmtree(folder, ignore_errors=True)  # the front end never learns of it
             raise
 
 
@@ -56,17 +56,15 @@ def worker_class() -> type[TappedWorker]:
 
 
 def _check_front_end() -> None:
-    """Make sure that vLLM's API server has the front end: without it, requests would be served and never captured.
+    """Check that vLLM's API server has the front end. Without it, vLLM would answer requests and capture nothing.
 
     Raises:
-        UnsupportedEngineError: It has not.
+        UnsupportedEngineError: The API server does not have the front end.
     """
     if (problem := plugin.problem()) is not None:
         raise UnsupportedEngineError(
-            f"vLLM's API server does not know residuum: {problem}. Its plugin is called `residuum`: name it in "
-            f"VLLM_PLUGINS if you set that, and in vLLM's environment {install_server()}."
+            f"vLLM's API server has not loaded residuum's plugin: {problem}. In vLLM's environment, "
+            f"{install_server()}. If you set VLLM_PLUGINS, add `residuum` to it."
         )
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in {"", "0"}:
-        raise UnsupportedEngineError(
-            "residuum's plugin lives in vLLM's Python API server; unset VLLM_USE_RUST_FRONTEND."
-        )
+        raise UnsupportedEngineError("residuum's plugin needs vLLM's Python API server; unset VLLM_USE_RUST_FRONTEND.")

@@ -1,7 +1,8 @@
-"""What a request asks for in `vllm_xargs`, which reaches vLLM as `SamplingParams.extra_args`.
+"""Reads residuum's arguments in a request's `vllm_xargs`, which reach vLLM as `SamplingParams.extra_args`.
 
-`residuum` is a `RequestSpec` as protobuf's JSON, in a text, because vLLM takes no objects there. `residuum_vectors` are
-the vectors that the spec names by digest, unless they were sent before: each is base64 of float32, little-endian.
+* `residuum` is a `RequestSpec` in protobuf's JSON form. It is a string, because vLLM accepts no objects there.
+* `residuum_vectors` are the vectors that the spec names by digest, except those already on the server. Each is a string
+  of base64: float32 values, little-endian.
 """
 
 from __future__ import annotations
@@ -21,44 +22,44 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2, tensor_pb2
 from residuum.wire.digests import digest_of_bytes
 
-_OURS = frozenset({SPEC_KEY, VECTORS_KEY, PLAN_KEY})
+_RESIDUUM_KEYS = frozenset({SPEC_KEY, VECTORS_KEY, PLAN_KEY})
 _FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request asks for."""
+class ResiduumArguments:
+    """Residuum's arguments of one request."""
 
     spec: inference_pb2.RequestSpec
-    """The spec, not checked against the model."""
+    """The spec, not yet checked against the model."""
     vectors: tuple[tensor_pb2.Vector, ...]
     """The vectors that came with it."""
 
 
-def without_ours(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return what is left of a request's `extra_args` for others; None if nothing is.
+def without_residuum_arguments(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a request's `extra_args` without residuum's; None if nothing is left.
 
-    A plan is never taken from a caller: the worker trusts what it finds under that name.
+    This also removes a plan. Plans must never come from a caller, because the worker trusts them.
     """
-    return {name: value for name, value in (extra_args or {}).items() if name not in _OURS} or None
+    return {name: value for name, value in (extra_args or {}).items() if name not in _RESIDUUM_KEYS} or None
 
 
-def asks(extra_args: Mapping[str, Any] | None) -> bool:
-    """Tell whether anything in a request's `extra_args` is for us."""
-    return bool(extra_args) and not _OURS.isdisjoint(extra_args or ())
+def has_residuum_arguments(extra_args: Mapping[str, Any] | None) -> bool:
+    """Return whether a request's `extra_args` contain an argument of residuum's."""
+    return bool(extra_args) and not _RESIDUUM_KEYS.isdisjoint(extra_args or ())
 
 
-def read_asked(extra_args: Mapping[str, Any]) -> Asked | None:
-    """Return what a request asks for; None if nothing.
+def read_residuum_arguments(extra_args: Mapping[str, Any]) -> ResiduumArguments | None:
+    """Return residuum's arguments of a request; None if there is no spec.
 
     Raises:
-        Failure: It cannot be read. The message says what is wrong, and where.
+        Failure: The arguments cannot be parsed. The message names the argument and the error.
     """
     if SPEC_KEY not in extra_args:
         if VECTORS_KEY in extra_args:
-            raise _bad(VECTORS_KEY, f"vectors come with the spec that names them; add {SPEC_KEY}")
+            raise _bad(VECTORS_KEY, f"there are vectors, but no spec that names them; add {SPEC_KEY}")
         return None
-    return Asked(_spec(extra_args[SPEC_KEY]), tuple(_vectors(extra_args.get(VECTORS_KEY) or ())))
+    return ResiduumArguments(_spec(extra_args[SPEC_KEY]), tuple(_vectors(extra_args.get(VECTORS_KEY) or ())))
 
 
 def _spec(value: object) -> inference_pb2.RequestSpec:
@@ -72,13 +73,13 @@ def _spec(value: object) -> inference_pb2.RequestSpec:
         raise _bad(
             SPEC_KEY, f"it is not a RequestSpec in protobuf's JSON: {error or 'it is nested too deeply'}"
         ) from None
-    raise _bad(SPEC_KEY, "it is a text, a RequestSpec in protobuf's JSON; residuum.vllm_xargs() makes one")
+    raise _bad(SPEC_KEY, "send a string with a RequestSpec in protobuf's JSON; residuum.vllm_xargs() makes one")
 
 
 def _vectors(value: object) -> list[tensor_pb2.Vector]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise _bad(VECTORS_KEY, "it is a list of texts, each a vector as base64 of float32, little-endian")
+        raise _bad(VECTORS_KEY, "send a list of strings, each a vector as base64 of little-endian float32")
     return [_vector(text) for text in texts]
 
 
@@ -87,12 +88,13 @@ def _vector(text: str) -> tensor_pb2.Vector:
         values = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise _bad(
-            VECTORS_KEY, f"a vector is base64 of float32, little-endian, and one is not base64: {error}"
+            VECTORS_KEY, f"a vector is not valid base64: {error}; send base64 of little-endian float32"
         ) from None
     if len(values) % _FLOAT_BYTES:
         raise Failure(
             Reason.ERROR_REASON_WRONG_LENGTH,
-            f"vllm_xargs.{VECTORS_KEY}: a vector of {len(values)} bytes is no whole number of float32.",
+            f"vllm_xargs.{VECTORS_KEY}: a vector has {len(values)} bytes, which is not a multiple of {_FLOAT_BYTES}. "
+            "Send base64 of little-endian float32.",
             length=len(values) / _FLOAT_BYTES,
         )
     dtype = tensor_pb2.DATA_TYPE_FLOAT32

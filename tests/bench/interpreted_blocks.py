@@ -1,6 +1,6 @@
-"""Measures encoders of a GPU on the CPU, in Triton's interpreter: all of bench.encodings' blocks but the clock.
+"""Runs part `blocks` of bench.encodings on the CPU, in Triton's interpreter, without a real clock.
 
-A program of its own: TRITON_INTERPRET must be set before Triton is imported. It prints the result as JSON.
+It is a separate program, because TRITON_INTERPRET must be set before Triton is imported. It prints the result as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ memory = np.zeros(1 << 21, dtype=np.uint8)
 
 
 class Interpreter:
-    """The CPU; what is measured is how often something is done."""
+    """The CPU. Its measurements count calls instead of time."""
 
     name = "interpreter"
 
@@ -40,7 +40,7 @@ class Interpreter:
 
 
 def host_tensor(address: int, dtype: torch.dtype) -> torch.Tensor:
-    """The interpreter takes tensors alone."""
+    """The interpreter accepts only tensors."""
     rest = len(memory) - (address - memory.ctypes.data)
     data = (ctypes.c_ubyte * (rest - rest % dtype.itemsize)).from_address(address)
     return torch.from_numpy(np.frombuffer(data, np.uint8)).view(dtype)

@@ -1,6 +1,7 @@
-"""Runs the kernel part of the steering benchmark on the CPU, in Triton's interpreter, with a clock that stands still.
+"""Runs the kernel part of the steering benchmark on the CPU, in Triton's interpreter, with a fake clock.
 
-A program of its own: TRITON_INTERPRET must be set before Triton is imported. Prints the measurements as JSON.
+It is a separate program, because TRITON_INTERPRET must be set before Triton is imported. It prints the measurements as
+JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ JOB = KernelJob(hidden=(48, 64), unique=(1, 2, 4), requests=4, rows_each=3, comp
 
 def main() -> None:
     torch.manual_seed(0)
-    ways.ROUNDING *= 2  # the interpreter cuts off what does not fit bfloat16, instead of rounding it
+    ways.ROUNDING *= 2  # the interpreter truncates to bfloat16 instead of rounding
     times = timing.Times((3.0, 1.0, 2.0))
 
     def in_graph(launch, launches, *, keep):

@@ -18,14 +18,14 @@ def module(folder, text):
 
 
 def gone(pid):
-    """Return whether a process has ended; one that nobody has waited for yet has."""
+    """Return whether a process has ended. Zombies count as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
         return True
 
 
-def test_what_a_child_hands_over_comes_back_at_once_and_nothing_of_it_is_left(tmp_path):
+def test_a_childs_result_returns_immediately_and_no_process_stays(tmp_path):
     environment = module(
         tmp_path,
         """
@@ -52,13 +52,13 @@ def main():
         shared_memory.SharedMemory(result["memory"])
 
 
-def test_a_child_that_fails_says_why(tmp_path):
+def test_a_failed_child_reports_its_log(tmp_path):
     environment = module(tmp_path, "def main():\n    raise ValueError('no such layer')")
     with pytest.raises(RunFailedError, match=r"(?s)a run: ended with code 1.*no such layer"):
         run_child("told", {}, tmp_path, environment, "a run")
 
 
-def test_a_child_that_takes_too_long_is_ended(tmp_path):
+def test_a_child_over_its_timeout_is_killed(tmp_path):
     environment = module(
         tmp_path, "def main():\n    Path(sys.argv[2] + '.pid').write_text(str(os.getpid()))\n    time.sleep(600)"
     )

@@ -1,4 +1,4 @@
-"""The verdicts of the conformance runs, on rows and logs made up here."""
+"""The verdicts of the conformance benchmark, for made-up rows and logs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_equal_rows_have_no_fault() -> None:
     ],
     ids=["other layers", "other positions", "another length", "not numbers"],
 )
-def test_other_rows_have(got: np.ndarray, fault: str) -> None:
+def test_wrong_rows_have_a_fault(got: np.ndarray, fault: str) -> None:
     assert any(fault in found for found in compare(got.astype(np.float32)).faults(BOUNDS))
 
 
@@ -74,7 +74,7 @@ def test_a_capture_that_is_not_complete_is_a_fault() -> None:
     assert compare(EXPECTED, state="incomplete").faults(BOUNDS) == ["captures ended as {'incomplete': 1}"]
 
 
-def test_a_part_that_a_layer_lacks_must_be_zero() -> None:
+def test_rows_of_a_part_that_a_layer_lacks_must_be_zero() -> None:
     nothing = np.zeros_like(EXPECTED)
     comparison = Comparison()
     comparison.states["complete"] += 1
@@ -85,16 +85,16 @@ def test_a_part_that_a_layer_lacks_must_be_zero() -> None:
     assert comparison.faults(BOUNDS)
 
 
-def test_layers_that_hardly_differ_prove_nothing() -> None:
+def test_layers_that_hardly_differ_are_a_fault() -> None:
     comparison = Comparison()
     comparison.states["complete"] += 1
     alike = np.broadcast_to(EXPECTED[:1], EXPECTED.shape)
     comparison.see_layers(alike)
     comparison.add(alike, ALL, alike)
-    assert "differ by 0 only" in comparison.faults(BOUNDS)[0]
+    assert "differ by only 0, too little" in comparison.faults(BOUNDS)[0]
 
 
-def test_a_refusal_is_told_from_another_failure() -> None:
+def test_a_refusal_is_distinguished_from_other_failures() -> None:
     refused = '{"event": "x", "exception": "Trace\\n  File\\nCannotTapError: T5 cannot be tapped: found none.\\n"}'
     assert failure_of(f'ValueError: noise\n{refused}\n{{"cause": "RuntimeError: engine failed"}}') == (
         Verdict.REFUSED,
@@ -104,10 +104,10 @@ def test_a_refusal_is_told_from_another_failure() -> None:
         Verdict.FAILED,
         "MemoryError: no room",
     )
-    assert failure_of("killed") == (Verdict.FAILED, "its log names no error")
+    assert failure_of("killed") == (Verdict.FAILED, "its log contains no error")
 
 
-def test_the_service_says_which_model_runner_ran() -> None:
+def test_the_model_runner_is_read_from_the_services_log() -> None:
     ready = {"event": "serving", "capturing_ranks": 2, "model_runner": "v2"}
     log = f'vLLM is loading\n3\n{{"event": "listening"}}\n{json.dumps(ready)}\n{{"event": "stopped"}}'
     assert _told_when_ready(log) == ready
@@ -115,16 +115,16 @@ def test_the_service_says_which_model_runner_ran() -> None:
     assert to_json(Outcome("llama", Verdict.EXACT, model_runner="v2"))["model_runner"] == "v2"
 
 
-def test_rows_too_many_are_a_fault() -> None:
+def test_surplus_rows_are_a_fault() -> None:
     rows = np.random.default_rng(0).standard_normal((3, 13, 8)).astype(np.float32)
     comparison = Comparison()
     comparison.states["complete"] += 1
     comparison.see_layers(rows[:, :10])
     comparison.add(rows, np.ones((3, 13), dtype=bool), rows[:, :10])
-    assert comparison.faults(Bounds.of("float32", routed=False)) == ["9 rows came that nobody asked for"]
+    assert comparison.faults(Bounds.of("float32", routed=False)) == ["9 rows came that were not requested"]
 
 
-def test_the_command_line_says_how_the_engine_is_run() -> None:
+def test_the_command_line_defines_the_setup() -> None:
     engine_args = '--engine-args={"disable_custom_all_reduce": true}'
     sites = "--sites=resid_post,mlp_out"
     which = "--architectures=gpt2,opt"
@@ -141,7 +141,7 @@ def test_the_command_line_says_how_the_engine_is_run() -> None:
             parse(bad)
 
 
-def test_the_readme_says_of_each_architecture_which_sites_it_has() -> None:
+def test_the_readme_lists_the_sites_of_each_architecture() -> None:
     text = (Path(bench.__file__).parent / "README.md").read_text()
     table = text.partition("| architectures |")[2].partition("\n\n")[0]
     rows = [line for line in table.splitlines() if line.startswith("| `")]

@@ -1,4 +1,4 @@
-"""bench.encodings: its figures are what they say, and its command line says what is measured."""
+"""The figures and the command line of bench.encodings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.bench.test_results import make_run
 
 @pytest.fixture(scope="module")
 def some_rows():
-    """Rows with a common part, as a residual stream has it: [layers, positions, width]."""
+    """Return rows with a common component, like a residual stream: [layers, positions, width]."""
     rng = np.random.default_rng(3)
     return (rng.standard_normal((3, 65, 96)) + 2 * rng.standard_normal(96)).astype(ml_dtypes.bfloat16)
 
@@ -52,7 +52,7 @@ def test_bytes_and_errors_of_an_encoding(some_rows, name):
     json.dumps(found)
 
 
-def test_errors_are_those_of_their_words(some_rows):
+def test_errors_follow_their_definitions(some_rows):
     exact = some_rows.astype(np.float64)
     half = exact.copy()
     half[:, :, ::2] = 0
@@ -70,8 +70,8 @@ def test_errors_are_those_of_their_words(some_rows):
     assert rows.cosine_error(exact, np.roll(exact, 1, axis=1)) > 0.01
 
 
-def test_projected_rows_are_scored_by_projected_directions(some_rows):
-    """Without an error of quantisation, the scores of a square orthogonal projection would be exact."""
+def test_projected_rows_are_scored_with_projected_directions(some_rows):
+    """Without quantisation, the scores of a square orthogonal projection would be exact."""
     item = dataclasses.replace(case("rp 512"), dimensions=96)
     form = item.form(96, tensor_pb2.DATA_TYPE_BFLOAT16)
     basis = basis_of(form, capture_pb2.EncodingOptions())
@@ -84,7 +84,7 @@ def test_projected_rows_are_scored_by_projected_directions(some_rows):
     assert found["l2"] is None
 
 
-def test_svd_is_told_with_what_it_costs(some_rows):
+def test_svd_is_reported_with_its_cost(some_rows):
     svd = rows.compare_with_svd(some_rows)
     assert svd["dimensions"] == 65
     assert svd["svd_basis_bytes"] == 65 * 96 * 4

@@ -31,6 +31,6 @@ def test_each_runner_has_its_bars():
 
 
 @pytest.mark.parametrize("arguments", [["--sink", "ring"], ["--modes", "stock"]])
-def test_it_compares_a_store_with_stock(arguments):
+def test_end_to_end_compares_a_store_with_stock(arguments):
     with pytest.raises(SystemExit, match=r"bench\.capture"):
         main(arguments)

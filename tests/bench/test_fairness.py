@@ -1,4 +1,4 @@
-"""Stock is given what the service gives vLLM, but for the taps: else their difference would not be the taps' cost."""
+"""Stock vLLM gets the same arguments as the service's, except for the taps, so the difference is the taps' cost."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ WORKLOAD = Workload(
 
 @pytest.fixture
 def given(monkeypatch):
-    """What vLLM was given, engine by engine."""
+    """The arguments that vLLM got, engine by engine."""
     given = []
 
     def keep(**values):
@@ -35,10 +35,10 @@ def given(monkeypatch):
     return given
 
 
-async def test_stock_differs_from_the_service_in_the_taps_alone(given, monkeypatch):
+async def test_stock_differs_from_the_service_only_in_the_taps(given, monkeypatch):
     settings = settings_of(Job((Mode.STOCK,), 0, WORKLOAD, "/tmp/x"))
     monkeypatch.setattr(subjects.AsyncLLM, "from_engine_args", lambda values: None)
-    with pytest.raises(AttributeError):  # no engine came of it
+    with pytest.raises(AttributeError):  # no engine was started
         await StockSubject.start(settings)
     engine_arguments.tapped_engine_args(settings)
     stock, tapped = given
@@ -47,7 +47,7 @@ async def test_stock_differs_from_the_service_in_the_taps_alone(given, monkeypat
     assert stock == tapped
 
 
-async def test_sites_and_folding_are_the_taps_alone(given, monkeypatch):
+async def test_sites_and_folding_affect_only_the_taps(given, monkeypatch):
     monkeypatch.setattr(subjects.AsyncLLM, "from_engine_args", lambda values: None)
     chosen = dataclasses.replace(WORKLOAD, capture_sites=("resid_pre", "mlp_out"), fold_norms=False)
     for workload in (WORKLOAD, chosen):
@@ -56,7 +56,7 @@ async def test_sites_and_folding_are_the_taps_alone(given, monkeypatch):
     assert given[0] == given[1]
 
 
-def test_the_service_is_told_sites_and_folding():
+def test_the_service_gets_sites_and_folding():
     settings = settings_of(Job((Mode.IDLE,), 0, WORKLOAD, "/tmp/x"))
     defaults = InferenceSettings(model="m")
     assert (settings.capture_sites, settings.fold_norms) == (defaults.capture_sites, defaults.fold_norms)
@@ -65,7 +65,7 @@ def test_the_service_is_told_sites_and_folding():
     assert (settings.capture_sites, settings.fold_norms) == (("resid_pre", "mlp_out"), False)
 
 
-def test_both_are_given_what_the_workload_needs():
+def test_both_get_the_arguments_that_the_workload_needs():
     arguments = engine_arguments.engine_arguments(settings_of(Job((Mode.STOCK,), 0, WORKLOAD, "/tmp/x")))
     assert arguments["enable_prefix_caching"] is False
     assert arguments["max_num_seqs"] == 100

@@ -1,4 +1,4 @@
-"""A client in a process of its own fetches what was captured, as bench.isolated lets it."""
+"""A client in a separate process fetches captures, as in bench.isolated."""
 
 import pytest
 
@@ -23,7 +23,7 @@ async def fetcher(lane):
     await made.stop()
 
 
-async def test_every_row_of_all_captures_is_held(lane, fetcher):
+async def test_the_client_holds_every_row_of_all_captures(lane, fetcher):
     names = ["a", "b", "c"]
     lane.open(names, SHAPE)
     lane.feed(names, SHAPE)
@@ -31,12 +31,12 @@ async def test_every_row_of_all_captures_is_held(lane, fetcher):
     assert await fetcher.fetch(names) == Arrived(3 * 2 * 40, 3 * 2 * 40 * 16 * 2)
 
 
-async def test_what_cannot_be_fetched_is_an_error(fetcher):
+async def test_a_capture_that_cannot_be_fetched_is_an_error(fetcher):
     with pytest.raises(RunFailedError, match=r"fetch_client failed: .*nobody"):
         await fetcher.fetch(["nobody"])
 
 
-async def test_a_client_that_has_died_is_an_error(lane):
+async def test_a_dead_client_is_an_error(lane):
     fetcher = Fetcher([lane.endpoint])
     fetcher._client.process.kill()
     fetcher._client.process.wait()

@@ -19,20 +19,20 @@ def test_requests_that_begin_together_fill_as_many_blocks_in_each_step(device, s
         assert loop.sink.sent == before + 1
 
 
-def test_without_requests_a_step_is_nothing():
+def test_a_step_without_requests_does_nothing():
     loop = DecodeLoop(0, 2)
     loop.step()
     assert loop.sink.sent == 0
 
 
-def test_what_is_only_steered_sends_no_blocks():
+def test_requests_that_are_only_steered_send_no_blocks():
     loop = DecodeLoop(3, 2, captures=False, steering=Steering.REQUEST)
     for _ in range(40):
         loop.step()
     assert loop.sink.sent == 0
 
 
-def test_a_cost_is_told_for_the_step_and_for_each_request():
+def test_a_cost_is_reported_for_the_step_and_for_each_request():
     cost = cost_of(4, [8e-6] * 99 + [1.0], captures=True, steering=Steering.SHARED)
     assert (cost.median_us, cost.us_per_request) == pytest.approx((8.0, 2.0))
     assert line(cost) == "4\tall\tshared\t8.0\t8.0\t2.00"

@@ -29,13 +29,13 @@ def iteration(generation, fetched, rows=8):
         ({"mode": IsolatedMode.CUSTOM, "layers": (-1, 3)}, "from 0 on"),
         ({"mode": IsolatedMode.CUSTOM, "layers": (3, 3)}, "each once"),
         ({"mode": ALL, "machinery": False}, "nothing can be captured"),
-        ({"mode": ALL, "tap": Tap.NOOP}, "use --tap noop with zero-layer"),
-        ({"mode": IsolatedMode.BASELINE, "tap": Tap.NOOP}, "use --tap noop with zero-layer"),
-        ({"mode": IsolatedMode.ZERO_LAYER, "machinery": False, "tap": Tap.NOOP}, "use --tap noop with zero-layer"),
+        ({"mode": ALL, "tap": Tap.NOOP}, "use --tap noop only with zero-layer"),
+        ({"mode": IsolatedMode.BASELINE, "tap": Tap.NOOP}, "use --tap noop only with zero-layer"),
+        ({"mode": IsolatedMode.ZERO_LAYER, "machinery": False, "tap": Tap.NOOP}, "use --tap noop only with zero-layer"),
         ({"mode": IsolatedMode.ZERO_LAYER, "peer": Peer.HOOKS}, "all-layers or custom"),
     ],
 )
-def test_what_contradicts_itself_is_refused(asked, told):
+def test_contradictory_configurations_are_refused(asked, told):
     with pytest.raises(BadConfigurationError, match=told):
         Configuration(**asked)
 
@@ -46,7 +46,7 @@ def test_the_modes_are_those_of_capture():
     assert Configuration(IsolatedMode.ZERO_LAYER, machinery=False).mode_of_capture is Mode.STOCK
 
 
-def test_a_workload_is_fetched_where_there_is_something_to_fetch():
+def test_only_a_workload_with_a_store_and_captures_is_fetched():
     base = Workload("m")
     assert Configuration(ALL).workload(base).fetch
     assert not Configuration(IsolatedMode.ZERO_LAYER).workload(base).fetch
@@ -55,7 +55,7 @@ def test_a_workload_is_fetched_where_there_is_something_to_fetch():
     assert Configuration(IsolatedMode.CUSTOM, layers=(1, 3)).workload(base).layers == (1, 3)
 
 
-def test_a_workload_survives_its_way_to_another_process():
+def test_a_workload_survives_json():
     workload = Configuration(IsolatedMode.CUSTOM, layers=(1, 3)).workload(Workload("m"))
     job = Job((Mode.CUSTOM,), 0, workload, "/tmp/x", profile="/tmp/y")
     assert restore(Job, json.loads(json.dumps(asdict(job)))) == job
@@ -84,7 +84,7 @@ def test_a_document_has_the_fields_of_the_isolated_benchmark():
     assert "/somewhere" not in json.dumps(result)
 
 
-def test_nothing_to_fetch_takes_no_time_and_what_stays_in_the_ring_has_none():
+def test_the_fetch_time_is_zero_without_captures_and_none_for_the_ring():
     zero = Configuration(IsolatedMode.ZERO_LAYER)
     idle = document(zero, zero.workload(Workload("m", batch_size=2)), run_of(iteration(2.0, None, 0), mode=Mode.IDLE))
     assert (idle["iterations"][0]["fetch_time"], idle["capture_layers"]) == (0.0, [])
@@ -100,7 +100,7 @@ def test_a_summary_has_each_statistic_of_each_figure():
     assert len(found) == 16
 
 
-def test_the_command_line_is_the_configuration():
+def test_the_command_line_defines_the_configuration():
     options = parse(["--mode", "custom", "--layers", "10,0,5", "--shape", "tiny"])
     assert configuration_of(options) == Configuration(IsolatedMode.CUSTOM, layers=(0, 5, 10))
     off = parse(["--mode", "zero-layer", "--capture-machinery", "off"])

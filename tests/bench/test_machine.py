@@ -8,7 +8,7 @@ from bench.machine import REVISION_VARIABLE, Gpu, Machine, Revision, gpus, is_co
 from bench.memory import peak_mib, peak_of
 
 
-def test_a_machine_is_described_by_its_kind_alone():
+def test_a_machine_is_described_only_by_its_kind():
     machine = Machine.describe()
     assert machine.cores >= 1
     assert machine.memory_gib > 0
@@ -22,7 +22,7 @@ def test_versions_of_what_is_installed():
     assert all(found.values())
 
 
-def test_a_copy_without_history_is_told_its_revision(monkeypatch):
+def test_a_copy_without_history_gets_its_revision_from_the_environment(monkeypatch):
     monkeypatch.setenv(REVISION_VARIABLE, "1234abc")
     assert Revision.describe() == Revision("1234abc", ())
 
@@ -35,7 +35,7 @@ def test_the_version_of_cuda_is_torchs():
 SMI = "NVIDIA H200, 580.1, 143771, 512\nNVIDIA H200, 580.1, 143771, [N/A]\n"
 
 
-def test_gpus_are_what_nvidia_smi_says(monkeypatch):
+def test_gpus_are_read_from_nvidia_smi(monkeypatch):
     monkeypatch.setattr(described, "_run", lambda command: SMI)
     assert gpus() == [Gpu("NVIDIA H200", "580.1", 143771, 512), Gpu("NVIDIA H200", "580.1", 143771, 0)]
     assert used_mib() == 512
@@ -46,7 +46,7 @@ def test_gpus_are_what_nvidia_smi_says(monkeypatch):
     assert machine.gpu_memory_gib == 140.4
 
 
-def test_gpus_that_torch_was_not_built_for_measure_nothing(monkeypatch):
+def test_gpus_are_ignored_without_a_cuda_build_of_torch(monkeypatch):
     monkeypatch.setattr(described, "_run", lambda command: SMI)
     monkeypatch.setattr(described, "_cuda", lambda: None)
     machine = Machine.describe()
@@ -57,29 +57,29 @@ def test_gpus_that_torch_was_not_built_for_measure_nothing(monkeypatch):
     ("tracked", "changed", "committed"),
     [("x.json\n", "", True), ("x.json\n", " M x.json\n", False), ("", "?? x.json\n", False)],
 )
-def test_what_git_has_as_it_is_can_be_replaced(monkeypatch, tracked, changed, committed):
+def test_an_unchanged_committed_file_is_recognized(monkeypatch, tracked, changed, committed):
     monkeypatch.setattr(described, "_git", lambda *words: tracked if words[0] == "ls-files" else changed)
     assert is_committed(described.ROOT / "x.json") is committed
 
 
-def test_where_git_is_missing_nothing_is_known_to_be_committed(monkeypatch):
+def test_without_git_no_file_counts_as_committed(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert not is_committed(described.ROOT / "README.md")
 
 
-def test_without_nvidia_smi_torch_is_asked(monkeypatch):
+def test_without_nvidia_smi_gpus_are_read_from_torch(monkeypatch):
     monkeypatch.setattr(
         described, "_run", lambda command: None if command[0] == "nvidia-smi" else '[["A", 2097152, 1048576]]'
     )
     assert gpus() == [Gpu("A", "", 2, 1)]
 
 
-def test_without_either_there_are_none(monkeypatch):
+def test_without_nvidia_smi_and_torch_there_are_no_gpus(monkeypatch):
     monkeypatch.setattr(described, "_run", lambda command: None)
     assert gpus() == []
 
 
-def test_a_program_that_is_not_there_tells_nothing():
+def test_a_missing_program_has_no_output():
     assert described._run(["/nonexistent/program"]) is None
     assert described._run(["false"]) is None
 

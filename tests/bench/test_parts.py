@@ -16,7 +16,7 @@ def other(**changes):
     return {**CONTEXT, **{name: {**CONTEXT[name], **change} for name, change in changes.items()}}
 
 
-def test_a_bar_is_a_limit_from_one_side():
+def test_a_bar_is_a_minimum_or_a_maximum():
     assert Bar("a", 13.0, 13.0).passed
     assert not Bar("a", 13.1, 13.0).passed
     assert Bar("a", 0.9, 0.85, at_most=False).passed
@@ -48,16 +48,16 @@ def test_parts_are_added_to_a_file(tmp_path):
         ({"machine": {"cores": 3}, "versions": {"torch": "2"}}, "another machine, another versions"),
     ],
 )
-def test_what_was_measured_elsewhere_is_not_mixed(tmp_path, changes, named):
+def test_figures_of_another_machine_are_not_mixed_in(tmp_path, changes, named):
     write_result(tmp_path / "x.json", {"benchmark": "bench.x", **CONTEXT, "parts": {"rpc": {}}})
     with pytest.raises(OtherRunError, match=named):
         read_earlier(tmp_path / "x.json", "bench.x", other(**changes))
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"benchmark": "bench.host"}'])
-def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+def test_a_file_with_other_content_is_not_overwritten(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(OtherRunError, match=r"no result of bench\.x"):
+    with pytest.raises(OtherRunError, match=r"not a result of bench\.x"):
         read_earlier(tmp_path / "x.json", "bench.x", CONTEXT)
 
 
@@ -71,5 +71,5 @@ def test_results_have_full_lines_and_each_list_of_numbers_is_one_line():
     assert len(written.splitlines()) == 9
 
 
-def test_columns_are_as_wide_as_they_need_to_be():
+def test_columns_are_as_wide_as_their_content():
     assert table(["a", "long"], [["1.25", "2"]]).splitlines() == ["   a  long", "1.25     2"]

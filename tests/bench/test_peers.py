@@ -11,7 +11,7 @@ from inference_svc.taps.steps.layout import StepRows
 
 
 def step(captures, layer, rows, **counts):
-    """One forward pass of one layer over rows of some requests, with one row of padding behind them."""
+    """Run one forward pass of one layer over rows of some requests, followed by one row of padding."""
     captures.place(lambda: StepRows(list(counts), [0] * len(counts), list(counts.values())))
     captures.hook(layer)(None, None, (rows, torch.ones_like(rows)))
 
@@ -31,13 +31,13 @@ def test_hooks_keep_every_row_of_every_request_in_order(flush_every):
     assert captures.take(["a", "b"], positions=7) == {}
 
 
-def test_hooks_find_requests_whose_ids_vllm_made_longer():
+def test_hooks_find_requests_whose_ids_have_vllms_suffix():
     captures = Captures(1)
     step(captures, 0, torch.ones(2, 4), **{"a-1-0123abcd": 1, "a-12-0123abcd": 1})
     assert list(captures.take(["a-1"], positions=1)) == ["a-1"]
 
 
-def test_hooks_keep_nothing_of_a_run_without_requests():
+def test_hooks_keep_no_rows_of_a_run_without_requests():
     captures = Captures(1)
     captures.hook(0)(None, None, torch.ones(2, 4))
     assert captures.take(["a"], positions=1) == {}
@@ -52,18 +52,18 @@ def test_rows_of_peers_are_counted():
 @pytest.mark.parametrize(
     ("held", "told"),
     [
-        ([], "0 requests were handed over instead of 1"),
+        ([], "rows of 0 requests were returned instead of 1"),
         ([[np.ones((4, 8))]], "4 rows"),
         ([[np.ones((6, 8))]], "6 rows"),
-        ([[np.zeros((5, 8))]], "rows of zeros"),
+        ([[np.zeros((5, 8))]], "rows with only zeros"),
     ],
 )
-def test_wrong_rows_prove_nothing(held, told):
+def test_wrong_rows_are_an_error(held, told):
     with pytest.raises(WrongRowsError, match=told):
         count_rows(held, 1, 1, 5)
 
 
-def test_a_job_survives_its_way_to_another_process():
+def test_a_job_survives_json():
     from dataclasses import asdict
 
     workload = Workload("m", layers=(1, 2))

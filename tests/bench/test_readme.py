@@ -30,13 +30,13 @@ def test_the_figures_on_both_pages_are_those_of_the_results():
     main(["--check"])
 
 
-def test_every_committed_report_is_that_of_its_result():
+def test_every_committed_report_matches_its_result():
     for file in RESULTS.glob("*/suite.json"):
         plots = [plot.name for plot in file.parent.glob("*.png")]
         assert file.with_name("report.md").read_text() == render(json.loads(file.read_text()), plots), file
 
 
-def test_only_what_is_between_the_marks_is_replaced():
+def test_only_the_text_between_the_marks_is_replaced():
     page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     new = spliced(page, "new")
     assert new == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
@@ -72,7 +72,7 @@ def test_the_summary_is_the_first_table_and_a_plot(tmp_path):
     assert summary(tmp_path) == ""
 
 
-def test_a_suite_has_its_table_with_what_could_not_run(tmp_path):
+def test_the_table_of_a_suite_lists_failed_configurations(tmp_path):
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "suite.json").write_text(json.dumps(RESULT))
     text = figures(tmp_path)
@@ -93,12 +93,12 @@ def of_rounds(eager, zero, every):
     return {**RESULT, "parts": parts, "workload": {**RESULT["workload"], "eager": eager}}
 
 
-def test_what_was_not_compiled_says_so():
+def test_eager_runs_are_labelled():
     assert "8 requests of 64 + 64 tokens, not compiled, `bench.suite`" in suite(of_rounds(True, [1.0], [1.1]), "")
     assert "8 requests of 64 + 64 tokens, `bench.suite`" in suite(of_rounds(False, [1.0], [1.1]), "")
 
 
-def test_rounds_that_lie_apart_are_told():
+def test_a_large_spread_between_rounds_is_reported():
     text = suite(of_rounds(True, [0.9, 1.2], [1.1, 1.4]), "")
     told = " ".join(text.rpartition("|")[2].split())
     assert told.startswith(
@@ -133,7 +133,7 @@ def test_times_until_complete_are_over_stocks_generation():
     assert "runner V1 | +10.0 % | 1.50 × |" in text
 
 
-def test_encodings_stand_beside_raw():
+def test_encodings_are_compared_with_raw():
     ring = [mode("stock", 1.0, 2.0), mode("all-layers", 1.04, 2.0, 3e9), mode("all-layers+encoded", 1.03, 2.0, 4e8)]
     whole = [mode("stock", 1.0, 2.0), mode("all-layers", 1.1, 3.0), mode("all-layers+encoded", 1.1, 2.2)]
     parts = {"overhead": {"modes": ring}, "end-to-end": {"modes": whole}}
@@ -143,7 +143,7 @@ def test_encodings_stand_beside_raw():
     assert encodings({**CONTEXT, "parts": {"overhead": parts["overhead"]}}, "") == ""
 
 
-def test_the_best_of_the_stores_is_told():
+def test_the_best_combination_of_stores_is_reported():
     cases = [{"stores": 1, "shippers": 2, "median": 2.0}, {"stores": 4, "shippers": 4, "median": 7.0}]
     scale = {"cases": cases, "parameters": {"filesystem": "tmpfs"}}
     text = store({**CONTEXT, "parts": {"scale": scale}}, "folder")
@@ -151,7 +151,7 @@ def test_the_best_of_the_stores_is_told():
     assert store({**CONTEXT, "parts": {}}, "folder") == ""
 
 
-def test_what_the_service_adds_is_told_for_each_number_of_streams():
+def test_the_services_overhead_is_reported_for_each_number_of_streams():
     difference = {"tokens_per_second_ratio": 0.958, "added_first_token_ms": 21.9, "added_token_ms": 0.004}
     part = {
         "parameters": {"model": "SmolLM2", "engine_args": {}},
@@ -163,7 +163,7 @@ def test_what_the_service_adds_is_told_for_each_number_of_streams():
     )
 
 
-def test_models_that_were_served_alike_are_one_row_with_what_was_missing_and_wrong():
+def test_models_with_the_same_setup_share_one_row():
     def model(name, cosine, layout, **more):
         return {
             "name": name,
@@ -188,7 +188,7 @@ def test_models_that_were_served_alike_are_one_row_with_what_was_missing_and_wro
     assert conformance([], "") == ""
 
 
-def test_no_results_are_no_figures(tmp_path):
+def test_without_results_there_are_no_figures(tmp_path):
     assert figures(tmp_path) == ""
 
 
@@ -201,5 +201,5 @@ def test_no_results_are_no_figures(tmp_path):
         ("NVIDIA GeForce RTX 4090", 1, "rtx-4090"),
     ],
 )
-def test_results_lie_in_a_folder_for_the_kind_of_machine(gpu, count, kind):
+def test_results_are_in_a_folder_for_the_kind_of_machine(gpu, count, kind):
     assert Machine("a", 2, 8.0, 0.0, gpu, count).kind == kind

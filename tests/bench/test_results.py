@@ -59,13 +59,13 @@ def test_memory_is_the_worst_of_all_rounds():
     assert summarise(RUNS)[0].memory == Memory({"engine": 101}, blocks_mib=5)
 
 
-def test_what_piles_up_within_a_process_shows():
+def test_accumulation_within_a_process_is_visible():
     stock, captured, _ = summarise(RUNS)
     assert stock.generation_seconds.last_over_first == pytest.approx(2.0)  # of 3.0 and 1.0
     assert captured.generation_seconds.last_over_first == pytest.approx((2.0 / 2.2 + 4.2 / 4.0) / 2)
 
 
-def test_a_runner_is_compared_with_stock_on_the_same():
+def test_a_mode_is_compared_with_stock_on_the_same_model_runner():
     other = [
         make_run(Mode.ALL_LAYERS, 0, [12.0], runner=Runner.V2),
         make_run(Mode.STOCK, 0, [10.0], runner=Runner.V2),
@@ -88,11 +88,11 @@ def test_without_stock_there_is_no_ratio():
     assert steered.replies_as_stock is None
 
 
-def test_a_run_survives_its_way_from_another_process():
+def test_a_run_survives_json():
     assert restore(Run, json.loads(json.dumps(asdict(RUNS[1])))) == RUNS[1]
 
 
-def test_a_result_names_the_model_and_not_where_it_lies():
+def test_a_result_has_the_models_name_without_its_path():
     workload = Workload("/some/private/folder/SmolLM2")
     written = json.dumps(result(workload, RUNS, summarise(RUNS)))
     assert "private" not in written
@@ -102,7 +102,7 @@ def test_a_result_names_the_model_and_not_where_it_lies():
     assert "replies" not in data["runs"][0]["iterations"][0]
 
 
-def test_the_command_line_decides_the_workload():
+def test_the_command_line_defines_the_workload():
     options = parse(["--model", "m", "--eager", "--sink", "ring", "--decode", "7", "--engine-args", '{"seed": 3}'])
     assert workload_of(options) == Workload("m", eager=True, sink=Sink.RING, decode=7, engine_args={"seed": 3})
     assert options.modes == [mode for mode in Mode if mode is not Mode.CUSTOM and not mode.encodes]
@@ -117,7 +117,7 @@ def test_sites_and_folding_are_recorded():
     assert parse(["--fold-norms"]).fold_norms is True
 
 
-def test_a_shape_brings_its_own_arguments(monkeypatch, tmp_path):
+def test_a_shape_has_its_own_arguments(monkeypatch, tmp_path):
     monkeypatch.setenv("RESIDUUM_CACHE", str(tmp_path))
     workload = workload_of(parse(["--shape", "tiny", "--vectors", "layer", "--engine-args", '{"load_format": "auto"}']))
     assert workload.model == str(tmp_path / "shapes" / "tiny")

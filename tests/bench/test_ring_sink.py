@@ -22,7 +22,7 @@ def header(layers, positions, site=POST):
     )
 
 
-def test_a_tally_is_complete_when_every_row_has_come():
+def test_a_tally_is_complete_when_every_row_has_arrived():
     tally = Tally([POST], layers=[0, 1], num_positions=3)
     tally.add(header([0, 1], [0, 1]))
     assert not tally.is_complete
@@ -33,14 +33,14 @@ def test_a_tally_is_complete_when_every_row_has_come():
     assert (tally.rows, tally.num_bytes) == (6, 6 * 4 * 2)
 
 
-def test_rows_that_come_twice_or_were_not_asked_for_do_not_count():
+def test_duplicate_and_unrequested_rows_do_not_count():
     tally = Tally([POST], layers=[0, 1], num_positions=3)
     tally.add(header([0, 1], [0, 1, 2]))
     tally.add(header([0, 1], [2, 3]))
     assert tally.rows == 6
 
 
-def test_each_site_has_rows_of_its_own():
+def test_rows_are_counted_for_each_site():
     tally = Tally([POST, PRE], layers=[0, 1], num_positions=3)
     tally.add(header([0, 1], [0, 1, 2], PRE))
     assert not tally.is_complete
@@ -110,7 +110,7 @@ async def test_rows_of_an_unknown_capture_are_an_error(producer, sink):
     publish(producer, "a", header([0, 1], [0, 1, 2]))
     publish(producer, "b", header([0, 1], [0]))
     assert producer.drain(10)
-    with pytest.raises(RowsMissingError, match="b: rows came that nobody expects"):
+    with pytest.raises(RowsMissingError, match="b: rows arrived that were not requested"):
         await sink.finish({"a": [3, 4]})
 
 
@@ -119,11 +119,11 @@ async def test_rows_at_another_site_are_an_error(producer, sink):
     publish(producer, "a", header([0, 1], [0, 1, 2]))
     publish(producer, "a", header([0], [0], PRE))
     assert producer.drain(10)
-    with pytest.raises(RowsMissingError, match="a: rows came that nobody expects"):
+    with pytest.raises(RowsMissingError, match="a: rows arrived that were not requested"):
         await sink.finish({"a": [3, 4]})
 
 
-async def test_a_consumer_that_has_died_is_an_error(sink):
+async def test_a_dead_consumer_is_an_error(sink):
     sink._consumer.process.kill()
     sink._consumer.process.wait()
     with pytest.raises(RunFailedError, match="ring_consumer has ended"):
@@ -139,7 +139,7 @@ async def test_a_loss_is_an_error(producer, sink):
         await sink.finish({"a": [3, 4]})
 
 
-async def test_some_layers_alone_are_expected(producer, tmp_path):
+async def test_only_the_requested_layers_are_expected(producer, tmp_path):
     facts = SimpleNamespace(sites=(POST,), num_layers=9, control_paths=(str(tmp_path / "ring.sock"),))
     sink = RingSink(facts, rows_per_request=2, layers=[1, 7])
     await sink.start()
@@ -151,7 +151,7 @@ async def test_some_layers_alone_are_expected(producer, tmp_path):
         await sink.begin({"b": [1]})
         publish(producer, "b", header([1, 2], [0, 1]))
         assert producer.drain(10)
-        with pytest.raises(RowsMissingError, match="b: rows came that nobody expects"):
+        with pytest.raises(RowsMissingError, match="b: rows arrived that were not requested"):
             await sink.finish({"b": [2, 3]})
     finally:
         await sink.stop()

@@ -39,7 +39,7 @@ def test_the_bank_has_room_for_all_configurations():
     assert settings_for(JOB, "/tmp/x", stock=False).max_num_seqs >= 4
 
 
-def test_a_job_survives_its_way_to_another_process():
+def test_a_job_survives_json():
     told = json.loads(json.dumps(asdict(JOB)))
     assert restore(EngineJob, told) == JOB
 
@@ -91,14 +91,14 @@ def test_bars_compare_the_most_configurations_with_one_and_one_with_none():
 
 @pytest.mark.parametrize(
     ("case", "replies", "message"),
-    [("K=1", "abcz", "as if nothing was steered"), ("K=4", "efgn", "as with one configuration")],
+    [("K=1", "abcz", "the same as without steering"), ("K=4", "efgn", "equal those with one configuration")],
 )
-def test_what_does_not_steer_is_not_measured(case, replies, message):
+def test_a_case_that_does_not_steer_is_an_error(case, replies, message):
     with pytest.raises(RunFailedError, match=message):
         summarise(JOB, runs(TIMES, {**REPLIES, case: replies}))
 
 
-def test_requests_of_the_first_configuration_may_be_as_with_one():
+def test_requests_of_the_first_configuration_may_equal_those_with_one():
     replies = {**REPLIES, "K=2": "ejgk"}  # requests 0 and 2 have the configuration that all have with K=1
     assert summarise(JOB, runs(TIMES, replies))["cases"]
 

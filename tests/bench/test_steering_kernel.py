@@ -1,4 +1,4 @@
-"""The kernel part of the steering benchmark, as far as it can be told without a GPU."""
+"""The kernel part of the steering benchmark, as far as it can be tested without a GPU."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def all_measured(us):
     return [measured(unique, us(unique), operation=kind.name.lower()) for kind in Kind for unique in (1, 8, 32)]
 
 
-def test_bars_look_at_the_slowest():
+def test_bars_use_the_slowest_measurement():
     slowest, spread, *_ = bars(all_measured(lambda unique: 10.0 + unique / 16))
     assert (slowest.value, slowest.passed) == (12.0, True)
     assert spread.value == pytest.approx(12 / 10.0625, rel=1e-3)
@@ -72,23 +72,23 @@ def test_bars_look_at_the_slowest():
     assert not spread.passed
 
 
-def test_what_is_not_ours_has_no_bar():
+def test_alternatives_have_no_bar():
     peers = [measured(1, 1000.0, way=kernel.LOOP), measured(0, 1.0, operation=kernel.IDLE)]
     assert bars([*all_measured(lambda unique: 10.0), *peers])[0].value == 10.0
 
 
-def test_without_a_figure_no_bar_is_reached():
+def test_a_missing_figure_fails_its_bar():
     missing = Measurement(2560, "cap", 32, kernel.TAP, failed="off")
     found = bars([*all_measured(lambda unique: 10.0), missing])
     assert [bar.value for bar in found] == [math.inf] * 4
     assert not any(bar.passed for bar in found)
 
 
-def test_the_floor_is_what_the_rows_take():
+def test_the_floor_is_the_time_of_the_rows_bytes():
     assert tap_bytes(KernelJob(), 2560, norm=False) == 31_457_280
     assert tap_bytes(KernelJob(), 2560, norm=True) == 41_943_040
 
 
-def test_a_job_survives_its_way_to_another_process():
+def test_a_job_survives_json():
     job = KernelJob(hidden=(64,), unique=(1, 2), compile_seconds=0.0)
     assert restore(KernelJob, json.loads(json.dumps(vars(job)))) == job

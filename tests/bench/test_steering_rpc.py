@@ -1,4 +1,4 @@
-"""The rpc part of the steering benchmark, against the service's own servicer in a process of its own."""
+"""The rpc part of the steering benchmark, with the service's servicer in a separate process."""
 
 import numpy as np
 

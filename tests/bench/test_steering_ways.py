@@ -19,7 +19,7 @@ def states():
     return torch.randn(REQUESTS * ROWS_EACH, HIDDEN).bfloat16()
 
 
-def test_requests_take_the_operations_by_turns():
+def test_requests_use_the_operations_in_rotation():
     batch = batch_of(Kind.ADD, 4)
     assert batch.operation_of_row.tolist() == [row // ROWS_EACH % 4 for row in range(REQUESTS * ROWS_EACH)]
     assert [plan_of(batch, index).operations[0].row for index in range(REQUESTS)] == [0, 1, 2, 3, 0, 1]
@@ -31,7 +31,7 @@ def test_a_plan_steers_after_every_layer():
     assert (operation.low, operation.high) == (ways.CAP_LOW, ways.CAP_HIGH)
 
 
-def test_the_reference_is_what_the_operations_say():
+def test_the_reference_follows_the_definitions_of_the_operations():
     vectors = torch.tensor([[2.0, 0.0], [0.0, -3.0]])
     stream = torch.tensor([[1.0, 5.0], [4.0, -0.25]]).double()
 
@@ -43,7 +43,7 @@ def test_the_reference_is_what_the_operations_say():
     assert after(Kind.CAP) == [[0.5, 5.0], [4.0, -0.25]]
 
 
-def test_what_is_steered_is_the_sum_and_what_changes_is_hidden():
+def test_steering_applies_to_the_sum_and_changes_only_hidden():
     batch = batch_of(Kind.ABLATE, 3)
     hidden, residual = states(), states().flip(0)
     total = ways.steered(batch, hidden.double() + residual.double())[0]
@@ -54,7 +54,7 @@ def test_what_is_steered_is_the_sum_and_what_changes_is_hidden():
 
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("unique", [1, 3, 6])
-def test_the_other_ways_agree_with_the_reference(kind, unique):
+def test_the_alternatives_agree_with_the_reference(kind, unique):
     batch = batch_of(kind, unique)
     expected = expect(batch, states())
     looped, gathered = states(), states()
@@ -66,7 +66,7 @@ def test_the_other_ways_agree_with_the_reference(kind, unique):
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_arithmetic_in_float32_is_held_to_one_rounding(kind):
+def test_float32_arithmetic_is_allowed_one_rounding(kind):
     batch = batch_of(kind, 3)
     expected = expect(batch, states())
     assert worst(expected.value.bfloat16(), expected, exact=True) <= 1
@@ -75,7 +75,7 @@ def test_arithmetic_in_float32_is_held_to_one_rounding(kind):
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_a_wrong_vector_is_seen(kind):
+def test_a_wrong_vector_is_detected(kind):
     batch = batch_of(kind, 3)
     other = Batch(kind, REQUESTS, ROWS_EACH, batch.vectors.roll(1, 0))
     got = expect(other, states()).value.bfloat16()
@@ -83,7 +83,7 @@ def test_a_wrong_vector_is_seen(kind):
     assert worst(torch.full_like(got, float("nan")), expect(batch, states()), exact=False) == float("inf")
 
 
-def test_the_norm_is_vllms():
+def test_the_norm_equals_vllms():
     weight = torch.rand(HIDDEN).bfloat16()
     stream = states().double()
     expected = torch.nn.functional.rms_norm(stream, (HIDDEN,), weight.double(), 1e-6)

@@ -1,4 +1,4 @@
-"""The benchmark of shipping and the store: its pure parts, and small runs of the real thing."""
+"""The benchmark of shipping and the store: its pure functions, and small real runs."""
 
 import json
 
@@ -17,7 +17,7 @@ from residuum.wire.selection import expected_rows
 TINY = Shape(layers=3, hidden=16, positions=70)
 
 
-def test_a_capture_is_cut_as_a_worker_cuts_it():
+def test_a_capture_has_the_same_blocks_as_a_workers():
     headers = list(TINY.headers())
     assert [len(header.positions) for header in headers] == [32, 32, 6]
     assert [position for header in headers for position in header.positions] == list(range(70))
@@ -25,13 +25,13 @@ def test_a_capture_is_cut_as_a_worker_cuts_it():
     assert TINY.num_rows == 3 * 70
 
 
-def test_a_sealed_capture_expects_the_rows_that_come():
+def test_a_sealed_capture_expects_exactly_the_sent_rows():
     prompt = len(TINY.description("a").prompt_token_ids)
     (sequence,) = TINY.seal("a").sequences
     assert expected_rows(prompt, len(sequence.generated_token_ids)) == TINY.positions
 
 
-def test_rows_are_compared_with_what_lay_in_the_ring():
+def test_rows_are_compared_with_the_ring():
     ring = random_bytes(1 << 16)
     offsets = [0, 4096, 20480]
     values = np.empty((3, 70, 16), dtype=np.uint16)
@@ -44,7 +44,7 @@ def test_rows_are_compared_with_what_lay_in_the_ring():
     assert not np.array_equal(ring[:4096], ring[4096:8192])
 
 
-def test_pieces_begin_again_where_the_source_ends():
+def test_pieces_repeat_a_short_source():
     source = np.arange(10, dtype=np.uint8)
     found = list(pieces(source, 25, 4))
     assert np.concatenate(found).tolist() == [*range(10), *range(10), *range(5)]
@@ -64,12 +64,12 @@ def test_ratios_are_taken_within_a_round():
     assert compare.ratios(rates) == {"Flight": 0.5, "stubs": 2.0}
 
 
-def test_the_slowest_rate_is_one():
+def test_slow_rates_keep_four_digits():
     assert compare.rate(123_456_789, 1.0) == 0.1235
     assert compare.rate(20_000, 0.5) == 4e-5
 
 
-def test_without_flight_there_are_no_bars_of_it():
+def test_without_flight_there_are_no_flight_bars():
     stubs = [{"stubs": 1.6, "stubs at both ends": 1.7}, {"stubs": 1.4, "stubs at both ends": 1.6}]
     ratios = {"ingest": {**stubs[0], "TCP": 0.3}, "read": {**stubs[1], "TCP": 0.3}}
     assert [(bar.name, bar.passed) for bar in compare.bars({"ratios": ratios})] == [
@@ -83,7 +83,7 @@ def test_without_flight_there_are_no_bars_of_it():
     assert len(compare.bars({"ratios": ratios})) == 6
 
 
-def test_stores_have_as_many_shippers_each():
+def test_each_store_has_the_same_number_of_shippers():
     job = ScaleJob(TINY, shippers=(8, 1, 2), stores=(1, 2, 4))
     assert job.cases() == [(1, 1), (1, 2), (1, 8), (2, 2), (2, 8), (4, 8)]
     assert spread(["a", "b", "c"], 2) == [["a", "c"], ["b"]]
@@ -100,7 +100,7 @@ def test_the_best_case_counts():
     assert [line.split() for line in printed.splitlines()[1:]] == [["1", "2.00"], ["2", "5.50"]]
 
 
-def test_all_ways_move_the_same(tmp_path, capsys):
+def test_all_ways_move_the_same_bytes(tmp_path, capsys):
     part = compare.measure(CompareJob(TINY, captures=3, rounds=2, ring_mib=1, max_gib=1), tmp_path)
     for direction in compare.DIRECTIONS:
         rates = part["gb_per_second"][direction]
@@ -110,7 +110,7 @@ def test_all_ways_move_the_same(tmp_path, capsys):
     assert "residuum" in "\n".join(compare.show(part))
 
 
-def test_latency_is_of_what_is_stored(tmp_path):
+def test_latency_is_measured_on_the_stored_captures(tmp_path):
     job = LatencyJob(TINY, 3 * TINY.num_bytes / (1 << 30), reads=5, follows=2, ring_mib=1)
     part = latency.measure(job, tmp_path)
     assert part["parameters"]["captures"] == 3

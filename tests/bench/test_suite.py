@@ -102,13 +102,13 @@ def test_layers_are_spread_over_the_model(num_layers):
     assert spread(num_layers, num_layers) == tuple(range(num_layers))
 
 
-def test_stock_is_not_measured_twice_where_nothing_is_compiled():
+def test_eager_stock_is_not_measured_twice_without_compilation():
     assert EAGER not in [entry.name for entry in entries(4, eager=True)]
     (ring,) = [entry for entry in entries(4) if entry.sink is not None]
     assert ring.sink is Sink.RING
 
 
-def test_what_is_compared_with_is_in_every_round_and_the_rest_once():
+def test_references_are_in_every_round_and_the_rest_once():
     plan = schedule(entries(LAYERS), 3)
     names = [planned.entry.name for planned in plan]
     assert len({planned.key for planned in plan}) == len(plan)
@@ -136,7 +136,7 @@ def test_the_formulas_are_those_of_the_isolated_benchmark():
     assert Formulas.of(by_name({"baseline": PARTS["baseline, round 1"]})) is None
 
 
-def test_a_configuration_is_compared_within_rounds_too():
+def test_ratios_are_also_taken_within_rounds():
     measured = by_name(PARTS)
     ours = measured[ALL_LAYERS]
     assert ours.generation == pytest.approx(1.15)
@@ -147,11 +147,11 @@ def test_a_configuration_is_compared_within_rounds_too():
     assert failures(PARTS) == {"nnsight": "it is not installed"}
 
 
-def test_the_curve_has_only_what_goes_the_same_way():
+def test_the_curve_has_only_configurations_with_the_same_sink():
     assert [item.name for item in curve(by_name(PARTS))] == ["zero-layer", "2 layers", ALL_LAYERS]
 
 
-def test_a_line_says_how_far_it_is_off():
+def test_a_line_has_its_largest_error():
     line = Line.through([(0, 1.0), (1, 1.1), (2, 1.2)])
     assert (line.intercept, line.slope, line.worst) == (pytest.approx(1.0), pytest.approx(0.1), pytest.approx(0.0))
     assert Line.through([(0, 1.0), (1, 2.0), (2, 1.0)]).worst == pytest.approx(0.5)
@@ -173,7 +173,7 @@ def test_a_report_has_every_figure_and_every_reason():
             assert head.count("|") == rule.count("|")
 
 
-def test_a_report_of_what_is_there_so_far_can_be_made():
+def test_a_report_of_an_unfinished_run_can_be_made():
     for count in range(1, len(PARTS)):
         assert render({**RESULT, "parts": dict(list(PARTS.items())[:count])}, [])
 
@@ -181,28 +181,28 @@ def test_a_report_of_what_is_there_so_far_can_be_made():
 CONTEXT = {name: RESULT[name] for name in ("machine", "versions", "revision", "workload", "filesystem")}
 
 
-def test_a_run_goes_on_with_what_one_like_it_has_measured(tmp_path):
+def test_a_run_continues_an_earlier_one_with_the_same_context(tmp_path):
     (tmp_path / "suite.json").write_text(json.dumps(RESULT))
     assert suite.earlier_parts(tmp_path / "suite.json", CONTEXT, replace=False) == PARTS
 
 
-def test_the_figures_that_come_with_the_project_make_room_for_new_ones(tmp_path, monkeypatch, capsys):
+def test_committed_figures_are_replaced_by_new_ones(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(suite, "ROOT", tmp_path)
     (tmp_path / "suite.json").write_text(json.dumps(RESULT))
     later = {**CONTEXT, "revision": {"commit": "1234567"}}
     assert suite.earlier_parts(tmp_path / "suite.json", later, replace=True) == {}
-    assert "suite.json was measured otherwise (another revision); it is replaced." in capsys.readouterr().out
+    assert "suite.json was measured differently (another revision), so it is replaced." in capsys.readouterr().out
     assert json.loads((tmp_path / "suite.json").read_text()) == RESULT  # until there is something better
 
 
-def test_figures_of_another_run_in_a_folder_that_somebody_named_are_left_alone(tmp_path):
+def test_figures_of_another_run_in_a_named_folder_are_kept(tmp_path):
     (tmp_path / "suite.json").write_text(json.dumps(RESULT))
     later = {**CONTEXT, "revision": {"commit": "1234567"}}
     with pytest.raises(SystemExit, match="another revision; remove it"):
         suite.earlier_parts(tmp_path / "suite.json", later, replace=False)
 
 
-def test_the_report_and_its_plots_lie_beside_the_result(tmp_path):
+def test_the_report_and_its_plots_are_in_the_folder_of_the_result(tmp_path):
     (tmp_path / "suite.json").write_text(json.dumps(RESULT))
     report = write_report(tmp_path / "suite.json")
     named = re.findall(r"\((\w+\.png)\)", report.read_text())

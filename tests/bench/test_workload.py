@@ -102,7 +102,7 @@ def test_prompts_differ_between_iterations_and_are_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_a_job_survives_its_way_to_another_process(mode):
+def test_a_job_survives_json(mode):
     workload = Workload(
         "m",
         sink=Sink.RING,

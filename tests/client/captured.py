@@ -1,4 +1,4 @@
-"""Activations made of arrays, as if a client had read them."""
+"""Makes Activations from arrays, as if a client had read them."""
 
 from __future__ import annotations
 

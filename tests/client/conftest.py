@@ -1,4 +1,4 @@
-"""A real store in its own process, a scripted inference service, and both clients behind one face."""
+"""A real store in its own process, a scripted inference service, and both clients with one interface."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture
 def flaky(store):
-    """A way to the store on which things go wrong as a test says."""
+    """A proxy to the store with faults that a test scripts."""
     running = FlakyStore(store.endpoint)
     yield running
     running.stop()
@@ -42,7 +42,7 @@ def running_peer(store):
 
 @pytest.fixture
 def peer(running_peer):
-    """The scripted inference service, as if it were new."""
+    """The scripted inference service, reset for each test."""
     running_peer.servicer.reset()
     yield running_peer.servicer
     for thread in running_peer.servicer.sealers:
@@ -55,7 +55,7 @@ def endpoint(running_peer, peer):
 
 
 class Face:
-    """Either client, used in the same words: calls are awaited if need be, async iterators become lists."""
+    """Either client with the same interface: calls are awaited if necessary, and async iterators become lists."""
 
     def __init__(self, client) -> None:
         self.client = client

@@ -1,4 +1,4 @@
-"""Disks on which there is no room."""
+"""Simulates full disks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import resource
 
 @contextlib.contextmanager
 def no_file_above(size: int):
-    """No file of this process may grow beyond so many bytes: writing on fails, as on a full disk."""
+    """Limit the size of this process's files. Writing more fails, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # Python ignores the signal; the call fails instead
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # Python ignores SIGXFSZ, so the call fails instead
     try:
         yield
     finally:

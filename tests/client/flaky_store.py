@@ -1,4 +1,4 @@
-"""A store behind which the real one answers, and in front of which things go wrong as a test says."""
+"""A proxy to the real store, with faults that a test scripts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Change = Callable[[int, list[bytes]], Iterator[bytes]]
 READ = "/residuum.v1.StoreService/ReadChunks"
 
 
-class Unknown(Exception):  # noqa: N818 - gRPC's own name for a code without a reason
-    """A failure with a gRPC code and no reason, as gRPC itself makes them."""
+class Unknown(Exception):  # noqa: N818 - named like gRPC's class
+    """A failure with a gRPC code and no reason, like those of gRPC itself."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
         super().__init__(code)

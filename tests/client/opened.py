@@ -1,4 +1,4 @@
-"""Exports, opened by each format's own library: (name of a sequence and site) -> what the file says of it."""
+"""Opens exports with each format's own library: a mapping from the name of a sequence and site to its content."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Opened:
     rows: dict  # layer -> float32 [positions, hidden]
     positions: list
     token_ids: list
-    present: np.ndarray | None  # None: the file says nothing, so all are there
+    present: np.ndarray | None  # None: the file does not say, so all are there
 
 
 def of_arrays(arrays):
@@ -59,7 +59,7 @@ def zarr_group(path):
 
 
 def parquet(path):
-    """Rows that are missing are not in the file: they come back as NaN."""
+    """Missing rows are not in the file, so they become NaN."""
     table = pyarrow.parquet.read_table(path)
     found = {}
     records = table.to_pylist()

@@ -1,7 +1,7 @@
-"""The other end of the client's calls: an inference service with scripted behaviour, speaking the true contract.
+"""A scripted inference service for tests of the client. It follows the real contract.
 
-It runs no model: a reply is the prompt's tokens counted on, and a captured row is a function of its place (`row`), so
-that a test can tell each row by its values. Captures go to a real store.
+It runs no model: a reply continues counting from the prompt's tokens, and a captured row is a function of its place
+(`row`), so that tests can identify each row. Captures go to a real store.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ REDUCED = {
 
 
 def row(sequence: int, site: int, layer: int, position: int) -> np.ndarray:
-    """The captured row at a place: bfloat16 [HIDDEN], different everywhere, exact in bfloat16."""
+    """Return the captured row at a place: bfloat16 [HIDDEN], unique to the place and exact in bfloat16."""
     values = np.zeros(HIDDEN, np.float32)
     values[:4] = sequence, site, layer, position % 256
     values[4] = position // 256
@@ -65,7 +65,7 @@ def rows(sequence: int, site: int, layer: int, positions) -> np.ndarray:
 
 
 def facts() -> SimpleNamespace:
-    """What the service's own checks of captures need to know of it."""
+    """The model facts that the service's checks of captures need."""
     return SimpleNamespace(
         name="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
         sites=tuple(capture_pb2.Site.values()), encodings=tuple(ENCODINGS.values()),
@@ -75,9 +75,9 @@ def facts() -> SimpleNamespace:
 
 @dataclass
 class Script:
-    """What the peer is to do besides answering well. Tests change it; `Peer.reset` makes it anew."""
+    """The scripted behaviour of the peer. Tests change it; `Peer.reset` restores the default."""
 
-    failures: list = field(default_factory=list)  # one for each of the next calls; None: it goes well
+    failures: list = field(default_factory=list)  # one for each of the next calls; None: the call succeeds
     store_endpoints: list | None = None  # None: the real one
     stores: list | None = None  # "name=host:port" each; None: those of `store_endpoints`, without names
     handle_store: str = ""  # the name of the real store, in the captures' handles
@@ -89,9 +89,9 @@ class Script:
     bad_order: bool = False  # a delta before `started`
     extra_rows: int = 0  # rows past the last token, as async scheduling makes them
     delay_seal: threading.Event | None = None  # the capture is sealed only then
-    store_error: str = ""  # why this service does not reach its store
+    store_error: str = ""  # why this service cannot reach its store
     clock_skew: float = 0.0  # seconds by which this service's clock is ahead
-    is_old: bool = False  # it knows nothing of its clock, nor of checking the store
+    is_old: bool = False  # an older service, which reports neither its clock nor its check of the store
 
 
 class Peer(inference_pb2_grpc.InferenceServiceServicer):
@@ -216,7 +216,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.UpdateSteeringResponse(first_positions=firsts)
 
     def _check_vectors(self, what):
-        """Check that the vectors of a spec, or of a change, are here."""
+        """Check that the vectors of a spec or of a steering change are on the server."""
         missing = self._missing(_digests(what))
         if missing:
             digests = ",".join(digest.hex() for digest in missing)
@@ -280,7 +280,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         done: list[list[int]] = [[] for _ in range(sequences)]
         self.done[name] = done
         started = inference_pb2.GenerationStarted(request_id=name, prompt_token_ids=prompt, capture=handle)
-        self.running[name] = threading.Event()  # before the client knows its name, and may abort it
+        self.running[name] = threading.Event()  # before the client knows the ID and may abort the request
         if not script.bad_order:
             yield inference_pb2.GenerateResponse(started=started)
         self.generating.set()
@@ -294,7 +294,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             yield inference_pb2.GenerateResponse(finished=_finished(prompt, done, handle))
 
     def _deltas(self, name, prompt, count, done, context):
-        """Make tokens until there are enough or somebody stops it; `done` is filled."""
+        """Generate tokens into `done` until there are enough or the request is stopped."""
         stop = self.running[name]
         ended = threading.Event()
         hold = self.script.hold
@@ -393,7 +393,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
                     yield store_pb2.AppendChunksRequest(capture_id=name, loss=loss)
 
     def _reduced(self, capture, name, sequence, wanted, prompt_tokens):
-        """The reduction at the prompt's last position, and at all generated ones, of which any may be the last."""
+        """Send the reduction at the prompt's last position, and at each generated one, because any may be the last."""
         reduce = REDUCED[capture.reduction]
         layers = resolve_layers(capture.layers, LAYERS)
         for site in list(capture.sites) or [POST]:
@@ -464,7 +464,7 @@ def _tokens(request) -> list[int]:
 
 
 class RunningPeer:
-    """The peer behind a real server on loopback."""
+    """Serve the peer on loopback."""
 
     def __init__(self, store_endpoint: str | None) -> None:
         self.servicer = Peer(store_endpoint)

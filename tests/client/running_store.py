@@ -1,4 +1,4 @@
-"""The real store service as a process of its own."""
+"""The real store service in a separate process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunningStore:
 
     def _port(self, file: Path) -> int:
         while not (file.exists() and file.read_text().strip()):
-            try:  # waits for the process, and so either notices its end or looks again
+            try:  # waits for the process: either it has ended, or the loop checks again
                 self.process.wait(0.05)
             except subprocess.TimeoutExpired:
                 continue

@@ -1,4 +1,4 @@
-"""The `residuum` command as a shell would start it."""
+"""Starts the `residuum` command like a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captures on their way back: complete, partial, open, broken, resumed."""
+"""Reading captures: complete, partial, open, damaged, resumed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ async def test_whole_capture_comes_back_exactly(client):
     assert acts.present.all()
 
 
-async def test_one_generated_token_leaves_the_prompts_rows(client):
+async def test_one_generated_token_gives_only_the_prompts_rows(client):
     reply = await client.generate("a bb", max_tokens=1, capture=residuum.Capture(layers=3))
     acts = await client.activations(reply.request_id)
     assert acts[3].shape == (2, HIDDEN)
 
 
-async def test_selecting_while_reading(client):
+async def test_layers_and_positions_can_be_selected_while_reading(client):
     capture = residuum.Capture(layers=[0, 2, 5], sites=("resid_pre", "resid_post"))
     reply = await client.generate("a bb ccc", max_tokens=4, capture=capture, n=2)
     acts = await client.activations(
@@ -49,7 +49,7 @@ async def test_selecting_while_reading(client):
     assert acts.token_ids.tolist() == [2, 3, 104]
 
 
-async def test_sites_while_reading_as_users_write_them(client):
+async def test_sites_can_be_selected_by_name_while_reading(client):
     reply = await client.generate("a", max_tokens=2, capture=residuum.Capture(layers=[0], sites="resid_post,resid_pre"))
     for sites in ("all", None, "resid_post, resid_pre", ["resid_pre", "resid_post"]):
         assert set((await client.activations(reply, sites=sites)).sites) == {"resid_post", "resid_pre"}
@@ -108,14 +108,14 @@ async def test_waits_for_the_seal(client, peer):
 
 
 async def _read(face, request_id):
-    """Read with a client of the same kind in another thread; an asyncio client belongs to one loop."""
+    """Read with a client of the same kind in another thread, because an asyncio client belongs to one loop."""
     if isinstance(face.client, residuum.Client):
         return face.client.activations(request_id)
     async with residuum.AsyncClient(face.client.endpoint) as client:
         return await client.activations(request_id)
 
 
-async def test_time_to_wait_is_over(client, peer):
+async def test_waiting_for_the_seal_times_out(client, peer):
     peer.script.delay_seal = threading.Event()
     reply = await client.generate("a bb", max_tokens=4, capture=residuum.Capture())
     with pytest.raises(residuum.DeadlineExceeded, match=r"still open.*timeout.*allow_partial=True") as caught:
@@ -125,7 +125,7 @@ async def test_time_to_wait_is_over(client, peer):
     assert isinstance(caught.value, TimeoutError)
 
 
-async def test_incomplete_is_never_handed_out_silently(client, peer):
+async def test_an_incomplete_capture_raises(client, peer):
     peer.script.lost_layers = (1, 2)
     reply = await client.generate("a bb ccc", max_tokens=4, capture=residuum.Capture(layers=[0, 1, 2]))
     with pytest.raises(
@@ -147,7 +147,7 @@ async def test_partial_rows_are_nan_where_missing(client, peer):
     assert acts.present.all(axis=1).tolist() == [True, False, True]
 
 
-async def test_aborted_capture(client, peer, endpoint):
+async def test_an_aborted_capture_raises(client, peer, endpoint):
     peer.script.hold = threading.Event()
     with residuum.Client(endpoint) as other, other.stream("a bb", max_tokens=9, capture=residuum.Capture()) as stream:
         next(stream)
@@ -177,7 +177,7 @@ async def test_follow_yields_each_row_once(client, peer):
         assert np.array_equal(values, rows(0, POST, 4, at).astype(np.float32))
 
 
-async def test_follow_ends_with_the_truth(client, peer):
+async def test_follow_ends_with_the_captures_outcome(client, peer):
     peer.script.lost_layers = (1,)
     reply = await client.generate("a bb", max_tokens=4, capture=residuum.Capture(layers=[0, 1]))
     with pytest.raises(residuum.IncompleteCapture):
@@ -196,13 +196,13 @@ async def test_follow_ends_with_the_truth(client, peer):
         ({"positions": "now"}, residuum.InvalidRequest),
     ],
 )
-async def test_reading_what_is_not_there(client, arguments, error):
+async def test_reading_uncaptured_layers_is_refused(client, arguments, error):
     reply = await client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[0]))
     with pytest.raises(error):
         await client.activations(reply.request_id, **arguments)
 
 
-async def test_layers_and_sites_that_are_not_there_are_told_by_name(client):
+async def test_missing_layers_and_sites_are_named(client):
     reply = await client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[3, 5]))
     with pytest.raises(residuum.UnknownLayer, match=r"no layer 4\. Choose among its layers: 3, 5"):
         await client.activations(reply.request_id, layers=4)
@@ -210,7 +210,7 @@ async def test_layers_and_sites_that_are_not_there_are_told_by_name(client):
         await client.activations(reply.request_id, sites="resid_pre")
 
 
-async def test_whatever_has_a_requests_id_names_it(client):
+async def test_any_object_with_a_request_id_is_accepted(client):
     reply = await client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[0]))
     manifest = await client.manifest(reply, wait=True)
     assert manifest.capture_id == reply.request_id
@@ -225,7 +225,7 @@ async def test_whatever_has_a_requests_id_names_it(client):
 
 
 @pytest.mark.parametrize("positions", [5000, -20])
-async def test_a_position_that_cannot_be_is_warned_of(client, positions):
+async def test_an_impossible_position_causes_a_warning(client, positions):
     reply = await client.generate("a bb", max_tokens=4, capture=residuum.Capture(layers=[0], positions=positions))
     with pytest.warns(residuum.EmptyCaptureWarning, match=r"0 positions.*0 to 4.*prompt has 2 tokens") as caught:
         acts = await client.activations(reply.request_id)
@@ -234,7 +234,7 @@ async def test_a_position_that_cannot_be_is_warned_of(client, positions):
     assert acts.manifest.is_complete
 
 
-async def test_missing_rows_in_words(client, peer):
+async def test_missing_rows_are_described(client, peer):
     peer.script.delay_seal = threading.Event()
     reply = await client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[0]))
     assert "still open" in (await client.manifest(reply)).describe_missing()
@@ -242,7 +242,7 @@ async def test_missing_rows_in_words(client, peer):
     assert (await client.manifest(reply, wait=True)).describe_missing() == "nothing is missing"
 
 
-async def test_unknown_capture(client):
+async def test_an_unknown_capture_is_reported(client):
     for call in (client.activations, client.manifest, client.delete, client.follow):
         with pytest.raises(residuum.UnknownCapture) as caught:
             await call("never-was")
@@ -250,13 +250,13 @@ async def test_unknown_capture(client):
         assert caught.value.reason == "UNKNOWN_CAPTURE"
 
 
-async def test_bad_id_is_refused_here(client, peer):
+async def test_an_invalid_id_is_refused_by_the_client(client, peer):
     with pytest.raises(residuum.InvalidRequest, match="cannot name a request"):
         await client.activations("../etc")
     assert peer.calls == []
 
 
-async def test_manifest_says_what_was_captured(client):
+async def test_manifest_describes_the_capture(client):
     joy = residuum.Vector.from_array(np.ones(HIDDEN))
     reply = await client.generate(
         "a bb", max_tokens=3, capture=residuum.Capture(layers=[1]), steer=residuum.Add(joy, layer=1)
@@ -272,7 +272,7 @@ async def test_manifest_says_what_was_captured(client):
     assert residuum.Manifest.from_json(manifest.to_json()) == manifest
 
 
-async def test_rows_of_before_steering_are_called_so(client):
+async def test_rows_before_steering_are_marked(client):
     capture = residuum.Capture(layers=[1], before_steering=True)
     reply = await client.generate("a bb", max_tokens=3, capture=capture)
     acts = await client.activations(reply)

@@ -76,31 +76,31 @@ def test_a_file_keeps_its_permissions_when_it_is_written_again(acts, tmp_path):
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_nothing_is_left_of_a_file_that_was_not_written(acts, tmp_path):
+def test_a_failed_write_leaves_no_file(acts, tmp_path):
     with no_file_above(100), pytest.raises(OSError, match=r"x.safetensors cannot be written.*File too large"):
         acts.to_safetensors(tmp_path / "x.safetensors")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("look", [lambda a: a[2], lambda a: a.raw(2), lambda a: a.stack([2]), lambda a: a["x"]])
-def test_a_layer_that_is_not_here(acts, look):
+def test_a_layer_that_was_not_fetched_is_reported(acts, look):
     with pytest.raises(KeyError, match=r"choose among \[1, 4\]"):
         look(acts)
 
 
-def test_a_sequence_or_site_that_is_not_here(acts):
+def test_a_sequence_or_site_that_was_not_fetched_is_reported(acts):
     with pytest.raises(KeyError, match=r"choose among sequences \[0, 1\]"):
         acts.select(sequence=2)
     with pytest.raises(KeyError, match="resid_pre"):
         acts.select(site="mlp_out")
 
 
-def test_repr_tells_shapes(acts):
+def test_repr_shows_shapes(acts):
     assert "complete: 2 layers × 5 positions × 8, 2 sequences, site resid_post (also resid_pre), bfloat16" in repr(acts)
     assert ", site resid_pre (also resid_post), " in repr(acts.select(site="resid_pre"))
 
 
-def test_a_file_keeps_the_order_of_sites_and_what_is_selected(acts, tmp_path):
+def test_a_file_keeps_the_order_of_sites_and_the_selection(acts, tmp_path):
     chosen = acts.select(site="resid_pre", sequence=1)
     chosen.to_safetensors(tmp_path / "x.safetensors")
     back = residuum.Activations.from_safetensors(tmp_path / "x.safetensors")
@@ -113,7 +113,7 @@ def test_a_set_of_sites_has_one_order():
     assert residuum.Capture(sites={"mlp_out", "resid_post", "attn_out"}).sites == ("resid_post", "attn_out", "mlp_out")
 
 
-def test_each_look_is_your_own_copy_and_raw_is_not(acts):
+def test_each_access_returns_a_copy_but_raw_does_not(acts):
     acts[1][:] = 0
     assert np.array_equal(acts[1], rows(0, POST, 1, range(1, 6)).astype(np.float32))
     with pytest.raises(ValueError, match="read-only"):
@@ -134,7 +134,7 @@ def test_file_and_back(acts, tmp_path):
             assert chosen.positions.tolist() == [1, 2, 3, 4, 5]
 
 
-def test_other_programs_read_the_file(acts, tmp_path):
+def test_files_are_standard_safetensors(acts, tmp_path):
     path = tmp_path / "x.safetensors"
     acts.to_safetensors(str(path))
     arrays = load_file(path)
@@ -165,7 +165,7 @@ def test_a_partial_file_stays_partial(partial, tmp_path):
     assert again.manifest.state == "incomplete"
 
 
-def test_files_that_are_something_else(tmp_path):
+def test_other_files_are_refused(tmp_path):
     save_file({"a": np.ones(2)}, tmp_path / "other.safetensors")
     (tmp_path / "text.safetensors").write_text("hello")
     for name in ("other", "text"):

@@ -1,4 +1,4 @@
-"""Many prompts at once."""
+"""`generate_many`: many prompts in one call."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def vector(seed=0):
     return residuum.Vector.from_array(np.random.default_rng(seed).normal(size=HIDDEN))
 
 
-async def test_many_come_back_in_order(client):
+async def test_a_batch_returns_replies_in_order(client):
     prompts = ["a " * n for n in range(1, 30)]
     replies = await client.generate_many(prompts, max_tokens=2, max_concurrency=8, capture=residuum.Capture(layers=[0]))
     assert [len(reply.prompt_token_ids) for reply in replies] == list(range(1, 30))
     assert all(reply.captured for reply in replies)
 
 
-async def test_one_bad_prompt_loses_no_other(client):
+async def test_one_bad_prompt_does_not_affect_others(client):
     with pytest.raises(residuum.BatchFailed, match=r"2 of 4 prompts failed\. The first failed .* number 1") as caught:
         await client.generate_many(["a", "", "bb", [1] * 5000], max_tokens=1)
     assert [reply and reply.text for reply in caught.value.replies] == [" 2", None, " 3", None]
@@ -30,21 +30,21 @@ async def test_one_bad_prompt_loses_no_other(client):
     }
 
 
-async def test_no_prompts(client):
+async def test_an_empty_batch_has_no_replies(client):
     assert await client.generate_many([]) == []
 
 
-async def test_a_batch_of_none_at_once(client):
+async def test_a_batch_with_zero_concurrency_is_refused(client):
     with pytest.raises(residuum.InvalidRequest, match="max_concurrency"):
         await client.generate_many(["a"], max_concurrency=0)
 
 
-async def test_a_mistake_in_the_call_ends_the_batch(client):
+async def test_invalid_arguments_end_the_batch(client):
     with pytest.raises(TypeError, match="max_token"):
         await client.generate_many(["a"] * 50, max_token=1)
 
 
-async def test_a_batch_steers_all(client, peer):
+async def test_a_batch_steers_all_requests(client, peer):
     steer = iter([residuum.Add(vector(10), layer=1)])
     await client.generate_many(["a", "b", "c"], max_tokens=1, steer=steer)
     generations = [item for item, name in zip(peer.requests, peer.calls, strict=True) if name == "Generate"]
@@ -67,7 +67,7 @@ def test_many_threads_share_a_client(endpoint, peer):
 @pytest.mark.parametrize(
     "prompts", ["abc", b"abc", 5, None, [1, 2, 3], np.array([1, 2]), {"role": "user"}, [{"role": "u", "content": "a"}]]
 )
-async def test_one_prompt_is_no_batch(client, peer, prompts):
+async def test_a_single_prompt_is_not_a_batch(client, peer, prompts):
     with pytest.raises(TypeError, match=r"generate_many\(\) takes a list of prompts.*\[prompt\]"):
         await client.generate_many(prompts)
     assert peer.calls == []
@@ -80,7 +80,7 @@ async def test_a_batch_is_not_updatable(client, peer):
 
 
 @pytest.mark.parametrize("name", ["request_id", "registration"])
-async def test_what_belongs_to_one_request_is_not_for_a_batch(client, peer, name):
+async def test_arguments_of_a_single_request_are_refused_for_a_batch(client, peer, name):
     with pytest.raises(TypeError, match=rf"takes no {name}.*generate\({name}=\.\.\.\)"):
         await client.generate_many(["a", "b"], **{name: "x"})
     assert peer.calls == []

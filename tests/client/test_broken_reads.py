@@ -1,4 +1,4 @@
-"""Reads on which something goes wrong: they are taken up again, or fail with the truth; never half a capture."""
+"""Interrupted or damaged reads are resumed or fail with the right error. They never return part of a capture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_whole(acts):
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, "stopping"])
-async def test_a_broken_read_is_taken_up_again(reader, flaky, capture_id, code):
+async def test_an_interrupted_read_is_resumed(reader, flaky, capture_id, code):
     def change(number, messages):
         yield from messages[: 2 + number]
         if number < 4:
@@ -42,7 +42,7 @@ async def test_a_broken_read_is_taken_up_again(reader, flaky, capture_id, code):
     assert flaky.reads == 5
 
 
-async def test_a_broken_follow_yields_each_row_once(reader, flaky, capture_id):
+async def test_an_interrupted_follow_yields_each_row_once(reader, flaky, capture_id):
     def change(number, messages):
         yield from messages[:4]
         if number < 2:
@@ -54,7 +54,7 @@ async def test_a_broken_follow_yields_each_row_once(reader, flaky, capture_id):
     assert sorted(np.concatenate([piece.positions for piece in pieces]).tolist()) == list(range(32))
 
 
-async def test_a_store_that_stays_away_is_given_up(reader, flaky, capture_id):
+async def test_retries_end_if_the_store_stays_unreachable(reader, flaky, capture_id):
     def change(number, messages):
         raise Unknown(grpc.StatusCode.UNAVAILABLE)
 
@@ -64,7 +64,7 @@ async def test_a_store_that_stays_away_is_given_up(reader, flaky, capture_id):
     assert flaky.reads == 3
 
 
-async def test_an_error_that_does_not_pass_is_not_tried_again(reader, flaky, capture_id):
+async def test_a_permanent_error_is_not_retried(reader, flaky, capture_id):
     def change(number, messages):
         yield messages[0]
         raise Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, "The stored chunk is damaged.", capture_id=capture_id)
@@ -75,7 +75,7 @@ async def test_an_error_that_does_not_pass_is_not_tried_again(reader, flaky, cap
     assert flaky.reads == 1
 
 
-async def test_a_changed_byte_is_noticed(reader, flaky, capture_id):
+async def test_a_changed_byte_is_detected(reader, flaky, capture_id):
     def change(number, messages):
         for message in messages:
             yield message[:-1] + bytes([message[-1] ^ 1]) if parsed(message).HasField("chunk") else message
@@ -85,13 +85,13 @@ async def test_a_changed_byte_is_noticed(reader, flaky, capture_id):
         await reader.activations(capture_id)
 
 
-async def test_a_message_that_is_none(reader, flaky, capture_id):
+async def test_an_invalid_message_is_an_error(reader, flaky, capture_id):
     flaky.change = lambda number, messages: iter([messages[0], b"\xff\xff\xff"])
     with pytest.raises(residuum.DamagedCapture, match="damaged message"):
         await reader.activations(capture_id)
 
 
-async def test_missing_rows_are_noticed_whatever_the_store_says(reader, flaky, capture_id):
+async def test_missing_rows_are_detected_even_if_the_manifest_denies_them(reader, flaky, capture_id):
     flaky.change = lambda number, messages: iter(messages[:2] + messages[3:])
     with pytest.raises(residuum.DamagedCapture, match="did not send all"):
         await reader.activations(capture_id)
@@ -101,19 +101,19 @@ async def test_missing_rows_are_noticed_whatever_the_store_says(reader, flaky, c
         await reader.follow(capture_id)
 
 
-async def test_a_missing_last_manifest_is_noticed(reader, flaky, capture_id):
+async def test_a_missing_final_manifest_is_detected(reader, flaky, capture_id):
     flaky.change = lambda number, messages: iter(messages[:-1])
     with pytest.raises(residuum.ServerFault, match="closing manifest"):
         await reader.activations(capture_id)
 
 
-async def test_rows_before_the_manifest(reader, flaky, capture_id):
+async def test_rows_before_the_manifest_are_an_error(reader, flaky, capture_id):
     flaky.change = lambda number, messages: iter(messages[1:])
     with pytest.raises(residuum.ServerFault, match="before the manifest"):
         await reader.activations(capture_id)
 
 
-async def test_rows_of_another_width(reader, flaky, capture_id):
+async def test_rows_of_another_width_are_an_error(reader, flaky, capture_id):
     def change(number, messages):
         first = parsed(messages[0])
         first.manifest.description.hidden_size += 1
@@ -125,7 +125,7 @@ async def test_rows_of_another_width(reader, flaky, capture_id):
         await reader.activations(capture_id)
 
 
-async def test_order_and_repeats_do_not_matter(reader, flaky, capture_id):
+async def test_chunk_order_and_duplicates_do_not_matter(reader, flaky, capture_id):
     def change(number, messages):
         middle = messages[1:-1]
         yield messages[0]

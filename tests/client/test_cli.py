@@ -1,4 +1,4 @@
-"""The `residuum` command: what it prints in a pipe and for programs, and how it ends."""
+"""The `residuum` command: its output in a pipe and for programs, and its exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_info(cli):
     assert json.loads(cli("info", "--json")[1])["hidden_size"] == HIDDEN
 
 
-def test_info_tells_the_memory_on_the_device(cli, monkeypatch):
+def test_info_shows_device_memory(cli, monkeypatch):
     limits = json.loads(cli("info", "--json")[1])["limits"]
     assert (limits["capture_pool_bytes"], limits["ring_bytes"], limits["table_bytes"]) == (3 << 30, 1 << 28, 5 << 20)
     assert f"table_bytes {5 << 20}" in cli("info")[1]
@@ -68,7 +68,7 @@ def test_pull(cli, captured, tmp_path):
     assert json.loads(out)["shape"] == [1, 6, HIDDEN]
 
 
-def test_pull_of_some_sites(cli, endpoint, tmp_path):
+def test_pull_writes_only_the_selected_sites(cli, endpoint, tmp_path):
     path = tmp_path / "x.safetensors"
     with residuum.Client(endpoint) as client:
         capture = residuum.Capture(layers=[1], sites="resid_post,resid_pre")
@@ -82,7 +82,7 @@ def test_pull_of_some_sites(cli, endpoint, tmp_path):
     assert "no site mlp_out. Choose among its sites: resid_post, resid_pre." in err
 
 
-def test_pull_of_an_incomplete_capture(cli, peer, endpoint, tmp_path):
+def test_pull_of_an_incomplete_capture_needs_partial(cli, peer, endpoint, tmp_path):
     peer.script.lost_layers = (1,)
     with residuum.Client(endpoint) as client:
         name = client.generate("a bb", max_tokens=3, capture=residuum.Capture(layers=[0, 1])).request_id
@@ -94,13 +94,13 @@ def test_pull_of_an_incomplete_capture(cli, peer, endpoint, tmp_path):
     assert cli("pull", name, "--out", path, "--allow-partial")[0] == 0
 
 
-def test_pull_of_nothing(cli, tmp_path):
+def test_pull_of_an_unknown_capture_fails(cli, tmp_path):
     code, out, err = cli("pull", "never-was", "--out", tmp_path / "x")
     assert (code, out) == (1, "")
     assert "never-was" in err
 
 
-def test_pull_says_what_to_do_in_its_own_words(cli, peer, endpoint, tmp_path):
+def test_pull_errors_name_command_line_flags(cli, peer, endpoint, tmp_path):
     peer.script.lost_layers = (1,)
     with residuum.Client(endpoint) as client:
         name = client.generate("a bb", max_tokens=3, capture=residuum.Capture(layers=[0, 1])).request_id
@@ -109,7 +109,7 @@ def test_pull_says_what_to_do_in_its_own_words(cli, peer, endpoint, tmp_path):
     assert "allow_partial" not in err
 
 
-def test_pull_waits_no_longer_than_it_may(cli, peer, endpoint, tmp_path):
+def test_pull_stops_at_its_timeout(cli, peer, endpoint, tmp_path):
     peer.script.delay_seal = threading.Event()
     with residuum.Client(endpoint) as client:
         name = client.generate("a bb", max_tokens=3, capture=residuum.Capture(layers=[0])).request_id
@@ -120,7 +120,7 @@ def test_pull_waits_no_longer_than_it_may(cli, peer, endpoint, tmp_path):
     assert "still open" in err
 
 
-def test_pull_of_no_positions_says_so(cli, endpoint, tmp_path):
+def test_pull_without_positions_is_reported(cli, endpoint, tmp_path):
     with residuum.Client(endpoint) as client:
         name = client.generate("a bb", max_tokens=2, capture=residuum.Capture(positions=5000)).request_id
     code, _, err = cli("pull", name, "--out", tmp_path / "x")
@@ -129,7 +129,7 @@ def test_pull_of_no_positions_says_so(cli, endpoint, tmp_path):
     assert "0 positions" in err
 
 
-def test_pull_into_no_folder(cli, captured, tmp_path):
+def test_pull_into_a_missing_folder_fails(cli, captured, tmp_path):
     code, _, err = cli("pull", captured, "--out", tmp_path / "none" / "x.safetensors")
     assert code == 1
     assert "cannot be written" in err
@@ -137,7 +137,7 @@ def test_pull_into_no_folder(cli, captured, tmp_path):
 
 def test_remove(cli, captured):
     code, out, err = cli("rm", "never-was", captured)
-    assert code == 1  # one of them was not there; the other is gone all the same
+    assert code == 1  # one of them did not exist; the other is deleted nevertheless
     assert captured in out
     assert "never-was" in err
     assert cli("ls", "--prefix", captured)[1] == ""
@@ -158,7 +158,7 @@ def test_vectors(endpoint, capsys, tmp_path, peer):
     assert json.loads(out) == {"vectors": [{"name": "joy", "digest": digest}], "sent": 0, "bytes_sent": 0}
 
 
-def test_vectors_that_do_not_fit(endpoint, capsys, tmp_path):
+def test_vectors_of_another_width_are_refused(endpoint, capsys, tmp_path):
     np.save(tmp_path / "joy.npy", np.ones(HIDDEN + 3))
     assert main(["vectors", "put", "--endpoint", endpoint, str(tmp_path / "joy.npy")]) == 1
     assert "11 elements" in capsys.readouterr().err
@@ -171,7 +171,7 @@ def test_vectors_that_do_not_fit(endpoint, capsys, tmp_path):
      ["generate", "a", "--positions", "prompt"], ["generate", "a", "--sites", "resid_pre"],
      ["generate", "a", "--before-steering"]],
 )  # fmt: skip
-def test_wrong_command_lines(arguments, capsys):
+def test_wrong_command_lines_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -187,7 +187,7 @@ def _options(parser):
             yield parser.prog, action
 
 
-def test_every_option_is_explained_with_its_default():
+def test_every_option_has_help_with_its_default():
     seen = 0
     for command_name, action in _options(parser()):
         where = f"{command_name} {action.option_strings or action.dest}"

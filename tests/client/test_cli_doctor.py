@@ -1,4 +1,4 @@
-"""`residuum doctor`: what is well, and what is said of what is not."""
+"""`residuum doctor`: healthy services, and its report of each problem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def findings(out):
     return {line["check"]: line["ok"] for line in map(json.loads, out.splitlines())}
 
 
-def test_doctor_finds_all_well(cli, store):
+def test_doctor_reports_healthy_services(cli, store):
     code, out, _ = cli("doctor", "--json")
     assert code == 0
     assert findings(out) == {
@@ -51,7 +51,7 @@ def test_doctor_finds_all_well(cli, store):
     assert f"the store at {store.endpoint}, version " in out
 
 
-def test_doctor_names_what_is_away(cli, peer):
+def test_doctor_names_unreachable_services(cli, peer):
     code, out, _ = cli("doctor", at="127.0.0.1:1")
     assert code == 1
     assert "FAIL  inference service: connection: 127.0.0.1:1" in out
@@ -64,7 +64,7 @@ def test_doctor_names_what_is_away(cli, peer):
     assert "FAIL  store: The inference service" in cli("doctor")[1]
 
 
-def test_doctor_sees_a_service_that_loads(cli, peer, running_peer):
+def test_doctor_reports_a_loading_service(cli, peer, running_peer):
     running_peer.health.set("", 2)
     peer.script.failures = [Failure(Reason.ERROR_REASON_NOT_SERVING, "Loading.")] * 99
     code, out, _ = cli("doctor", "--json")
@@ -74,17 +74,17 @@ def test_doctor_sees_a_service_that_loads(cli, peer, running_peer):
         "inference service: connection": True,
         "credentials": True,
         "inference service: health": False,
-        "model": False,  # and no word about the store, which nobody could name yet
+        "model": False,  # nothing about the store, whose address is not known yet
     }
 
 
-def test_doctor_looks_at_a_store_that_was_named(cli, peer, store):
+def test_doctor_checks_a_named_store(cli, peer, store):
     peer.script.failures = [Failure(Reason.ERROR_REASON_NOT_SERVING, "Loading.")] * 99
     found = findings(cli("doctor", "--json", "--store", store.endpoint)[1])
     assert (found["model"], found["store answers"]) == (False, True)
 
 
-def test_doctor_sees_that_something_else_listens():
+def test_doctor_detects_another_server_on_the_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         closer = threading.Thread(target=lambda: [server.accept()[0].close() for _ in range(2)], daemon=True)
         closer.start()
@@ -96,8 +96,8 @@ def test_doctor_sees_that_something_else_listens():
     assert findings(result.stdout)["inference service: health"] is False
 
 
-def test_doctor_sees_that_the_inference_service_does_not_reach_the_store(cli, peer, store):
-    """Which the client does: the way between them is another one."""
+def test_doctor_detects_that_the_inference_service_cannot_reach_the_store(cli, peer, store):
+    """The client reaches the store, but the inference service does not."""
     peer.script.store_error = "The store at store:50052 does not answer (no such name)."
     code, out, _ = cli("doctor", "--json")
     assert code == 1
@@ -114,7 +114,7 @@ def test_doctor_compares_clocks(cli, peer, seconds, words):
     assert f"warn  inference service: clock: is {words} this machine's clock" in out
 
 
-def test_doctor_gets_along_with_older_services(cli, peer, store):
+def test_doctor_works_with_older_services(cli, peer, store):
     peer.script.is_old = True
     code, out, _ = cli("doctor", "--json")
     assert code == 0
@@ -143,13 +143,13 @@ def look(check, **fields):
 @pytest.mark.parametrize(
     ("used", "ok", "warning"), [(60, True, False), (69, True, True), (79, False, False), (100, False, False)]
 )
-def test_doctor_warns_of_a_store_that_fills_up(used, ok, warning):
+def test_doctor_warns_of_a_nearly_full_store(used, ok, warning):
     finding = look("store x:1: room", used_bytes=used << 20)
     assert (finding.ok, finding.warning) == (ok, warning)
     assert ("--retain-bytes" in finding.detail) == (warning or not ok)
 
 
-def test_doctor_tells_what_is_kept():
+def test_doctor_shows_stored_captures():
     finding = look("store x:1: room", retain_seconds=5400.0, retain_bytes=3 << 30)
     assert finding.detail.endswith("it keeps captures for 1.5 h and up to 3.0 GiB in all")
 
@@ -157,7 +157,7 @@ def test_doctor_tells_what_is_kept():
 @pytest.mark.parametrize(
     ("free", "disk", "warning"), [(50, 2, True), (99, 2, False), (1, 100, False), (2 << 10, 2, False)]
 )
-def test_doctor_warns_of_a_disk_that_is_full_before_the_store(free, disk, warning):
+def test_doctor_warns_if_the_disk_fills_before_the_stores_limit(free, disk, warning):
     finding = look("store x:1: disk", free_disk_bytes=free << 20, disk_bytes=disk << 20)
     assert (finding.ok, finding.warning) == (True, warning)
 
@@ -178,7 +178,7 @@ def test_doctor_compares_versions_of_the_store():
         ({"tls": TLS(cert="c.pem", key="c.key")}, "store.example:1", "alice", ""),
     ],
 )
-def test_doctor_warns_of_a_store_where_everybody_may_do_everything(credentials, endpoint, tenant, words):
+def test_doctor_warns_of_a_store_without_access_control(credentials, endpoint, tenant, words):
     found = list(_rights(Credentials(**credentials), replace(stats(), endpoint=endpoint, tenant=tenant)))
     assert len(found) == bool(words)
     for finding in found:
@@ -187,7 +187,7 @@ def test_doctor_warns_of_a_store_where_everybody_may_do_everything(credentials, 
         assert "--tokens" in finding.detail
 
 
-def test_doctor_suspects_an_address_of_the_other_machines_own():
+def test_doctor_suspects_a_loopback_address_of_another_machine():
     from residuum.cli.doctor import _hint
 
     assert "--store" in _hint("127.0.0.1:50052", "gpu-host:50051")

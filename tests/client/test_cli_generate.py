@@ -1,4 +1,4 @@
-"""`residuum generate`: what it sends, and what it refuses."""
+"""`residuum generate`: the requests that it sends, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_generate_captures_sites_before_steering(cli, peer):
         ("attn_out,attn_out", "each site once"),
     ],
 )
-def test_sites_that_cannot_be_meant(cli, peer, sites, told):
+def test_invalid_sites_are_refused(cli, peer, sites, told):
     code, out, err = cli("generate", "a", "--capture", "all", "--sites", sites)
     assert (code, out) == (1, "")
     assert told in err
@@ -95,7 +95,7 @@ def test_steering_keeps_the_order_of_the_command_line(cli, peer, tmp_path, monke
     assert not sent[2].cap.HasField("min")
 
 
-def test_steering_by_saved_directions_has_a_vector_for_each_layer(cli, peer, tmp_path, monkeypatch):
+def test_saved_directions_steer_with_a_vector_for_each_layer(cli, peer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     vectors = {layer: np.full(HIDDEN, layer + 1.0) for layer in range(4)}
     joy = residuum.Directions(vectors)
@@ -121,7 +121,7 @@ def test_steering_by_saved_directions_has_a_vector_for_each_layer(cli, peer, tmp
     assert (code, err) == (1, "residuum: There is no direction for the layers [4]. Choose among [0, 1, 2, 3].\n")
 
 
-def test_projections_are_replaced_and_norms_kept_where_it_is_said(cli, peer, tmp_path, monkeypatch):
+def test_replace_and_keep_norm_can_be_set_on_the_command_line(cli, peer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("joy.npy", np.ones(HIDDEN))
     steer = ("--replace", "joy.npy@1:-2.5", "--ablate", "joy.npy@all*0.5")
@@ -134,7 +134,7 @@ def test_projections_are_replaced_and_norms_kept_where_it_is_said(cli, peer, tmp
 
 
 @pytest.mark.parametrize("replace", ["joy.npy@1", "joy.npy@1:", "joy.npy@1:x", "joy.npy@1:1:2", "joy.npy:1", "joy.npy"])
-def test_replacements_that_cannot_be_meant(cli, tmp_path, monkeypatch, replace):
+def test_invalid_replacements_are_refused(cli, tmp_path, monkeypatch, replace):
     monkeypatch.chdir(tmp_path)
     np.save("joy.npy", np.ones(HIDDEN))
     code, _, err = cli("generate", "a", "--replace", replace)
@@ -144,7 +144,7 @@ def test_replacements_that_cannot_be_meant(cli, tmp_path, monkeypatch, replace):
 
 
 @pytest.mark.parametrize("flag", [("--keep-norm",), ("--steer-positions", "prompt")])
-def test_how_to_steer_needs_something_to_steer_by(cli, flag):
+def test_steering_options_need_a_vector(cli, flag):
     with pytest.raises(SystemExit):
         cli("generate", "a", *flag)
 
@@ -152,7 +152,7 @@ def test_how_to_steer_needs_something_to_steer_by(cli, flag):
 @pytest.mark.parametrize(
     "cap", ["joy.npy@1", "joy.npy@1:2", "joy.npy@1::", "joy.npy@1:2:1", "joy.npy@1:a:b", "joy.npy"]
 )
-def test_caps_that_cannot_be_meant(cli, tmp_path, monkeypatch, cap):
+def test_invalid_caps_are_refused(cli, tmp_path, monkeypatch, cap):
     monkeypatch.chdir(tmp_path)
     np.save("joy.npy", np.ones(HIDDEN))
     code, _, err = cli("generate", "a", "--cap", cap)
@@ -161,7 +161,7 @@ def test_caps_that_cannot_be_meant(cli, tmp_path, monkeypatch, cap):
     assert err.count("\n") == 1
 
 
-def test_several_replies_are_not_mixed_up(cli):
+def test_several_replies_are_printed_separately(cli):
     assert cli("generate", "a", "--n", 2, "--max-tokens", 2)[:2] == (0, "[0] 2 3\n[1] 102 103\n")
     assert len(json.loads(cli("generate", "a", "--n", 2, "--json")[1])["sequences"]) == 2
 
@@ -169,7 +169,7 @@ def test_several_replies_are_not_mixed_up(cli):
 @pytest.mark.parametrize(
     "steer", ["joy.npy", "none.npy@1", "v.safetensors@1", "v.safetensors:c@1", "joy.npy@x", "joy.npy@1*much"]
 )
-def test_steering_that_cannot_be_meant(cli, tmp_path, monkeypatch, steer):
+def test_invalid_steering_is_refused(cli, tmp_path, monkeypatch, steer):
     monkeypatch.chdir(tmp_path)
     np.save("joy.npy", np.ones(HIDDEN))
     save_file({"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}, "v.safetensors")
@@ -179,7 +179,7 @@ def test_steering_that_cannot_be_meant(cli, tmp_path, monkeypatch, steer):
     assert err.count("\n") == 1
 
 
-def test_generate_takes_no_longer_than_it_may(cli, peer):
+def test_generate_stops_at_its_timeout(cli, peer):
     peer.script.hold = threading.Event()
     code, out, err = cli("generate", "a", "--timeout", "0.3")
     assert (code, out) == (1, " 2")
@@ -190,16 +190,16 @@ def test_generate_takes_no_longer_than_it_may(cli, peer):
 @pytest.mark.parametrize(
     ("text", "layers"), [("all", "all"), ("12", [12]), ("0,5,10-12", [0, 5, 10, 11, 12]), (" 1 , 2 ", [1, 2])]
 )
-def test_layers_by_hand(text, layers):
+def test_layers_can_be_selected_by_message(text, layers):
     assert parse_layers(text) == layers
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-", "-1", "1,,2", "1.5", "3-1", "²", "0-²", "0-99999999", "123456"])
-def test_layers_by_hand_that_cannot_be_meant(text):
+def test_invalid_layer_messages_are_refused(text):
     with pytest.raises(residuum.InvalidRequest):
         parse_layers(text)
 
 
-def test_layers_that_count_down_are_told_so():
+def test_descending_layer_ranges_are_refused_with_advice():
     with pytest.raises(residuum.InvalidRequest, match=r"counts down.*use 1-3"):
         parse_layers("5,3-1")

@@ -27,17 +27,17 @@ def test_both_services_answer(health, endpoint, store):
     assert health(store.endpoint) == (0, f"{store.endpoint}\tSERVING\n", "")
 
 
-def test_for_programs(health, endpoint):
+def test_json_output_for_programs(health, endpoint):
     code, out, _ = health(endpoint, "--json")
     assert (code, json.loads(out)) == (0, {"endpoint": endpoint, "status": "SERVING"})
 
 
 @pytest.mark.parametrize("name", ["store", "residuum.v1.StoreService", "grpc.health.v1.Health", "nonsense"])
-def test_one_service_by_its_name(health, endpoint, store, name):
+def test_one_service_can_be_checked_by_name(health, endpoint, store, name):
     is_store = name in {"store", "residuum.v1.StoreService"}
     expected = (0, f"{store.endpoint}\tSERVING\n") if is_store else (1, f"{store.endpoint}\tSERVICE_UNKNOWN\n")
     assert health(store.endpoint, "--service", name)[:2] == expected
-    # What listens at the other port is well, and not the service that was asked for.
+    # The server on the other port is healthy, but it is not the named service.
     assert health(endpoint, "--service", name)[:2] == (1, f"{endpoint}\tSERVICE_UNKNOWN\n")
 
 
@@ -52,7 +52,7 @@ def test_a_service_by_its_name_while_another_of_the_server_loads(health, endpoin
         running_peer.health.set("residuum.v1.InferenceService", 1)
 
 
-def test_a_service_that_loads(health, endpoint, running_peer):
+def test_a_loading_service_is_not_healthy(health, endpoint, running_peer):
     running_peer.health.set("", 2)
     try:
         assert health(endpoint)[:2] == (1, f"{endpoint}\tNOT_SERVING\n")
@@ -60,7 +60,7 @@ def test_a_service_that_loads(health, endpoint, running_peer):
         running_peer.health.set("", 1)
 
 
-def test_only_the_service_that_is_asked_counts(health, endpoint, peer):
+def test_only_the_named_service_counts(health, endpoint, peer):
     peer.script.store_endpoints = ["127.0.0.1:1"]
     assert health(endpoint)[0] == 0
 
@@ -73,13 +73,13 @@ def test_nothing_listens(health):
 
 
 @pytest.mark.parametrize("arguments", [("--timeout", "0"), ("--timeout", "soon"), ("--nonsense",)])
-def test_a_wrong_command_line(health, endpoint, arguments):
+def test_a_wrong_command_line_is_refused(health, endpoint, arguments):
     with pytest.raises(SystemExit) as ended:
         health(endpoint, *arguments)
     assert ended.value.code == 2
 
 
-def test_what_listens_does_not_answer(health):
+def test_a_server_that_does_not_answer_is_unhealthy(health):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         assert health(endpoint, "--timeout", "0.5")[:2] == (1, f"{endpoint}\tUNREACHABLE\n")

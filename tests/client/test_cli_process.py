@@ -1,4 +1,4 @@
-"""The `residuum` command as a process of its own: on a terminal, in a pipe, interrupted."""
+"""The `residuum` command in a separate process: on a terminal, in a pipe, interrupted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import residuum
 
 
 @pytest.mark.parametrize("words", [["--version"], ["info", "--json"]])
-def test_as_a_module(endpoint, words):
+def test_the_command_runs_as_a_module(endpoint, words):
     result = subprocess.run(
         [sys.executable, "-m", "residuum", *words],
         env=environment(endpoint), capture_output=True, text=True, check=True,
@@ -38,7 +38,7 @@ def test_interrupt_cancels_the_call(endpoint, peer):
     assert peer.cancelled.wait(10)
 
 
-def test_a_reader_that_had_enough(endpoint, captured):
+def test_a_closed_pipe_causes_no_error_output(endpoint, captured):
     script = " ".join(["exec", *map(_quoted, command("ls"))])
     result = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f"({script}) | head -c 1 >/dev/null"],
@@ -82,7 +82,7 @@ def _on_a_terminal(words, env):
     while True:
         try:
             part = os.read(main_end, 4096)
-        except OSError:  # Linux's way to say that the other end was closed
+        except OSError:  # Linux reports a closed other end like this
             part = b""
         if not part:
             break

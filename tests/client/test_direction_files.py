@@ -1,4 +1,4 @@
-"""Directions in safetensors and GGUF files, beside the formats' own libraries."""
+"""Directions in safetensors and GGUF files, checked with the formats' own libraries."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_file_and_back(folder, vectors, model, site):
     assert all(after[layer].values.tobytes() == vectors[layer].tobytes() for layer in vectors)
 
 
-def test_other_programs_read_the_file(joy, path):
+def test_files_are_standard_safetensors(joy, path):
     joy.save(str(path))
     arrays = load_file(path)
     assert sorted(arrays) == ["mlp_out.2", "mlp_out.5"]
@@ -109,12 +109,12 @@ def test_files_that_hold_something_else(path, written, message):
     assert "joy.safetensors" in str(caught.value)
 
 
-def test_a_newer_version_may_say_more(path):
+def test_unknown_metadata_of_a_newer_version_is_ignored(path):
     rewritten(path, origin='{"model": "m", "moon": "full"}', **{"resid_post.3": np.ones(2, np.float32)})
     assert residuum.Directions.load(path).origin == Origin(model="m")
 
 
-def test_files_that_are_not_there_or_damaged(joy, path):
+def test_missing_and_damaged_files_are_reported(joy, path):
     with pytest.raises(FileNotFoundError):
         residuum.Directions.load(path)
     joy.save(path)
@@ -164,7 +164,7 @@ def test_gguf_and_back(folder, vectors):
     assert residuum.Directions.from_gguf(folder / "back.gguf") == before
 
 
-def test_what_is_written_is_what_repeng_reads(file):
+def test_repeng_reads_the_written_file(file):
     joy = residuum.Directions({0: [1.0, 2], 3: [3.0, 4], 7: [5.0, 6]})
     joy.to_gguf(file, layers=[3, 7], model_hint="qwen2")
     reader = gguf.GGUFReader(file)
@@ -174,17 +174,17 @@ def test_what_is_written_is_what_repeng_reads(file):
     assert {tensor.name: tensor.data.tolist() for tensor in reader.tensors} == {
         "direction.3": [3.0, 4], "direction.7": [5.0, 6],
     }  # fmt: skip
-    # all that llama.cpp takes
+    # the only dtype that llama.cpp accepts
     assert {tensor.tensor_type for tensor in reader.tensors} == {gguf.GGMLQuantizationType.F32}
 
 
 def test_a_model_hint_is_always_written(file):
-    """repeng reads no file without one."""
+    """repeng cannot read a file without a model hint."""
     residuum.Directions({1: [1.0]}).to_gguf(file)
     assert gguf.GGUFReader(file).get_field("controlvector.model_hint").contents() == "unknown"
 
 
-def test_what_llama_cpp_would_refuse_is_not_written(file):
+def test_directions_that_llama_cpp_refuses_are_not_written(file):
     joy = residuum.Directions({0: [1.0], 1: [1.0], 2: [1.0]})
     with pytest.raises(residuum.UnknownLayer, match=r"layer 0.*layers=\[1, 2\]"):
         joy.to_gguf(file)
@@ -215,7 +215,7 @@ def test_gguf_big_endian(file):
     assert residuum.Directions.from_gguf(file)[4].values.tolist() == [1.5, -2]
 
 
-def test_the_file_can_be_written_over_while_directions_live(file):
+def test_a_file_can_be_overwritten_while_its_directions_are_in_use(file):
     write_gguf(file, {"direction.4": (np.float32([1, 2]),)})
     found = residuum.Directions.from_gguf(file)
     file.write_bytes(b"\0" * file.stat().st_size)
@@ -238,7 +238,7 @@ ONE = np.ones(2, np.float32)
         ({"direction.1": (np.float32([np.inf, 1]),)}, {}, "layer 1: 1 of 2"),
     ],
 )
-def test_gguf_files_that_are_no_control_vectors(file, tensors, facts, message):
+def test_other_gguf_files_are_refused(file, tensors, facts, message):
     with pytest.raises(residuum.InvalidRequest, match=message) as caught:
         residuum.Directions.from_gguf(write_gguf(file, tensors, **facts))
     assert "trippy.gguf" in str(caught.value)
@@ -250,22 +250,22 @@ def test_gguf_without_a_model_hint(file):
     assert found.layers == (0,), "repeng may have layer 0, though llama.cpp has not"
 
 
-def test_gguf_files_cut_anywhere(file):
+def test_truncated_gguf_files_are_refused(file):
     whole = write_gguf(file, {"direction.1": (ONE,), "direction.2": (ONE,)}).read_bytes()
     assert residuum.Directions.from_gguf(file).layers == (1, 2)
-    end = whole.rindex(ONE.tobytes()) + ONE.nbytes  # what follows only fills up the last block
+    end = whole.rindex(ONE.tobytes()) + ONE.nbytes  # the rest is padding of the last block
     for length in range(end):
         file.write_bytes(whole[:length])
         with pytest.raises(residuum.InvalidRequest, match=r"trippy\.gguf"):
             residuum.Directions.from_gguf(file)
 
 
-def test_gguf_files_that_are_not_there(file):
+def test_missing_gguf_files_are_reported(file):
     with pytest.raises(FileNotFoundError):
         residuum.Directions.from_gguf(file)
 
 
-def test_without_the_package(file, monkeypatch):
+def test_gguf_without_its_package_names_the_extra(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match=r"extra 'gguf' \(from a checkout: pip install '\.\[gguf\]'\)"):
         residuum.Directions.from_gguf(file)

@@ -1,4 +1,4 @@
-"""Directions from two sets of examples, against float64 numpy, and what cannot be two sets."""
+"""Directions from two sets of examples, compared with float64 numpy, and sets that are refused."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_positions(random, positions, rows):
     others = activations(np.zeros((LAYERS, 5, HIDDEN)), prompt=3, generated=3)
     found = directions.difference_of_means(acts, others, positions=positions)
     close(found, acts.stack()[:, rows].astype(np.float64).mean(axis=1))
-    if positions not in ("all", -1):  # -1 is the default in other words
+    if positions not in ("all", -1):  # -1 is the same as the default
         with pytest.raises(residuum.InvalidRequest, match="every row is an example"):
             directions.difference_of_means(none, none, positions=positions)
 
 
-def test_each_set_is_read_once_and_one_at_a_time(random):
+def test_each_set_is_read_once_without_holding_all(random):
     alive = 0
 
     class Counted(dict):
@@ -95,7 +95,7 @@ def test_each_set_is_read_once_and_one_at_a_time(random):
     assert directions.difference_of_means(stream(), stream()).origin.positive_examples == 100
 
 
-def test_plain_mappings_and_one_mapping_alone(random):
+def test_mappings_and_a_single_mapping_are_accepted(random):
     above = {layer: random.standard_normal((40, HIDDEN)) for layer in (2, 7)}
     below = {layer: random.standard_normal((21, HIDDEN)).astype(np.float32) for layer in (2, 7)}
     parts = [{layer: rows[part] for layer, rows in below.items()} for part in (slice(0, 20), slice(20, 21))]
@@ -139,7 +139,7 @@ def test_layers(random):
     assert directions.difference_of_means(fewer, acts[0], layers=[1]).layers == (1,)
 
 
-def test_the_selected_site_counts(random):
+def test_the_selected_site_is_used(random):
     acts = [activations(random.standard_normal((1, 2, HIDDEN)), sites=("resid_post", "mlp_out")) for _ in range(2)]
     chosen = [one.select(site="mlp_out") for one in acts]
     found = directions.difference_of_means(*chosen)
@@ -170,7 +170,7 @@ def joy(scale=1.0):
         ({"sites": ("resid_pre",)}, "Select one with"),
     ],
 )
-def test_captures_that_do_not_go_together(other, message):
+def test_only_compatible_captures_can_be_compared(other, message):
     if message is None:
         assert directions.difference_of_means(zeros(), zeros(**other))
         return
@@ -179,7 +179,7 @@ def test_captures_that_do_not_go_together(other, message):
             method(zeros(), zeros(**other))
 
 
-def test_captures_of_one_steering_go_together_and_others_do_not():
+def test_captures_must_have_the_same_steering():
     found = directions.difference_of_means(zeros(steer=[joy()]), zeros(steer=[joy()]))
     assert found.origin.steered
     with pytest.raises(residuum.InvalidRequest, match=r"captured after steering, but .* steered differently"):
@@ -190,7 +190,7 @@ def test_captures_of_one_steering_go_together_and_others_do_not():
     assert directions.difference_of_means(*meant).layers == (0, 1, 2)
 
 
-def test_hidden_sizes_that_differ():
+def test_different_hidden_sizes_are_refused():
     narrow = {layer: np.zeros((1, HIDDEN - 1)) for layer in range(LAYERS)}
     with pytest.raises(residuum.BadVector, match=r"layer 0: its rows have 5 elements, .* positive: .* have 6"):
         directions.difference_of_means(zeros(), narrow)
@@ -200,7 +200,7 @@ def test_hidden_sizes_that_differ():
 
 @pytest.mark.parametrize("method", [directions.difference_of_means, directions.pca])
 @pytest.mark.parametrize("empty", [[], iter(()), {0: np.zeros((0, HIDDEN))}])
-def test_empty_sets(method, empty):
+def test_empty_sets_are_refused(method, empty):
     full = {0: np.ones((2, HIDDEN))}
     for sets in ((empty, full), (full, empty)):
         with pytest.raises(residuum.InvalidRequest, match=r"(positive|negative) (has no examples|has 0 examples)"):
@@ -220,7 +220,7 @@ def test_empty_sets(method, empty):
         (residuum.Vector([1.0]), "not Vector"),
     ],
 )
-def test_what_is_no_set(given, message):
+def test_invalid_sets_are_refused(given, message):
     with pytest.raises(TypeError, match=f"negative takes what client.activations.*{message}"):
         directions.difference_of_means(zeros(), given)
 
@@ -244,12 +244,12 @@ def test_async_iterables():
         (np.full((2, HIDDEN), np.nan), r"NaN or infinite elements in the layers \[0\]"),
     ],
 )
-def test_arrays_that_are_no_rows(rows, message):
+def test_invalid_arrays_are_refused(rows, message):
     with pytest.raises(residuum.BadVector, match=message):
         directions.difference_of_means({0: rows}, {0: np.zeros((1, HIDDEN))})
 
 
-def test_mappings_that_are_no_examples():
+def test_invalid_mappings_are_refused():
     with pytest.raises(residuum.InvalidRequest, match="5 rows in layer 0, but 4 in layer 1"):
         directions.difference_of_means({0: np.zeros((5, 2)), 1: np.zeros((4, 2))}, {})
     with pytest.raises(residuum.InvalidRequest, match="has no layer"):
@@ -258,7 +258,7 @@ def test_mappings_that_are_no_examples():
         directions.difference_of_means({0: np.zeros((1, 2))}, {0: np.zeros((1, 2))}, layers="last")
 
 
-def test_infinite_rows_of_a_capture():
+def test_infinite_rows_of_a_capture_are_refused():
     values = np.zeros((LAYERS, 4, HIDDEN))
     values[1, 3, 0] = np.inf
     with pytest.raises(residuum.BadVector, match=r"capture req: it has NaN or infinite elements in the layers \[1\]"):
@@ -266,7 +266,7 @@ def test_infinite_rows_of_a_capture():
     assert directions.difference_of_means(activations(values), zeros(), positions=0), "at another position"
 
 
-def test_positions_that_were_not_captured():
+def test_positions_that_were_not_captured_are_refused():
     replies = zeros(prompt=9, positions=[9, 10, 11, 12], generated=5)
     with pytest.raises(residuum.InvalidRequest, match=r"'last_prompt' selects 8, but .*rows only for 9-12"):
         directions.difference_of_means(replies, replies)
@@ -286,13 +286,13 @@ def test_positions_that_were_not_captured():
         ("aborted", residuum.AbortedCapture),
     ],
 )
-def test_captures_that_are_not_complete(state, kind):
+def test_incomplete_captures_are_refused(state, kind):
     for method in (directions.difference_of_means, directions.pca):
         with pytest.raises(kind, match="allow_partial=True"):
             method(zeros(), zeros(state=state))
 
 
-def test_partial_captures_count_by_what_is_there(random):
+def test_partial_captures_use_the_rows_that_are_there(random):
     present = np.ones((LAYERS, 4), dtype=bool)
     present[1, 2:] = False  # of one layer half of the rows are lost
     present[2] = False  # and of another all
@@ -309,7 +309,7 @@ def test_partial_captures_count_by_what_is_there(random):
         directions.difference_of_means(whole[0], partial, positions=None, allow_partial=True)
 
 
-def test_pairs_of_which_a_row_is_missing_are_left_out(random):
+def test_pairs_with_a_missing_row_are_left_out(random):
     whole, rows = captures(random, 4)
     present = np.ones((LAYERS, 4), dtype=bool)
     present[1, 3] = False
@@ -366,7 +366,7 @@ def test_swapped_sets_give_the_opposite(random):
         np.testing.assert_allclose(there[0].values, -back[0].values, atol=1e-6)
 
 
-def test_what_the_two_methods_find():
+def test_both_methods_find_the_planted_direction():
     """Differences that agree along one axis and vary along another."""
     differences = np.array([[3.0, 1, 0], [3, -1, 0], [3, 2, 0], [3, -2, 0]])
     none = np.zeros_like(differences)
@@ -378,7 +378,7 @@ def test_what_the_two_methods_find():
     np.testing.assert_allclose(np.abs(found["pca_diff"]), [0, 1, 0], atol=1e-6)
 
 
-def test_the_sign_goes_by_most_pairs():
+def test_the_sign_follows_the_majority_of_pairs():
     differences = np.array([[1.0, 0], [1, 0], [1, 0], [-9, 0]])  # their mean points the other way
     assert directions.pca({0: differences}, {0: np.zeros((4, 2))})[0].values.tolist() == [1, 0]
     even = np.array([[1.0, 0], [-3, 0]])
@@ -402,12 +402,12 @@ def test_pca_of_very_large_and_very_small_numbers(random, scale):
         (np.full((3, 2), 1e39), "pca_center", "more than float32 can hold"),
     ],
 )
-def test_pca_of_nothing(differences, method, message):
+def test_pca_without_differences_is_refused(differences, method, message):
     with pytest.raises(residuum.InvalidRequest, match=message):
         directions.pca({0: differences}, {0: np.zeros_like(differences)}, method=method)
 
 
-def test_sets_that_are_no_pairs(random):
+def test_sets_of_different_sizes_are_not_pairs(random):
     above, below = ({0: random.standard_normal((count, HIDDEN))} for count in (20, 17))
     with pytest.raises(residuum.InvalidRequest, match="negative has 17 examples, but positive has more"):
         directions.pca(above, below)
@@ -427,7 +427,7 @@ def test_pairs_across_captures_and_mappings(random):
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), pairs=st.integers(2, 30), hidden=st.integers(1, 20), lean=st.floats(-3, 3))
-def test_pca_catches_as_much_as_any_direction(seed, pairs, hidden, lean):
+def test_pca_explains_at_least_as_much_as_any_direction(seed, pairs, hidden, lean):
     random = np.random.default_rng(seed)
     above, below = paired_rows(random, pairs, hidden, lean=lean)
     found = directions.pca({0: above}, {0: below})[0].values.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Directions as values: what they hold, and the steering that they give."""
+"""Directions: their content, and the steering made from them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_equality(three):
         ({3: [1.0]}, "nowhere", residuum.UnknownSite, "'nowhere' is not a site"),
     ],
 )
-def test_what_is_refused(vectors, site, kind, message):
+def test_invalid_directions_are_refused(vectors, site, kind, message):
     with pytest.raises(kind, match=message):
         residuum.Directions(vectors, origin=directions.Origin(site=site))
 
@@ -94,7 +94,7 @@ def test_other_operations_at_each_layer(three):
         three.cap(max={2: 1.0, 9: 1.0})
 
 
-def test_a_layer_whose_direction_is_zero_is_named():
+def test_a_zero_direction_is_reported_with_its_layer():
     with pytest.raises(residuum.BadVector, match="the vector of layer 4 is zero"):
         residuum.Directions({2: [1.0], 4: [0.0]}).ablate()
 
@@ -109,7 +109,7 @@ def test_layers_without_a_direction(three, operation):
         getattr(three, operation)(layers=[])
 
 
-def test_resid_pre_is_steered_after_the_layer_before():
+def test_resid_pre_directions_steer_after_the_previous_layer():
     pre = residuum.Directions({0: VECTORS[2], 1: VECTORS[4]}, origin=directions.Origin(site="resid_pre"))
     assert pre.add(layers=[1]) == [residuum.Add({0: pre[1]})]
     later = residuum.Directions({1: VECTORS[2], 3: VECTORS[4]}, origin=directions.Origin(site="resid_pre"))
@@ -146,7 +146,7 @@ def test_project(three):
     assert three.project({4: np.zeros((2, 3, 6))})[4].shape == (2, 3)
 
 
-def test_what_cannot_be_projected(three):
+def test_invalid_projections_are_refused(three):
     with pytest.raises(residuum.InvalidRequest, match="select"):
         three.project(activations(np.zeros((10, 1, 6)), sites=("mlp_out",)))
     for bare in (np.zeros((3, 6)), [np.zeros(6)] * 10):

@@ -1,4 +1,4 @@
-"""Captures of every encoding and reduction as a user meets them: asked for, read, decoded and described."""
+"""Captures with every encoding and reduction: requested, read, decoded and described."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def capturing(**fields):
 
 
 def truth(layer, positions=range(ROWS)):
-    """What the model computed, in float64: [positions, HIDDEN]."""
+    """Return the rows that the model computed, float64 [positions, HIDDEN]."""
     return np.stack([row(0, POST, layer, position).astype(np.float64) for position in positions])
 
 
@@ -35,7 +35,7 @@ async def read(client, **fields):
 
 
 @pytest.mark.parametrize("encoding", ["raw", "fp32", "fp16", "bf16"])
-async def test_encodings_that_lose_nothing_here(client, encoding):
+async def test_lossless_encodings_return_exact_rows(client, encoding):
     """The peer's rows are small whole numbers, so every cast is exact."""
     acts = await read(client, encoding=encoding)
     assert (acts.encoding, acts.width, acts.hidden_size) == (encoding, HIDDEN, HIDDEN)
@@ -105,7 +105,7 @@ async def test_encoding_project_sends_its_vectors(client, peer):
         expected = truth(layer) @ np.stack([JOY.values, WOE.values], axis=1).astype(np.float64)
         np.testing.assert_allclose(acts[layer], expected, rtol=1e-6)
         np.testing.assert_array_equal(acts.encoded(layer)["y"], acts[layer])
-    peer.vectors.clear()  # as a server does that needs room, or was started anew
+    peer.vectors.clear()  # like a server that evicted them or was restarted
     again = await read(client, encoding="project", vectors={1: WOE})
     np.testing.assert_allclose(again[4], truth(4) @ WOE.values[:, None], rtol=1e-6)
 
@@ -117,8 +117,8 @@ async def test_an_encoding_of_a_registered_request(client):
     assert acts[1].shape == (ROWS, 1)
 
 
-async def test_encodings_while_they_come(client):
-    """Pieces are decoded."""
+async def test_encoded_rows_can_be_followed(client):
+    """Followed pieces are decoded."""
     reply = await client.generate("a bb ccc", max_tokens=4, capture=capturing(encoding="full8", axis="dimension"))
     acts = await client.activations(reply.request_id)
     pieces = await client.follow(reply.request_id)
@@ -127,7 +127,7 @@ async def test_encodings_while_they_come(client):
         np.testing.assert_array_equal(piece.rows, acts[piece.layer][piece.positions])
 
 
-async def test_parts_of_an_encoding(client):
+async def test_slices_of_encoded_rows(client):
     whole = await read(client, encoding="full8", axis="dimension")
     name = whole.manifest.capture_id
     part = await client.activations(name, layers=[4], positions=[2, 5])
@@ -147,7 +147,7 @@ async def test_a_partial_encoding_has_nan_where_rows_are_missing(client, peer, f
     assert np.isnan(acts.stack()[1]).all()
 
 
-async def test_no_positions_of_an_encoding(client):
+async def test_an_encoding_without_positions_is_empty(client):
     reply = await client.generate("a bb ccc", max_tokens=4, capture=capturing(encoding="rp8"))
     with pytest.warns(residuum.EmptyCaptureWarning):
         acts = await client.activations(reply.request_id, positions=[100])
@@ -187,8 +187,8 @@ async def test_a_reduction_of_one_phase(client):
     np.testing.assert_array_equal(acts[4], truth(4, [ROWS - 1]))
 
 
-async def test_a_reduction_that_is_read_while_it_is_open(client, peer):
-    """Generated rows before the last do not count once the last is known."""
+async def test_a_reduction_can_be_read_while_open(client, peer):
+    """Generated rows before the last are dropped when the last is known."""
     import threading
 
     peer.script.delay_seal = threading.Event()
@@ -217,7 +217,7 @@ async def test_the_manifest_says_how_rows_are_encoded(client):
     assert repr(acts).endswith("2 layers × 2 positions × 4, mean of each phase, rp8)")
 
 
-async def test_what_a_server_encodes_is_told(client):
+async def test_info_lists_the_servers_encodings(client):
     info = await client.info()
     assert {"raw", "rp8", "project"} <= set(info.encodings)
     assert info.default_encoding == "raw"
@@ -244,7 +244,7 @@ async def test_only_random_projections_have_a_matrix(client):
         acts.projection()
 
 
-async def test_an_encoding_that_only_newer_versions_know(make, endpoint, flaky, captured):
+async def test_an_unknown_encoding_is_an_error(make, endpoint, flaky, captured):
     def change(number, messages):
         from residuum.v1 import store_pb2
 
@@ -259,7 +259,7 @@ async def test_an_encoding_that_only_newer_versions_know(make, endpoint, flaky, 
 
 
 @pytest.mark.parametrize("call", ["activations", "follow"])
-async def test_an_encoding_with_impossible_bytes(make, endpoint, flaky, call):
+async def test_an_encoding_with_a_wrong_size_is_an_error(make, endpoint, flaky, call):
     from residuum.v1 import store_pb2
     from residuum.wire.frames import checksum
 
@@ -282,8 +282,8 @@ async def test_an_encoding_with_impossible_bytes(make, endpoint, flaky, call):
         await getattr(make(endpoint, store=flaky.endpoint, timeout=10), call)(reply.request_id)
 
 
-def test_rows_that_are_not_there_are_never_decoded():
-    """Their memory may hold anything: here an index that there is not."""
+def test_missing_rows_are_never_decoded():
+    """The memory of missing rows may contain anything; here it contains an invalid index."""
     form = RowFormat(TOPK, 4, tensor_pb2.DATA_TYPE_FLOAT32, dimensions=1)
     encoded = np.zeros((1, 2), form.row_dtype)
     encoded["index"], encoded["x"] = [[[3], [9]]], 2.0
@@ -295,7 +295,7 @@ def test_rows_that_are_not_there_are_never_decoded():
 # What is asked for
 
 
-def test_encodings_as_they_travel():
+def test_encodings_are_sent_as_the_contract_says():
     spec = capturing(encoding="rp8", dimensions=np.int64(64), seed=3, reduction="max").to_proto()
     assert spec.encoding == capture_pb2.ENCODING_RP8
     assert (spec.encoding_options.dimensions, spec.encoding_options.seed) == (64, 3)
@@ -325,7 +325,7 @@ def test_encodings_as_they_travel():
         ({"encoding": "rp8", "seed": 1 << 64}, "from 0 to"),
     ],
 )
-def test_encodings_that_can_never_be_meant(fields, message):
+def test_invalid_encodings_are_refused(fields, message):
     with pytest.raises(residuum.InvalidRequest, match=message):
         capturing(**fields)
 
@@ -333,17 +333,17 @@ def test_encodings_that_can_never_be_meant(fields, message):
 @pytest.mark.parametrize(
     "fields", [{"vectors": [np.ones(8)]}, {"encoding": "rp8", "dimensions": 2.5}, {"encoding": "rp8", "seed": "1"}]
 )
-def test_encodings_of_the_wrong_kind(fields):
+def test_encodings_of_the_wrong_type_are_refused(fields):
     with pytest.raises(TypeError):
         capturing(**fields)
 
 
-async def test_what_only_the_server_can_refuse(client):
+async def test_options_that_depend_on_the_model_are_left_to_the_server(client):
     with pytest.raises(residuum.InvalidRequest, match="rp8 takes 1 to 8 dimensions, not 9"):
         await client.generate("a", capture=capturing(encoding="rp8", dimensions=9))
 
 
-def test_the_command_line_asks_for_encodings(cli, peer, tmp_path):
+def test_the_command_line_selects_encodings(cli, peer, tmp_path):
     arguments = ["generate", "a bb ccc", "--max-tokens", 4, "--capture", "1", "--id", "small"]
     assert cli(*arguments, "--encoding", "rp8", "--dimensions", 4, "--encoding-seed", 5, "--reduction", "mean")[0] == 0
     sent = peer.requests[-1].spec.capture
@@ -359,7 +359,7 @@ def test_the_command_line_asks_for_encodings(cli, peer, tmp_path):
     assert cli("generate", "a", "--capture", "1", "--encoding", "full8", "--axis", "dimension")[0] == 0
 
 
-def test_the_command_line_refuses_encodings_in_its_own_words(cli):
+def test_command_line_errors_about_encodings_name_flags(cli):
     code, _, err = cli("generate", "a", "--capture", "1", "--encoding", "raw", "--dimensions", 4)
     assert code == 1
     assert "--dimensions needs --encoding" in err

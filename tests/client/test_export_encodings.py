@@ -52,7 +52,7 @@ def fields_of(name, arrays):
 
 
 @pytest.mark.parametrize("kind", ["zarr", "parquet"])
-def test_exports_of_encoded_rows_have_them_decoded(client, encoding, kind, tmp_path):
+def test_exports_contain_decoded_rows(client, encoding, kind, tmp_path):
     reply = generate(client, encoding)
     acts = client.activations(reply)
     made = client.export(reply, tmp_path / f"x.{kind}")
@@ -90,8 +90,8 @@ def test_exports_of_encoded_rows_have_the_fields_of_the_encoding(client, encodin
             assert np.array_equal(fields[name].astype(np.float64), values.astype(np.float64))
 
 
-def test_npz_exports_of_full8_are_those_of_vllm_capture(client, tmp_path):
-    """`q` uint8 [tokens, dims], `scale` and `zero` for each row: what its readers compute is the row."""
+def test_npz_exports_of_full8_match_vllm_capture(client, tmp_path):
+    """`q` uint8 [tokens, dims], `scale` and `zero` for each row: readers compute the row from them."""
     reply = generate(client, "full8")
     client.export(reply, tmp_path / "x.npz")
     with np.load(tmp_path / "x.npz") as file:
@@ -158,8 +158,8 @@ def test_exports_of_reduced_captures(client, kind, tmp_path):
     assert manifest["compression"]["reduction"] == "mean"
 
 
-def test_the_memory_that_an_export_of_encoded_rows_takes_is_a_slice(monkeypatch, client, tmp_path):
-    """Rows are decoded a slice at a time: never a whole layer, were it larger."""
+def test_an_export_of_encoded_rows_needs_memory_for_one_slice(monkeypatch, client, tmp_path):
+    """Rows are decoded one slice at a time, so a large layer is never decoded as a whole."""
     monkeypatch.setattr("residuum.exports.parts.SLICE_BYTES", 10 * HIDDEN * 4)
     decoded = []
     decode = RowFormat.decode
@@ -197,7 +197,7 @@ def test_a_training_loop_gets_decoded_rows(client, encoding, endpoint):
         ({"reduction": "mean"}, {}, r"reduction \(mean and none\)"),
     ],
 )
-def test_a_training_loop_does_not_mix_what_rows_mean(client, endpoint, one, other, what):
+def test_a_training_loop_does_not_mix_encodings(client, endpoint, one, other, what):
     pytest.importorskip("torch")
     from residuum.torch import ActivationDataset
 

@@ -1,4 +1,4 @@
-"""Exports of captures: each format, opened again by its own library, has every row, and says what is missing."""
+"""Exports of captures. Each format, opened with its own library, has every row and lists missing rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_an_export_has_every_row(client, reply, tmp_path, kind_of_file):
                 assert np.array_equal(values, rows(sequence, number, layer, range(42)).astype(np.float32))
 
 
-async def test_an_export_of_a_choice(client, reply, tmp_path, kind_of_file):
+async def test_an_export_has_only_the_selected_rows(client, reply, tmp_path, kind_of_file):
     path = tmp_path / f"x.{kind_of_file}"
     chosen = {"layers": [4], "sites": "resid_pre", "sequences": 1, "positions": [0, 2, 3, 41]}
     made = await client.export(reply, path, **chosen)
@@ -91,7 +91,7 @@ async def test_an_export_of_an_incomplete_capture_says_what_is_missing(client, p
     assert np.array_equal(one.rows[4], rows(0, POST, 4, range(6)).astype(np.float32))
 
 
-def test_an_export_with_holes_has_no_zeros_in_them(tmp_path, kind_of_file):
+def test_missing_rows_in_an_export_are_not_zeros(tmp_path, kind_of_file):
     """Rows of several layers that are missing here and there, from memory."""
     values = np.arange(1, 2 * 5 * 3 + 1, dtype=np.float32).reshape(2, 5, 3)
     present = np.array([[True, False, True, True, False], [True, True, False, True, True]])
@@ -108,7 +108,7 @@ def test_an_export_with_holes_has_no_zeros_in_them(tmp_path, kind_of_file):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_an_export_of_other_dtypes(tmp_path, kind_of_file, dtype):
+def test_an_export_can_convert_dtypes(tmp_path, kind_of_file, dtype):
     values = np.linspace(-3, 3, 2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
     path = tmp_path / f"x.{kind_of_file}"
     activations(values, dtype=dtype).export(path)
@@ -117,7 +117,7 @@ def test_an_export_of_other_dtypes(tmp_path, kind_of_file, dtype):
 
 
 def test_dtypes_in_exports(tmp_path):
-    """safetensors keeps bfloat16; the others, whose readers do not know it, have float32; float16 stays as it is."""
+    """safetensors keeps bfloat16. The other formats' readers do not support it, so those use float32. float16 stays."""
     for dtype, kept in ((ml_dtypes.bfloat16, np.float32), (np.float16, np.float16)):
         acts = activations(np.ones((1, 2, 4)), dtype=dtype)
         for name in ("npz", "zarr", "parquet"):
@@ -142,7 +142,7 @@ async def test_exports_from_memory_and_from_the_store_are_the_same(client, reply
 
 
 @pytest.mark.parametrize("encoding", ["raw", "rp8", "full8"])
-async def test_the_progress_of_an_export_ends_at_its_end(client, tmp_path, kind_of_file, encoding):
+async def test_the_progress_of_an_export_reaches_its_total(client, tmp_path, kind_of_file, encoding):
     capture = residuum.Capture(layers=[1, 4], encoding=encoding, dimensions=4 if encoding == "rp8" else None)
     acts = await client.activations(await client.generate("a bb ccc", max_tokens=40, capture=capture))
     steps = []
@@ -175,7 +175,7 @@ async def test_parquet_exports_let_readers_skip_layers(client, reply, tmp_path):
 
 
 async def test_hugging_face_datasets_load_parquet_exports(client, reply, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))  # before it is imported: it looks then
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))  # set before the import, which reads it
     import datasets
 
     await client.export(reply, tmp_path / "x.parquet", sites="resid_post", sequences=0)
@@ -189,7 +189,7 @@ async def test_hugging_face_datasets_load_parquet_exports(client, reply, tmp_pat
     assert last["activation"].dtype == np.float32
 
 
-async def test_an_export_refuses_to_replace_what_is_there(client, reply, tmp_path, kind_of_file):
+async def test_an_export_does_not_replace_an_existing_file(client, reply, tmp_path, kind_of_file):
     path = tmp_path / f"x.{kind_of_file}"
     await client.export(reply, path, layers=1)
     with pytest.raises(FileExistsError, match="overwrite=True"):
@@ -200,7 +200,7 @@ async def test_an_export_refuses_to_replace_what_is_there(client, reply, tmp_pat
     assert [item.name for item in tmp_path.iterdir()] == [path.name]
 
 
-async def test_an_export_never_replaces_a_folder_of_something_else(client, reply, tmp_path, kind_of_file):
+async def test_an_export_never_replaces_a_folder_with_other_content(client, reply, tmp_path, kind_of_file):
     path = tmp_path / "mine"
     path.mkdir()
     (path / "thesis.tex").write_text("years of work")
@@ -217,7 +217,7 @@ def test_an_export_never_replaces_a_device_or_a_pipe(tmp_path):
     assert path.is_fifo()
 
 
-def test_an_export_takes_the_place_of_a_link_and_not_of_what_it_names(tmp_path):
+def test_an_export_replaces_a_link_and_not_its_target(tmp_path):
     (tmp_path / "mine").write_text("mine")
     for name, target in (("x.npz", "mine"), ("y.npz", "nowhere")):
         (tmp_path / name).symlink_to(target)
@@ -236,20 +236,20 @@ async def test_an_export_keeps_the_permissions_of_what_it_replaces(client, reply
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-async def test_an_export_without_room_leaves_nothing(client, reply, tmp_path, kind_of_file):
+async def test_an_export_without_disk_space_leaves_nothing(client, reply, tmp_path, kind_of_file):
     acts = await client.activations(reply)
     with no_file_above(100), pytest.raises(OSError, match=rf"x.{kind_of_file} cannot be written"):
         acts.export(tmp_path / f"x.{kind_of_file}")
     assert not list(tmp_path.iterdir())
 
 
-async def test_an_export_finds_out_that_there_is_no_room_for_rows(client, reply, tmp_path):
+async def test_an_export_detects_missing_disk_space_for_rows(client, reply, tmp_path):
     with no_file_above(100), pytest.raises(OSError, match="Cannot reserve 1344 bytes for rows"):
         await client.export(reply, tmp_path / "x.npz")
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_broken_export_is_taken_up_again(make, endpoint, flaky, reply, tmp_path, kind_of_file):
+async def test_an_interrupted_read_of_an_export_is_resumed(make, endpoint, flaky, reply, tmp_path, kind_of_file):
     def change(number, messages):
         yield from messages[: 2 + number]
         if number < 3:
@@ -264,7 +264,7 @@ async def test_a_broken_export_is_taken_up_again(make, endpoint, flaky, reply, t
     assert np.array_equal(found["resid_post"].rows[4], rows(0, POST, 4, range(42)).astype(np.float32))
 
 
-async def test_an_export_from_a_store_that_stays_away_leaves_nothing(make, endpoint, flaky, reply, tmp_path):
+async def test_an_export_from_an_unreachable_store_leaves_nothing(make, endpoint, flaky, reply, tmp_path):
     def change(number, messages):
         yield from messages[:3]
         raise Unknown(grpc.StatusCode.DATA_LOSS)
@@ -276,7 +276,7 @@ async def test_an_export_from_a_store_that_stays_away_leaves_nothing(make, endpo
 
 
 async def test_an_export_that_is_cancelled_leaves_nothing(endpoint, reply, tmp_path, monkeypatch):
-    """The thread that writes ends before what it writes is removed."""
+    """The writing thread ends before its files are removed."""
     began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def write(acts, path, advance):
@@ -286,7 +286,7 @@ async def test_an_export_that_is_cancelled_leaves_nothing(endpoint, reply, tmp_p
         try:
             advance(1)
         finally:
-            path.write_text("written late")  # would fail, or come to stay, if the folder were gone by now
+            path.write_text("written late")  # this would fail, or leave a file, if the folder were already removed
             ended.set()
 
     monkeypatch.setattr("residuum.exports.formats.Format.writer", lambda _: write)
@@ -315,7 +315,7 @@ async def test_an_export_of_an_open_capture(client, peer, tmp_path):
 
 
 async def test_an_export_begins_while_the_capture_is_open(client, peer, tmp_path):
-    """Its length is not known then: the arrays grow."""
+    """The length is not known yet, so the arrays grow."""
     peer.script.delay_seal = threading.Event()
     reply = await client.generate("a bb ccc", max_tokens=300, capture=residuum.Capture(layers=[1]))
     timer = threading.Timer(0.3, peer.script.delay_seal.set)
@@ -326,7 +326,7 @@ async def test_an_export_begins_while_the_capture_is_open(client, peer, tmp_path
     assert np.array_equal(found["resid_post"].rows[1], rows(0, POST, 1, range(302)).astype(np.float32))
 
 
-async def test_an_export_of_no_positions(client, tmp_path, kind_of_file):
+async def test_an_export_without_positions_is_refused(client, tmp_path, kind_of_file):
     reply = await client.generate("a bb", max_tokens=2, capture=residuum.Capture(positions=5000, layers=[1]))
     path = tmp_path / f"x.{kind_of_file}"
     with pytest.warns(residuum.EmptyCaptureWarning):
@@ -341,7 +341,7 @@ async def test_an_export_of_no_positions(client, tmp_path, kind_of_file):
 @pytest.mark.parametrize(
     ("name", "package", "extra"), [("x.zarr", "zarr", "zarr"), ("x.parquet", "pyarrow", "parquet")]
 )
-async def test_an_export_says_which_extra_it_needs(client, reply, tmp_path, monkeypatch, name, package, extra):
+async def test_an_export_names_the_extra_it_needs(client, reply, tmp_path, monkeypatch, name, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"extra '{extra}' \(from a checkout: pip install '\.\[{extra}\]'\)"):
         await client.export(reply, tmp_path / name)
@@ -349,22 +349,22 @@ async def test_an_export_says_which_extra_it_needs(client, reply, tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["x", "x.csv", "npz"])
-async def test_an_export_to_no_format(client, tmp_path, name):
+async def test_an_export_without_a_format_is_refused(client, tmp_path, name):
     with pytest.raises(residuum.InvalidRequest, match=r"\.safetensors, \.npz, \.zarr, \.parquet"):
         await client.export("never-asked-for", tmp_path / name)
 
 
-async def test_a_format_that_there_is_not(client, tmp_path):
+async def test_an_unknown_export_format_is_refused(client, tmp_path):
     with pytest.raises(residuum.InvalidRequest, match="'csv' is not an export format"):
         await client.export("never-asked-for", tmp_path / "x.npz", format="csv")
 
 
-async def test_an_export_into_no_folder(client, tmp_path):
+async def test_an_export_into_a_missing_folder_fails(client, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"cannot be written: the folder .* does not exist"):
         await client.export("never-asked-for", tmp_path / "none" / "x.npz")
 
 
-async def test_an_export_of_nothing(client, tmp_path):
+async def test_an_export_of_an_unknown_capture_fails(client, tmp_path):
     with pytest.raises(residuum.UnknownCapture):
         await client.export("never-was", tmp_path / "x.npz")
     assert not list(tmp_path.iterdir())
@@ -391,7 +391,7 @@ def test_the_command_takes_the_format_of_an_export_from_its_name(cli, captured, 
     )
 
 
-def test_the_command_does_not_replace_an_export_unless_it_is_forced(cli, captured, tmp_path):
+def test_the_command_replaces_an_export_only_with_force(cli, captured, tmp_path):
     path = tmp_path / "x.npz"
     path.write_text("mine")
     code, _, err = cli("pull", captured, "--out", path)

@@ -1,4 +1,4 @@
-"""Exports of a large capture: they take as much memory as those of a small one, and can be interrupted."""
+"""Exports of a large capture need no more memory than those of a small one, and can be interrupted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from residuum.wire.frames import checksum
 
 LAYERS, HIDDEN, TOKENS = 8, 2048, {"small": 2000, "large": 10_000}
 LARGE_BYTES, SMALL_BYTES = (LAYERS * HIDDEN * TOKENS[name] * 2 for name in ("large", "small"))  # 328 MB and 66 MB
-MORE_BYTES = 96_000_000  # buffers of gRPC and pages that the allocator keeps
+MORE_BYTES = 96_000_000  # gRPC's buffers, and pages that the allocator keeps
 POSITIONS = 400  # in a chunk: 1.6 MB
 
 EXPORT = """
@@ -47,7 +47,7 @@ def store(tmp_path_factory):
 
 
 def quiet(endpoint):
-    """An environment in which glibc keeps no memory for each of gRPC's threads: how much that is, is chance."""
+    """An environment without glibc's arenas for each thread, whose size varies randomly with gRPC's threads."""
     return {**environment(endpoint), "MALLOC_ARENA_MAX": "1"}
 
 
@@ -90,7 +90,7 @@ def messages(name, tokens):
 
 
 @pytest.mark.parametrize("kind", list(OPENERS))
-def test_an_export_of_a_large_capture_takes_the_memory_of_a_small_one(store, tmp_path, kind):
+def test_the_memory_of_an_export_does_not_grow_with_the_capture(store, tmp_path, kind):
     program = [sys.executable, "-c", EXPORT, store.endpoint, kind, str(tmp_path)]
     done = subprocess.run(program, env=quiet(store.endpoint), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -104,11 +104,11 @@ def test_an_export_of_a_large_capture_takes_the_memory_of_a_small_one(store, tmp
 
 
 @pytest.mark.parametrize("kind", list(OPENERS))
-def test_an_export_that_is_interrupted_leaves_nothing(store, tmp_path, kind):
+def test_an_interrupted_export_leaves_nothing(store, tmp_path, kind):
     path = tmp_path / f"x.{kind}"
     arguments = ["pull", "large", "--endpoint", "127.0.0.1:1", "--store", store.endpoint, "--out", str(path)]
     with subprocess.Popen(command(*arguments), env=environment(store.endpoint), stderr=subprocess.PIPE) as process:
-        while not list(tmp_path.glob("*.part/result")):  # it has begun to write
+        while not list(tmp_path.glob("*.part/result")):  # the export has begun to write
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
@@ -132,7 +132,7 @@ print(*rows, peaks[1] - peaks[0])
 """
 
 
-def test_a_training_loop_takes_the_memory_of_its_buffer(store):
+def test_a_training_loop_needs_memory_only_for_its_buffer(store):
     pytest.importorskip("torch")
     program = [sys.executable, "-c", STREAM, store.endpoint]
     done = subprocess.run(program, env=quiet(store.endpoint), capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""ActivationDataset: every row once, whoever reads it, in an order that can be had again; nothing else needs torch."""
+"""ActivationDataset yields every row once, with any workers, in a reproducible order. Nothing else needs torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shuffle_buffer(request):
 
 
 def places(batches, names=NAMES):
-    """Where each row is from, in their order; checks that the row is the one of this place."""
+    """Return the place of each row in order, and check that each row belongs to its place."""
     found = []
     for batch in batches:
         facts = (batch.captures, batch.sequences, batch.sites, batch.layers, batch.positions, batch.token_ids)
@@ -83,7 +83,7 @@ def test_an_epoch_exports_every_row_once(endpoint, shuffle_buffer):
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_export_disjoint_rows(endpoint, context):
-    """Each worker has a connection of its own; the parent's, opened before the fork, does it no harm."""
+    """Each worker opens its own connection. The parent's connection from before the fork does not interfere."""
     with residuum.Client(endpoint) as client:
         client.manifest(NAMES[0])
         data = ActivationDataset(endpoint, prefix="torch-", batch_size=32, shuffle_buffer=100)
@@ -92,7 +92,7 @@ def test_workers_export_disjoint_rows(endpoint, context):
         assert client.manifest(NAMES[0]).is_complete
 
 
-def test_more_workers_than_captures(endpoint):
+def test_workers_may_outnumber_captures(endpoint):
     data = ActivationDataset(endpoint, NAMES[:1], batch_size=32)
     loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork")
     assert Counter(places(loader, NAMES[:1])) == Counter(place for place in ALL if place[0] == NAMES[0])
@@ -119,7 +119,7 @@ def test_the_order_follows_from_seed_and_epoch(endpoint):
     assert first != ALL
 
 
-def test_rows_are_drawn_among_those_of_several_captures(endpoint):
+def test_rows_are_shuffled_across_captures(endpoint):
     data = ActivationDataset(endpoint, prefix="torch-", batch_size=64, shuffle_buffer=512, concurrent_reads=4)
     first = next(iter(data))
     assert len(set(first.captures.tolist())) >= 3
@@ -135,7 +135,7 @@ def test_without_shuffling_rows_come_capture_by_capture(endpoint):
     assert own == sorted(own)
 
 
-def test_workers_that_live_on_hear_of_the_epoch(endpoint):
+def test_persistent_workers_get_the_epoch(endpoint):
     data = ActivationDataset(endpoint, prefix="torch-", batch_size=50, shuffle_buffer=200)
     loader = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="spawn", persistent_workers=True)
     orders = []
@@ -146,7 +146,7 @@ def test_workers_that_live_on_hear_of_the_epoch(endpoint):
     assert Counter(orders[1]) == Counter(ALL)
 
 
-def test_an_iteration_goes_on_where_another_stopped(endpoint):
+def test_an_iteration_resumes_from_a_saved_state(endpoint):
     def made():
         return ActivationDataset(endpoint, prefix="torch-", batch_size=50, shuffle_buffer=200)
 
@@ -163,7 +163,7 @@ def test_an_iteration_goes_on_where_another_stopped(endpoint):
     assert places(resumed) == whole, "the next epoch begins at its beginning"
 
 
-def test_a_choice_of_rows(endpoint):
+def test_only_the_selected_rows_are_yielded(endpoint):
     data = ActivationDataset(
         endpoint, NAMES[:2], layers=[4], sites="resid_pre", sequences=1, positions="generated", batch_size=16,
         dtype=torch.float32, labels={"torch-0": 1, "torch-1": 7, "other": 3},
@@ -179,7 +179,7 @@ def test_a_choice_of_rows(endpoint):
     assert next(iter(labels)).labels.dtype == torch.float32
 
 
-def test_batches_that_are_not_full_can_be_left_out(endpoint):
+def test_partial_batches_can_be_dropped(endpoint):
     data = ActivationDataset(endpoint, prefix="torch-", batch_size=100, shuffle_buffer=300, drop_last=True)
     batches = list(data)
     assert {len(batch.activations) for batch in batches} == {100}
@@ -193,7 +193,7 @@ def test_batches_of_a_loader_can_be_pinned_and_moved(endpoint):
     assert isinstance(batch, tuple)
 
 
-def test_captures_that_are_not_complete_are_left_out_or_refused(running_peer, endpoint):
+def test_incomplete_captures_are_skipped_or_refused(running_peer, endpoint):
     running_peer.servicer.script.lost_layers = (1,)
     try:
         with residuum.Client(endpoint) as client:
@@ -211,7 +211,7 @@ def test_captures_that_are_not_complete_are_left_out_or_refused(running_peer, en
         running_peer.servicer.reset()
 
 
-def test_a_capture_that_is_not_there_is_told_before_an_epoch_begins(endpoint):
+def test_an_unknown_capture_is_reported_before_an_epoch(endpoint):
     with pytest.raises(residuum.UnknownCapture, match="never-was"):
         ActivationDataset(endpoint, [*NAMES, "never-was"])
 
@@ -224,12 +224,12 @@ def test_a_capture_that_is_not_there_is_told_before_an_epoch_begins(endpoint):
         ({"sequences": [0, 2]}, "has no sequences 2; it has 0, 1."),
     ],
 )
-def test_what_a_capture_does_not_have_is_told_before_an_epoch_begins(endpoint, choice, message):
+def test_a_missing_layer_or_site_is_reported_before_an_epoch(endpoint, choice, message):
     with pytest.raises(residuum.InvalidRequest, match=re.escape(message)):
         ActivationDataset(endpoint, prefix="torch-", **choice)
 
 
-def test_the_one_that_lacks_a_layer_is_named(endpoint):
+def test_the_capture_that_lacks_a_layer_is_named(endpoint):
     with residuum.Client(endpoint) as client:
         client.generate("a", max_tokens=3, capture=residuum.Capture(layers=[4]), request_id="torch-narrow")
         client.manifest("torch-narrow", wait=True)
@@ -242,7 +242,7 @@ def test_the_one_that_lacks_a_layer_is_named(endpoint):
             client.delete("torch-narrow")
 
 
-def test_a_worker_tells_what_went_wrong(endpoint):
+def test_a_worker_reports_its_error(endpoint):
     with residuum.Client(endpoint) as client:
         client.generate("a", max_tokens=3, capture=residuum.Capture(layers=[1, 4]), request_id="torch-gone")
         client.manifest("torch-gone", wait=True)
@@ -268,13 +268,13 @@ def test_a_worker_tells_what_went_wrong(endpoint):
         ({"prefix": "torch-", "labels": {"torch-1": 1}}, "4 of 5 captures have no label; the first is torch-0"),
     ],
 )
-def test_what_cannot_be_meant(endpoint, arguments, message):
+def test_invalid_arguments_are_refused(endpoint, arguments, message):
     with pytest.raises(residuum.InvalidRequest, match=re.escape(message)):
         ActivationDataset(endpoint, **arguments)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_shares_are_disjoint_and_everything(shuffle):
+def test_shares_are_disjoint_and_complete(shuffle):
     for count in (0, 1, 7, 100):
         for of in (1, 2, 3, 8):
             parts = [share(count, number, of, shuffle=shuffle, seed=5, epoch=2) for number in range(of)]
@@ -282,7 +282,7 @@ def test_shares_are_disjoint_and_everything(shuffle):
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_some_are_read_in_turn():
+def test_captures_are_read_in_rotation():
     makers = [lambda n=n: iter([f"{n}{k}" for k in range(n)]) for n in (2, 0, 3, 1)]
     assert list(in_turn(makers, 2)) == ["20", "21", "30", "31", "10", "32"]
     assert list(in_turn(makers, 1)) == ["20", "21", "30", "31", "32", "10"]

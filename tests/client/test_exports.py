@@ -1,4 +1,4 @@
-"""The public names, and how light they are to import."""
+"""The public names, and the cost of importing them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_client_is_light():
     assert not modules & {"rich", "torch", "vllm", "lmdb", "pydantic", "structlog", "safetensors", "gguf"}
 
 
-def test_what_the_services_share_comes_without_the_client():
+def test_shared_modules_import_without_the_client():
     modules = loaded_by("import residuum.wire.frames, residuum.rpc.errors, residuum.v1.store_pb2")
     assert not modules & {"residuum.client", "residuum.exceptions", "residuum.values.activations"}
 
@@ -98,7 +98,7 @@ def test_every_reason_has_an_exception():
     assert all(issubclass(kind, residuum.ResiduumError) for kind in failures.EXCEPTIONS.values())
 
 
-def test_the_tree_in_the_docstring_is_the_tree():
+def test_the_exception_tree_in_the_docstring_is_right():
     drawn = exceptions.__doc__
     for name, kind in inspect.getmembers(exceptions, inspect.isclass):
         if issubclass(kind, BaseException):
@@ -123,7 +123,7 @@ def _errors():
 
 @pytest.mark.parametrize("error", list(_errors()), ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy])
-def test_exceptions_travel_between_processes(error, again):
+def test_exceptions_survive_pickling(error, again):
     other = again(error)
     assert type(other) is type(error)
     assert (str(other), other.args, other.reason, other.metadata) == (
@@ -149,7 +149,7 @@ class BareError(grpc.RpcError):
 
 
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
-def test_bare_codes(code):
+def test_codes_without_a_reason_are_mapped(code):
     error = failures.from_rpc_error(BareError(code), "host:1", request_id="r")
     expected = {
         "UNAVAILABLE": residuum.Unreachable,

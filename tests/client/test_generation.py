@@ -43,20 +43,20 @@ async def test_prompt_forms(client, prompt, tokens):
 
 
 @pytest.mark.parametrize("prompt", ["", []])
-async def test_empty_prompt(client, prompt, peer):
+async def test_an_empty_prompt_is_refused(client, prompt, peer):
     with pytest.raises(residuum.EmptyPrompt):
         await client.generate(prompt)
     assert peer.calls == []
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [1, "b"], [True], [1.5], [[1]], None, 5, b"a", {"role": "user"}])
-async def test_prompt_of_the_wrong_kind(client, prompt):
+async def test_a_prompt_of_the_wrong_type_is_refused(client, prompt):
     with pytest.raises(TypeError, match="A prompt is"):
         await client.generate(prompt)
 
 
 @pytest.mark.parametrize("prompt", [[-1], [1 << 32], [{"role": "user"}], [{"role": "user", "content": 3}]])
-async def test_prompt_with_a_bad_part(client, prompt):
+async def test_a_prompt_with_an_invalid_part_is_refused(client, prompt):
     with pytest.raises(residuum.InvalidRequest):
         await client.generate(prompt)
 
@@ -81,7 +81,7 @@ async def test_prompt_with_a_bad_part(client, prompt):
         {"min_tokens": 17},
     ],
 )
-async def test_sampling_out_of_range(client, sampling, peer):
+async def test_sampling_out_of_range_is_refused(client, sampling, peer):
     with pytest.raises(residuum.InvalidRequest) as caught:
         await client.generate("a", **sampling)
     assert caught.value.metadata["field"] in sampling
@@ -89,12 +89,12 @@ async def test_sampling_out_of_range(client, sampling, peer):
 
 
 @pytest.mark.parametrize("sampling", [{"max_token": 3}, {"max_tokens": 1.5}, {"max_tokens": True}, {"top_p": "1"}])
-async def test_sampling_of_the_wrong_kind(client, sampling):
+async def test_sampling_of_the_wrong_type_is_refused(client, sampling):
     with pytest.raises(TypeError):
         await client.generate("a", **sampling)
 
 
-async def test_sampling_arrives(client, peer):
+async def test_sampling_is_sent_as_given(client, peer):
     sampling = {"max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 7, "stop": "x", "min_tokens": 2}
     await client.generate("a", ignore_eos=True, n=2, **sampling)
     sent = peer.requests[-1].sampling
@@ -107,13 +107,13 @@ async def test_unset_sampling_stays_unset(client, peer):
     assert not peer.requests[-1].HasField("sampling")
 
 
-async def test_a_layer_that_the_model_lacks(client):
+async def test_an_unknown_layer_is_refused(client):
     with pytest.raises(residuum.UnknownLayer) as caught:
         await client.generate("a", capture=residuum.Capture(layers=[LAYERS]))
     assert caught.value.metadata == {"layer": str(LAYERS), "layers": str(LAYERS)}
 
 
-async def test_sites_are_called_by_their_short_names(client, peer):
+async def test_errors_use_the_short_names_of_sites(client, peer):
     message = "The site SITE_MLP_OUT is not armed on this server; armed: SITE_RESID_POST."
     peer.script.failures = [Failure(Reason.ERROR_REASON_UNKNOWN_SITE, message, site="SITE_MLP_OUT")]
     with pytest.raises(
@@ -122,26 +122,26 @@ async def test_sites_are_called_by_their_short_names(client, peer):
         await client.generate("a", capture=residuum.Capture(sites="mlp_out"))
 
 
-async def test_another_model(client):
+async def test_a_request_for_another_model_is_refused(client):
     with pytest.raises(residuum.UnknownModel):
         await client.generate("a", model="gpt-17")
     with pytest.raises(residuum.UnknownModel):
         await client.register(model="gpt-17")
 
 
-async def test_an_id_that_was_used(client):
+async def test_a_used_request_id_is_refused(client):
     name = f"used-{uuid.uuid4().hex}"
     await client.generate("a", max_tokens=1, request_id=name)
     with pytest.raises(residuum.RequestExists):
         await client.generate("a", max_tokens=1, request_id=name)
 
 
-async def test_a_prompt_that_is_too_long(client):
+async def test_a_long_prompt_is_refused(client):
     with pytest.raises(residuum.PromptTooLong):
         await client.generate([1] * 5000)
 
 
-async def test_a_message_over_the_limit(client, peer):
+async def test_a_message_over_the_limit_is_refused(client, peer):
     with pytest.raises(residuum.PromptTooLong, match=r"52428\d\d bytes.* at most 4128768") as caught:
         await client.generate("a" * (5 << 20))
     assert caught.value.metadata["limit"] == "4128768"
@@ -149,7 +149,7 @@ async def test_a_message_over_the_limit(client, peer):
 
 
 @pytest.mark.parametrize("name", ["", ".x", "-x", "a/b", "x" * 129, "ü"])
-async def test_bad_request_ids(client, name):
+async def test_invalid_request_ids_are_refused(client, name):
     if name:
         with pytest.raises(residuum.InvalidRequest, match="cannot name a request"):
             await client.generate("a", request_id=name)
@@ -157,7 +157,7 @@ async def test_bad_request_ids(client, name):
         await client.abort(name)
 
 
-async def test_transport_is_hidden(client, peer):
+async def test_errors_hide_the_transport(client, peer):
     peer.script.failures = [Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died.")]
     with pytest.raises(residuum.EngineDead) as caught:
         await client.generate("a")
@@ -165,7 +165,7 @@ async def test_transport_is_hidden(client, peer):
     assert caught.value.__cause__ is None
 
 
-async def test_a_fault_of_the_server(client, peer):
+async def test_an_internal_error_of_the_server_is_reported(client, peer):
     peer.script.failures = [RuntimeError("secret")]
     with pytest.raises(residuum.ServerFault, match="incident") as caught:
         await client.generate("a")
@@ -174,7 +174,7 @@ async def test_a_fault_of_the_server(client, peer):
 
 
 @pytest.mark.parametrize("flaw", ["bad_order", "truncate"])
-async def test_a_server_that_breaks_the_contract(client, peer, flaw):
+async def test_a_server_that_breaks_the_contract_is_reported(client, peer, flaw):
     setattr(peer.script, flaw, True)
     with pytest.raises(residuum.ServerFault):
         await client.generate("a", max_tokens=2)

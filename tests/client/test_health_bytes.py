@@ -1,4 +1,4 @@
-"""The client reads health answers by their bytes; they are those of the standard's own messages."""
+"""The client parses health answers by hand. The bytes match those of the standard's messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from residuum.transport import health
 from residuum.v1 import inference_pb2, store_pb2
 
 
-def test_the_bytes_are_the_standards():
+def test_health_messages_match_the_standard():
     assert health_pb2.HealthCheckRequest().SerializeToString() == health.REQUEST == health.request_for("")
     for name in (*health.SERVICES.values(), "grpc.health.v1.Health", "é" * 200):
         assert health_pb2.HealthCheckRequest(service=name).SerializeToString() == health.request_for(name)
@@ -18,7 +18,7 @@ def test_the_bytes_are_the_standards():
         assert health.status_of_answer(answer.SerializeToString()) == name
 
 
-def test_the_short_names_are_of_the_contracts_services():
+def test_short_names_belong_to_the_contracts_services():
     services = {**inference_pb2.DESCRIPTOR.services_by_name, **store_pb2.DESCRIPTOR.services_by_name}
     assert set(health.SERVICES.values()) == {service.full_name for service in services.values()}
     for name, full_name in health.SERVICES.items():

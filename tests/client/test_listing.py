@@ -1,4 +1,4 @@
-"""The lists of several stores as one, against a plain list."""
+"""The merged list of several stores, compared with a plain list."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from residuum.wire.placement import StoreAddress
 
 
 class FakeStore:
-    """A store's list in a Python list: pages by the number of the last capture shown, as the real one has them."""
+    """A fake store: its pages continue after the number of the last shown capture, like the real store's."""
 
     def __init__(self, name):
         self.address = StoreAddress(name, f"{name}:1")
@@ -35,7 +35,7 @@ class FakeStore:
 
 
 def fill(placement):
-    """Open captures one after the other, each on the store of that index."""
+    """Open captures one after the other, each on the store with the given index."""
     stores = [FakeStore(name) for name in "abcd"]
     for number, at in enumerate(placement, 1):
         stores[at].captures[number] = f"n-{number}"
@@ -43,7 +43,7 @@ def fill(placement):
 
 
 def take(stores, page_size, token="", limit=None):
-    """Return ids, the token behind them, and the greatest number of captures that were held at once."""
+    """Return the IDs, the next page token, and the largest number of captures held at the same time."""
     addresses = {store.address: store for store in stores}
     listing = Listing(list(addresses), store_pb2.ListCapturesRequest(page_size=page_size), read_token(token))
     taken, held = [], 0
@@ -59,7 +59,7 @@ def take(stores, page_size, token="", limit=None):
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 9))
-def test_all_of_it_is_in_order_and_little_is_held(placement, page_size):
+def test_merged_pages_are_in_order_and_take_bounded_memory(placement, page_size):
     taken, token, held = take(fill(placement), page_size)
     assert taken == [f"n-{number}" for number in range(len(placement), 0, -1)]
     assert token == ""
@@ -67,8 +67,8 @@ def test_all_of_it_is_in_order_and_little_is_held(placement, page_size):
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 9), st.data())
-def test_pages_make_the_list_whatever_comes_and_goes_meanwhile(placement, page_size, data):
-    """Captures that are there all the time are shown once, in order; those that come later are not shown."""
+def test_pages_join_to_the_list_despite_concurrent_changes(placement, page_size, data):
+    """Captures that exist throughout are listed once, in order. Captures that are added later are not listed."""
     stores = fill(placement)
     there = {number: store for store in stores for number in store.captures}
     shown, token, number = [], "", len(placement)
@@ -88,7 +88,7 @@ def test_pages_make_the_list_whatever_comes_and_goes_meanwhile(placement, page_s
     assert set(there) <= set(shown) <= set(range(1, len(placement) + 1))
 
 
-def test_a_store_that_says_not_where_it_goes_on_cannot_be_paged():
+def test_a_store_without_continuation_tokens_cannot_be_paged():
     stores = fill([0, 0, 1])
     page = stores[0].page
     stores[0].page = lambda request: _without_tokens(page(request))
@@ -107,6 +107,6 @@ NO_TOKENS = st.none() | st.integers() | st.lists(st.integers() | st.dictionaries
 
 
 @given(st.text(min_size=1) | NO_TOKENS.map(lambda value: base64.urlsafe_b64encode(json.dumps(value).encode()).decode()))
-def test_tokens_of_others_are_refused_in_words(token):
+def test_foreign_page_tokens_are_refused_with_a_reason(token):
     with pytest.raises(residuum.InvalidRequest, match="start from the first page"):
         read_token(token)

@@ -1,4 +1,4 @@
-"""Manifests as JSON: by the committed schema, with the fields that `vllm_capture` has, and nothing lost."""
+"""Manifests as JSON match the committed schema, have the fields of `vllm_capture`, and lose nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMA = json.loads((Path(__file__).parents[2] / "protos/residuum/v1/manifest.sc
 
 
 def checked(manifest):
-    """The manifest's document, if it is by the schema and comes back as the same manifest."""
+    """Return the manifest's JSON document, after checking it against the schema and reading it back."""
     document = json.loads(json.dumps(manifest.to_dict()))
     jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.FormatChecker()).validate(document)
     assert from_document(document) == manifest.proto
@@ -34,7 +34,7 @@ def client(endpoint):
         yield opened
 
 
-def test_the_schema_of_manifests_is_a_schema():
+def test_the_manifest_schema_is_valid():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
@@ -106,8 +106,8 @@ def test_a_manifest_of_an_aborted_capture(client, peer):
     assert document["state"] == "CAPTURE_STATE_ABORTED"
 
 
-def test_the_messages_own_json_is_read_as_a_manifest_too(client):
-    """Files of an earlier version have it in their metadata."""
+def test_protobuf_json_is_also_read_as_a_manifest(client):
+    """Files of an earlier version have this JSON in their metadata."""
     reply = client.generate("a bb", max_tokens=2, capture=residuum.Capture(layers=[1]))
     manifest = client.manifest(reply.request_id, wait=True)
     assert residuum.Manifest.from_json(json_format.MessageToJson(manifest.proto)) == manifest
@@ -144,7 +144,7 @@ def test_a_manifest_says_how_rows_are_encoded(encoding, options, compression, wi
 
 
 @pytest.mark.parametrize("text", ["hello", "[]", "{}", '{"description": 3}', '{"description": {}, "sequences": 7}'])
-def test_what_is_no_manifest(text):
+def test_invalid_manifests_are_refused(text):
     with pytest.raises(residuum.InvalidRequest, match="not a manifest"):
         residuum.Manifest.from_json(text)
 
@@ -160,7 +160,7 @@ def test_the_manifest_command(cli, captured):
     assert cli("manifest", captured, "--json")[1].count("\n") == 1
 
 
-def test_the_manifest_command_waits_if_it_is_told_to(cli, endpoint, peer):
+def test_the_manifest_command_can_wait(cli, endpoint, peer):
     peer.script.delay_seal = threading.Event()
     with residuum.Client(endpoint) as client:
         name = client.generate("a bb", max_tokens=3, capture=residuum.Capture(layers=[0])).request_id
@@ -170,7 +170,7 @@ def test_the_manifest_command_waits_if_it_is_told_to(cli, endpoint, peer):
     assert json.loads(cli("manifest", name, "--wait")[1])["state"] == "CAPTURE_STATE_COMPLETE"
 
 
-def test_the_manifest_command_of_nothing(cli):
+def test_the_manifest_command_of_an_unknown_capture_fails(cli):
     code, out, err = cli("manifest", "never-was")
     assert (code, out) == (1, "")
     assert "never-was" in err

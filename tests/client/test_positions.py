@@ -1,4 +1,4 @@
-"""What a user writes as positions, and what the contract makes of it."""
+"""The positions that users write, and their form in the contract."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def test_positions(value, expected):
         slice(-4, 0), [slice(0, 9, 3)], [0, *range(2, 200, 2)], 1 << 31, [(5, 2)], "generatd",
     ],
 )  # fmt: skip
-def test_positions_that_cannot_be_meant(value):
+def test_invalid_positions_are_refused(value):
     with pytest.raises(residuum.InvalidRequest):
         Positions.of(value)
 
 
 @pytest.mark.parametrize("value", [slice(-4, None, 2), slice(-4, -1, 2), range(-4, 0, 2)])
-def test_a_step_from_the_prompts_end_says_what_to_write_instead(value):
+def test_a_step_from_the_prompts_end_is_refused_with_advice(value):
     with pytest.raises(residuum.InvalidRequest, match=r"\[-4, -2\]"):
         Positions.of(value)
 
 
-def test_a_range_across_the_prompts_end_says_what_to_write_instead():
+def test_a_range_across_the_prompts_end_is_refused_with_advice():
     with pytest.raises(residuum.InvalidRequest, match="into a list"):
         Positions.of(range(-2, 3))
 
@@ -67,13 +67,13 @@ def test_a_range_across_the_prompts_end_says_what_to_write_instead():
 @pytest.mark.parametrize(
     "value", [["a"], [(1, 2, 3)], [None], [0.5], [(0.5, 1)], True, [True, False], np.ones(3, bool)]
 )
-def test_positions_of_the_wrong_kind(value):
+def test_positions_of_the_wrong_type_are_refused(value):
     with pytest.raises(TypeError):
         Positions.of(value)
 
 
 @pytest.mark.parametrize("arguments", [{"phases": ["later"]}, {"every": 0}, {"ranges": [(3, 1)]}])
-def test_positions_by_hand_that_cannot_be_meant(arguments):
+def test_invalid_position_messages_are_refused(arguments):
     with pytest.raises(residuum.InvalidRequest):
         Positions(**arguments)
 
@@ -87,27 +87,27 @@ def test_positions_by_hand_that_cannot_be_meant(arguments):
         ({"ranges": ["a"]}, "pair"),
     ],
 )
-def test_positions_by_hand_of_the_wrong_kind(arguments, told):
+def test_position_messages_of_the_wrong_type_are_refused(arguments, told):
     with pytest.raises(TypeError, match=told):
         Positions(**arguments)
 
 
-def test_a_mask_is_told_how_to_become_positions():
+def test_a_mask_is_refused_with_advice():
     with pytest.raises(TypeError, match=r"np\.flatnonzero\(mask\)"):
         Positions.of(np.array([True, False, True]))
 
 
-def test_one_phase_may_be_a_word():
+def test_one_phase_may_be_a_string():
     assert Positions(phases="generated") == Positions(phases=("generated",))
 
 
-def test_a_pair_is_a_range_inside_a_list_alone():
+def test_a_pair_is_a_range_only_inside_a_list():
     assert Positions.of([(2, 5)]) == Positions(ranges=((2, 5),))
     assert Positions.of((2, 5)) == Positions.of([2, 5]) == Positions(ranges=((2, 2), (5, 5)))
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 5))
-def test_slices_mean_what_python_means(start, length, step):
+def test_slices_follow_python(start, length, step):
     start -= start % step
     value = slice(start, start + length, step)
     if not length or start + length == 0:
@@ -116,7 +116,7 @@ def test_slices_mean_what_python_means(start, length, step):
     assert np.flatnonzero(wanted_positions(selection, 10, 0, 100)).tolist() == list(range(100))[value]
 
 
-def test_numpy_numbers_are_numbers():
+def test_numpy_integers_are_accepted():
     assert list(layer_selection(np.arange(3)).list.layers) == [0, 1, 2]
     assert Positions.of(np.int64(3)) == Positions.of(3)
     assert Positions.of(np.array([3, 4])) == Positions.of([3, 4])

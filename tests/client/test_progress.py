@@ -19,7 +19,7 @@ def jupyter(monkeypatch):
     monkeypatch.setattr("rich.live.Live.refresh", lambda _: None)
 
 
-def test_a_bar_in_a_notebook(jupyter):
+def test_a_notebook_shows_a_progress_bar(jupyter):
     with progress_bar("reading", 2) as advance:
         assert advance is not _ignore
         advance(2)
@@ -27,6 +27,6 @@ def test_a_bar_in_a_notebook(jupyter):
         assert advance is _ignore
 
 
-def test_no_bar_in_a_pipe():
+def test_a_pipe_gets_no_progress_bar():
     with progress_bar("reading", 2) as advance:
         assert advance is _ignore

@@ -1,4 +1,4 @@
-"""Rows find their places however they are split, ordered and repeated, whether the length is known or not."""
+"""Rows are placed correctly for any split, order and repetition of chunks, with known and unknown length."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def begin(state, prompt, generated, *, keep_values=True, spec_positions=None, **
 
 @st.composite
 def splits(draw, positions):
-    """Chunks that together hold every (layer, position) at least once."""
+    """Chunks that together contain every (layer, position) at least once."""
     parts = []
     for layer in LAYERS:
         left = list(positions)
@@ -80,7 +80,7 @@ def test_any_split_in_any_order_gives_the_same_rows(data, known, every_third):
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_pieces_hold_each_row_once(data):
+def test_pieces_contain_each_row_once(data):
     reading = begin(capture_pb2.CAPTURE_STATE_OPEN, 5, 0, keep_values=False, layers=[2, 7])
     seen = {2: [], 7: []}
     for layers, part in data.draw(splits(range(20))):
@@ -104,7 +104,7 @@ def test_one_missing_row_is_never_complete(dropped, layer):
         reading.activations()
 
 
-def test_rows_of_other_sites_and_sequences_are_passed_over():
+def test_rows_of_other_sites_and_sequences_are_ignored():
     reading = begin(capture_pb2.CAPTURE_STATE_COMPLETE, 2, 1)
     assert reading.add(message(chunk=chunk(1, POST, LAYERS, [0]))) == []
     assert reading.add(message(chunk=chunk(0, capture_pb2.SITE_MLP_OUT, LAYERS, [0]))) == []

@@ -1,4 +1,4 @@
-"""What the services say of themselves, where they are, and what happens if they are not there."""
+"""The services' descriptions and addresses, and errors if they are unreachable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_nothing_listens(make):
         await lonely.info()
 
 
-async def test_store_of_its_own(make, store, endpoint, client):
+async def test_the_store_can_have_its_own_address(make, store, endpoint, client):
     reply = await client.generate("a", max_tokens=2, capture=residuum.Capture())
     apart = make("127.0.0.1:1", store=store.endpoint)
     assert (await apart.activations(reply.request_id)).manifest.is_complete
@@ -55,13 +55,13 @@ async def test_no_store(client, peer):
         await client.activations("x")
 
 
-async def test_a_capture_is_looked_for_in_several_stores(client, make, endpoint, peer, store, tmp_path):
+async def test_a_capture_is_searched_in_several_stores(client, make, endpoint, peer, store, tmp_path):
     reply = await client.generate("a", max_tokens=2, capture=residuum.Capture())
     other = RunningStore(tmp_path)
     try:
         for stores in ([store.endpoint, other.endpoint], [other.endpoint, store.endpoint]):
             peer.script.store_endpoints = stores
-            stranger = make(endpoint)  # it did not make the request, and so was not told where its capture is
+            stranger = make(endpoint)  # this client did not make the request, so it does not know the capture's store
             assert (await stranger.activations(reply.request_id)).manifest.is_complete
             assert reply.request_id in {summary.capture_id for summary in await stranger.captures()}
     finally:
@@ -69,14 +69,14 @@ async def test_a_capture_is_looked_for_in_several_stores(client, make, endpoint,
 
 
 @pytest.mark.parametrize("bad", ["localhost", "http://localhost:50051", ":1", "host:port", "host:0", "host:99999"])
-def test_bad_endpoints(kind, bad):
+def test_invalid_endpoints_are_refused(kind, bad):
     with pytest.raises(residuum.InvalidRequest, match="host:port"):
         kind(bad)
     with pytest.raises(residuum.InvalidRequest, match="host:port"):
         kind("localhost:1", store=bad)
 
 
-async def test_a_closed_client(make, endpoint):
+async def test_a_closed_client_cannot_be_used(make, endpoint):
     closed = make(endpoint)
     await closed.info()
     await closed.close()
@@ -84,7 +84,7 @@ async def test_a_closed_client(make, endpoint):
         await closed.info()
 
 
-async def test_a_deadline(client, peer):
+async def test_a_timeout_ends_a_call(client, peer):
     peer.script.hold = threading.Event()
     with pytest.raises(residuum.DeadlineExceeded):
         await client.generate("a", max_tokens=3, timeout=0.3)

@@ -1,4 +1,4 @@
-"""Captures on several real stores: found by rank, listed as one, and named when a store is away."""
+"""Captures on several real stores are found by rank and listed together. Unreachable stores are named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::residuum.EmptyCaptureWarning")
 
 
 class Group:
-    """Three stores, and a way to put a capture wherever a test wants it."""
+    """Three stores, and a function to put a capture on any of them."""
 
     def __init__(self, folder):
         self.stores = {name: RunningStore(folder / name) for name in NAMES}
@@ -82,7 +82,7 @@ def group(shared):
 
 @pytest.fixture
 def away():
-    """An endpoint at which nothing listens, for as long as the test runs."""
+    """An endpoint where nothing listens during the test."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{held.getsockname()[1]}"
@@ -93,7 +93,7 @@ def placed(store, names=NAMES, start=0):
     return next(name for at in range(start, 1 << 20) if first_rank(names, name := f"x-{at}") == store)
 
 
-async def test_each_capture_is_found_whatever_its_rank(make, group):
+async def test_a_capture_is_found_on_a_store_of_any_rank(make, group):
     client = make("127.0.0.1:1", store=group.address())
     for at, store in enumerate(NAMES):
         kept = group.put(store, f"capture-{at}")
@@ -102,8 +102,8 @@ async def test_each_capture_is_found_whatever_its_rank(make, group):
         assert acts.manifest.capture_id == kept
 
 
-async def test_a_store_that_is_added_changes_nothing_for_what_is_there(make, group):
-    """Ids whose first rank is the new store's, written before it came, are still read."""
+async def test_adding_a_store_does_not_affect_existing_captures(make, group):
+    """Captures whose first rank is the new store, written before it was added, are still found."""
     old, name = ("a", "b"), placed("c")
     group.put(first_rank(old, name), name)
     client = make("127.0.0.1:1", store=group.address())
@@ -113,7 +113,7 @@ async def test_a_store_that_is_added_changes_nothing_for_what_is_there(make, gro
         await client.manifest(name)
 
 
-async def test_a_client_learns_of_a_store_that_was_added(make, endpoint, peer, group):
+async def test_a_client_learns_of_an_added_store(make, endpoint, peer, group):
     peer.script.stores = group.address("a")
     client = make(endpoint)
     first = group.put("a", "first")
@@ -126,7 +126,7 @@ async def test_a_client_learns_of_a_store_that_was_added(make, endpoint, peer, g
     assert (await client.activations(group.put("c", "last"), allow_partial=True)).manifest.capture_id == "last"
 
 
-async def test_a_capture_that_came_back_on_another_store_is_found_there(make, group):
+async def test_a_capture_that_was_made_again_on_another_store_is_found(make, group):
     client = make("127.0.0.1:1", store=group.address())
     group.put("a", "wanderer")
     assert (await client.manifest("wanderer")).capture_id == "wanderer"
@@ -136,7 +136,7 @@ async def test_a_capture_that_came_back_on_another_store_is_found_there(make, gr
     assert (await client.activations("wanderer", allow_partial=True)).manifest.capture_id == "wanderer"
 
 
-async def test_only_the_captures_of_a_store_that_is_away_fail(make, group, away):
+async def test_only_captures_of_an_unreachable_store_fail(make, group, away):
     stores = [*group.address("a", "b"), f"c={away}"]
     client = make("127.0.0.1:1", store=stores, timeout=10)
     here, there = placed("a"), placed("c")
@@ -148,22 +148,22 @@ async def test_only_the_captures_of_a_store_that_is_away_fail(make, group, away)
         assert (caught.value.endpoint, caught.value.metadata["store"]) == (away, "c")
 
 
-async def test_a_capture_of_a_lower_rank_is_found_though_the_first_is_away(make, group, away):
+async def test_a_capture_on_a_lower_rank_is_found_if_the_first_store_is_unreachable(make, group, away):
     client = make("127.0.0.1:1", store=[*group.address("a", "b"), f"c={away}"], timeout=10)
     name = placed("c")
     group.put(ranks(NAMES, name)[2], name)
     assert (await client.manifest(name)).capture_id == name
 
 
-async def test_nothing_is_unknown_as_long_as_a_store_of_any_rank_is_away(make, group, away):
-    """The last rank is away: the others have no such capture, but it may be there."""
+async def test_no_capture_is_reported_unknown_while_a_store_is_unreachable(make, group, away):
+    """The store of the last rank is unreachable. The others do not have the capture, but that store may."""
     name = next(f"x-{at}" for at in range(1 << 20) if ranks(NAMES, f"x-{at}")[2] == "c")
     client = make("127.0.0.1:1", store=[*group.address("a", "b"), f"c={away}"], timeout=10)
     with pytest.raises(residuum.Unreachable, match=f"The capture {name} may be there: no other store holds it"):
         await client.manifest(name)
 
 
-async def test_lists_are_one_newest_first(make, group):
+async def test_lists_of_all_stores_are_merged_newest_first(make, group):
     names = [group.put(NAMES[at % 3], f"n-{at:02}") for at in range(8)]
     client = make("127.0.0.1:1", store=group.address())
     listed = await client.captures(prefix="n-")
@@ -172,7 +172,7 @@ async def test_lists_are_one_newest_first(make, group):
     assert not await client.captures(prefix="n-", states="complete")
 
 
-async def test_pages_join_without_a_seam_though_captures_come_and_go(make, group):
+async def test_pages_join_despite_concurrent_changes(make, group):
     names = [group.put(NAMES[at % 2], f"n-{at:02}") for at in range(9)]
     client = make("127.0.0.1:1", store=group.address())
     page = await client.captures_page(page_size=4, prefix="n-")
@@ -187,7 +187,7 @@ async def test_pages_join_without_a_seam_though_captures_come_and_go(make, group
     assert page.next_page_token == ""
 
 
-async def test_bad_pages(make, group):
+async def test_invalid_page_tokens_are_refused(make, group):
     for at in range(3):
         group.put("a", f"n-{at}")
     client = make("127.0.0.1:1", store=group.address())
@@ -210,7 +210,7 @@ async def test_bad_pages(make, group):
     assert [summary.capture_id for summary in rest.captures] == ["n-1", "n-0"], "what was added since is newer"
 
 
-async def test_lists_and_figures_without_a_store_that_is_away(make, group, away):
+async def test_lists_and_stats_report_an_unreachable_store(make, group, away):
     group.put("a", "n-1")
     client = make("127.0.0.1:1", store=[*group.address("a", "b"), f"c={away}"], timeout=10)
     for ask in (client.captures, client.captures_page, client.stats):
@@ -225,7 +225,7 @@ async def test_lists_and_figures_without_a_store_that_is_away(make, group, away)
     assert (health.stores[away], health.ok) == ("UNREACHABLE", False)
 
 
-async def test_figures_add_up(make, group):
+async def test_stats_of_all_stores_add_up(make, group):
     for at in range(3):
         group.put(NAMES[at], f"n-{at}")
     stats = await make("127.0.0.1:1", store=group.address()).stats()
@@ -236,8 +236,8 @@ async def test_figures_add_up(make, group):
     assert (total.store, total.retain_bytes) == ("total", None)
 
 
-async def test_where_the_inference_service_put_a_capture_is_remembered(make, endpoint, peer, store, group):
-    """A store known by its name at another address: the user's own list goes before the service's word."""
+async def test_the_client_remembers_the_store_of_a_capture(make, endpoint, peer, store, group):
+    """If the user's list has another address for a store's name than the service, the user's list takes precedence."""
     peer.script.stores = [f"here={store.endpoint}", *group.address("a")]
     peer.script.handle_store = "here"
     told = make(endpoint)
@@ -258,12 +258,12 @@ async def test_where_the_inference_service_put_a_capture_is_remembered(make, end
         ("h:1,", "is not an endpoint"),
     ],
 )
-def test_bad_lists_of_stores(kind, stores, told):
+def test_invalid_store_lists_are_refused(kind, stores, told):
     with pytest.raises(residuum.InvalidRequest, match=told):
         kind("localhost:1", store=stores)
 
 
-def test_the_command(cli, group, away):
+def test_the_command_uses_several_stores(cli, group, away):
     stores = ",".join(group.address())
     names = [group.put(NAMES[at % 3], f"n-{at}") for at in range(4)]
     code, out, _ = cli("ls", "--store", stores)
@@ -287,7 +287,7 @@ def test_the_command(cli, group, away):
     assert f"The capture {lost} may be there" in err
 
 
-def test_rm_goes_on_after_a_store_that_does_not_answer_in_time(cli, group, monkeypatch):
+def test_rm_continues_after_a_store_timeout(cli, group, monkeypatch):
     delete = residuum.Client.delete
 
     def slow(client, name):
@@ -302,7 +302,7 @@ def test_rm_goes_on_after_a_store_that_does_not_answer_in_time(cli, group, monke
     assert "too slow" in err
 
 
-def test_the_command_advises_in_its_own_words(cli, group):
+def test_command_errors_name_command_line_flags(cli, group):
     with socket.create_server(("127.0.0.1", 0)) as closing:
         threading.Thread(target=_close_each, args=[closing], daemon=True).start()
         stores = f"{group.address('a')[0]},c=127.0.0.1:{closing.getsockname()[1]}"
@@ -318,7 +318,7 @@ def _close_each(listener):
             listener.accept()[0].close()
 
 
-def test_the_doctor_looks_at_each_store(cli, group, away):
+def test_the_doctor_checks_each_store(cli, group, away):
     flags = [word for store in (*group.address("a", "b"), f"c={away}") for word in ("--store", store)]
     code, out, _ = cli("doctor", "--json", *flags)
     assert code == 1
@@ -330,7 +330,7 @@ def test_the_doctor_looks_at_each_store(cli, group, away):
     assert f"store {away}: health" not in found
 
 
-def test_older_services_name_endpoints_alone():
+def test_older_services_list_only_endpoints():
     old = inference_pb2.GetModelInfoResponse(store_endpoints=["h:1", "h:2"])
     assert residuum.ModelInfo.from_proto(old).stores == {"h:1": "h:1", "h:2": "h:2"}
     new = inference_pb2.GetModelInfoResponse(

@@ -1,4 +1,4 @@
-"""A service that is there but slow is waited for: only one that is not there is called unreachable."""
+"""The client waits for a slow service. Only a missing service is reported as unreachable."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_service_that_takes_its_time_to_greet(tmp_path: Path) -> None:
-    """Its machine accepts the connection, and it answers two seconds later. A stream is not retried by gRPC."""
+def test_a_slow_connection_is_waited_for(tmp_path: Path) -> None:
+    """The machine accepts the connection, and the store answers two seconds later. gRPC does not retry streams."""
     store = RunningStore(tmp_path)
     store.process.send_signal(signal.SIGSTOP)
     wakes = threading.Timer(2.0, store.process.send_signal, [signal.SIGCONT])

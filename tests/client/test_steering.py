@@ -1,4 +1,4 @@
-"""Steering as clients say it, change it while a request runs, and read about it later."""
+"""Steering: sent with a request, changed while it runs, and read from the manifest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY, HUGE = (residuum.Vector.from_array(np.full(HIDDEN, size)) for size in (1e-
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-def test_replace_steering_as_it_travels():
+def test_replace_steering_is_sent_as_the_contract_says():
     message = residuum.Replace(JOY, layers=[3, 1], value=-2.5, positions="prompt", keep_norm=True).to_proto()
     assert (message.replace.digest, message.replace.value) == (JOY.digest, -2.5)
     assert list(message.layers.list.layers) == [1, 3]
@@ -49,7 +49,7 @@ MAKE = {
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_a_vector_for_each_layer_as_it_travels(kind):
+def test_a_vector_for_each_layer_is_sent_as_the_contract_says(kind):
     operation = MAKE[kind]({np.int64(9): WOE, 2: JOY})
     message = operation.to_proto()
     assert message.WhichOneof("operation") == kind
@@ -61,7 +61,7 @@ def test_a_vector_for_each_layer_as_it_travels(kind):
     assert MAKE[kind](JOY, layer=1).vectors == (JOY,)
 
 
-def test_directions_are_a_vector_for_each_layer_to_steer_by():
+def test_directions_steer_with_a_vector_for_each_layer():
     joy = residuum.Directions({4: JOY, 1: WOE})
     assert residuum.Add(joy, scale=2.0) == residuum.Add({1: WOE, 4: JOY}, scale=2.0) == joy.add(2.0)[0]
 
@@ -98,7 +98,7 @@ def test_directions_are_a_vector_for_each_layer_to_steer_by():
         (lambda: residuum.Replace(JOY, 12, 6.0), TypeError, r"Replace\(vector, layer=12, value=4\.0\)"),
     ],
 )
-def test_steering_that_cannot_be_meant(make, error, message):
+def test_invalid_steering_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -115,7 +115,7 @@ def test_steering_that_cannot_be_meant(make, error, message):
         (5, "not 5"),
     ],
 )
-def test_what_is_no_operation_is_told_how_to_become_one(steer, told):
+def test_a_non_operation_is_refused_with_advice(steer, told):
     with pytest.raises(TypeError, match=told):
         plan_spec(None, steer, None, None)
 
@@ -128,12 +128,12 @@ def test_a_number_is_kept_as_a_float(number):
     hash(operation)
 
 
-def test_the_zero_vector_may_be_added_at_some_layer():
+def test_a_zero_vector_may_be_added_at_a_layer():
     assert residuum.Add({1: ZERO, 2: JOY}).vectors == (ZERO, JOY)
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_steering_by_a_vector_for_each_layer_is_a_value(kind):
+def test_steering_with_a_vector_for_each_layer_compares_by_value(kind):
     operation = MAKE[kind]({1: JOY, 2: WOE}, keep_norm=True)
     assert pickle.loads(pickle.dumps(operation)) == copy.deepcopy(operation) == operation
     assert len({operation, MAKE[kind]({2: WOE, 1: JOY}, keep_norm=True)}) == 1
@@ -141,7 +141,7 @@ def test_steering_by_a_vector_for_each_layer_is_a_value(kind):
     assert "{1: Vector(" in repr(operation)
 
 
-def test_what_was_given_as_steering_may_be_changed_afterwards():
+def test_changing_the_callers_arguments_later_has_no_effect():
     given = {1: JOY}
     operation = residuum.Add(given)
     given[2] = WOE
@@ -154,7 +154,7 @@ def test_vectors_of_steering_are_sent_once_and_in_order():
 
 
 @pytest.mark.parametrize("updatable", [False, True])
-def test_updatable_steering_as_it_travels(updatable):
+def test_updatable_steering_is_sent_as_the_contract_says(updatable):
     plan = plan_spec(None, None, None, None, updatable=updatable)
     assert plan.spec.HasField("steering") == updatable
     assert plan.spec.steering.updatable == updatable
@@ -165,7 +165,7 @@ def test_updatable_steering_as_it_travels(updatable):
             plan_generation("a", registration="r", updatable=True, **options)
 
 
-def test_a_change_of_steering_as_it_travels():
+def test_a_steering_change_is_sent_as_the_contract_says():
     plan = plan_steering("r", residuum.Add({1: WOE, 2: JOY}))
     assert plan.request.request_id == "r"
     assert len(plan.request.steering.operations) == 1
@@ -183,7 +183,7 @@ def test_a_change_of_steering_as_it_travels():
 
 
 class Held:
-    """A request that generates a token, and the rest when it is let go."""
+    """A request that generates one token, and the rest when the test releases it."""
 
     def __init__(self, peer, endpoint, **options):
         self.peer = peer
@@ -227,7 +227,7 @@ async def test_steering_of_a_running_request_is_changed(client, held, peer):
     assert residuum.Manifest.from_json(manifest.to_json()) == manifest
 
 
-async def test_vectors_of_a_change_of_steering_that_the_server_dropped_are_sent_again(client, held, peer):
+async def test_evicted_vectors_of_a_steering_change_are_sent_again(client, held, peer):
     await client.put_vectors([JOY])
     peer.script.drop_vectors = True
     assert await client.update_steering(held.stream, residuum.Add(JOY, layer=1)) == (3,)
@@ -235,7 +235,7 @@ async def test_vectors_of_a_change_of_steering_that_the_server_dropped_are_sent_
     assert peer.calls[-4:] == ["UpdateSteering", "FindMissingVectors", "PutVectors", "UpdateSteering"]
 
 
-async def test_vectors_of_a_change_of_steering_that_stay_missing_are_an_error(client, held, peer):
+async def test_vectors_of_a_steering_change_that_stay_missing_are_an_error(client, held, peer):
     missing = Failure(Reason.ERROR_REASON_MISSING_VECTORS, "Send them.", digests="aa,bb")
     peer.script.failures = [None, None, missing, None, missing]
     with pytest.raises(residuum.MissingVectors) as caught:
@@ -253,7 +253,7 @@ async def test_a_registered_request_can_be_updatable(client, peer, endpoint):
     held.close()
 
 
-async def test_all_sequences_tell_where_their_steering_changes(client, peer, endpoint):
+async def test_all_sequences_have_the_first_position_of_a_change(client, peer, endpoint):
     held = Held(peer, endpoint, n=3)
     for _ in range(2):
         next(held.stream)
@@ -280,7 +280,7 @@ async def test_an_async_stream_changes_its_own_steering(peer, endpoint):
             assert len([delta async for delta in stream]) == 1
 
 
-def test_a_stream_without_a_client_says_who_changes_its_steering(peer, endpoint):
+def test_a_stream_without_a_client_explains_how_to_change_steering(peer, endpoint):
     request = inference_pb2.GenerateRequest(text="a", spec=inference_pb2.RequestSpec())
     with open_channel(endpoint) as channel:
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
@@ -300,20 +300,20 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("reason", "error"), FAILURES.items())
-async def test_a_refused_change_of_steering_is_the_exception_of_its_reason(client, peer, reason, error):
+async def test_a_refused_steering_change_raises_the_exception_of_its_reason(client, peer, reason, error):
     peer.script.failures = [Failure(reason, "No.", request_id="r")]
     with pytest.raises(error, match=r"No\."):
         await client.update_steering("r", None)
     assert peer.calls == ["UpdateSteering"], "it is not tried again: it may have been done"
 
 
-async def test_steering_of_a_request_that_does_not_run(client):
+async def test_steering_of_a_request_that_is_not_running_cannot_change(client):
     with pytest.raises(residuum.UnknownRequest) as caught:
         await client.update_steering("never-was", None)
     assert caught.value.request_id == "never-was"
 
 
-async def test_steering_of_a_request_that_was_not_meant_to_change(client, peer, endpoint):
+async def test_steering_of_a_request_that_is_not_updatable_cannot_change(client, peer, endpoint):
     held = Held(peer, endpoint, updatable=False)
     with pytest.raises(residuum.NotUpdatable) as caught:
         await client.update_steering(held.stream, None)
@@ -322,7 +322,7 @@ async def test_steering_of_a_request_that_was_not_meant_to_change(client, peer, 
 
 
 @pytest.mark.parametrize("method", ["generate", "stream", "register", "update_steering"])
-def test_both_clients_take_the_same_words_to_steer(method):
+def test_both_clients_have_the_same_steering_parameters(method):
     sync, other = (inspect.signature(getattr(kind, method)) for kind in (residuum.Client, residuum.AsyncClient))
     assert [str(parameter) for parameter in sync.parameters.values()] == [
         str(parameter) for parameter in other.parameters.values()
@@ -355,20 +355,20 @@ RECORDS = {
 
 
 @pytest.mark.parametrize(("message", "numbers"), RECORDS.values(), ids=RECORDS)
-def test_a_record_of_steering_has_the_numbers_of_its_kind_alone(message, numbers):
+def test_a_steering_record_has_only_the_fields_of_its_kind(message, numbers):
     record = residuum.SteeringRecord.from_proto(message)
     assert record == residuum.SteeringRecord(
         message.WhichOneof("operation"), (0,), ("01" * 32,), residuum.Positions(), **numbers
     )
 
 
-def test_a_record_of_steering_has_a_digest_for_each_layer():
+def test_a_steering_record_has_a_digest_for_each_layer():
     message = operation("add", (2, 5), digests=(JOY.digest, WOE.digest), scale=1.0)
     record = residuum.SteeringRecord.from_proto(message)
     assert (record.layers, record.digests) == ((2, 5), (JOY.hexdigest, WOE.hexdigest))
 
 
-def test_a_record_of_steering_that_a_newer_server_knows():
+def test_a_steering_record_of_a_newer_server_is_readable():
     record = residuum.SteeringRecord.from_proto(operation(None, (3,)))
     assert record == residuum.SteeringRecord("unknown", (3,), (), residuum.Positions())
 
@@ -382,7 +382,7 @@ def manifest(start=(), *changes):
     return residuum.Manifest.from_proto(proto)
 
 
-def test_a_manifest_tells_its_steering_and_how_it_was_changed():
+def test_a_manifest_has_its_steering_and_its_changes():
     positions = selection_pb2.PositionSelection(phases=[selection_pb2.PHASE_GENERATED])
     first = operation("add", digest=JOY.digest, scale=1.0)
     first.positions.CopyFrom(positions)

@@ -1,4 +1,4 @@
-"""Streams: their tokens, and what stops them."""
+"""Streams: their tokens, and their ends."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_dropping_a_stream_stops_the_request_async(endpoint, peer, how):
         assert await asyncio.to_thread(peer.cancelled.wait, 10)
 
 
-def test_reading_on_after_closing(endpoint, peer):
+def test_reading_a_closed_stream_raises(endpoint, peer):
     peer.script.hold = threading.Event()
     with residuum.Client(endpoint) as client:
         stream = client.stream("a", max_tokens=100)
@@ -86,7 +86,7 @@ def test_reading_on_after_closing(endpoint, peer):
             list(stream)
 
 
-async def test_abort(client, peer, endpoint):
+async def test_abort_stops_the_request(client, peer, endpoint):
     peer.script.hold = threading.Event()
     with residuum.Client(endpoint) as other:
         stream = other.stream("a", max_tokens=100)
@@ -100,7 +100,7 @@ async def test_abort(client, peer, endpoint):
         await client.abort("never-was")
 
 
-async def test_abort_seen_by_an_async_stream(endpoint, peer):
+async def test_an_async_stream_reports_an_abort(endpoint, peer):
     peer.script.hold = threading.Event()
     async with residuum.AsyncClient(endpoint) as client, client.stream("a", max_tokens=100) as stream:
         await client.abort(stream.request_id)

@@ -1,4 +1,4 @@
-"""What a user writes: vectors, operations, captures; and what the contract makes of it."""
+"""The vectors, operations and captures that users write, and their form in the contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ joy = residuum.Vector.from_array([3.0, 4.0])
 ZERO = residuum.Vector.from_array([0.0, 0.0])
 
 
-def test_stats_tell_what_is_kept():
+def test_stats_show_stored_captures():
     proto = store_pb2.GetStatsResponse(used_bytes=5, free_disk_bytes=6)
     old = StoreStats.from_proto(StoreAddress("x:1", "x:1"), store_pb2.GetStatsResponse())
     assert (old.retain_seconds, old.retain_bytes, old.server_time) == (None, None, None)
@@ -43,7 +43,7 @@ def test_stats_tell_what_is_kept():
 # ------------------------------------------------------------------------------------------------------------- vectors
 
 
-def test_digests_are_those_of_the_contract():
+def test_digests_follow_the_contract():
     cases = json.loads((ROOT / "protos/residuum/v1/vector_digests.json").read_text())["vectors"]
     checked = 0
     for case in cases:
@@ -78,18 +78,18 @@ def test_vector_is_a_copy_and_read_only():
 
 
 @pytest.mark.parametrize("dtype", ["<f8", ">f4", "float16", ml_dtypes.bfloat16, "int32", "bool"])
-def test_vectors_of_any_number_type(dtype):
+def test_vectors_of_any_numeric_type_are_accepted(dtype):
     assert residuum.Vector.from_array(np.array([1, 0, 1], dtype)).values.tolist() == [1, 0, 1]
 
 
-def test_vectors_of_strided_arrays():
+def test_vectors_of_strided_arrays_are_accepted():
     table = np.arange(12.0).reshape(3, 4)
     assert residuum.Vector.from_array(table[:, 1]).values.tolist() == [1, 5, 9]
     assert residuum.Vector.from_array(table[:, 1]) == residuum.Vector.from_array([1, 5, 9])
 
 
 def test_torch_tensors_without_torch():
-    class Tensor:  # as a CUDA bfloat16 tensor behaves: numpy cannot read it until it was converted
+    class Tensor:  # like a CUDA bfloat16 tensor, which numpy cannot read without a conversion
         def detach(self):
             return self
 
@@ -121,13 +121,13 @@ def test_torch_tensors_without_torch():
         (np.array([1.0], np.complex64), "WRONG_DTYPE"),
     ],
 )
-def test_arrays_that_are_no_vector(array, reason):
+def test_invalid_arrays_are_not_vectors(array, reason):
     with pytest.raises(residuum.BadVector) as caught:
         residuum.Vector.from_array(array)
     assert caught.value.reason in (reason, "WRONG_LENGTH")
 
 
-def test_complex_tensors_are_no_vector():
+def test_complex_tensors_are_not_vectors():
     torch = pytest.importorskip("torch")
     with pytest.raises(residuum.BadVector, match="complex"):
         residuum.Vector.from_array(torch.tensor([1 + 2j]))
@@ -137,7 +137,7 @@ def test_complex_tensors_are_no_vector():
 def test_the_constructor_converts_and_copies():
     array = np.array([3.0, 4.0], np.float32)
     assert residuum.Vector(array) == residuum.Vector([3, 4]) == joy
-    array[0] = 7  # still the caller's own
+    array[0] = 7  # the caller's array is unchanged
     assert residuum.Vector(array) != joy
     with pytest.raises(residuum.BadVector, match=r"\[hidden\]"):
         residuum.Vector([[1.0]])
@@ -152,7 +152,7 @@ def test_load_vectors(tmp_path):
     assert residuum.load_vectors(str(tmp_path / "many.safetensors"))["a"].values.tolist() == [1, 1]
 
 
-def test_files_that_hold_no_vectors(tmp_path):
+def test_files_without_vectors_are_refused(tmp_path):
     np.save(tmp_path / "bad.npy", np.array([[1.0], [np.nan]]))
     np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
     (tmp_path / "text.npy").write_text("hello")
@@ -169,7 +169,7 @@ def test_files_that_hold_no_vectors(tmp_path):
 # ---------------------------------------------------------------------------------------------------------- operations
 
 
-def test_operations_as_they_travel():
+def test_operations_are_sent_as_the_contract_says():
     add = residuum.Add(joy, layer=12, scale=6.0, positions="generated").to_proto()
     assert (add.add.digest, add.add.scale, list(add.layers.list.layers)) == (joy.digest, 6.0, [12])
     assert len(add.positions.phases) == 1
@@ -208,13 +208,13 @@ def test_operations_as_they_travel():
         (lambda: residuum.Cap(ZERO, layer=1, max=1.0), residuum.BadVector),
     ],
 )
-def test_operations_that_cannot_be_meant(make, error):
+def test_invalid_operations_are_refused(make, error):
     with pytest.raises(error):
         make()
 
 
 @pytest.mark.parametrize("kind", [residuum.Add, residuum.Ablate, residuum.Cap])
-def test_only_the_vector_goes_without_its_name(kind):
+def test_only_the_vector_is_positional(kind):
     with pytest.raises(TypeError, match=rf"{kind.__name__}\(vector, layer=12, \w+=6\.0\)"):
         kind(joy, 12, 6.0)
     parameters = inspect.signature(kind.__init__).parameters
@@ -224,14 +224,14 @@ def test_only_the_vector_goes_without_its_name(kind):
     ]
 
 
-def test_operations_are_values():
+def test_operations_compare_by_value():
     add = residuum.Add(joy, layer=1, scale=2.0)
     assert pickle.loads(pickle.dumps(add)) == copy.deepcopy(add) == dataclasses.replace(add) == add
     assert residuum.Add(joy, layer=[1, 2]) == residuum.Add(joy, layer=(2, 1))
     assert hash(residuum.Add(joy, layer=1)) == hash(residuum.Add(joy, layer=1))
 
 
-def test_steer_takes_operations_only():
+def test_steer_accepts_only_operations():
     from residuum.values.steering import operation_list
 
     assert operation_list(None) == []
@@ -249,7 +249,7 @@ def test_steer_takes_operations_only():
 # ------------------------------------------------------------------------------------------------------------ captures
 
 
-def test_captures_as_they_travel():
+def test_captures_are_sent_as_the_contract_says():
     whole = residuum.Capture().to_proto()
     assert whole.layers.all
     assert list(whole.sites) == [capture_pb2.SITE_RESID_POST]
@@ -289,19 +289,19 @@ def test_captures_as_they_travel():
         ({"positions": slice(5, 5)}, residuum.InvalidRequest),
     ],
 )
-def test_captures_that_cannot_be_meant(arguments, error):
+def test_invalid_captures_are_refused(arguments, error):
     with pytest.raises(error):
         residuum.Capture(**arguments)
 
 
-def test_all_sites_are_told_where_their_names_are():
+def test_all_as_a_site_is_refused_with_the_names():
     with pytest.raises(residuum.UnknownSite, match=r"sites=client\.info\(\)\.sites"):
         residuum.Capture(sites="all")
     with pytest.raises(residuum.UnknownSite, match="choose among resid_post, resid_pre, attn_out, mlp_out"):
         residuum.Capture(sites="resid_post,attn")
 
 
-def test_layers_of_the_wrong_kind_are_told_what_is_right():
+def test_layers_of_the_wrong_type_are_refused_with_advice():
     for value in (None, 1.5):
         with pytest.raises(TypeError, match=r"layers= takes 'all', a number, a range or a list"):
             residuum.Capture(layers=value)

@@ -1,15 +1,15 @@
-"""`make test-compose`: compose.yaml on a real container engine, and the client outside of it.
+"""`make test-compose`: compose.yaml on a real container engine, with the client outside of it.
 
     python -m tests.compose                      both rounds
     python -m tests.compose --only plain         compose.yaml as it stands
     python -m tests.compose --only secure        several stores, with TLS and tokens (profile sharded, compose.tls.yaml)
 
-Each round builds the images, brings everything up under a project name and on ports of its own, uses it, kills the
-store in mid-capture, takes everything down and looks for what is left. The images stay, so that the next run builds
-what has changed. The last line says what was captured and recovered; the exit status is 0 if all was well.
+Each round builds the images and starts all services with its own project name and ports. It uses them, kills the store
+during a capture, stops everything, and checks that nothing is left. The images are kept for the next run. The last line
+has the counts of captured and recovered rows. The exit status is 0 if all checks passed.
 
-What `docker` reaches is used. Where no engine is, RESIDUUM_CONTAINER_ENGINE may name a program that brings one up: see
-tests/compose/engine.py.
+The engine is the one that `docker` reaches. If there is none, RESIDUUM_CONTAINER_ENGINE may name a program that starts
+one: see tests/compose/engine.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     options = parser.parse_args()
     if program := os.environ.get(engine.VARIABLE):
         with engine.brought_up(program) as (prefix, environment):
-            # Once more, where published ports can be reached.
+            # Run again where the published ports are reachable.
             command = [*prefix, sys.executable, "-m", "tests.compose", *sys.argv[1:]]
             return subprocess.run(command, env=environment, check=False).returncode
     outcome = Outcome()

@@ -1,4 +1,4 @@
-"""What holds of the containers themselves, as the engine tells it and as they feel it from inside."""
+"""Checks of the containers, from the engine's description and from inside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLEAN_ENDS = {0, 143}
 
 
 def check_confinement(project: Project, services: Iterable[str], outcome: Outcome) -> None:
-    """See that each service is an ordinary user, without capabilities, on a root that it cannot write."""
+    """Check that each service runs as an unprivileged user without capabilities, on a read-only root file system."""
     for service in services:
         host = project.inspect(service)["HostConfig"]
         expect(host["ReadonlyRootfs"], f"{service} can write its root")
@@ -32,14 +32,14 @@ def check_confinement(project: Project, services: Iterable[str], outcome: Outcom
 
 
 def check_light_store(project: Project, store: str, outcome: Outcome) -> None:
-    """See that the store's image has nothing of what only models need."""
+    """Check that the store's image has no packages that only models need."""
     for package in ("torch", "vllm", "transformers"):
         expect(_fails(project, store, "python", "-c", f"import {package}"), f"the store's image has {package}")
     outcome.say("the store's image has neither torch nor vLLM")
 
 
 def take_down(project: Project, outcome: Outcome) -> None:
-    """Stop everything, cleanly and within the grace periods, remove it, and see that nothing is left."""
+    """Stop everything within the grace periods, remove it, and check that nothing is left."""
     for service, code in project.stop().items():
         expect(code in _CLEAN_ENDS, f"{service} ended with {code} when it was asked to stop")
     project.down()

@@ -1,7 +1,7 @@
-"""The container engine: the one that `docker` reaches, or one that a program brings up.
+"""The container engine: the one that `docker` reaches, or one that a program starts.
 
-RESIDUUM_CONTAINER_ENGINE names that program. It is for machines without an engine and without a registry to pull from,
-and called as
+RESIDUUM_CONTAINER_ENGINE names that program. It is for machines without an engine and without access to a registry. It
+is called as follows:
 
     PROGRAM setup                    install what it needs; only if there is no `docker` command
     PROGRAM start                    start the engine
@@ -10,7 +10,7 @@ and called as
     PROGRAM exec COMMAND...          run a command where the ports that the engine publishes can be reached
     PROGRAM stop                     stop it, and remove all that it made
 
-An engine that runs already, by its socket, is used and left as it is: start it by hand to keep built images.
+If the socket's engine already runs, it is used and not stopped. Start it by hand to keep built images.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIABLE = "RESIDUUM_CONTAINER_ENGINE"
 
 
 def check() -> None:
-    """See that there is an engine, and Compose.
+    """Check that there is an engine, and Compose.
 
     Raises:
         DockerError: There is none. The message says what to do.
@@ -43,10 +43,10 @@ def check() -> None:
 
 @contextmanager
 def brought_up(program: str) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Bring an engine up for as long as the context lasts.
+    """Run an engine for as long as the context lasts.
 
     Yields:
-        What to write before a command so that it runs where published ports are, and its environment.
+        The command prefix that makes published ports reachable, and the environment.
     """
     if shutil.which("docker") is None:
         _call(program, "setup")
@@ -66,7 +66,7 @@ def brought_up(program: str) -> Iterator[tuple[list[str], dict[str, str]]]:
 
 
 def _bases() -> set[tuple[str, str]]:
-    """The images that the Dockerfiles of a CPU stand on, with their Python."""
+    """The base images of the Dockerfiles for CPUs, with their Python versions."""
     return {base_of(ROOT / "deploy" / f"{name}.Dockerfile") for name in ("store", "inference")}
 
 
@@ -79,7 +79,7 @@ def _answers(environment: Mapping[str, str], *arguments: str) -> bool:
 
 
 def _call(program: str, *arguments: str) -> str:
-    # What it starts in the background must not hold our pipes: only a socket's path is read from one.
+    # Its background processes must not keep our pipes open; only the path of a socket is read from a pipe.
     reads = arguments == ("socket",)
     done = subprocess.run(
         [program, *arguments],

@@ -1,4 +1,4 @@
-"""What a run of the rounds has seen, and how it says so."""
+"""The outcome of the rounds, and its output."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 
 class FailedError(AssertionError):
-    """Something is not as it must be. The message says what."""
+    """A check failed. The message says which."""
 
 
 def expect(is_so: object, otherwise: str) -> None:
-    """Go on if it is so.
+    """Continue if a condition holds.
 
     Raises:
-        FailedError: It is not.
+        FailedError: The condition does not hold.
     """
     if not is_so:
         raise FailedError(otherwise)
@@ -22,7 +22,7 @@ def expect(is_so: object, otherwise: str) -> None:
 
 @dataclass
 class Outcome:
-    """What was captured and recovered, over all rounds."""
+    """The counts of captured and recovered rows, over all rounds."""
 
     captures: int = 0
     """Captures that ended COMPLETE and were read."""
@@ -38,7 +38,7 @@ class Outcome:
     _start: float = field(default_factory=time.monotonic)
 
     def say(self, text: str) -> None:
-        """Print a line of what goes on, with the seconds since the beginning."""
+        """Print a line of progress, with the seconds since the start."""
         print(f"{time.monotonic() - self._start:6.1f} s  {text}", flush=True)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""compose.yaml as it stands: store and inference service on a CPU, compiled, nobody is asked who they are."""
+"""Round `plain`: compose.yaml unchanged, with store and inference service on a CPU, compiled, without tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFUSAL_SECONDS = 60.0
 
 
 def run(outcome: Outcome, variables: dict[str, str]) -> None:
-    """Run the round, with what is set for `docker compose`."""
+    """Run the round with these variables for `docker compose`."""
     with Project(variables=variables) as project, tempfile.TemporaryDirectory() as scratch:
         outcome.sizes.update(project.build(*SERVICES))
         outcome.say(f"built: {outcome.sizes}")
@@ -29,7 +29,7 @@ def run(outcome: Outcome, variables: dict[str, str]) -> None:
         containers.check_confinement(project, SERVICES, outcome)
         containers.check_light_store(project, "store", outcome)
         endpoint = project.endpoint("inference")
-        with residuum.Client(endpoint) as client:  # finds the store by what the service says of it
+        with residuum.Client(endpoint) as client:  # finds the store by the address from the service
             _use(client, project, endpoint, Path(scratch), outcome)
         containers.take_down(project, outcome)
     with Project(variables={**variables, "RESIDUUM_BIND": "0.0.0.0"}) as project:
@@ -37,7 +37,7 @@ def run(outcome: Outcome, variables: dict[str, str]) -> None:
 
 
 def _refuses_to_be_open(project: Project, outcome: Outcome) -> None:
-    """See that no service starts whose port would be open to other machines, by the same file and one variable."""
+    """Check that no service starts if a variable publishes its port to other machines without TLS."""
     for service in SERVICES:
         try:
             project.compose("run", "--rm", "--no-TTY", "--no-deps", service, timeout=_REFUSAL_SECONDS)

@@ -1,4 +1,4 @@
-"""One run of compose.yaml, under a project name and on ports of its own."""
+"""One run of compose.yaml, with its own project name and ports."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _LONGEST_LINE = 1000
 
 
 class DockerError(RuntimeError):
-    """A command of docker's failed. The message has its last lines."""
+    """A docker command failed. The message has its last lines."""
 
 
 def docker(*arguments: str, environment: Mapping[str, str] | None = None, timeout: float | None = None) -> str:
-    """Run `docker` and return what it printed.
+    """Run `docker`, and return its output.
 
     Raises:
         DockerError: It failed, or took too long.
@@ -56,7 +56,7 @@ def docker(*arguments: str, environment: Mapping[str, str] | None = None, timeou
 
 
 class Project:
-    """A project of Compose's. Leaving the context takes down what is up, with its volumes.
+    """A Compose project. Leaving the context removes its containers and volumes.
 
     Example:
         with Project() as project:
@@ -66,11 +66,11 @@ class Project:
     """
 
     def __init__(self, files: Sequence[str] = ("compose.yaml",), variables: Mapping[str, str] | None = None) -> None:
-        """Prepare a run; nothing is started.
+        """Prepare a run without starting anything.
 
         Args:
-            files: The compose files, each over the one before.
-            variables: What they are told, beside free ports.
+            files: The compose files; each overrides the previous ones.
+            variables: Variables for the files, in addition to free ports.
         """
         self.name = f"residuum-test-{secrets.token_hex(4)}"
         self._files = [word for file in files for word in ("--file", file)]
@@ -84,13 +84,13 @@ class Project:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is not None:  # what the services have said goes with their containers
+            if error is not None:  # the logs are removed with the containers
                 self._print_logs()
         finally:
             self.down()
 
     def compose(self, *arguments: str, timeout: float | None = None) -> str:
-        """Run `docker compose` for this project, with all of its profiles, and return what it printed."""
+        """Run `docker compose` for this project with all its profiles, and return its output."""
         return self._compose("--profile", "*", *arguments, timeout=timeout)
 
     def build(self, *services: str) -> dict[str, str]:
@@ -101,20 +101,20 @@ class Project:
         return {image: _size(image, base_of(file)[0]) for image, file in sorted(files.items())}
 
     def up(self, *services: str) -> None:
-        """Start services and what they need, or all without a profile, and wait until all of it is healthy."""
+        """Start services and their dependencies, or all without a profile, and wait until they are healthy."""
         self._compose("up", "--detach", "--wait", "--wait-timeout", str(WAIT_SECONDS), *services)
 
     def endpoint(self, service: str) -> str:
-        """Return host:port of a service, on this machine."""
+        """Return host:port of a service on this machine."""
         (port,) = self._parsed()["services"][service]["ports"]
         return f"{port['host_ip']}:{port['published']}"
 
     def container(self, service: str) -> str:
-        """Return the id of a service's container, running or not."""
+        """Return the ID of a service's container, running or not."""
         return self.compose("ps", "--all", "--quiet", service).strip()
 
     def inspect(self, service: str) -> Any:
-        """Return what the engine knows of a service's container."""
+        """Return the engine's description of a service's container."""
         return json.loads(docker("inspect", self.container(service)))[0]
 
     def execute(self, service: str, *command: str) -> str:
@@ -128,11 +128,11 @@ class Project:
         return {service: int(self.inspect(service)["State"]["ExitCode"]) for service in services}
 
     def down(self) -> None:
-        """Remove containers, networks and volumes. What is not up is no error."""
+        """Remove containers, networks and volumes. It is no error if there are none."""
         self.compose("down", "--volumes", "--remove-orphans", timeout=300)
 
     def leftovers(self) -> list[str]:
-        """Return what the engine still has of this project."""
+        """Return the containers, networks and volumes of this project that are left."""
         label = f"label={_LABEL}={self.name}"
         found = {
             "container": docker("ps", "--all", "--filter", label, "--format", "{{.Names}}"),
@@ -142,7 +142,7 @@ class Project:
         return [f"{what} {name}" for what, names in found.items() for name in names.split()]
 
     def _print_logs(self) -> None:
-        with suppress(DockerError):  # of what was never up, for one: it must not hide the error that led here
+        with suppress(DockerError):  # for example, nothing was started; this must not hide the original error
             for line in self.compose("logs", "--no-color", "--tail", str(_LAST_LINES), timeout=60).splitlines():
                 print(line[:_LONGEST_LINE], flush=True)
 
@@ -155,18 +155,18 @@ class Project:
 
 
 def base_of(dockerfile: Path) -> tuple[str, str]:
-    """Return the image that a Dockerfile stands on, and its Python."""
+    """Return the base image of a Dockerfile, and its Python version."""
     found = re.search(r"^ARG BASE=(python:([\d.]+)\S*)$", dockerfile.read_text(), re.MULTILINE)
     assert found, f"{dockerfile} names no base"
     return found[1], found[2]
 
 
 def _size(image: str, base: str) -> str:
-    """Return the size of an image, and what of it is not its base's, where that is known by its name."""
+    """Return the size of an image, and its size without the base image if the base has a local name."""
     total = _bytes(image)
     try:
         own = total - _bytes(base)
-    except DockerError:  # built from what was pulled for the build alone
+    except DockerError:  # the base was pulled only for the build
         return f"{total / 1e6:.0f} MB"
     return f"{total / 1e6:.0f} MB, {own / 1e6:.0f} of them beside {base}"
 
@@ -176,7 +176,7 @@ def _bytes(image: str) -> int:
 
 
 def _free_ports() -> dict[str, str]:
-    """Return a free port of this machine for each variable that names one."""
+    """Return a free port of this machine for each variable of a port."""
     names = [f"RESIDUUM_{name}_PORT" for name in ("INFERENCE", "STORE", "SHARDED", "STORE_A", "STORE_B")]
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in names]
     ports = {name: str(probe.getsockname()[1]) for name, probe in zip(names, probes, strict=True)}

@@ -1,4 +1,4 @@
-"""Several stores (profile sharded) with TLS and tokens (deploy/compose.tls.yaml), eager to start sooner."""
+"""Round `secure`: several stores (profile sharded) with TLS and tokens (deploy/compose.tls.yaml), not compiled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERVICES = (*SHARDS.values(), "inference-sharded")
 
 
 def run(outcome: Outcome, variables: dict[str, str]) -> None:
-    """Run the round, with what is set for `docker compose`."""
+    """Run the round with these variables for `docker compose`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         token = _fill(folder / "tls")
@@ -49,7 +49,7 @@ def run(outcome: Outcome, variables: dict[str, str]) -> None:
 
 
 def _fill(folder: Path) -> str:
-    """Make certificates and tokens as deploy/README.md tells people to; return the client's token."""
+    """Make certificates and tokens as in deploy/README.md; return the client's token."""
     common, inference = folder / "common", folder / "inference"
     Authority(common).issue("server", names=(*LOOPBACK, *SERVICES))
     inference.mkdir()
@@ -57,7 +57,7 @@ def _fill(folder: Path) -> str:
     own = _token("--tenant", "*", "--rights", "write", "--append", tokens)
     (inference / "store.token").write_text(own)
     theirs = _token("--tenant", "alice", "--rights", "generate,read", "--append", tokens)
-    for path in (folder.parent, folder, *folder.rglob("*")):  # the containers' user is another one
+    for path in (folder.parent, folder, *folder.rglob("*")):  # the containers run as another user
         path.chmod(0o755 if path.is_dir() else 0o644)
     return theirs
 
@@ -68,7 +68,7 @@ def _token(*arguments: str) -> str:
 
 
 def _keeps_the_token_from_stores(project: Project) -> None:
-    """See that the token which may write as any tenant is in no container but the one that shows it."""
+    """Check that only the inference service's container has the token that may write as any tenant."""
     for service in SERVICES:
         mounts = {mount["Destination"] for mount in project.inspect(service)["Mounts"]}
         expect(("/store-token" in mounts) is (service not in SHARDS.values()), f"{service} has {', '.join(mounts)}")
@@ -77,7 +77,7 @@ def _keeps_the_token_from_stores(project: Project) -> None:
 
 
 def _refuses_strangers(endpoint: str, ca: Path) -> None:
-    """See that neither plain text nor a caller without a token gets in."""
+    """Check that connections without TLS and callers without a token are refused."""
     trusting = residuum.TLS(ca=ca)
     for what, refusal, arguments in (
         ("without TLS", residuum.Unreachable, {"tls": False}),
@@ -114,7 +114,7 @@ def _use(
 
 
 def _names_of(shard: str) -> Iterator[str]:
-    """Names of captures whose place is a store, by the contract's rule."""
+    """Yield capture IDs that the contract's rule places on a store."""
     for number in range(1000):
         name = f"killed-{number}"
         if first_rank(SHARDS, name) == shard:

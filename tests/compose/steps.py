@@ -1,4 +1,4 @@
-"""What a client does with the services, whichever way they were brought up."""
+"""The steps of a client, the same in all rounds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def capture_all(client: residuum.Client, request_id: str, outcome: Outcome) -> A
 
 
 def check(acts: Activations, num_layers: int, num_positions: int) -> None:
-    """See that a capture is whole: complete, with every row there, and numbers in them."""
+    """Check that a capture is COMPLETE and has every row, with finite numbers."""
     expect(acts.manifest.is_complete, f"{acts!r} is not complete: {acts.manifest.describe_missing()}")
     expect(
         acts.layers == tuple(range(num_layers)) and len(acts.positions) == num_positions,
@@ -64,7 +64,7 @@ def note(acts: Activations, outcome: Outcome) -> None:
 
 
 def steer(client: residuum.Client, acts: Activations, outcome: Outcome) -> None:
-    """Steer along a captured direction: rows of the prompt move by just that vector, below the layer not at all."""
+    """Steer with a captured vector. Prompt rows move by exactly the vector, and rows of lower layers do not move."""
     layer, scale = 12, 4.0
     direction = acts[layer][-1] / np.linalg.norm(acts[layer][-1])
     prompt = residuum.Capture(layers=[layer - 1, layer], positions="prompt")
@@ -75,7 +75,7 @@ def steer(client: residuum.Client, acts: Activations, outcome: Outcome) -> None:
     rows = steered.positions
     expect(np.array_equal(steered[layer - 1], acts[layer - 1][rows]), "rows below the steered layer have changed")
     moved = (steered[layer] - acts[layer][rows]) @ direction
-    # A row's numbers are bfloat16, of 8 bits: what was added is off by that part of the row's length at most.
+    # Rows are bfloat16 with 8 bits, so the error is at most 2^-8 of the row's length.
     slack = np.linalg.norm(acts[layer][rows], axis=1) / 2**7
     expect((abs(moved - scale) < slack).all(), f"steered rows moved by {moved.round(2)}, not by {scale}")
     note(steered, outcome)
@@ -83,7 +83,7 @@ def steer(client: residuum.Client, acts: Activations, outcome: Outcome) -> None:
 
 
 def pull(endpoint: str, acts: Activations, folder: Path, environment: Mapping[str, str], outcome: Outcome) -> None:
-    """Fetch a capture by the command, into a file that says the same as what was read, to the byte."""
+    """Fetch a capture with the command into a file; check that it equals the rows read before, to the byte."""
     name, file = acts.manifest.capture_id, folder / "pulled.safetensors"
     run_command(endpoint, environment, "pull", name, "--out", str(file))
     pulled = residuum.Activations.from_safetensors(file)
@@ -94,7 +94,7 @@ def pull(endpoint: str, acts: Activations, folder: Path, environment: Mapping[st
 def delete(
     client: residuum.Client, endpoint: str, names: Iterable[str], environment: Mapping[str, str], outcome: Outcome
 ) -> None:
-    """Delete captures by the command; then nobody knows them, and no others are there."""
+    """Delete captures with the command; check that they are unknown and that no others exist."""
     names = list(names)
     expect({item.capture_id for item in client.captures()} == set(names), "the store has other captures than were made")
     run_command(endpoint, environment, "rm", *names)
@@ -109,7 +109,7 @@ def delete(
 
 
 def run_command(endpoint: str, environment: Mapping[str, str], *arguments: str) -> str:
-    """Run `residuum` as a user does; return what it printed."""
+    """Run the `residuum` command; return its output."""
     name, *rest = arguments
     command = [sys.executable, "-m", "residuum", name, "--endpoint", endpoint, *rest]
     done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
@@ -118,7 +118,7 @@ def run_command(endpoint: str, environment: Mapping[str, str], *arguments: str) 
 
 
 def same_rows(one: Activations, other: Activations) -> bool:
-    """Tell whether two captures have the same rows, to the bit."""
+    """Return whether two captures have the same rows, to the bit."""
     return one.layers == other.layers and all(
         one.raw(layer).tobytes() == other.raw(layer).tobytes() for layer in one.layers
     )
@@ -127,15 +127,15 @@ def same_rows(one: Activations, other: Activations) -> bool:
 def survive(
     client: residuum.Client, project: Project, store: str, request_id: str, kill: Callable[[], None], outcome: Outcome
 ) -> Activations:
-    """Kill a store while a capture is written to it, and see that capture end COMPLETE once the store is back.
+    """Kill a store while a capture is written to it; check that the capture ends COMPLETE after the store restarts.
 
     Args:
         client: A client of the services.
-        project: What they run in.
-        store: The store's service; the capture must be one of its own.
-        request_id: The capture's name.
-        kill: Ends the store's process by SIGKILL, and sees to it that it is started again.
-        outcome: Counts what was recovered.
+        project: The project of the services.
+        store: The store's service, on which the capture is placed.
+        request_id: The ID of the capture.
+        kill: Kills the store's process with SIGKILL, and makes sure that it is started again.
+        outcome: Counts the recovered rows.
     """
     story = {"max_tokens": STORY_TOKENS, "min_tokens": STORY_TOKENS}
     with client.stream(STORY, capture=ALL, request_id=request_id, **story) as stream:
@@ -167,9 +167,9 @@ def survive(
 
 
 def crash(project: Project, store: str) -> None:
-    """Kill the store's process within its container, as a crash would: the engine starts it again by itself."""
+    """Kill the store's process within its container, like a crash. The engine restarts it."""
     before = project.inspect(store)["RestartCount"]
-    with contextlib.suppress(DockerError):  # with its first process the whole container ends, and what asked for it
+    with contextlib.suppress(DockerError):  # the container ends with its first process, and this command with it
         project.execute(store, "python", "-c", _KILL)
     end = time.monotonic() + HEALTHY_SECONDS
     while project.inspect(store)["RestartCount"] == before:
@@ -191,7 +191,7 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
 
 
 def kill_container(project: Project, store: str) -> None:
-    """Kill the container; whoever did that starts it again."""
+    """Kill the container, and start it again, because the engine does not restart it."""
     project.compose("kill", "--signal", "KILL", store)
     state = project.inspect(store)["State"]
     expect((state["Running"], state["ExitCode"]) == (False, 137), f"{store} was not killed: {state}")
@@ -199,7 +199,7 @@ def kill_container(project: Project, store: str) -> None:
 
 
 def _some_rows(client: residuum.Client, request_id: str) -> residuum.Manifest:
-    """Wait until some rows have been written, and return what is known then."""
+    """Wait until some rows are written, and return the manifest."""
     end = time.monotonic() + ROWS_SECONDS
     while not (manifest := client.manifest(request_id)).num_rows:
         expect(time.monotonic() < end, f"no row of {request_id} has come to the store")

@@ -1,6 +1,6 @@
-"""The code blocks of the documentation: which there are, and what is to be done with each.
+"""Finds the code blocks of the documentation, and how each is tested.
 
-A block that cannot run where the tests run says so, and why, in a comment right above it:
+A block that the tests cannot run has a comment with the reason directly above it:
 
     <!-- not run: needs a GPU -->
 """
@@ -62,14 +62,14 @@ class Block:
 
     @property
     def source(self) -> str:
-        """The code, as far down as it stands on the page, so that tracebacks name the page's lines."""
+        """The code, preceded by empty lines so that tracebacks have the page's line numbers."""
         return "\n" * (self.line - 1) + self.code
 
     @property
     def commands(self) -> list[str]:
-        """What is typed: of a console what stands behind a dollar sign, of bash all.
+        """The typed commands: in a console block the lines after a dollar sign, in a bash block all lines.
 
-        A command goes on behind a backslash, and as long as a quote is open.
+        A command continues after a backslash, and while a quote is open.
         """
         found: list[str] = []
         for line in re.sub(r"\\\n", "", self.code).splitlines():
@@ -91,7 +91,7 @@ def _is_open(command: str) -> bool:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the blocks of a page, in order; not those that are Sphinx's own directives."""
+    """Return the blocks of a page in order, without Sphinx directives."""
     text, found = page.read_text(), []
     for fence in _FENCE.finditer(text):
         language = fence[3].strip()
@@ -103,9 +103,9 @@ def blocks(page: Path) -> list[Block]:
 
 
 def words(command: str) -> list[list[str]]:
-    """Return the words of each command of a shell line: what stands between &&, | and ;, by itself.
+    """Return the words of each command in a shell line, split at &&, | and ;.
 
-    Redirections, and variables that are set in front of it, are left out.
+    Redirections and leading variable assignments are left out.
     """
     lexer = shlex.shlex(command, posix=True, punctuation_chars="&|;<>")
     lexer.whitespace_split = True

@@ -1,6 +1,6 @@
-"""What is known of the documentation's code without running it: that it can be meant, and that what it names exists.
+"""The documentation's code is valid, and the names in it exist. These tests do not run it.
 
-What can run is run: tests/integration/test_docs.py.
+tests/integration/test_docs.py runs the blocks that can run.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def flags(settings):
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_every_block_is_run_or_read_or_says_why_not(block: Block):
+def test_every_block_is_run_or_read_or_has_a_reason_not_to(block: Block):
     assert block.language in {*RUN, *PARSED, OUTPUT}, "give the block a language that the tests know"
     assert block.reason is None or block.language in RUN, "only what would run needs a reason not to"
     assert block.reason is None or len(block.reason) > 10
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_mark_is_right_above_a_block(page: Path):
+def test_every_mark_is_directly_above_a_block(page: Path):
     assert page.read_text().count("<!-- not run: ") == sum(block.reason is not None for block in blocks(page))
 
 
@@ -57,7 +57,7 @@ def test_python_compiles(block: Block):
 
 
 @of("console")
-def test_consoles_are_shell(block: Block):
+def test_console_blocks_are_valid_shell(block: Block):
     assert block.commands, "what is typed begins with a dollar sign"
     for command in block.commands:
         subprocess.run(["bash", "-n", "-c", command], check=True, capture_output=True, text=True)
@@ -71,7 +71,7 @@ def test_commands_and_flags_exist(block: Block):
 
 
 @pytest.mark.parametrize("page", [*ELSEWHERE, *NOT_ON_THE_SITE], ids=lambda page: str(page.relative_to(ROOT)))
-def test_our_own_commands_exist_elsewhere_too(page: Path):
+def test_commands_of_this_project_exist_in_other_blocks_too(page: Path):
     for block in blocks(page):
         for command in block.commands if block.language in {"bash", "console"} else ():
             subprocess.run(["bash", "-n", "-c", command], check=True, capture_output=True, text=True)
@@ -103,7 +103,7 @@ def check_command(line):
 
 
 @of("toml")
-def test_files_in_toml_are_of_services(block: Block, tmp_path: Path):
+def test_toml_blocks_are_settings_of_services(block: Block, tmp_path: Path):
     content = tomllib.loads(block.code)
     if "token" in content:
         (tmp_path / "tokens.toml").write_text(block.code)
@@ -112,7 +112,7 @@ def test_files_in_toml_are_of_services(block: Block, tmp_path: Path):
         assert {name.replace("-", "_") for name in content} <= set(InferenceSettings.model_fields)
 
 
-def test_the_check_of_commands_can_fail():
+def test_the_command_check_detects_errors():
     for wrong in ("residuum generate", "residuum ls --nothing", "make nothing", "python -m store_svc --nothing",
                   "python -m bench.nothing", "pip install ./server[gguf]", "nothing"):  # fmt: skip
         with pytest.raises((AssertionError, SystemExit, ModuleNotFoundError)):

@@ -1,4 +1,4 @@
-"""The figures of docs/encodings.md are those of the result. Its code is run by tests/integration/test_docs.py."""
+"""The figures of docs/encodings.md match the result. tests/integration/test_docs.py runs its code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = ROOT / "docs/encodings.md"
 RESULT = ROOT / "bench/results/cpu/encodings.json"
 
 
-def test_the_table_of_the_encoding_page_is_that_of_the_result():
+def test_the_table_of_the_encoding_page_matches_the_result():
     part = json.loads(RESULT.read_text())["parts"]["rows"]
     assert rows.table(part) in PAGE.read_text()
     facts = f"{part['layers']} layers, width {part['width']}, bfloat16) over {part['positions']} tokens"

@@ -1,4 +1,4 @@
-"""The pages hang together: each is in the navigation, links lead somewhere, the reference leaves nothing out."""
+"""The pages are consistent: each is in the navigation, links have targets, and the reference is complete."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def prose(page):
 
 
 def anchors(page):
-    """The anchors of a page's headings, as code hosts and MyST make them."""
+    """Return the anchors of a page's headings, as code hosts and MyST generate them."""
     titles = re.findall(r"^#{1,6} (.+)$", prose(page), re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "") for title in titles]
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in plain}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *ELSEWHERE, *NOT_ON_THE_SITE], ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path):
+def test_links_have_targets(page: Path):
     for target in LINK.findall(prose(page)):
         if re.match(r"[a-z]+:", target):
             continue
@@ -59,7 +59,7 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(named) == sorted(name for name in there if name != "index")
 
 
-def test_documents_from_elsewhere_are_there():
+def test_included_documents_exist():
     found = re.search(r"^repository_documents = (\{.*?^\})", (DOCS / "conf.py").read_text(), re.DOTALL | re.MULTILINE)
     assert sorted(ROOT / name for name in eval(found[1]).values()) == sorted(ELSEWHERE)
     for page, name in eval(found[1]).items():
@@ -70,7 +70,7 @@ def test_documents_from_elsewhere_are_there():
         )
 
 
-def test_links_out_of_the_site_become_pages_files_or_words():
+def test_links_out_of_the_site_become_pages_files_or_plain_text():
     pages = {ROOT / "ARCHITECTURE.md": "project/architecture", DOCS / "faq.md": "faq"}
     text = "[a](../ARCHITECTURE.md#rows) [b](faq.md) [c](../protos) [d](nothing.md) [e](https://x.y) `[f](g)`\n"
     here = repository.Links("limits", pages, "").rewritten(text, DOCS / "limits.md")
@@ -107,7 +107,7 @@ def test_every_public_name_is_in_the_reference_once():
 
 
 @pytest.mark.parametrize("name", sorted(set(residuum.__all__) - {"__version__"}))
-def test_every_public_name_says_what_it_is(name: str):
+def test_every_public_name_has_a_docstring(name: str):
     thing = getattr(residuum, name)
     assert inspect.getdoc(thing)
     members = vars(thing).items() if inspect.isclass(thing) else ()
@@ -117,7 +117,7 @@ def test_every_public_name_says_what_it_is(name: str):
     assert not silent
 
 
-def test_the_command_line_is_there_with_every_flag():
+def test_the_reference_has_every_command_and_flag():
     made = "\n".join(generated.commands())
 
     def walk(parser):
@@ -132,7 +132,7 @@ def test_the_command_line_is_there_with_every_flag():
 
 
 @pytest.mark.parametrize(("service", "settings"), [("inference", InferenceSettings), ("store", StoreSettings)])
-def test_every_setting_is_there_and_says_what_it_is(service: str, settings: type):
+def test_the_reference_has_every_setting_with_a_description(service: str, settings: type):
     rows = [line for line in generated.settings(service) if line.startswith("| `--")]
     assert len(rows) == len(settings.model_fields)
     assert all(len(row.split(" | ")[2]) > 10 for row in rows)
@@ -156,13 +156,13 @@ def test_every_reason_of_incomplete_captures_is_explained():
     assert named == names - {"UNSPECIFIED"}
 
 
-def test_bars_are_those_of_the_results():
+def test_bars_match_the_results():
     every, missed = list(generated.bars("all")), list(generated.bars("missed"))
     assert len(every) > 10
     assert [row for row in every if "**missed**" in row] == missed[2:]
 
 
-def test_ways_that_were_faster_are_those_of_the_results():
+def test_faster_alternatives_match_the_results():
     (text,) = generated.faster("h200")
     assert text.startswith("| all 36 layers, `bench.suite` at ")
     (own, one), *others = re.findall(r"^\| (`?[\w-]+`?) \| .* ([\d.]+) × \|$", text, re.MULTILINE)
@@ -172,13 +172,13 @@ def test_ways_that_were_faster_are_those_of_the_results():
     assert all(float(ratio) < 1 and f"| {name.strip('`')} |" in report for name, ratio in others)
 
 
-def test_formulas_in_docstrings_stand_as_they_are():
+def test_formulas_in_docstrings_become_literal_blocks():
     lines = ["For a row x:", "", "    Add   x + v", "", "    Cap   x", "", "Example:", "    >>> x"]
-    docstrings.show_as_they_stand(lines)
+    docstrings.make_literal_blocks(lines)
     assert lines == ["For a row x:", "", "::", "", "    Add   x + v", "", "    Cap   x", "", "Example:", "    >>> x"]
 
 
-def test_operations_are_signed_by_their_fields():
+def test_operations_have_the_signature_of_their_fields():
     kind = residuum.Add
     signature, _ = docstrings.sign(None, "class", "residuum.Add", kind, None, "(*values, **_named)", None)
     assert signature.startswith("(vector, *, layer=None")

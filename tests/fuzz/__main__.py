@@ -1,4 +1,4 @@
-"""Fuzz a service for as long as you like: with atheris, which goes by the code that each input reaches, or without.
+"""Fuzzes a service for a given time, with atheris, which is guided by code coverage, or with random inputs.
 
     python -m tests.fuzz --service store --minutes 10
 
@@ -24,7 +24,7 @@ _CHECK_EVERY = 50
 
 
 def main() -> int:
-    """Run a target until the time is up; the exit status is not 0 if an input failed."""
+    """Run a target until the time is up; the exit status is nonzero if an input failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--service", choices=_TARGETS, required=True)
     parser.add_argument("--minutes", type=float, default=10.0)

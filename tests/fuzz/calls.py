@@ -1,4 +1,4 @@
-"""Calls of any method of a service with any bytes, and what may come of them."""
+"""Calls any method of a service with any bytes, and checks the outcome."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Answer:
-    """How a call ended."""
+    """The outcome of a call."""
 
     code: grpc.StatusCode
     text: str
@@ -37,7 +37,7 @@ def methods(service: ServiceDescriptor) -> list[str]:
 
 
 class Caller:
-    """Calls methods of a service with bytes for messages."""
+    """Calls methods of a service with raw bytes as messages."""
 
     def __init__(self, channel: grpc.Channel, service: ServiceDescriptor) -> None:
         self._calls = {}
@@ -54,7 +54,7 @@ class Caller:
             self._calls[method.name] = (call, method.client_streaming, method.server_streaming)
 
     def call(self, method: str, messages: Iterable[bytes], seconds: float = SECONDS) -> Answer:
-        """Make a call to its end; one that may last is given up after `seconds`."""
+        """Make a call and wait for its end. A call that may last is cancelled after `seconds`."""
         call, sends_many, gets_many = self._calls[method]
         request = iter(messages) if sends_many else next(iter(messages))
         responses: list[Message] = []
@@ -74,7 +74,7 @@ def _take(stream: Iterable[Message], into: list[Message]) -> None:
 
 
 def check_error(method: str, error: grpc.RpcError) -> None:
-    """Fail unless an error is one that the contract, or gRPC, has for bad input."""
+    """Fail unless an error is one that the contract or gRPC defines for bad input."""
     assert error.code() not in FAULTS, f"{method}: {error.code().name}: {error.details()}"
     known = failure_from_rpc_error(error)
     assert known is not None or error.code() in _BY_GRPC, f"{method}: no reason with {error.code().name}"

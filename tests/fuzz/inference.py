@@ -1,4 +1,4 @@
-"""The inference service under hostile calls: its own servicer and checks over gRPC, above a scripted engine."""
+"""The inference service under hostile calls: the real servicer and checks over gRPC, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _VECTORS = [vector_message(np.full(HIDDEN, value, np.float32)) for value in (0.5
 
 
 class Tokenizer:
-    """A token for each character; a chat template that takes two roles."""
+    """A tokenizer with a token for each character, and a chat template for two roles."""
 
     max_chars_per_token = 1
 
@@ -64,7 +64,7 @@ class Tokenizer:
 
 
 class ScriptedEngine(FakeEngine):
-    """A fake engine that reads prompts as the real one does."""
+    """A fake engine that reads prompts like the real one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class ScriptedEngine(FakeEngine):
         return await self._real.tokenize(request)
 
     async def note(self, log: list, item: object) -> None:
-        """Remember nothing: runs are long."""
+        """Record nothing, because runs are long."""
 
 
 class FuzzedInference(contextlib.AbstractContextManager):
-    """The service on a thread of its own, its hostile client, and a good one."""
+    """The service in a separate thread, with a hostile and a good client."""
 
     def __init__(self, **settings: object) -> None:
         self._loop = asyncio.new_event_loop()
@@ -100,7 +100,7 @@ class FuzzedInference(contextlib.AbstractContextManager):
         self._loop.close()
 
     def run(self, data: bytes) -> None:
-        """Make the calls that follow from some bytes."""
+        """Make the calls that are derived from some bytes."""
         choices = Choices(data)
         for _ in range(choices.randrange(1, 6)):
             self.call(choices, choices.choice(methods(SERVICE)))
@@ -118,7 +118,7 @@ class FuzzedInference(contextlib.AbstractContextManager):
         return answer
 
     def check(self) -> None:
-        """Check that a registration which no hostile call can name is as it was, and that requests are served."""
+        """Check that a registration that hostile calls cannot name is unchanged, and that requests are served."""
         request = ask(self._kept)
         events = list(self.stub.Generate(request, timeout=SECONDS))
         assert [token for event in events for token in event.delta.token_ids] == [1, 2, 3]
@@ -145,7 +145,7 @@ class FuzzedInference(contextlib.AbstractContextManager):
 
 
 class _ForgetfulStore(FakeStore):
-    """Answers as a store does, and remembers nothing."""
+    """Answers like a store, and records nothing."""
 
     async def OpenCapture(self, request: Any, context: Any) -> Any:
         self.opened.clear()
@@ -157,7 +157,7 @@ class _ForgetfulStore(FakeStore):
 
 
 def _seeds(method: str) -> list[Message]:
-    """Return good requests of a method; for a stream, in their order."""
+    """Return valid requests of a method; for a stream, in order."""
     positions = selection_pb2.PositionSelection(
         ranges=[selection_pb2.PositionRange(first=-2), selection_pb2.PositionRange(first=0, last=3)], every=2
     )

@@ -1,4 +1,4 @@
-"""Hostile messages: made from valid ones, by their descriptors and by their bytes. All choices come from one source."""
+"""Makes hostile messages from valid ones, by descriptor and by bytes. All choices come from one source."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _DEEPEST = 6
 
 
 class Choices(random.Random):
-    """Random choices that follow from some bytes: first the bytes themselves, then numbers that they seed.
+    """Random choices derived from some bytes: first the bytes themselves, then random numbers seeded with them.
 
-    So a fuzzer that changes the bytes (atheris) or makes them smaller (hypothesis) changes the choices with them, and a
-    few bytes are enough for a long input.
+    So a fuzzer that changes the bytes (atheris) or shrinks them (hypothesis) changes the choices too, and a few bytes
+    are enough for a long input.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -58,14 +58,14 @@ class Choices(random.Random):
 
 @dataclass
 class Words:
-    """What a field may be set to besides odd values: what means something to the service."""
+    """Values that are meaningful to the service, used for fields in addition to odd values."""
 
     texts: list[str] = field(default_factory=list)
     blobs: list[bytes] = field(default_factory=list)
 
 
 def made(choices: Choices, seed: Message, words: Words) -> bytes:
-    """Return a message of the seed's kind as bytes: like the seed, or with other fields, or with other bytes."""
+    """Return the bytes of a message of the seed's type: the seed itself, with changed fields, or with changed bytes."""
     message = type(seed)()
     message.CopyFrom(seed)
     kind = choices.randrange(8)
@@ -86,7 +86,7 @@ def fill(choices: Choices, message: Message, words: Words, depth: int = 0) -> No
 
 
 def change_field(choices: Choices, message: Message, words: Words) -> None:
-    """Change one field, somewhere in the tree."""
+    """Change one field at a random place in the tree."""
     depth = 0
     while True:
         nested = [item for item, _ in message.ListFields() if item.message_type]
@@ -104,7 +104,7 @@ def change_field(choices: Choices, message: Message, words: Words) -> None:
 
 
 def set_field(choices: Choices, message: Message, item: FieldDescriptor, words: Words, depth: int) -> None:
-    """Set one field to something."""
+    """Set one field to a random value."""
     if item.message_type:
         if depth < _DEEPEST:
             values = getattr(message, item.name)
@@ -138,13 +138,13 @@ def change_bytes(choices: Choices, data: bytes) -> bytes:
                 damaged[at : at + choices.randrange(1, 64)] = b""
             case 4:
                 damaged[at:at] = damaged[: choices.randrange(len(damaged) + 1)]
-            case 5:  # a length or a number that cannot be
+            case 5:  # an impossible length or number
                 damaged[at:at] = choices.choice((b"\xff" * 9 + b"\x01", b"\xff" * 11, b"\xff\xff\xff\xff\x0f", b"\x80"))
             case 6:  # text that is not UTF-8
                 damaged[at:at] = choices.choice((b"\xc0\x80", b"\xed\xa0\x80", b"\xff\xfe"))
-            case 7:  # messages in messages, deeper than any parser goes
+            case 7:  # nested messages, deeper than any parser's limit
                 damaged[at:at] = _nested(choices.randrange(1, 16), choices.choice((3, 99, 101, 300)))
-            case _:  # groups, which nobody uses, unbalanced
+            case _:  # unbalanced groups, an obsolete feature
                 damaged[at:at] = choices.choice((b"\x0b", b"\x0c", b"\x0b\x0c", b"\x0e\x0f"))
     return bytes(damaged)
 
@@ -197,5 +197,5 @@ def _blob(choices: Choices, words: Words) -> bytes:
 
 
 def some(choices: Choices, items: Sequence[bytes]) -> list[bytes]:
-    """Return some of the items: in their order or another, some twice."""
+    """Return some of the items, possibly reordered or repeated."""
     return [choices.choice(items) for _ in range(choices.randrange(1, 7))] if choices.one_in(2) else list(items)

@@ -1,4 +1,4 @@
-"""The store under hostile calls: a real one, over gRPC and LMDB, with captures that nothing may change."""
+"""The store under hostile calls: a real store with gRPC and LMDB, with captures that must not change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NAMES = ["a", "b", "c"]
 
 
 class FuzzedStore(contextlib.AbstractContextManager):
-    """A store, its hostile client, and a good one."""
+    """A store with a hostile and a good client."""
 
     def __init__(self, **settings: object) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-store-")
@@ -56,7 +56,7 @@ class FuzzedStore(contextlib.AbstractContextManager):
         self._folder.cleanup()
 
     def run(self, data: bytes) -> None:
-        """Make the calls that follow from some bytes."""
+        """Make the calls that are derived from some bytes."""
         choices = Choices(data)
         for seed in _seeds("OpenCapture"):
             if choices.one_in(2):
@@ -78,7 +78,7 @@ class FuzzedStore(contextlib.AbstractContextManager):
         return answer
 
     def check(self) -> None:
-        """Check that the store lives, serves, and has lost and changed nothing of what is not the hostile client's."""
+        """Check that the store is alive, serves, and has neither lost nor changed rows of other clients."""
         assert not self._store.died
         for name, state in self._kept.items():
             cells, manifest = self.client.read(name)
@@ -88,7 +88,7 @@ class FuzzedStore(contextlib.AbstractContextManager):
         self.client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=self._keep(sealed=True)))
 
     def _keep(self, *, sealed: bool) -> str:
-        """Write a capture that no hostile call can name."""
+        """Write a capture that hostile calls cannot name."""
         name = f"kept-{secrets.token_hex(8)}"
         self.client.open(describe(name, layers=[0, 1], prompt=2))
         self.client.append([make_chunk([0, 1], range(2)), make_chunk([0, 1], [2])], name)
@@ -106,7 +106,7 @@ class FuzzedStore(contextlib.AbstractContextManager):
 
 
 def _seeds(method: str) -> list[Message]:
-    """Return good requests of a method."""
+    """Return valid requests of a method."""
     description = describe("a", layers=[0, 1, 5], sites=[POST, PRE], prompt=3, sequences=2)
     other = describe("b", layers=[0], prompt=2)
     other.spec.positions.ranges.add(first=-2, last=-1)

@@ -23,7 +23,7 @@ def service() -> Iterator[FuzzedInference]:
 
 @some
 @given(data=inputs)
-def test_no_calls_break_the_service(service: FuzzedInference, data: bytes) -> None:
+def test_hostile_calls_do_not_break_the_service(service: FuzzedInference, data: bytes) -> None:
     service.run(data)
     service.check()
 
@@ -31,5 +31,5 @@ def test_no_calls_break_the_service(service: FuzzedInference, data: bytes) -> No
 @pytest.mark.parametrize("method", methods(SERVICE))
 @settings(some, max_examples=40)
 @given(data=inputs)
-def test_no_message_of_a_method_is_answered_as_a_fault(service: FuzzedInference, method: str, data: bytes) -> None:
+def test_no_message_causes_an_internal_error(service: FuzzedInference, method: str, data: bytes) -> None:
     service.call(Choices(data), method)

@@ -23,7 +23,7 @@ def store() -> Iterator[FuzzedStore]:
 
 @some
 @given(data=inputs)
-def test_no_calls_break_the_store(store: FuzzedStore, data: bytes) -> None:
+def test_hostile_calls_do_not_break_the_store(store: FuzzedStore, data: bytes) -> None:
     store.run(data)
     store.check()
 
@@ -31,5 +31,5 @@ def test_no_calls_break_the_store(store: FuzzedStore, data: bytes) -> None:
 @pytest.mark.parametrize("method", methods(SERVICE))
 @settings(some, max_examples=40)
 @given(data=inputs)
-def test_no_message_of_a_method_is_answered_as_a_fault(store: FuzzedStore, method: str, data: bytes) -> None:
+def test_no_message_causes_an_internal_error(store: FuzzedStore, method: str, data: bytes) -> None:
     store.call(Choices(data), method)

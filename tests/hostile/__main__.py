@@ -1,9 +1,9 @@
-"""Attack both services, each a process, and print their peak memory beside what their settings let them take.
+"""Attacks both services in separate processes, and prints their peak memory and the limit from their settings.
 
     python -m tests.hostile
 
-The exit status is 0 if they took no more than that, and well-behaved callers were served throughout: of the store, a
-follower and a writer that were there before all of it. Below the inference service is a scripted engine.
+The exit status is 0 if memory stayed within the limits and well-behaved callers were served throughout. For the store,
+these are a follower and a writer that started before the attacks. The inference service has a scripted engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INFERENCE_LIMITS = {"max_requests": 1100, "max_registration_mib": 8, "max_vector
 
 
 def main() -> int:
-    """Run everything; return the exit status."""
+    """Run all attacks; return the exit status."""
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         attacked = attack(Path(folder, "attacked"))
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def attack(folder: Path) -> bool:
-    """Run all attacks on one store; tell whether it kept its bound."""
+    """Run all attacks on one store; return whether its memory stayed within the limit."""
     bound = memory_bound(**LIMITS, max_captures=1000) / MIB
     store = _start(folder, LIMITS)
     peak = Peak(store.process.pid)
@@ -59,9 +59,9 @@ def attack(folder: Path) -> bool:
 
 
 def idle_alone(folder: Path) -> bool:
-    """Hold many idle streams; tell whether the store kept its bound, of which streams that wait are a small part."""
+    """Hold many idle streams; return whether the store's memory stayed within the limit for waiting streams."""
     limits = {"max_streams": IDLE + 100, "max_writers": 16, "max_open_mib": 64}
-    # Streams that wait have no chunks, and a thread each.
+    # Waiting streams hold no chunks, but a thread each.
     bound = memory_bound(**{**limits, "max_streams": 0}, max_captures=1) / MIB + 0.25 * limits["max_streams"]
     store = _start(folder, limits)
     peak = Peak(store.process.pid)
@@ -77,10 +77,10 @@ def idle_alone(folder: Path) -> bool:
 
 
 async def attack_inference() -> bool:
-    """Run all attacks on an inference service above a scripted engine; tell whether it kept its bound."""
+    """Run all attacks on an inference service with a scripted engine; return whether memory stayed within the limit."""
     command = [sys.executable, "-m", "tests.hostile.inference_service"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes) as process:  # noqa: ASYNC220 - at the start
+    with subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes) as process:  # noqa: ASYNC220 - nothing else runs yet
         endpoint = process.stdout.readline().strip()
         bound = inference_bound_mib(base_mib=own_mib(process.pid), **INFERENCE_LIMITS)
         peak = Peak(process.pid)

@@ -1,4 +1,4 @@
-"""HTTP/2 as no gRPC client speaks it: over a plain socket, with h2 to write the frames."""
+"""A hostile HTTP/2 client: a plain socket, with frames from h2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS = 20.0
 
 
 class Peer:
-    """One connection, whose frames are sent as they are told."""
+    """One connection that sends arbitrary frames."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=_SECONDS)
@@ -40,7 +40,7 @@ class Peer:
         return stream
 
     def begin_message(self, stream: int, size: int, sent: int) -> int:
-        """Announce a message of `size` bytes and send only `sent` of them, as the window lets; return how many."""
+        """Announce a message of `size` bytes, send up to `sent` of them within the window, and return how many."""
         self.connection.send_data(stream, b"\0" + struct.pack(">I", size))
         done = 0
         while done < sent:
@@ -55,7 +55,7 @@ class Peer:
         return done
 
     def listen(self) -> bool:
-        """Take what the server has to say; tell whether it said anything before it hung up."""
+        """Receive from the server; return whether anything came before it closed the connection."""
         try:
             data = self.socket.recv(1 << 16)
         except OSError:
@@ -75,17 +75,17 @@ class Peer:
 
 
 def rapid_reset(port: int, count: int) -> int:
-    """Open and reset streams as fast as it goes; return how many before the server hung up."""
+    """Open and reset streams as fast as possible; return how many before the server closed the connection."""
     return _repeat(port, count, lambda peer, _: peer.reset(peer.call("/residuum.v1.StoreService/GetStats")))
 
 
 def ping_flood(port: int, count: int) -> int:
-    """Send pings as fast as it goes; return how many before the server hung up."""
+    """Send pings as fast as possible; return how many before the server closed the connection."""
     return _repeat(port, count, lambda peer, at: peer.connection.ping(at.to_bytes(8, "big")))
 
 
 def huge_headers(port: int, size: int) -> int:
-    """Call with headers of that many bytes, in frames as large as the server takes; return 1 if it took them."""
+    """Call with this many bytes of headers in frames of the maximum size; return 1 if the server accepted them."""
     call = ("/residuum.v1.StoreService/GetStats", ("x-residuum", "x" * size))
     return _repeat(port, 1, lambda peer, _: peer.call(*call))
 

@@ -1,4 +1,4 @@
-"""What callers can do to the inference service besides using it. Each attack returns a word on how it went."""
+"""Attacks on the inference service. Each returns a short description of its outcome."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
 
 
 async def check(stub: Stub) -> None:
-    """Be served."""
+    """Check that a good request is served."""
     events = [event async for event in stub.Generate(ask(ids=(5, 6)), timeout=60)]
     assert events[-1].HasField("finished")
 
 
 async def idle_streams(stub: Stub, count: int) -> str:
-    """Generations that never come to a token."""
+    """Generations that never produce a token."""
     async with contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(open_aio_channel(_endpoint(stub))) for _ in range(10)]
         calls = [Stub(channels[at % 10]).Generate(ask(ids=(STUCK,))) for at in range(count)]
@@ -43,14 +43,14 @@ async def idle_streams(stub: Stub, count: int) -> str:
 
 
 async def busy_streams(stub: Stub, count: int) -> str:
-    """Generations at once, again and again."""
+    """Many concurrent generations, repeatedly."""
     for _ in range(5):
         await asyncio.gather(*(check(stub) for _ in range(count)))
     return f"5 times {count} generations"
 
 
 async def registrations(stub: Stub, count: int) -> str:
-    """Specs as large as may be, that nobody will use."""
+    """Registrations of the largest specs, which are never used."""
     operations = []
     for at in range(250):
         operation = steering_pb2.SteeringOperation(add=steering_pb2.Add(digest=at.to_bytes(32, "big"), scale=1.0))
@@ -61,7 +61,7 @@ async def registrations(stub: Stub, count: int) -> str:
 
 
 async def vectors(stub: Stub, count: int) -> str:
-    """Messages with vectors of any length, without end."""
+    """An endless stream of vectors of any length."""
     long = inference_pb2.PutVectorsRequest(vector=JOY)
     long.vector.values = bytes(3 * MIB)
     short = inference_pb2.PutVectorsRequest(vector=JOY)
@@ -78,7 +78,7 @@ async def long_texts(stub: Stub, count: int) -> str:
 
 
 async def silent_calls(stub: Stub, count: int) -> str:
-    """Calls that say nothing, and nearly all of a message."""
+    """Calls without a message, and calls with nearly a whole message."""
     port = int(_endpoint(stub).rpartition(":")[2])
 
     def attack() -> int:
@@ -93,7 +93,7 @@ async def silent_calls(stub: Stub, count: int) -> str:
 
 
 async def abuse(stub: Stub, count: int) -> str:
-    """Resets and pings, as fast as they go."""
+    """Resets and pings as fast as possible."""
     port = int(_endpoint(stub).rpartition(":")[2])
     resets = await asyncio.to_thread(rapid_reset, port, count)
     pings = await asyncio.to_thread(ping_flood, port, count)
@@ -107,7 +107,7 @@ async def _until_refused(call: Callable[[int], Awaitable[object]], count: int, w
             await call(at)
             accepted += 1
         except grpc.aio.AioRpcError as error:
-            assert error.code() in REFUSED, error  # noqa: PT017 - some are accepted, the others refused so
+            assert error.code() in REFUSED, error  # noqa: PT017 - some are accepted, and the others are refused like this
     return f"{accepted} of {count} {what} were accepted"
 
 

@@ -1,4 +1,4 @@
-"""The inference service above a scripted engine, as a process: prints its endpoint, and serves until its input ends.
+"""Serves the inference service with a scripted engine. Prints its endpoint, and ends when standard input ends.
 
 python -m tests.hostile.inference_service
 """
@@ -21,7 +21,7 @@ def script(call: EngineCall) -> object:
 
 
 async def main() -> None:
-    configure_logs("warning")  # to stderr: nobody reads more of the output than a line
+    configure_logs("warning")  # to stderr, because the parent reads only one line of standard output
     engine = ScriptedEngine()
     engine.script = script
     async with running_service(engine=engine, **LIMITS) as service:

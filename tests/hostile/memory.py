@@ -1,4 +1,4 @@
-"""How much memory a process takes of its own, and how much it may take by its settings."""
+"""The anonymous memory of a process, and the limit that follows from its settings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _KEPT_MIB = 256
 
 
 def inference_bound_mib(*, base_mib: float, max_requests: int, max_registration_mib: int, max_vector_mib: int) -> float:
-    """Return what the settings of an inference service let its front end take beyond what it takes when it starts."""
+    """Return how much the front end may grow after its start, by the settings of the inference service."""
     calls = max_requests + 256
     return base_mib + _KEPT_MIB + 0.1 * calls + 4 * 256 + 4 * max_registration_mib + 2 * max_vector_mib
 
 
 def own_mib(pid: int) -> float:
-    """Return the resident memory of a process that is not a file's: the database's pages are the kernel's to drop."""
+    """Return the anonymous resident memory of a process. The kernel can drop the pages of the database at any time."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) / 1024
@@ -24,7 +24,7 @@ def own_mib(pid: int) -> float:
 
 
 class Peak:
-    """Watches the memory of a process; what lasts less than 20 ms it may miss."""
+    """Samples the memory of a process every 20 ms, so it may miss shorter peaks."""
 
     def __init__(self, pid: int) -> None:
         self.mib = own_mib(pid)

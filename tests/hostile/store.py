@@ -1,4 +1,4 @@
-"""What callers can do to a store besides using it. Each attack returns a word on how it went."""
+"""Attacks on a store. Each returns a short description of its outcome."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDE = 1 << 18
 
 
 class WellBehaved:
-    """A follower and a writer that were there before, and must be there after."""
+    """A follower and a writer that start before the attacks and must work after them."""
 
     def __init__(self, port: int) -> None:
         self.client = Client(port)
@@ -36,7 +36,7 @@ class WellBehaved:
         self.check()
 
     def check(self) -> None:
-        """Write a row and see it come."""
+        """Write a row, and check that the follower gets it."""
         self._writer.until_acked(self._writer.send(make_chunk([0, 1, 2], [self._position]), "good"))
         assert list(next(self._follower).chunk.header.positions) == [self._position]
         self._position += 1
@@ -55,7 +55,7 @@ def wide_capture(client: Client, name: str, rows: int) -> None:
 
 
 def idle_streams(port: int, count: int) -> str:
-    """Followers of a capture that gets no rows."""
+    """Many followers of a capture that gets no rows."""
     return asyncio.run(_idle(port, count))
 
 
@@ -73,7 +73,7 @@ async def _idle(port: int, count: int) -> str:
 
 
 def busy_streams(port: int, count: int) -> str:
-    """Half of them write a capture each, half of them read it as it comes."""
+    """Half of the streams write a capture each, and the other half follow it."""
     chunks, positions = 8, 32
 
     def write(at: int) -> None:
@@ -105,7 +105,7 @@ def busy_streams(port: int, count: int) -> str:
 
 
 def slow_writers(port: int, count: int, patience: float) -> str:
-    """Each sends nearly all of a message of 4 MiB, and then a byte now and then."""
+    """Each call sends nearly all of a message of 4 MiB, then a byte from time to time."""
     peers = [Peer(port) for _ in range(count)]
     streams = [peer.call(APPEND) for peer in peers]
     both = list(zip(peers, streams, strict=True))
@@ -123,7 +123,7 @@ def slow_writers(port: int, count: int, patience: float) -> str:
 
 
 def silent_connections(port: int, count: int) -> str:
-    """Connections that say nothing, or only that they speak HTTP/2; calls without a message; streams left open."""
+    """Silent connections, connections with only the HTTP/2 preface, calls without a message, streams left open."""
     sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
     peers = [Peer(port) for _ in range(count // 2)]
     for at, peer in enumerate(peers):
@@ -134,7 +134,7 @@ def silent_connections(port: int, count: int) -> str:
 
 
 def readers_that_do_not_read(port: int, count: int) -> str:
-    """Readers of a large capture that take one message, and no more."""
+    """Readers of a large capture that read one message and then stop."""
     channels = [open_channel(f"127.0.0.1:{port}") for _ in range(count)]
     calls, refused = [], 0
     for channel in channels:
@@ -151,7 +151,7 @@ def readers_that_do_not_read(port: int, count: int) -> str:
 
 
 def bombs(port: int, count: int) -> str:
-    """Messages that unpack to 256 MiB."""
+    """Compressed messages of 256 MiB."""
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(f"127.0.0.1:{port}", options, grpc.Compression.Gzip) as channel:
         call = channel.unary_unary(STATS)
@@ -164,7 +164,7 @@ def bombs(port: int, count: int) -> str:
 
 
 def open_flood(port: int, count: int) -> str:
-    """Captures with prompts as long as may be, that never end."""
+    """Captures with the longest prompts, which never end."""
     client = Client(port)
     opened = 0
     try:
@@ -179,7 +179,7 @@ def open_flood(port: int, count: int) -> str:
 
 
 def append_flood(port: int, count: int) -> str:
-    """Messages as large as may be, for captures that are not there, faster than they are read."""
+    """The largest messages for unknown captures, sent faster than the store reads."""
 
     def flood(_: int) -> None:
         client = Client(port)

@@ -6,5 +6,5 @@ from tests.hostile.__main__ import attack_inference
 
 
 @pytest.mark.slow
-async def test_attacks_take_no_more_memory_than_the_settings_say() -> None:
+async def test_attacks_stay_within_the_configured_memory() -> None:
     assert await attack_inference()

@@ -48,21 +48,25 @@ def resolved(spec, **changes):
 
 
 BAD = {
-    "unknown encoding": (capture(99), "encoding", "not encode rows as 99; it knows raw, fp32"),
+    "unknown encoding": (capture(99), "encoding", "not support the encoding 99; it supports raw, fp32"),
     "more than the width": (
         capture(RP8, dimensions=WIDTH + 1),
         "encoding_options",
         "rp8 has 1 to 200 dimensions, not 201",
     ),
     "more to keep than there are": (capture(TOPK, dimensions=WIDTH + 1), "encoding_options", "1 to 200 dimensions"),
-    "dimensions of raw": (capture(RAW, dimensions=5), "encoding_options.dimensions", "raw has none; rp8 and topk8 and"),
+    "dimensions of raw": (
+        capture(RAW, dimensions=5),
+        "encoding_options.dimensions",
+        "raw has none; only rp8 and topk8 and",
+    ),
     "dimensions of projections onto vectors": (
         capture(PROJECT, dimensions=1, vectors=[A]),
         "encoding_options.dimensions",
         "project has none",
     ),
-    "seed of topk": (capture(TOPK, seed=1), "encoding_options.seed", "topk has none; rp8 and rp have"),
-    "axis of rp8": (capture(RP8, axis=BY_ROW), "encoding_options.axis", "rp8 has none; full8 has"),
+    "seed of topk": (capture(TOPK, seed=1), "encoding_options.seed", "topk has none; only rp8 and rp have"),
+    "axis of rp8": (capture(RP8, axis=BY_ROW), "encoding_options.axis", "rp8 has none; only full8 has"),
     "unknown axis": (capture(FULL8, axis=9), "encoding_options.axis", "ROW or DIMENSION"),
     "no vectors": (capture(PROJECT), "encoding_options.vectors", "project takes 1 to 256 vectors, not 0"),
     "too many vectors": (
@@ -70,14 +74,14 @@ BAD = {
         "encoding_options.vectors",
         "1 to 256 vectors, not 257",
     ),
-    "vectors of fp16": (capture(FP16, vectors=[A]), "encoding_options.vectors", "fp16 takes none; project does"),
+    "vectors of fp16": (capture(FP16, vectors=[A]), "encoding_options.vectors", "fp16 takes none; only project does"),
     "half a digest": (capture(PROJECT, vectors=[A, b"b"]), "encoding_options.vectors", "a digest is 32 bytes long"),
-    "a vector twice": (capture(PROJECT, vectors=[A, B, A]), "encoding_options.vectors", "name each vector once"),
-    "unknown reduction": (capture(reduction=9), "reduction", "it knows NONE, LAST, MEAN, MAX, SUM"),
+    "a vector twice": (capture(PROJECT, vectors=[A, B, A]), "encoding_options.vectors", "name each vector only once"),
+    "unknown reduction": (capture(reduction=9), "reduction", "it supports NONE, LAST, MEAN, MAX, SUM"),
     "reduction along dimensions": (
         capture(FULL8, axis=BY_DIMENSION, reduction=capture_pb2.REDUCTION_MEAN),
         "reduction",
-        "quantise it along the row",
+        "Set the axis to ROW.",
     ),
 }
 
@@ -97,9 +101,9 @@ def test_rows_too_wide_for_an_index_are_refused():
 
 def test_what_this_server_does_not_do_is_refused():
     only = {"encodings": (RAW,), "reductions": (capture_pb2.REDUCTION_NONE,)}
-    with pytest.raises(Failure, match="not encode rows as rp8; it knows raw"):
+    with pytest.raises(Failure, match="not support the encoding rp8; it supports raw"):
         resolved(capture(RP8), **only)
-    with pytest.raises(Failure, match="not reduce rows so; it knows NONE"):
+    with pytest.raises(Failure, match="not support this reduction; it supports NONE"):
         resolved(capture(reduction=capture_pb2.REDUCTION_LAST), **only)
 
 

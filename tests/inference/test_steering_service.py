@@ -220,7 +220,7 @@ async def test_steering_of_a_request_that_has_not_begun_cannot_be_changed(servic
     await store.until(lambda: store.opened)
     failure = await failure_of(service.update("r"))
     assert failure.reason_name == "UNKNOWN_REQUEST"
-    assert "has not begun" in failure.message
+    assert "is not generating: it has not started" in failure.message
     stream.cancel()
 
 

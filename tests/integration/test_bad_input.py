@@ -1,4 +1,4 @@
-"""What clients get wrong: a clear error each, nothing lost, and the service goes on serving."""
+"""Each mistake of a client causes a clear error. Nothing is lost, and the service continues to serve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("integration")]
 
 @pytest.fixture(autouse=True)
 def still_serving(client: residuum.Client) -> Iterator[None]:
-    """After each of these, the next request is served as if nothing had been."""
+    """Check after each test that the next request is served correctly."""
     yield
     assert client.generate("The capital of France is", max_tokens=1).text == " Paris"
 
@@ -58,13 +58,13 @@ def vector(size: int = 576) -> residuum.Vector:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )  # fmt: skip
-def test_refused(client: residuum.Client, asked: dict, error: type[Exception], says: str) -> None:
+def test_invalid_requests_are_refused(client: residuum.Client, asked: dict, error: type[Exception], says: str) -> None:
     arguments = {"prompt": "Hello", "max_tokens": 4, **asked}
     with pytest.raises(error, match=says):
         client.generate(arguments.pop("prompt"), **arguments)
 
 
-def test_an_id_that_is_taken(client: residuum.Client) -> None:
+def test_a_used_request_id_is_refused(client: residuum.Client) -> None:
     client.register(capture=residuum.Capture(layers=[1]), request_id="taken")
     with pytest.raises(residuum.RequestExists, match="taken"):
         client.register(capture=residuum.Capture(layers=[2]), request_id="taken")
@@ -74,13 +74,13 @@ def test_an_id_that_is_taken(client: residuum.Client) -> None:
         client.generate("Hello", max_tokens=1, request_id="used")
 
 
-def test_a_capture_that_does_not_exist(client: residuum.Client) -> None:
+def test_an_unknown_capture_is_reported(client: residuum.Client) -> None:
     for call in (client.activations, client.manifest, client.delete):
         with pytest.raises(residuum.UnknownCapture, match="nowhere"):
             call("nowhere")
 
 
-def test_vectors_are_refused_one_by_one(channel: grpc.Channel) -> None:
+def test_each_invalid_vector_is_refused(channel: grpc.Channel) -> None:
     fine = vector_message(np.ones(576, np.float32))
     wrong_digest = tensor_pb2.Vector(digest=bytes(32), dtype=fine.dtype, values=fine.values)
     nan = vector_message(np.full(576, np.nan, np.float32))
@@ -97,8 +97,8 @@ def test_vectors_are_refused_one_by_one(channel: grpc.Channel) -> None:
     ]
 
 
-def test_an_operation_of_a_later_version(channel: grpc.Channel) -> None:
-    # A steering operation whose oneof is a field that this version does not know: it arrives as no operation.
+def test_an_unknown_operation_is_refused(channel: grpc.Channel) -> None:
+    # A steering operation with a field that this version does not know: it arrives without an operation.
     spec = inference_pb2.RequestSpec()
     spec.steering.operations.add().layers.all = True
     error = refused(channel, inference_pb2.GenerateRequest(spec=spec, text="Hello"))
@@ -108,7 +108,7 @@ def test_an_operation_of_a_later_version(channel: grpc.Channel) -> None:
     assert failure.reason_name == "UNKNOWN_OPERATION"
 
 
-def test_a_direction_that_is_zero(channel: grpc.Channel) -> None:
+def test_a_zero_direction_is_refused(channel: grpc.Channel) -> None:
     zero = vector_message(np.zeros(576, np.float32))
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     stub.PutVectors(iter([inference_pb2.PutVectorsRequest(vector=zero)]))
@@ -122,8 +122,8 @@ def test_a_direction_that_is_zero(channel: grpc.Channel) -> None:
     assert failure.reason_name == "BAD_VALUES"
 
 
-def test_steering_beyond_every_number(client: residuum.Client) -> None:
-    # Infinity would become NaN in the keys and values of a cache that the next request's share: see `still_serving`.
+def test_steering_to_infinity_does_not_affect_later_requests(client: residuum.Client) -> None:
+    # Infinity would become NaN in cached keys and values that later requests share: see `still_serving`.
     far = residuum.Add(vector(), layer=1, scale=3e38)
     reply = client.generate("Hello", max_tokens=4, steer=[far, far], capture=residuum.Capture(layers=[1, 29]))
     acts = client.activations(reply)
@@ -131,20 +131,20 @@ def test_steering_beyond_every_number(client: residuum.Client) -> None:
     assert np.isfinite(acts[29]).all()
 
 
-def test_a_request_without_a_prompt(channel: grpc.Channel) -> None:
+def test_a_request_without_a_prompt_is_refused(channel: grpc.Channel) -> None:
     error = refused(channel, inference_pb2.GenerateRequest(spec=inference_pb2.RequestSpec()))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "prompt" in error.details()
 
 
-def test_malformed_protobuf(channel: grpc.Channel) -> None:
+def test_malformed_protobuf_is_refused(channel: grpc.Channel) -> None:
     call = channel.unary_unary("/residuum.v1.InferenceService/RegisterRequest")
     with pytest.raises(grpc.RpcError) as raised:
         call(b"\xff\xff\xff not protobuf", timeout=10)
     assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_message_over_the_limit(channel: grpc.Channel) -> None:
+def test_a_message_over_the_limit_is_refused(channel: grpc.Channel) -> None:
     error = refused(channel, inference_pb2.GenerateRequest(text="x" * (5 << 20)))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 

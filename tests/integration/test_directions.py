@@ -1,4 +1,4 @@
-"""Directions made of what a real model's service captured, and what steering along them does to that model."""
+"""Directions from captures of a real model, and the effect of steering along them on that model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_steering_along_a_direction_moves_the_model_along_it(
     length = 0.3 * float(np.linalg.norm(plain[LAYER]))
     scale = length / joy[LAYER].norm
     up, down = (steered(joy.add(sign * scale, layers=LAYER)) for sign in (1, -1))
-    # The earlier tokens are steered, too, but rows of one layer do not see each other: it moves by just what was added.
+    # Earlier tokens are steered too, but do not affect this row within the layer: it moves by exactly the added vector.
     assert up[LAYER] - before[LAYER] == pytest.approx(length, rel=0.02)
     assert down[LAYER] - before[LAYER] == pytest.approx(-length, rel=0.02)
     for layer in range(LAYER + 1, 30):

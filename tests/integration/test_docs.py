@@ -1,7 +1,7 @@
-"""Every block of code in the documentation runs, page by page from top to bottom, against both services.
+"""Every code block of the documentation runs against both services, page by page from top to bottom.
 
-A page's Python is one program, and its shell lines stand in between, all in one folder of their own. Only the endpoints
-are changed: those that pages name are the usual ones, and the services of the tests have free ports.
+The Python blocks of a page are one program, and its shell lines run in between, all in a separate folder. Only the
+endpoints are changed, because pages name the default ports and the tests' services have free ports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHELL_SECONDS = 120
 
 
 class Walk:
-    """What is done with the blocks of one page."""
+    """Runs the blocks of one page."""
 
     def __init__(self, store: Service, inference: Service) -> None:
         self.names: dict[str, Any] = {"__name__": "__main__"}
@@ -42,7 +42,7 @@ class Walk:
             **{name: value for name, value in os.environ.items() if not name.startswith("RESIDUUM_")},
             "RESIDUUM_ENDPOINT": inference.endpoint,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "client"), str(ROOT)]),  # this checkout, not what is installed
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "client"), str(ROOT)]),  # this checkout, not the installation
         }
 
     def run(self, block: Block) -> None:
@@ -54,7 +54,7 @@ class Walk:
         exec(compile(self._here(block.source), str(block.page), "exec"), self.names)
 
     def session(self, block: Block) -> None:
-        """Run an interactive session; what it shows must be what the page shows, but for what … stands for."""
+        """Run an interactive session. Its output must equal the page's, where … matches anything."""
         text = self._here(block.code).replace("…", "...")
         test = doctest.DocTestParser().get_doctest(text, self.names, str(block), str(block.page), block.line - 1)
         options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -64,7 +64,7 @@ class Walk:
         self.names.update(test.globs)
 
     def shell(self, block: Block) -> None:
-        """Run what is typed. What is shown below it is not compared."""
+        """Run the typed commands. Their output is not compared."""
         for command in block.commands:
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", self._here(command)],
@@ -82,7 +82,7 @@ class Walk:
 def walk(
     services: tuple[Service, Service], client: residuum.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Walk]:
-    """In an empty folder; captures that a page leaves are deleted."""
+    """Each page runs in an empty folder. Captures that it leaves are deleted."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     before = {summary.capture_id for summary in client.captures()}
@@ -97,7 +97,7 @@ def walk(
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_page_runs(page: Path, walk: Walk) -> None:
+def test_the_code_blocks_of_a_page_run(page: Path, walk: Walk) -> None:
     for block in blocks(page):
         if block.language in RUN and not block.reason:
             walk.run(block)
@@ -112,13 +112,13 @@ def test_most_pages_run() -> None:
     ("pycon", ">>> 1 + 1\n3\n"),
     ("console", "$ residuum pull there-is-no-such-capture\n"),
 ])  # fmt: skip
-def test_a_wrong_block_is_noticed(walk: Walk, language: str, code: str) -> None:
+def test_a_failing_block_is_detected(walk: Walk, language: str, code: str) -> None:
     with pytest.raises(AssertionError):
         walk.run(Block(ROOT / "README.md", 1, language, code, None))
 
 
-def test_every_figure_is_explained(services: tuple[Service, Service]) -> None:
-    """The page on monitoring names the figures that both services show, and no others."""
+def test_every_metric_is_documented(services: tuple[Service, Service]) -> None:
+    """The page on monitoring names exactly the metrics that both services export."""
     shown: set[str] = set()
     for service in services:
         lines = [json.loads(line) for line in service.log.read_text().splitlines() if line.startswith("{")]

@@ -1,4 +1,4 @@
-"""Encodings and reductions of a real model, through the whole of both services, beside its raw rows."""
+"""Encodings and reductions of a real model, through both services, compared with its raw rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def raw(client: residuum.Client) -> residuum.Activations:
 
 
 def close(got: np.ndarray, expected: np.ndarray, limit: np.ndarray | float = 0.0) -> None:
-    """Within a limit, and what two runs in bfloat16 may differ by: a hundredth of the row's largest element."""
+    """Allow a limit plus the difference between two runs in bfloat16: 1 % of the row's largest element."""
     assert got.shape == expected.shape
     slack = 0.01 * np.abs(expected).max(axis=-1, keepdims=True)
     assert (np.abs(got - expected) <= limit + slack).all()
@@ -62,7 +62,7 @@ def test_encoding_by_random_projection(client: residuum.Client, raw: residuum.Ac
 
 
 @pytest.mark.parametrize("encoding", ["topk", "topk8"])
-def test_encoding_of_the_largest(client: residuum.Client, raw: residuum.Activations, encoding: str) -> None:
+def test_encoding_topk(client: residuum.Client, raw: residuum.Activations, encoding: str) -> None:
     acts = captured(client, encoding=encoding, dimensions=64)
     for layer in LAYERS:
         part, exact = acts.encoded(layer), raw[layer]
@@ -70,7 +70,7 @@ def test_encoding_of_the_largest(client: residuum.Client, raw: residuum.Activati
         found = np.take_along_axis(acts[layer], part["index"].astype(np.int64), axis=1)
         close(found, kept, part["scale"][:, None] / 2 if encoding == "topk8" else 0.0)
         assert (np.count_nonzero(acts[layer], axis=1) <= 64).all()
-        rest = np.sort(np.abs(exact), axis=1)[:, -64]  # none that is left out is larger than these
+        rest = np.sort(np.abs(exact), axis=1)[:, -64]  # no left-out element is larger than these
         assert (np.abs(kept).min(axis=1) >= 0.95 * rest).all()
 
 
@@ -95,7 +95,7 @@ def test_reductions_with_an_encoding(client: residuum.Client, raw: residuum.Acti
 
 
 def test_encodings_side_by_side(client: residuum.Client, raw: residuum.Activations) -> None:
-    """Requests of one batch, each with an encoding of its own."""
+    """Requests of one batch, each with its own encoding."""
     encodings = ["raw", "full8", "rp8", "topk8"]
     requests = [{"capture": residuum.Capture(layers=LAYERS, encoding=encoding)} for encoding in encodings]
     registered = [client.register(**request) for request in requests]
@@ -112,7 +112,7 @@ def test_encodings_side_by_side(client: residuum.Client, raw: residuum.Activatio
             close(acts[20][:prompt], raw[20][:prompt], acts.encoded(20)["scale"][:prompt, None] / 2)
 
 
-def test_what_the_real_server_encodes(client: residuum.Client) -> None:
+def test_the_server_lists_its_encodings(client: residuum.Client) -> None:
     info = client.info()
     assert set(info.encodings) == {*("raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project")}
     assert (info.default_encoding, info.reductions) == ("raw", ("none", "last", "mean", "max", "sum"))

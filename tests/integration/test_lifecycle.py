@@ -1,4 +1,4 @@
-"""Starting, stopping and losing services, as real processes."""
+"""Services start, stop and die, as real processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EAGER = ["--enforce-eager", "--kv-cache-gib", "0.25", "--max-num-batched-tokens"
 
 @pytest.fixture
 def run() -> Iterator[Callable[[Service], Service]]:
-    """Take note of a service, and end it with the test."""
+    """Stop a service at the end of the test."""
     started: list[Service] = []
 
     def note(service: Service) -> Service:
@@ -66,7 +66,7 @@ def alive(pid: int) -> bool:
 
 
 def is_stored(client: residuum.Client, request_id: str) -> bool:
-    """Tell whether the store has heard of a capture."""
+    """Return whether the store knows a capture."""
     try:
         client.manifest(request_id)
     except residuum.UnknownCapture:
@@ -74,17 +74,17 @@ def is_stored(client: residuum.Client, request_id: str) -> bool:
     return True
 
 
-def test_the_store_comes_later_is_killed_and_comes_back(
+def test_the_store_may_start_late_and_be_killed_without_losing_rows(
     tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
 ) -> None:
-    """Started before its store, the inference service serves without captures until the store is there.
+    """If the inference service starts before its store, it serves without captures until the store is there.
 
-    Killed in mid-capture and restarted, the store ends up with every row.
+    If the store is killed during a capture and restarted, it finally has every row.
     """
     placeholder = run(start_store(tmp_path / "placeholder"))
     placeholder.wait_until_serving(30)
     port = int(placeholder.endpoint.rpartition(":")[2])
-    placeholder.stop()  # its port is now known to be free, and nobody listens
+    placeholder.stop()  # its port is now known, free and unused
 
     inference = run(start_inference(tmp_path, str(tiny_llama), f"127.0.0.1:{port}", EAGER))
     inference.wait_until_serving(START_SECONDS)
@@ -120,7 +120,7 @@ def test_the_store_comes_later_is_killed_and_comes_back(
         assert again.manifest.state == "complete", "what was acknowledged before the kill is there"
 
 
-def test_sigterm_lets_requests_end_and_leaves_nothing_behind(
+def test_sigterm_drains_requests_and_leaves_no_processes(
     tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
 ) -> None:
     store = run(start_store(tmp_path))
@@ -132,14 +132,14 @@ def test_sigterm_lets_requests_end_and_leaves_nothing_behind(
         assert len(family) >= 3, "the engine, its worker and a shipper"
 
         def generate() -> str:
-            """Make work for seconds, most of it waiting for its turn."""
+            """Start requests that take seconds. Most of them wait in the queue."""
             reply = client.generate([5, 6, 7], max_tokens=500, ignore_eos=True, capture=ALL, n=24, request_id="drained")
             return reply.request_id
 
         with ThreadPoolExecutor(1) as pool:
             generated = pool.submit(generate)
-            # Not by a first token: where this session waits for another (autogroup), it may come when all the work is
-            # done, and none is left to drain.
+            # Do not wait for a first token: if the scheduler favours other processes, it may arrive when all requests
+            # have finished, and none is left to drain.
             wait_until(lambda: is_stored(client, "drained"))
             inference.process.send_signal(signal.SIGTERM)
             wait_until(lambda: b"draining" in inference.log.read_bytes())
@@ -155,10 +155,10 @@ def test_sigterm_lets_requests_end_and_leaves_nothing_behind(
     assert store.process.wait(30) == 0
 
 
-def test_requests_that_outlast_the_grace_are_aborted_and_their_captures_sealed(
+def test_requests_longer_than_the_grace_period_are_aborted_and_sealed(
     tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
 ) -> None:
-    """Also those that were waiting for their turn; of one that had a token, every row that was computed is there."""
+    """This includes queued requests. A capture with a token has every row that was computed."""
     store = run(start_store(tmp_path))
     store.wait_until_serving(30)
     inference = run(start_inference(tmp_path, str(tiny_llama), store.endpoint, [*EAGER, "--grace-seconds", "0.2"]))
@@ -177,7 +177,7 @@ def test_requests_that_outlast_the_grace_are_aborted_and_their_captures_sealed(
     assert not any(manifest.missing for manifest in begun)
 
 
-def test_a_dead_engine_ends_the_service_and_its_captures(
+def test_a_dead_engine_stops_the_service_and_seals_its_captures(
     tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
 ) -> None:
     store = run(start_store(tmp_path))
@@ -203,7 +203,7 @@ def test_a_dead_engine_ends_the_service_and_its_captures(
 def test_a_killed_service_leaves_no_process(
     tiny_llama: Path, tmp_path: Path, run: Callable[[Service], Service]
 ) -> None:
-    """Not even a worker whose step waits for a store that does not take anything."""
+    """This includes a worker whose step waits for a store that accepts nothing."""
     store = run(start_store(tmp_path))
     store.wait_until_serving(30)
     arguments = [*EAGER, "--ring-mib", "1"]
@@ -241,7 +241,7 @@ def test_bad_settings_are_named(module: str, arguments: list[str], named: str) -
     assert named in done.stderr
 
 
-def test_ctrl_c_stops_everything_that_the_demo_started(smollm2: Path, tmp_path: Path) -> None:
+def test_ctrl_c_stops_all_processes_of_the_demo(smollm2: Path, tmp_path: Path) -> None:
     demo = subprocess.Popen(
         [sys.executable, "-m", "examples.demo", "--model", str(smollm2), "--picture", str(tmp_path / "x.png")],
         cwd=ROOT,

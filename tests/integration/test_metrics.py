@@ -1,4 +1,4 @@
-"""What both services show to Prometheus, and log, while a real engine, a real shipper and a real store work."""
+"""The metrics and logs of both services, with a real engine, shipper and store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scrape(service: Service) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_figures_follow_a_captured_request(services: tuple[Service, Service], client: residuum.Client) -> None:
+def test_metrics_count_a_captured_request(services: tuple[Service, Service], client: residuum.Client) -> None:
     store, inference = services
     before = scrape(inference), scrape(store)
     reply = client.generate("The capital of France is", max_tokens=8, capture=residuum.Capture(), request_id="watched")
@@ -45,7 +45,7 @@ def test_figures_follow_a_captured_request(services: tuple[Service, Service], cl
     where = client.store_endpoints()[0]
     acked = "residuum_inference_shipper_acked_bytes_total", "0", where
     deadline = time.monotonic() + DEADLINE
-    while True:  # workers and shippers tell of themselves once a second
+    while True:  # workers and shippers report once a second
         now = scrape(inference), scrape(store)
         settled = now[0].get(acked, 0.0) - before[0].get(acked, 0.0) >= rows
         if settled and now[0].get(("residuum_inference_ring_used_bytes", "0")) == 0:
@@ -70,14 +70,14 @@ def test_figures_follow_a_captured_request(services: tuple[Service, Service], cl
     assert not grown(1, "residuum_store_appended_chunks_total", "rejected")
 
 
-def test_one_id_leads_through_both_logs(services: tuple[Service, Service], client: residuum.Client) -> None:
+def test_the_request_id_is_in_both_logs(services: tuple[Service, Service], client: residuum.Client) -> None:
     client.generate("The capital of Italy is", max_tokens=2, capture=residuum.Capture(layers=[3]), request_id="traced")
     client.activations("traced")
     told = [[line["event"] for line in lines(item) if line.get("request_id") == "traced"] for item in services]
     assert told == [["capture ended"], ["request ended"]]
 
 
-def test_the_doctor_goes_the_whole_way(
+def test_the_doctor_captures_and_reads_a_request(
     services: tuple[Service, Service], capsys: pytest.CaptureFixture[str], client: residuum.Client
 ) -> None:
     assert client.info(check_store=True).store_reachable is True

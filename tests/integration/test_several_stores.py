@@ -23,11 +23,11 @@ NAMES = ("a", "b")
 
 
 def placed(store: str, start: int = 0) -> str:
-    """Return an id that belongs to a store."""
+    """Return a request ID whose capture is placed on a store."""
     return next(name for at in range(start, 1 << 20) if first_rank(NAMES, name := f"x-{at}") == store)
 
 
-def test_one_store_is_killed_in_mid_capture_and_the_other_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
+def test_killing_one_store_does_not_affect_the_other(tiny_llama: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
 
         def run(service: Service) -> Service:

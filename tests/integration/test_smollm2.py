@@ -1,4 +1,4 @@
-"""A real language model in bfloat16, through both services, against transformers in float32."""
+"""A real language model in bfloat16, through both services, compared with transformers in float32."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def test_every_row_of_eight_concurrent_requests(client: residuum.Client, smollm2
     assert (agreement.cosines < 0.99).mean() < 0.01, "rounding explains single rows, not many"
 
 
-def test_it_speaks(client: residuum.Client) -> None:
+def test_the_model_generates_text(client: residuum.Client) -> None:
     assert client.generate("The capital of France is", max_tokens=3).text.startswith(" Paris")
     reply = client.generate([{"role": "user", "content": "What is the capital of France?"}], max_tokens=24)
     assert "Paris" in reply.text
 
 
-def test_steered_and_captured_among_seven_that_are_neither(client: residuum.Client) -> None:
+def test_a_steered_capture_is_right_among_seven_plain_requests(client: residuum.Client) -> None:
     direction = residuum.Vector.from_array(np.random.default_rng(1).standard_normal(576).astype(np.float32))
     steer = [residuum.Add(direction, layer=12, scale=0.1)]
-    # A reply of which the model is sure: where two tokens are as likely, the batch's shape decides in bf16, as it does
-    # in stock vLLM. tests/conformance has the same in float32, where it must not.
+    # The reply must be clear: if two tokens are equally likely, the shape of the batch decides in bf16, as in stock
+    # vLLM. tests/conformance has the same test in float32, where the batch must have no effect.
     prompt = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,"
     alone = client.generate(prompt, max_tokens=24, capture=ALL, steer=steer)
     neighbours = [client.stream(other, max_tokens=60, ignore_eos=True) for other in PROMPTS[:7]]
@@ -69,7 +69,7 @@ def test_steered_and_captured_among_seven_that_are_neither(client: residuum.Clie
     assert distance.max() < 0.25, "bf16 noise, at its largest in single ill-conditioned rows"
 
 
-def test_sequences_of_one_prompt(client: residuum.Client) -> None:
+def test_sequences_of_one_prompt_have_their_own_rows(client: residuum.Client) -> None:
     reply = client.generate("A colour is", max_tokens=12, n=3, temperature=1.0, seed=7, ignore_eos=True, capture=ALL)
     assert len({sequence.token_ids for sequence in reply.sequences}) > 1
     acts = client.activations(reply.request_id)
@@ -99,7 +99,7 @@ def test_a_stop_text_ends_the_capture_with_the_reply(client: residuum.Client) ->
 
 
 @pytest.mark.parametrize("prompt", [[504], [504, 3575]])
-def test_one_token_of_a_short_prompt(client: residuum.Client, prompt: list[int]) -> None:
+def test_one_generated_token_of_a_short_prompt_is_captured(client: residuum.Client, prompt: list[int]) -> None:
     reply = client.generate(prompt, max_tokens=1, ignore_eos=True, capture=ALL)
     acts = client.activations(reply.request_id)
     assert acts.token_ids.tolist() == prompt
@@ -113,7 +113,7 @@ def test_one_token_of_a_short_prompt(client: residuum.Client, prompt: list[int])
         ("last_prompt", lambda prompt, rows: [prompt - 1]),
     ],
 )
-def test_positions(client: residuum.Client, positions: str, expected: object) -> None:
+def test_selected_positions_are_captured(client: residuum.Client, positions: str, expected: object) -> None:
     reply = client.generate(
         PROMPTS[0], max_tokens=40, ignore_eos=True, capture=residuum.Capture(layers=[3, 29], positions=positions)
     )
@@ -136,7 +136,7 @@ def test_following_while_the_model_generates(client: residuum.Client) -> None:
     assert seen >= {(layer, position) for layer in (0, 29) for position in range(rows)}
 
 
-def test_abort(client: residuum.Client) -> None:
+def test_an_aborted_request_has_an_aborted_capture(client: residuum.Client) -> None:
     with client.stream(PROMPTS[4], max_tokens=900, ignore_eos=True, capture=ALL) as stream:
         request_id = stream.started.request_id
         next(iter(stream))
@@ -148,10 +148,10 @@ def test_abort(client: residuum.Client) -> None:
         client.activations(request_id)
     partial = client.activations(request_id, allow_partial=True)
     assert partial.manifest.state == "aborted"
-    client.abort(request_id)  # stopping what has ended is fine
+    client.abort(request_id)  # aborting an ended request is no error
 
 
-def test_a_dropped_stream_aborts(client: residuum.Client) -> None:
+def test_dropping_a_stream_aborts_the_request(client: residuum.Client) -> None:
     stream = client.stream(PROMPTS[4], max_tokens=900, ignore_eos=True, capture=ALL)
     request_id = stream.started.request_id
     next(iter(stream))
@@ -166,7 +166,7 @@ def test_a_vector_is_sent_once(client: residuum.Client) -> None:
     assert client.find_missing_vectors([vector]) == []
 
 
-def test_a_registration_is_used_once(client: residuum.Client) -> None:
+def test_a_registration_can_be_used_only_once(client: residuum.Client) -> None:
     registration = client.register(capture=residuum.Capture(layers=[0]), request_id="registered-once")
     assert client.register(capture=residuum.Capture(layers=[0]), request_id="registered-once").request_id
     reply = client.generate("Hello", max_tokens=2, registration=registration)
@@ -176,7 +176,7 @@ def test_a_registration_is_used_once(client: residuum.Client) -> None:
         client.generate("Hello", max_tokens=2, registration=registration)
 
 
-def test_many_vectors_in_one_batch_stay_apart(client: residuum.Client) -> None:
+def test_requests_of_one_batch_are_steered_by_their_own_vectors(client: residuum.Client) -> None:
     rng = np.random.default_rng(6)
     vectors = [residuum.Vector.from_array(5 * rng.standard_normal(576).astype(np.float32)) for _ in range(8)]
     capture = residuum.Capture(layers=[12], positions="prompt")
@@ -190,7 +190,7 @@ def test_many_vectors_in_one_batch_stay_apart(client: residuum.Client) -> None:
         steered = list(pool.map(lambda v: rows([residuum.Add(v, layer=12, scale=1.0)]), vectors))
     for vector, moved in zip(vectors, steered, strict=True):
         error = np.linalg.norm(moved - plain - vector.values, axis=-1)
-        # bf16 keeps 8 bits: the error grows with the row, and the first token's row is far longer than the vector.
+        # bf16 has 8 bits, so the error grows with the row's length. The first token's row is by far the longest.
         assert (error < 0.005 * (np.linalg.norm(plain, axis=-1) + np.linalg.norm(vector.values))).all()
 
 

@@ -1,4 +1,4 @@
-"""The examples, built once; and at the end of the run a line for each language with the rows that were compared."""
+"""Builds the examples once. At the end of the run, a line for each language shows the number of compared rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ absent: dict[str, str] = {}
 
 @functools.cache
 def built(name: str) -> MissingToolchainError | BuildError | None:
-    """Build an example, once; return why it is not there, or None."""
+    """Build an example once; return the reason if that failed, or None."""
     try:
         LANGUAGES[name].make()
     except (MissingToolchainError, BuildError) as error:
@@ -30,7 +30,7 @@ def built(name: str) -> MissingToolchainError | BuildError | None:
 
 @pytest.fixture(scope="module", params=LANGUAGES)
 def program(request):
-    """An example, built; skipped if its toolchain is missing."""
+    """A built example. Skips the test if its toolchain is missing."""
     compared.setdefault(request.param, Counter())
     failure = built(request.param)
     if isinstance(failure, MissingToolchainError) and not REQUIRED:
@@ -42,7 +42,7 @@ def program(request):
 
 @pytest.fixture
 def count(program):
-    """Counts what was found right: rows of captures as Python's client reads them, numbers decoded, failures told."""
+    """Counts verified results: rows that equal the Python client's, decoded numbers, reported failures."""
     return compared[program.name]
 
 

@@ -1,4 +1,4 @@
-"""The examples in other languages: what each needs, how it is built, and how it is run."""
+"""Builds and runs the examples in other languages."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ BUILD_SECONDS = 560
 
 
 class MissingToolchainError(Exception):
-    """What a language needs is not on this machine; the message says what, and how to install it."""
+    """A toolchain is missing. The message says what to install and how."""
 
 
 class BuildError(Exception):
-    """An example does not build; the message says why."""
+    """An example cannot be built. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Language:
         """Build it.
 
         Raises:
-            MissingToolchainError: A tool or a library is not there.
-            BuildError: They are, and yet it does not build.
+            MissingToolchainError: A tool or a library is missing.
+            BuildError: The build fails although the toolchain is there.
         """
         absent = [tool for tool in self.tools if shutil.which(tool) is None]
         if absent:
@@ -68,12 +68,12 @@ class Language:
                 raise BuildError(f"{self.name}: `{' '.join(command)}` failed:\n{done.stdout}{done.stderr}")
 
     def round(self, vector: Path, out: Path, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run it, with these variables and no other ones of residuum."""
+        """Run it with these variables, and without any others of residuum."""
         return self._run((*self.command, str(vector), str(out), *more), RUN_SECONDS, **environment)
 
     def _run(self, command: tuple[str, ...], seconds: int, **environment: str) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RESIDUUM_")}
-        # Nothing of residuum is found by an example that must do without.
+        # The example must work without the residuum package.
         kept = {name: value for name, value in kept.items() if name != "PYTHONPATH"} | GO_ENVIRONMENT | environment
         return subprocess.run(
             command,
@@ -97,7 +97,7 @@ LANGUAGES = {
             "Node.js",
             "node",
             tools=("node", "npm", "protoc"),
-            # Without a network it is to give up at once.
+            # Fail immediately without a network.
             prepare=(("npm", "ci", "--prefer-offline", "--no-audit", "--no-fund", "--fetch-retries=0"),),
             build=(("npm", "run", "build"),),
             command=("node", "build/src/main.js"),
@@ -132,7 +132,7 @@ LANGUAGES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run wrote."""
+    """The files that a run wrote."""
 
     summary: dict
     rows: bytes
@@ -140,7 +140,7 @@ class Outcome:
 
     @classmethod
     def of(cls, done: subprocess.CompletedProcess[str], out: Path) -> Outcome:
-        """Return what a good run wrote."""
+        """Return the output of a successful run."""
         assert done.returncode == 0, done.stdout + done.stderr
         summary = json.loads((out / "capture.json").read_text())
         return cls(summary, (out / "rows.f32").read_bytes(), (out / "followed.f32").read_bytes())
@@ -153,5 +153,5 @@ class Outcome:
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are, each layer's counted."""
+        """The number of rows in all layers."""
         return self.array.shape[0] * self.array.shape[1]

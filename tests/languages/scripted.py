@@ -1,4 +1,4 @@
-"""Both services as a test scripts them, in plain text: for chunks that no real store would send."""
+"""Scripted versions of both services, without TLS, to send chunks that a real store never sends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chunk(layers, positions, payload, *, encoding, dtype=tensor_pb2.DATA_TYPE_BF
 
 @dataclass
 class Script:
-    """What the services answer."""
+    """The answers of the services."""
 
     width: int
     positions: int
@@ -118,7 +118,7 @@ class Store(store_pb2_grpc.StoreServiceServicer):
 
 @contextmanager
 def serving(script: Script, names=("holder",)):
-    """Serve; yields the endpoint. Of several stores the last one named has the capture, if any has."""
+    """Serve, and yield the endpoint. If there are several stores, the last one has the capture, if any has it."""
     servers = []
 
     def listen(add, servicer, service):
@@ -148,7 +148,7 @@ def serving(script: Script, names=("holder",)):
 
 
 def every_pattern(dtype: str) -> np.ndarray:
-    """Every element of 16 bits, as unsigned integers; of those that are NaN, the quiet ones."""
+    """Every 16-bit element as an unsigned integer, without signalling NaNs."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     exponent, quiet = {"bfloat16": (0x7F80, 0x40), "float16": (0x7C00, 0x200)}[dtype]
     signalling = ((bits & exponent) == exponent) & ((bits & quiet) == 0) & ((bits & (quiet - 1)) != 0)

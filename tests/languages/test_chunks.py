@@ -1,6 +1,6 @@
-"""What each language makes of chunks: every 16-bit number, any order and split, and what must be refused.
+"""Chunks in each language: every 16-bit number, any order and split, and chunks that must be refused.
 
-The services are scripted: a real store would never send most of this. In plain text, as `make serve` is.
+The services are scripted, because a real store never sends most of these chunks. They use no TLS, like `make serve`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH, POSITIONS = 256, 128
 
 @pytest.fixture
 def run(program, tmp_path):
-    """Runs the example against scripted services; returns what `subprocess.run` does, and the folder it writes to."""
+    """Runs the example against scripted services; returns the completed process and the output folder."""
 
     def run_with(script, *more, names=("holder",), vector_width=None, **environment):
         path, out = tmp_path / "vector.f32", tmp_path / "out"
@@ -44,7 +44,7 @@ def spread(elements, **header):
     out.append(chunk(CAPTURED, [*range(96, positions)], elements[:, 96:].tobytes(), width=width, **header))
     out.append(chunk([CAPTURED[0]], [*range(96)], elements[0, :96].tobytes(), width=width, **header))
     out.append(chunk([CAPTURED[1]], [*range(1, 96, 2)], elements[1, 1:96:2].tobytes(), width=width, **header))
-    # The engine ran on, past the request's last token: the manifest does not count these.
+    # Rows past the request's last token, which the manifest does not count.
     beyond = np.zeros_like(elements[:, :3])
     out.insert(1, chunk(CAPTURED, [positions, positions + 1, positions + 2], beyond.tobytes(), width=width, **header))
     assert layers == len(CAPTURED)
@@ -80,9 +80,9 @@ def test_every_number_of_16_bits_is_decoded(run, dtype, element_type, encoding, 
     count.update(decoded=outcome.array.size)
 
 
-def test_float32_is_taken_as_it_is(run, count):
+def test_float32_rows_are_read_unchanged(run, count):
     values = np.random.default_rng(0).integers(0, 1 << 32, (2, POSITIONS, WIDTH), dtype=np.uint64).astype("<u4")
-    values |= np.where((values & 0x7F800000) == 0x7F800000, 0x400000, 0).astype("<u4")  # quiet, where it is NaN
+    values |= np.where((values & 0x7F800000) == 0x7F800000, 0x400000, 0).astype("<u4")  # NaNs become quiet
     for number, special in enumerate((0x80000000, 0x00000001, 0x7F800000, 0xFF800000, 0x7FC00000)):
         values[0, 0, number] = special  # -0, the least subnormal, the infinities, NaN
     header = {"dtype": tensor_pb2.DATA_TYPE_FLOAT32, "encoding": RAW}
@@ -98,7 +98,7 @@ def test_stores_are_asked_in_the_order_of_their_ranks(run):
     assert outcome.summary["store"] == names[-1]
 
 
-def test_the_token_goes_with_calls(run):
+def test_calls_carry_the_token(run):
     script = Script(8, 2, [good()])
     Outcome.of(*run(script, RESIDUUM_TOKEN="rsd_secret"))
     assert script.asked == ["Bearer rsd_secret"]
@@ -107,7 +107,7 @@ def test_the_token_goes_with_calls(run):
 class TestRefusals:
     @pytest.fixture
     def refused(self, run, count):
-        """Runs the example, which must fail; returns what it says."""
+        """Runs the example, which must fail; returns its error output."""
 
         def check(script, *more, **options):
             done, out = run(script, *more, **options)
@@ -119,7 +119,7 @@ class TestRefusals:
 
         return check
 
-    def test_damaged_chunk(self, refused):
+    def test_a_damaged_chunk_is_an_error(self, refused):
         script = Script(8, 2, [chunk(CAPTURED, [0, 1], bytes(128), encoding=capture_pb2.ENCODING_FP32, width=8, crc=1)])
         assert "CRC-32C" in refused(script)
 
@@ -129,37 +129,37 @@ class TestRefusals:
         assert "CRC-32C" in refused(script), "the cause, not that the generation was cancelled"
         assert script.cancelled.wait(30)
 
-    def test_payload_of_another_size(self, refused):
+    def test_a_payload_of_another_size_is_an_error(self, refused):
         for size in (124, 126, 132):
             damaged = chunk(CAPTURED, [0, 1], bytes(size), encoding=capture_pb2.ENCODING_FP32, width=8)
             refused(Script(8, 2, [damaged]))
 
-    def test_missing_row(self, refused):
+    def test_a_missing_row_is_an_error(self, refused):
         half = chunk(CAPTURED, [0], bytes(64), encoding=capture_pb2.ENCODING_FP32, width=8)
         refused(Script(8, 2, [half]))
 
-    def test_encoding_that_is_not_decoded(self, refused):
+    def test_an_unsupported_encoding_is_an_error(self, refused):
         script = Script(8, 2, [chunk(CAPTURED, [0, 1], bytes(64), encoding=capture_pb2.ENCODING_FULL8, width=8)])
         assert "FULL8" in refused(script)
 
-    def test_capture_that_is_not_complete(self, refused):
+    def test_an_incomplete_capture_is_an_error(self, refused):
         said = refused(Script(8, 2, [good()], state=capture_pb2.CAPTURE_STATE_INCOMPLETE))
         assert "INCOMPLETE" in said
         assert "the engine died" in said
 
-    def test_capture_that_no_store_has(self, refused):
+    def test_an_unknown_capture_is_an_error(self, refused):
         said = refused(Script(8, 2, [good()], holds=False))
         assert "UNKNOWN_CAPTURE" in said
         assert "There is no such capture." in said
 
-    def test_vector_of_another_width(self, refused):
+    def test_a_vector_of_another_width_is_an_error(self, refused):
         said = refused(Script(8, 2, [good()]), vector_width=7)
         assert "28 bytes" in said
         assert "32 bytes" in said
 
-    def test_nobody_listens(self, refused):
+    def test_an_unreachable_service_is_an_error(self, refused):
         with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))  # and does not listen
+            taken.bind(("127.0.0.1", 0))  # bound, but not listening
             assert refused(Script(8, 2, []), RESIDUUM_ENDPOINT=f"127.0.0.1:{taken.getsockname()[1]}")
 
     def test_a_token_never_goes_to_another_machine_in_plain_text(self, refused):
@@ -168,13 +168,13 @@ class TestRefusals:
         assert "RESIDUUM_TLS_CA" in said
 
     @pytest.mark.parametrize("more", [["fp8"], ["raw", "raw"]])
-    def test_usage(self, run, more):
+    def test_wrong_arguments_print_the_usage(self, run, more):
         done, _ = run(Script(8, 2, []), *more)
         assert done.returncode == 2
         assert done.stderr.startswith("usage: ")
 
 
-def test_what_is_written_is_as_documented(run):
+def test_the_written_files_are_as_documented(run):
     done, out = run(Script(8, 2, [good()]))
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in out.iterdir()) == ["capture.json", "followed.f32", "rows.f32"]

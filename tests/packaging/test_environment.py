@@ -1,4 +1,4 @@
-"""The list of RESIDUUM_ variables in `svc_common.environment` is that of the whole tree."""
+"""The list of RESIDUUM_ variables in `svc_common.environment` matches the whole tree."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ SLIPS = {"CAPTURE_SITE", "MODL", "PORT", "PORTS", "RETAIN_HOUR", "RING_MB", "STO
 
 @pytest.fixture(scope="module")
 def found():
-    """Every name in the tree, and in which files it stands."""
+    """Return every variable in the tree, with the files that name it."""
     command = ["git", "grep", "-I", "--only-matching", "--null", "-E", f"{PREFIX}[A-Z0-9_]+"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     names = {}
@@ -34,12 +34,12 @@ def test_settings_are_those_of_both_services():
     assert {name.upper() for name in fields} == SETTINGS, "svc_common/environment.py lists them"
 
 
-def test_every_name_of_the_tree_is_known(found):
+def test_every_variable_in_the_tree_is_listed(found):
     unknown = {name: files for name, files in found.items() if name not in SETTINGS | OTHERS | SLIPS}
     assert not unknown, "list them in svc_common/environment.py, or services refuse them or log them"
 
 
-def test_no_name_is_known_that_nobody_reads(found):
+def test_every_listed_variable_is_read(found):
     assert sorted(OTHERS - found.keys()) == []
     assert not OTHERS & SETTINGS
     assert sorted(SLIPS - (found.keys() - SETTINGS - OTHERS)) == []

@@ -1,4 +1,4 @@
-"""Who may import whom: DESIGN's import law, as import-linter sees it and as plain text shows it."""
+"""The import rules between packages, checked by import-linter and by searches in the sources."""
 
 import ast
 import os
@@ -53,8 +53,8 @@ def test_import_linter_keeps_every_contract(tool):
         ("svc_common/__init__.py", "import torch"),
     ],
 )
-def test_import_linter_notices(file, statement, tool, tmp_path):
-    """A contract that nothing can break protects nothing: each breach, written into a copy, is found."""
+def test_import_linter_detects_each_breach(file, statement, tool, tmp_path):
+    """import-linter detects a breach of each contract in a changed copy, so each contract has an effect."""
     for folder in ("client", "inference_svc", "store_svc", "svc_common"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -74,28 +74,28 @@ def test_import_linter_notices(file, statement, tool, tmp_path):
 
 @pytest.mark.parametrize("module", ["torch", "vllm", "transformers"])
 def test_client_and_store_never_name_a_heavy_library(module):
-    """Stricter than import-linter: not even inside a function or behind TYPE_CHECKING, but in the module for torch."""
+    """Stricter than import-linter: no imports in functions or behind TYPE_CHECKING, except in the module for torch."""
     allowed = ["client/residuum/torch.py"] if module == "torch" else []
     assert files_that_import(module, "client", "store_svc", "svc_common") == allowed
 
 
-def test_nothing_imports_what_needs_torch():
+def test_nothing_imports_the_module_that_needs_torch():
     assert files_that_import("residuum.torch", "client", "store_svc", "inference_svc", "svc_common") == []
 
 
-def test_one_file_knows_lmdb():
+def test_only_one_file_imports_lmdb():
     found = files_that_import("lmdb", "client", "inference_svc", "store_svc", "svc_common")
     assert len(found) == 1, found
     assert found[0].startswith("store_svc/")
 
 
-def test_the_files_that_know_async_llm():
+def test_only_known_files_name_async_llm():
     found = [str(path.relative_to(ROOT)) for path in sources("inference_svc") if "AsyncLLM" in code_of(path)]
     assert found == ["inference_svc/engine/engine.py", "inference_svc/vllm_serve/plugin.py"]
 
 
 def code_of(path):
-    """A file's text without comments and docstrings, in which other files may well speak of AsyncLLM."""
+    """Return a file's text without comments and docstrings, which may mention AsyncLLM."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

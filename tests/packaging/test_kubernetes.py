@@ -1,4 +1,4 @@
-"""deploy/kubernetes is what Kubernetes takes, by its own schemas, and agrees with the services that it starts."""
+"""deploy/kubernetes matches Kubernetes' schemas, and agrees with the services that it starts."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from residuum.wire.tokens import make_token
 from store_svc.settings import StoreSettings
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
-# The oldest that has what is used (StatefulSets that keep their volumes became stable in 1.32), and the newest known.
+# The oldest version with all used features (volume retention of StatefulSets is stable since 1.32), and the newest.
 VERSIONS = ["1.32", kubernetes_validate.latest_version()]
 SETTINGS = {"store": StoreSettings, "inference": InferenceSettings}
 SERVICES = {"store": "residuum.v1.StoreService", "inference": "residuum.v1.InferenceService"}
@@ -27,7 +27,7 @@ UNITS = {"Mi": 1 << 20, "Gi": 1 << 30, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def documents(folder):
-    """What `kubectl apply -k` sends, but for names and labels that kustomize adds."""
+    """The resources that `kubectl apply -k` sends, without the names and labels that kustomize adds."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     found = []
     for resource in kustomization["resources"]:
@@ -99,7 +99,7 @@ def settings(environment, name, monkeypatch, tmp_path):
 
 
 def mounted(value, folder):
-    """The value of a setting, or a file like the one that it names."""
+    """Return the value of a setting, or a file in place of the one that it names."""
     if not re.match(r"/(tls|tokens|store-token)/", value):
         return value
     file = folder / Path(value).name
@@ -116,13 +116,13 @@ def size(text):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_kubernetes_takes_it(found, version):
+def test_the_manifests_match_the_kubernetes_schemas(found, version):
     for item in found:
         kubernetes_validate.validate(item, version, strict=True)
 
 
-def test_the_checker_sees_mistakes(found):
-    """The test above can fail: a name that is misspelt, and a value of another kind."""
+def test_the_schema_check_detects_mistakes(found):
+    """The schema check detects a misspelt name and a value of the wrong type."""
     workload = one(found, "Deployment", "inference")
     for path, value in (("/spec/replica", 1), ("/spec/replicas", "one"), ("/spec/template/spec/container", [])):
         wrong = jsonpatch.apply_patch(workload, [{"op": "add", "path": path, "value": value}])
@@ -130,14 +130,14 @@ def test_the_checker_sees_mistakes(found):
             kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
 
 
-def test_every_file_is_named(flavour):
+def test_every_file_is_in_the_kustomization(flavour):
     folder = FOLDER / flavour
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     named = {*kustomization["resources"], *(patch["path"] for patch in kustomization.get("patches", []))}
     assert {file.name for file in folder.iterdir()} - {"kustomization.yaml"} == named - {"../base"}
 
 
-def test_both_flavours_are_of_the_same_resources():
+def test_both_flavours_have_the_same_resources():
     base, tls = (documents(FOLDER / flavour) for flavour in ("base", "tls"))
     assert [(item["kind"], item["metadata"]["name"]) for item in base] == [
         (item["kind"], item["metadata"]["name"]) for item in tls
@@ -146,7 +146,7 @@ def test_both_flavours_are_of_the_same_resources():
 
 @pytest.fixture
 def kustomize():
-    """Kustomize itself, by whatever brings it: a folder → what `kubectl apply --kustomize` would send."""
+    """A function from a folder to the resources that `kubectl apply --kustomize` sends, by any installed kustomize."""
     for command in (["kubectl", "kustomize"], ["kustomize", "build"]):
         if shutil.which(command[0]):
             break
@@ -161,7 +161,7 @@ def kustomize():
     return build
 
 
-def test_kustomize_makes_the_same_of_it(kustomize, found, flavour):
+def test_kustomize_builds_the_same_resources(kustomize, found, flavour):
     built = kustomize(FOLDER / flavour)
     assert len(built) == len(found)
     for item in built:
@@ -174,7 +174,7 @@ def test_kustomize_makes_the_same_of_it(kustomize, found, flavour):
         assert item["metadata"]["labels"]["app.kubernetes.io/part-of"] == "residuum"
 
 
-def test_kustomize_takes_the_documented_one(kustomize, tmp_path):
+def test_kustomize_builds_the_documented_kustomization(kustomize, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     shutil.copytree(FOLDER, tmp_path / "kubernetes")
@@ -185,18 +185,18 @@ def test_kustomize_takes_the_documented_one(kustomize, tmp_path):
     assert container["image"] == "registry.example/residuum-inference-gpu:0.1.0"
     environment = {item["name"]: item.get("value") for item in container["env"]}
     assert environment["RESIDUUM_MODEL"].startswith("meta-llama/")
-    assert environment["RESIDUUM_TLS_CERT"]  # the rest is still there
+    assert environment["RESIDUUM_TLS_CERT"]  # the other resources are unchanged
 
 
 def documented_kustomization():
-    """That of deploy/README.md."""
+    """The kustomization is that of deploy/README.md."""
     blocks = re.findall(r"```yaml\n(.*?)```", (FOLDER.parent / "README.md").read_text(), flags=re.DOTALL)
     (example,) = (item for item in map(yaml.safe_load, blocks) if item.get("kind") == "Kustomization")
     return example
 
 
-def test_the_documented_kustomization_fits(found):
-    """It names images, and a container and a setting, that are there."""
+def test_the_documented_kustomization_names_existing_resources(found):
+    """The images, the container and the setting that it names exist."""
     example = documented_kustomization()
     assert example["resources"][0].endswith("deploy/kubernetes/tls")
     workloads = [item for item in found if item["kind"] in {"StatefulSet", "Deployment"}]
@@ -232,12 +232,12 @@ def test_pods_are_confined(pod, container):
 
 
 def test_the_environment_names_settings(environment, name, flavour):
-    of_clients = {"RESIDUUM_TLS_CA"} if flavour == "tls" else set()  # the probes are a client
+    of_clients = {"RESIDUUM_TLS_CA"} if flavour == "tls" else set()  # the probes are clients
     known = {f"RESIDUUM_{field.upper()}" for field in SETTINGS[name].model_fields}
     assert {key for key in environment if key.startswith("RESIDUUM_")} - known == of_clients
 
 
-def test_settings_are_good_and_callers_are_asked(settings, flavour):
+def test_settings_are_valid_and_callers_need_tokens(settings, flavour):
     assert settings.asks_who_calls
     assert settings.insecure is (flavour == "base")
     assert (settings.tls_cert is not None) is (flavour == "tls")
@@ -253,7 +253,7 @@ def test_ports_agree(found, container, settings, name):
     assert port["port"] == ports["grpc"]
 
 
-def test_probes_ask_this_service_by_grpc(container, settings, name, flavour):
+def test_probes_check_the_containers_own_service_over_grpc(container, settings, name, flavour):
     port = parse_endpoint(settings.listen)[1]
     for probe in PROBES:
         asked = container[probe]
@@ -275,7 +275,7 @@ def test_services_are_found_by_their_pods(found, workload, name):
     assert one(found, "Service", name)["spec"]["selector"].items() <= labels.items()
 
 
-def test_the_end_is_not_cut_short(pod, settings):
+def test_the_grace_period_is_long_enough(pod, settings):
     assert pod["terminationGracePeriodSeconds"] > settings.grace_seconds
 
 
@@ -286,7 +286,7 @@ def test_every_mount_has_a_volume(workload, pod, container):
     assert len(set(volumes)) == len(volumes)
 
 
-def test_files_in_settings_are_mounted(container, environment):
+def test_files_named_in_settings_are_mounted(container, environment):
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     for value in environment.values():
         if value.startswith("/"):
@@ -321,7 +321,7 @@ def test_a_store_is_smaller_than_its_volume(workload, settings, container):
 @pytest.mark.parametrize("name", ["store"])
 def test_a_stores_limits_fit_its_container(pod, container, settings):
     files = sum(size(volume["emptyDir"]["sizeLimit"]) for volume in pod["volumes"] if "emptyDir" in volume)
-    probe = 64 << 20  # with TLS it is a process
+    probe = 64 << 20  # with TLS the probe is a command
     bound, limit = settings.memory_bound_bytes, size(container["resources"]["limits"]["memory"])
     assert bound + files + probe < limit
     assert f"{bound / 2**30:.1f} GiB of {limit >> 30}" in (FOLDER.parent / "README.md").read_text()
@@ -363,7 +363,7 @@ def allowed(policy, direction, name):
     }
 
 
-def test_nobody_reaches_anybody_unless_it_is_said(found):
+def test_network_policies_deny_by_default(found):
     deny = one(found, "NetworkPolicy", "deny-all")["spec"]
     assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     for name in SETTINGS:
@@ -380,8 +380,8 @@ def test_the_inference_service_reaches_the_stores_on_both_sides(found):
     assert "egress" not in store["spec"]
 
 
-def test_what_is_commented_out_is_a_rule_too():
-    """Whoever needs one takes the marks away, and has what Kubernetes takes."""
+def test_commented_out_rules_are_valid():
+    """Without the comment marks, each rule matches the schema."""
     text = (FOLDER / "base" / "network.yaml").read_text()
     uncommented = re.sub(r"^( +)# ", r"\1", text, flags=re.MULTILINE)
     rules = [
@@ -393,7 +393,7 @@ def test_what_is_commented_out_is_a_rule_too():
         kubernetes_validate.validate(item, VERSIONS[-1], strict=True)
 
 
-def test_figures_are_for_the_monitoring_alone(found):
+def test_only_the_monitoring_reaches_the_metrics(found):
     for name in SETTINGS:
         for rule in one(found, "NetworkPolicy", name)["spec"]["ingress"]:
             if {"port": 9464} in rule["ports"]:
@@ -403,7 +403,7 @@ def test_figures_are_for_the_monitoring_alone(found):
                 ]
 
 
-def test_anchors_are_not_for_documents():
-    """YAML's anchors do not reach from one document to the next, and kustomize reads them otherwise than others."""
+def test_anchors_do_not_cross_documents():
+    """YAML anchors do not apply across documents, and kustomize differs from other parsers here."""
     for file in FOLDER.rglob("*.yaml"):
         assert not re.search(r"(^|\s)[&*][A-Za-z]", re.sub(r"#.*|\"[^\"]*\"", "", file.read_text())), file

@@ -1,4 +1,4 @@
-"""deploy/observability: what the dashboard, the alerts and the scrapes name is what the services export."""
+"""The dashboard, alerts and scrapes in deploy/observability name metrics and ports that the services have."""
 
 import json
 import re
@@ -26,7 +26,7 @@ COMPOSE = yaml.safe_load((FOLDER.parents[1] / "compose.yaml").read_text())
 DASHBOARD = json.loads((FOLDER / "dashboards" / "residuum.json").read_text())
 ALERTS = yaml.safe_load((FOLDER / "alerts.yml").read_text())
 
-# What prometheus_client and Prometheus itself add to every scrape.
+# Metrics that prometheus_client and Prometheus add to every scrape.
 OF_PROCESSES = re.compile("process_|python_")
 OF_PROMETHEUS = {"up"}
 SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
@@ -39,7 +39,7 @@ def names_in(registry) -> Iterator[str]:
 
 
 def store_names(folder) -> set[str]:
-    """Of a store with everything on, as it serves."""
+    """The metrics of a running store with all features on."""
     store = Store(StoreSettings(path=folder, listen="127.0.0.1:0", max_bytes=32 << 20, retain_bytes=1 << 20))
     try:
         return set(names_in(store._metrics.registry))
@@ -48,7 +48,7 @@ def store_names(folder) -> set[str]:
 
 
 def inference_names(folder) -> set[str]:
-    """Of the inference service's parts, before a model is there."""
+    """The metrics of the inference service's parts, before a model is loaded."""
     registry = RequestRegistry(600, 10, max_bytes=1 << 20, make_id=make_id)
     cache = VectorCache(8, 16, registry.is_leased)
 
@@ -68,7 +68,7 @@ def exported(tmp_path_factory):
 
 
 def selected(expression) -> Iterator[str]:
-    """The metrics that a query names, wherever in it."""
+    """Return all metrics that a query names."""
     node = promql_parser.parse(expression.replace("$__rate_interval", "1m"))
     todo = [node]
     while todo:
@@ -96,14 +96,14 @@ RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
 @pytest.mark.parametrize(
     ("where", "expression"), [*QUERIES, *((rule["alert"], rule["expr"]) for rule in RULES)], ids=lambda text: text[:40]
 )
-def test_each_query_is_one_of_what_is_exported(exported, where, expression):
+def test_each_query_uses_only_exported_metrics(exported, where, expression):
     names = set(selected(expression))
     assert names
     assert {name for name in names if not OF_PROCESSES.match(name)} - exported - OF_PROMETHEUS == set()
 
 
 def test_alerts_fire_when_they_should():
-    """By Prometheus' own tool, which is in its image and in its packages."""
+    """Prometheus' own tool tests the alerts. It is in Prometheus' image and packages."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("no `promtool` here")
@@ -113,22 +113,22 @@ def test_alerts_fire_when_they_should():
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_a_service_that_is_no_target_any_more_is_missed():
-    """A container that has ended takes its name along: `up` of it is not 0 but gone."""
+def test_an_alert_fires_for_a_service_that_is_no_longer_a_target():
+    """The name of an ended container no longer resolves, so its `up` is absent instead of 0."""
     (rule,) = (rule for rule in RULES if rule["alert"] == "ResiduumServiceDown")
     was_and_is_not = 'last_over_time(up{job="residuum"}[1h]) unless up{job="residuum"}'
     wanted = promql_parser.parse(f'up{{job="residuum"}} == 0 or ({was_and_is_not})')
     assert str(promql_parser.parse(rule["expr"])) == str(wanted)
 
 
-def test_nothing_that_is_exported_is_left_out(exported):
-    """A figure that nobody sees is one that nobody looks after."""
+def test_every_exported_metric_is_used(exported):
+    """Each metric is in the dashboard or an alert."""
     shown = {name for _, expression in QUERIES for name in selected(expression)}
     ours = {re.sub("_(bucket|count|sum)$", "", name) for name in exported if name.startswith("residuum_")}
     assert ours - {re.sub("_(bucket|count|sum)$", "", name) for name in shown} == set()
 
 
-def test_panels_stand_side_by_side():
+def test_panels_do_not_overlap():
     places = set()
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
@@ -140,7 +140,7 @@ def test_panels_stand_side_by_side():
     assert len(ids) == len(set(ids))
 
 
-def test_panels_ask_the_source_that_is_provisioned():
+def test_panels_use_the_provisioned_data_source():
     (source,) = yaml.safe_load((FOLDER / "datasource.yml").read_text())["datasources"]
     (variable,) = DASHBOARD["templating"]["list"]
     assert (variable["type"], variable["query"]) == ("datasource", source["type"])
@@ -152,7 +152,7 @@ def test_panels_ask_the_source_that_is_provisioned():
     assert "prometheus" in COMPOSE["services"]
 
 
-def test_the_dashboard_lies_where_grafana_looks():
+def test_the_dashboard_is_in_the_provisioned_folder():
     (provider,) = yaml.safe_load((FOLDER / "dashboards.yml").read_text())["providers"]
     folder = provider["options"]["path"]
     grafana = COMPOSE["services"]["grafana"]
@@ -160,7 +160,7 @@ def test_the_dashboard_lies_where_grafana_looks():
     assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == f"{folder}/residuum.json"
 
 
-def test_every_service_that_shows_figures_is_scraped():
+def test_every_service_with_metrics_is_scraped():
     configuration = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     (job,) = configuration["scrape_configs"]
     (found,) = job["dns_sd_configs"]
@@ -171,6 +171,6 @@ def test_every_service_that_shows_figures_is_scraped():
     }
     assert set(found["names"]) == set(showing)
     assert {address.rpartition(":")[2] for address in showing.values()} == {str(found["port"])}
-    # Queries that are about our processes alone say so by this name.
+    # Queries that concern only this project's processes select them by this name.
     assert job["job_name"] == "residuum"
     assert configuration["rule_files"] == ["alerts.yml"]

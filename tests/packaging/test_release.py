@@ -1,4 +1,4 @@
-"""What a release must hold: one version, builds that can be repeated, licences that are allowed, old Pythons."""
+"""The requirements of a release: one version, reproducible builds, allowed licences, old Pythons."""
 
 import os
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = ROOT / "pyproject.toml"
 
 
-def test_the_version_stands_in_one_place():
+def test_the_version_is_in_one_place():
     version = release_check.version_of(PYPROJECT.read_text())
     assert metadata.version("residuum") == version, "make setup installs it anew"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -45,20 +45,20 @@ def test_the_newest_entry_of_the_changelog_is_the_version():
             check_changelog(text, version)
 
 
-def test_this_changelog_can_be_read():
-    """Between releases, changes that are not released are all that is in the way."""
+def test_the_changelog_can_be_parsed():
+    """Between releases, unreleased changes are the only obstacle."""
     changelog, version = (ROOT / "CHANGELOG.md").read_text(), release_check.version_of(PYPROJECT.read_text())
     released = changelog.replace("## [Unreleased]", f"## [{version}] - 2026-01-31", 1)
     check_changelog(released, version)
 
 
-def test_wheel_and_sdist_can_be_built_again_byte_by_byte(tmp_path):
+def test_wheel_and_sdist_builds_are_reproducible(tmp_path):
     built = release_check.check_builds(tmp_path)
     assert [path.name.split("-")[0] for path in built] == ["residuum"] * 2 + ["residuum_server"] * 2
     assert sorted({path.suffix for path in built}) == [".gz", ".whl"]
 
 
-def test_a_build_that_differs_is_told(tmp_path, monkeypatch):
+def test_a_build_that_differs_is_reported(tmp_path, monkeypatch):
     copies = []
     copy_sources = release_check._copy_sources
 
@@ -104,7 +104,7 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 
 def find_interpreter(version):
-    """A Python of that version that runs: on the path, or kept by pyenv or uv; None if there is none."""
+    """Return a working Python of a version, from PATH, pyenv or uv; None if there is none."""
     home = Path.home()
     kept = [
         *Path(os.environ.get("PYENV_ROOT", home / ".pyenv"), "versions").glob(f"{version}.*"),
@@ -148,10 +148,10 @@ for name in residuum.__all__:
     subprocess.run([ours, "-I", "-c", code], check=True, cwd=tmp_path)
 
 
-def test_nothing_needs_a_newer_python_than_the_project_says(tool):
-    """By syntax and by the standard library's names: vermin knows when each came."""
+def test_no_code_needs_a_newer_python_than_the_project_declares(tool):
+    """vermin checks the syntax and the names of the standard library."""
     flags = ["--target=3.10-", "--violations", "--no-tips", "--eval-annotations", "--backport", "typing_extensions"]
-    stubs = ["--exclude-regex", r"\.pyi$"]  # they ask for the version themselves
+    stubs = ["--exclude-regex", r"\.pyi$"]  # these check the version at run time
     checked = subprocess.run(
         [
             tool("vermin"),

@@ -1,4 +1,4 @@
-"""The committed stubs are what protos/ says, and load on the protobuf that is installed."""
+"""The committed stubs match protos/, and load with the installed protobuf."""
 
 import importlib
 import shutil
@@ -35,7 +35,7 @@ def test_every_proto_has_its_four_stubs():
 
 
 class TestCheckNotices:
-    """The freshness check itself: each way in which stubs can be stale fails it, and generating cures it."""
+    """The freshness check fails for each way in which stubs can be stale, until they are generated again."""
 
     @pytest.fixture
     def copy(self, tmp_path):
@@ -64,7 +64,7 @@ class TestCheckNotices:
         return "gone_pb2.py"
 
     @pytest.mark.parametrize("damage", ["edited", "missing", "left_over"])
-    def test_stale_stub_is_named_then_cured(self, copy, stubs, damage):
+    def test_a_stale_stub_is_reported_until_it_is_generated(self, copy, stubs, damage):
         name = getattr(self, damage)(stubs)
         stale = generate(copy, "--check")
         assert stale.returncode == 1

@@ -1,4 +1,4 @@
-"""`pip install .` gives the thin client and nothing heavy: built, installed into a fresh environment, and looked at."""
+"""`pip install .` installs the thin client and nothing heavy, checked in a fresh environment."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def python(wheel, environment):
 
 
 def run(python, code, tmp_path):
-    """Run code isolated from this checkout, and read what it prints as JSON."""
+    """Run code isolated from this checkout, and return its JSON output."""
     result = subprocess.run([python, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -41,7 +41,7 @@ def test_wheel_holds_the_client_and_the_type_marker_and_no_plugin(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-def test_import_brings_in_nothing_heavy(python, tmp_path):
+def test_import_loads_nothing_heavy(python, tmp_path):
     code = "import json, sys, residuum, residuum.cli; print(json.dumps(sorted(sys.modules)))"
     assert not set(HEAVY) & set(run(python, code, tmp_path))
 
@@ -54,7 +54,7 @@ def test_nothing_heavy_is_installed(python, tmp_path):
 
 
 def test_every_client_module_imports_with_base_dependencies_only(python, tmp_path):
-    """But for residuum.torch: it says so by failing to import."""
+    """Except residuum.torch, which fails to import without torch."""
     code = """
 import importlib, json, pkgutil, residuum
 failed = []
@@ -83,9 +83,9 @@ def test_serving_says_what_is_missing(python, tmp_path):
 
 
 def test_import_is_quick(python, tmp_path):
-    """A notebook's first cell: numpy, protobuf and grpc are most of it."""
+    """Import time matters in a notebook's first cell. numpy, protobuf and grpc take most of it."""
     code = "import json, time; t = time.perf_counter(); import residuum; print(json.dumps(time.perf_counter() - t))"
-    run(python, code, tmp_path)  # the first time, bytecode is written
+    run(python, code, tmp_path)  # the first import writes bytecode
     assert run(python, code, tmp_path) < 5
 
 
@@ -95,7 +95,7 @@ def test_command_is_installed(python):
     assert "doctor" in result.stdout
 
 
-def test_mypy_sees_the_types_of_an_installed_wheel(python, tool, tmp_path):
+def test_mypy_reads_the_types_of_an_installed_wheel(python, tool, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import residuum\n"

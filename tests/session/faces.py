@@ -1,4 +1,4 @@
-"""The two ways in, gRPC and `vllm serve`, with an engine and a store that do as a test says."""
+"""The two entry points, gRPC and `vllm serve`, with an engine and a store that a test scripts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ScriptedStore:
 
 
 class Face:
-    """One way in. Sequence i generates what `scripts[i]` holds: (token ids, finish reason), an exception, or DEAD."""
+    """One entry point. Sequence i generates `scripts[i]`: (token IDs, finish reason), exceptions, or DEAD."""
 
     def __init__(self, store, num_sequences):
         self.store = store
@@ -76,18 +76,18 @@ class Face:
         try:
             async for output in self.answers():
                 self.take(output)
-        except Exception as error:  # noqa: BLE001 - what the caller is told
+        except Exception as error:  # noqa: BLE001 - the caller's error is the result
             self.error = error
 
     def abort(self):
-        """Abort the request by a call; where there is no such call, the client leaves."""
+        """Abort the request by a call; without such a call, the client disconnects."""
         self.consumer.cancel()
 
     def update(self):
-        """Change the steering, where that is possible."""
+        """Change the steering, if the entry point allows it."""
 
     def is_clean(self):
-        """Whether nothing is held for the request any more."""
+        """Whether all resources of the request are released."""
         return not self.registry.running
 
 
@@ -111,7 +111,7 @@ class GrpcFace(Face):
             if isinstance(item, Exception):
                 raise item
             token_ids, finish_reason = item
-            if finish_reason in ("abort", "error"):  # as `engine.stream` does
+            if finish_reason in ("abort", "error"):  # like `engine.stream`
                 raise self.gives_up_by
             yield Delta("x", token_ids, finish_reason)
             if finish_reason:

@@ -1,4 +1,4 @@
-"""Never silently partial: in every order of events, on both ways in, a capture is sealed once, and with the truth."""
+"""No capture is silently partial: in every order of events, at both entry points, it is sealed once and correctly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TURNS = 60
 
 
 class EveryOrder(RuleBasedStateMachine):
-    """One request; what the store should be told follows from the first event that ends it."""
+    """One request. The expected seal follows from the first event that ends it."""
 
     face_name: str
     given_up = False
@@ -184,7 +184,7 @@ def machine_of(name):
 
 
 @pytest.mark.parametrize("name", FACES)
-def test_every_capture_is_sealed_once_and_with_the_truth(name):
+def test_every_capture_is_sealed_once_with_the_right_outcome(name):
     machine = machine_of(name).TestCase
     machine.settings = settings(
         max_examples=150, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -1,4 +1,4 @@
-"""A collector of traces, as OpenTelemetry's own: OTLP over gRPC, on loopback."""
+"""A trace collector like OpenTelemetry's: OTLP over gRPC, on loopback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE = 60.0
 
 @dataclass
 class Span:
-    """What a test asks of a span."""
+    """The fields of a span that tests check."""
 
     service: str
     name: str
@@ -27,7 +27,7 @@ class Span:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps the spans that come."""
+    """Keeps the received spans."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -47,7 +47,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def wait_for(self, find: Callable[[list[Span]], object]) -> object:
-        """Wait until `find` finds something among all spans; return it."""
+        """Wait until `find` returns a result for all spans; return it."""
         with self._came:
             assert self._came.wait_for(lambda: find(self.spans), DEADLINE), [
                 (span.service, span.name) for span in self.spans

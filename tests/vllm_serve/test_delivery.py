@@ -1,4 +1,4 @@
-"""Captures that a front end opens and seals from another thread, and how failures are told over HTTP."""
+"""The front end opens and seals captures through another thread, and failures become HTTP statuses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 import residuum
 from inference_svc.engine.tap_settings import TapSettings
 from inference_svc.vllm_serve.delivery import Delivery
-from inference_svc.vllm_serve.refusals import http_error, told_to_http
+from inference_svc.vllm_serve.refusals import as_http_errors, http_error
 from residuum.rpc.errors import CODES, Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2, tensor_pb2
 from svc_common.launcher import start_store
@@ -34,7 +34,7 @@ def description(name, model="tiny"):
     )
 
 
-async def test_ends_are_told_before_the_stores_are_closed(tmp_path):
+async def test_seals_are_sent_before_the_stores_close(tmp_path):
     store = start_store(tmp_path)
     try:
         store.wait_until_serving(60)
@@ -58,7 +58,7 @@ async def test_ends_are_told_before_the_stores_are_closed(tmp_path):
         store.stop()
 
 
-async def test_an_end_that_comes_too_late_is_logged(capfd):
+async def test_a_seal_after_the_stores_closed_is_logged(capfd):
     delivery = Delivery(TapSettings(store="127.0.0.1:9"))
     delivery.close_stores()
     delivery.seal(store_pb2.SealCaptureRequest(capture_id="late", outcome=capture_pb2.CAPTURE_STATE_ABORTED))
@@ -67,9 +67,9 @@ async def test_an_end_that_comes_too_late_is_logged(capfd):
     assert "late" in told
 
 
-async def test_a_store_that_is_away_is_told_as_busy():
+async def test_an_unreachable_store_gives_status_503():
     delivery = Delivery(TapSettings(store="127.0.0.1:9"))
-    with pytest.raises(GracefulHTTPError, match="STORE_UNREACHABLE") as caught, told_to_http():
+    with pytest.raises(GracefulHTTPError, match="STORE_UNREACHABLE") as caught, as_http_errors():
         await delivery.open(description("one"), is_new_id=False)
     assert caught.value.http_status == 503
     delivery.close_stores()

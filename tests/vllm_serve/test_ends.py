@@ -1,4 +1,4 @@
-"""How the front end inside vLLM's API server ends captures, and what a worker of it leaves behind."""
+"""The front end in vLLM's API server seals captures with the right outcome, and a failed worker removes its folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Store:
 
 
 async def seal_of(steps, error):
-    """Let a request end by an error after some steps; return what the store is told."""
+    """Let a request fail after some steps; return the seal that the store gets."""
     store = Store()
     running = RequestRegistry(0.0, 0).start_inline(ResolvedSpec("r", CAPTURE, None))
     session = CaptureSession(FACTS, running, [9, 9], 1, lambda: store)
@@ -56,14 +56,14 @@ async def seal_of(steps, error):
     return seal
 
 
-async def test_what_fails_when_all_was_generated_is_not_in_the_capture():
+async def test_a_failure_after_the_last_token_leaves_the_capture_complete():
     seal = await seal_of([a_step(1), a_step(2, "stop")], RuntimeError("scripted"))
     assert seal.outcome == capture_pb2.CAPTURE_STATE_COMPLETE
     assert (seal.incomplete_reason, seal.incomplete_detail) == (capture_pb2.INCOMPLETE_REASON_UNSPECIFIED, "")
     assert list(seal.sequences[0].generated_token_ids) == [1, 2]
 
 
-async def test_what_fails_before_that_is():
+async def test_a_failure_before_the_last_token_makes_the_capture_incomplete():
     seal = await seal_of([a_step(1)], RuntimeError("scripted"))
     assert seal.outcome == capture_pb2.CAPTURE_STATE_INCOMPLETE
     assert seal.incomplete_reason == capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED

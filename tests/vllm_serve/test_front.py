@@ -1,4 +1,4 @@
-"""A front end whose start went wrong: what requests are told."""
+"""Requests to a front end whose start failed get the cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEERED = residuum.vllm_xargs(steer=[residuum.Add(VECTOR, layer=1)])
 
 
 class Silent:
-    """An engine that answers, and whose taps never hand over a row: as when vLLM takes hooks and does not call them."""
+    """An engine that generates, but whose taps deliver no rows, as if vLLM never called the hooks."""
 
     errored = False
 
@@ -72,26 +72,26 @@ def control(tmp_path):
 
 def refusal(front):
     with pytest.raises(GracefulHTTPError) as refused:
-        front.generate(PROMPT, SamplingParams(extra_args=STEERED), "r", {})  # not awaited: before the answer begins
+        front.generate(PROMPT, SamplingParams(extra_args=STEERED), "r", {})  # not awaited
     assert refused.value.http_status == HTTPStatus.INTERNAL_SERVER_ERROR
     return str(refused.value)
 
 
-async def test_after_a_self_test_that_failed_requests_are_told_what_it_saw(control):
+async def test_after_a_failed_self_test_requests_fail_with_its_cause(control):
     front = await started(Silent(LAYERS, control))
     told = refusal(front)
     assert "its self-test failed: SITE_RESID_POST: rows of layers [0, 1] did not arrive" in told
     assert refusal(front) == told, "each is told"
 
 
-async def test_so_they_are_where_a_layer_is_not_tapped(control):
+async def test_requests_fail_if_a_layer_is_not_tapped(control):
     front = await started(Silent(LAYERS - 1, control))
     assert "not every layer is known to be tapped: The ranks that capture must hold each of the model's 2 layers" in (
         refusal(front)
     )
 
 
-async def test_one_that_came_before_the_outcome_is_told_in_its_answer(control):
+async def test_a_request_sent_before_the_self_test_failed_fails_in_its_answer(control):
     llm = Silent(LAYERS, control)
     front = FrontEnd(TapSettings(), llm, llm.generate, index=0, count=1)
     answer = front.generate(PROMPT, SamplingParams(extra_args=STEERED), "r", {})
@@ -99,7 +99,7 @@ async def test_one_that_came_before_the_outcome_is_told_in_its_answer(control):
         await anext(answer)
 
 
-async def test_requests_that_ask_for_nothing_are_served(control):
+async def test_requests_without_residuum_arguments_are_served(control):
     front = await started(Silent(LAYERS, control))
     outputs = [output async for output in front.generate(PROMPT, SamplingParams(), "r", {})]
     assert outputs[0].outputs[0].text == "a"

@@ -1,4 +1,4 @@
-"""`vllm serve` with the taps, asked by the `openai` client: one server for all of it, with SmolLM2 in float32."""
+"""`vllm serve` with taps, called by the `openai` client. All tests share one server with SmolLM2 in float32."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_chat_is_captured_under_the_answers_id(
     check_rows(acts, reference)
 
 
-def test_a_capture_changes_nothing_of_the_answer(api: openai.OpenAI, captures: residuum.Client) -> None:
+def test_a_capture_does_not_change_the_answer(api: openai.OpenAI, captures: residuum.Client) -> None:
     def ask(**extra: object) -> dict[str, object]:
         answer = api.completions.create(
             model=MODEL, prompt=PROMPT, max_tokens=16, temperature=0, logprobs=2, stop=["Madrid"], **extra
@@ -118,8 +118,10 @@ def test_a_capture_changes_nothing_of_the_answer(api: openai.OpenAI, captures: r
     assert captures.activations(f"{name}-0").manifest.state == "complete"
 
 
-def test_streams_and_their_neighbours(api: openai.OpenAI, captures: residuum.Client, reference: Reference) -> None:
-    """Half of them captured, half of them not, streamed or not: all at once."""
+def test_captured_and_plain_requests_run_concurrently(
+    api: openai.OpenAI, captures: residuum.Client, reference: Reference
+) -> None:
+    """Concurrent requests: half are captured and half are not, some streamed and some not."""
     prompts = [PROMPT, "To bake bread, you need", "def fibonacci(n):", "Hello", "Once upon a time", "My favourite"]
 
     def ask(index: int) -> tuple[str, str | None]:
@@ -211,7 +213,7 @@ def test_a_random_projection_to_one_row(api: openai.OpenAI, captures: residuum.C
     assert acts[7].shape == (1, 32)
 
 
-def test_a_connection_that_is_closed_leaves_the_capture_aborted(api: openai.OpenAI, captures: residuum.Client) -> None:
+def test_closing_a_stream_aborts_the_capture(api: openai.OpenAI, captures: residuum.Client) -> None:
     with api.completions.create(
         model=MODEL,
         prompt=PROMPT,
@@ -230,7 +232,7 @@ def test_a_connection_that_is_closed_leaves_the_capture_aborted(api: openai.Open
     assert len(acts.positions) >= len(manifest.prompt_token_ids)
 
 
-def test_who_does_not_wait_for_an_answer_leaves_it_aborted(api: openai.OpenAI, captures: residuum.Client) -> None:
+def test_a_client_timeout_aborts_the_capture(api: openai.OpenAI, captures: residuum.Client) -> None:
     with pytest.raises(openai.APITimeoutError):
         api.completions.create(
             model=MODEL,
@@ -241,14 +243,14 @@ def test_who_does_not_wait_for_an_answer_leaves_it_aborted(api: openai.OpenAI, c
         )
     manifest = captures.manifest("unread", wait=60)
     assert manifest.state == "aborted"
-    assert manifest.sequences[0].generated_token_ids, "known although the answer was to come at once"
+    assert manifest.sequences[0].generated_token_ids, "tokens are known although the answer was not streamed"
 
 
 BAD = {
     "not JSON": ({"residuum": "layers=all"}, "not a RequestSpec"),
     "not a spec": ({"residuum": '{"capture": {"depth": 3}}'}, "depth"),
-    "a number": ({"residuum": 3}, "it is a text"),
-    "a list": ({"residuum": ["{}"]}, "it is a text"),
+    "a number": ({"residuum": 3}, "send a string with a RequestSpec"),
+    "a list": ({"residuum": ["{}"]}, "send a string with a RequestSpec"),
     "deep": ({"residuum": "[" * 20_000}, "not a RequestSpec"),
     "nothing asked": ({"residuum": "{}"}, "neither a capture nor steering"),
     "no such layer": ({"residuum": '{"capture": {"layers": {"list": {"layers": [30]}}}}'}, "UNKNOWN_LAYER"),
@@ -257,12 +259,12 @@ BAD = {
         "UNKNOWN_SITE",
     ),
     "another model": ({"residuum": '{"model": "gpt-2", "capture": {"layers": {"all": true}}}'}, "UNKNOWN_MODEL"),
-    "a bad id": ({"residuum": '{"request_id": "../x", "capture": {"layers": {"all": true}}}'}, "request id"),
+    "a bad id": ({"residuum": '{"request_id": "../x", "capture": {"layers": {"all": true}}}'}, "request ID"),
     "updatable": ({"residuum": '{"steering": {"updatable": true}}'}, "updatable|cannot change"),
     "vectors alone": ({"residuum_vectors": ["AAAA"]}, "add residuum"),
     "not base64": (
         {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["§"]},
-        "not base64",
+        "not valid base64",
     ),
     "a vector of another width": (
         {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["AAAAAA=="]},
@@ -294,8 +296,8 @@ def test_an_id_that_was_used_is_a_bad_request(api: openai.OpenAI, captures: resi
     assert np.array_equal(captures.activations("once").stack(), rows)
 
 
-def test_plans_of_callers_do_not_reach_the_worker(server: Server, api: openai.OpenAI) -> None:
-    """A worker believes what it finds under this name, and would end with its engine."""
+def test_plans_from_callers_do_not_reach_the_worker(server: Server, api: openai.OpenAI) -> None:
+    """A worker trusts plans. An invalid plan from a caller would kill it and its engine."""
     api.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=2, extra_body={"vllm_xargs": {"residuum_plan": "x", "other": 1}}
     )
@@ -310,7 +312,7 @@ def test_plans_of_callers_do_not_reach_the_worker(server: Server, api: openai.Op
         assert answer.status == 200
 
 
-def test_where_objects_are_taken_the_spec_may_be_one(server: Server, captures: residuum.Client) -> None:
+def test_the_spec_may_be_an_object_if_vllm_accepts_objects(server: Server, captures: residuum.Client) -> None:
     spec = {"request_id": "tokens", "capture": {"layers": {"list": {"layers": [2]}}, "positions": {"phases": [1]}}}
     body = {"token_ids": [504, 3575], "sampling_params": {"max_tokens": 2, "extra_args": {"residuum": spec}}}
     request = urllib.request.Request(
@@ -322,7 +324,7 @@ def test_where_objects_are_taken_the_spec_may_be_one(server: Server, captures: r
     assert acts.token_ids.tolist() == [504, 3575]
 
 
-def test_the_command_line_pulls_it(api: openai.OpenAI, store: Service, tmp_path: Path) -> None:
+def test_the_command_line_pulls_a_capture_of_vllm_serve(api: openai.OpenAI, store: Service, tmp_path: Path) -> None:
     answer = api.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_tokens=2, extra_body=asking(ALL)
     )
@@ -349,7 +351,7 @@ def test_the_command_line_pulls_it(api: openai.OpenAI, store: Service, tmp_path:
 def test_an_engine_that_dies_leaves_the_capture_incomplete(
     server: Server, api: openai.OpenAI, captures: residuum.Client
 ) -> None:
-    """The last test: it takes the server down."""
+    """This test must be last, because it stops the server."""
     stream = api.completions.create(
         model=MODEL,
         prompt=PROMPT,

@@ -1,4 +1,4 @@
-"""What callers get of a captured request is what vLLM would have given them; and the tokens are known at any moment."""
+"""Callers of a captured request get vLLM's outputs, and the tokens are known at any time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from inference_svc.session.sequences import GeneratedSequence
-from inference_svc.vllm_serve.outputs import CallerOutputs, in_turn
+from inference_svc.vllm_serve.outputs import CallerOutputs, merge_streams
 
 
 def step(text, token_ids, finish_reason=None, *, logprob=None):
@@ -34,14 +34,14 @@ def outputs_of(kind, count=1):
     return sequences, given
 
 
-def test_steps():
+def test_delta_outputs_are_the_steps():
     sequences, given = outputs_of(RequestOutputKind.DELTA)
     assert [output.outputs[0].text for output in given] == ["a", "bc", "d"]
     assert [output.finished for output in given] == [False, False, True]
     assert sequences[0].is_complete
 
 
-def test_all_so_far_is_not_changed_by_what_comes():
+def test_cumulative_outputs_are_not_changed_by_later_steps():
     _, given = outputs_of(RequestOutputKind.CUMULATIVE)
     assert [output.outputs[0].text for output in given] == ["a", "abc", "abcd"]
     assert [list(output.outputs[0].token_ids) for output in given] == [[1], [1, 2, 3], [1, 2, 3, 4]]
@@ -49,7 +49,7 @@ def test_all_so_far_is_not_changed_by_what_comes():
     assert [output.finished for output in given] == [False, False, True]
 
 
-def test_the_end_alone():
+def test_final_only_output_comes_once_at_the_end():
     _, (final,) = outputs_of(RequestOutputKind.FINAL_ONLY, count=3)
     assert final.finished
     assert [completion.index for completion in final.outputs] == [0, 1, 2]
@@ -57,7 +57,7 @@ def test_the_end_alone():
     assert [completion.finish_reason for completion in final.outputs] == ["length"] * 3
 
 
-def test_steps_of_several_end_with_the_last():
+def test_delta_outputs_of_several_sequences_finish_with_the_last():
     _, given = outputs_of(RequestOutputKind.DELTA, count=2)
     assert [output.finished for output in given] == [False] * 5 + [True]
     assert [output.outputs[0].index for output in given] == [0, 1] * 3
@@ -75,7 +75,7 @@ def test_tokens_are_known_before_the_end():
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_what_vllm_gave_up_is_not_complete(reason):
+def test_a_sequence_that_vllm_ended_with_an_error_is_not_complete(reason):
     sequence = GeneratedSequence()
     output = CallerOutputs([sequence], RequestOutputKind.DELTA).add(0, step("a", [1], reason))
     assert output.finished
@@ -99,28 +99,28 @@ async def everything(stream):
         return [item async for item in items]
 
 
-async def test_several_generators_in_turn():
+async def test_several_generators_are_merged():
     closed = []
-    seen = await everything(in_turn([counting(2, closed), counting(4, closed), counting(0, closed)]))
+    seen = await everything(merge_streams([counting(2, closed), counting(4, closed), counting(0, closed)]))
     assert sorted(seen) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert sorted(closed) == [0, 2, 4]
 
 
-async def test_an_error_of_one_ends_all():
+async def test_an_error_of_one_generator_closes_all():
     closed = []
     with pytest.raises(ValueError, match="broken"):
-        await everything(in_turn([counting(1000, closed), counting(1, closed, ValueError("broken"))]))
+        await everything(merge_streams([counting(1000, closed), counting(1, closed, ValueError("broken"))]))
     assert sorted(closed) == [1, 1000]
 
 
-async def test_whoever_stops_reading_closes_all():
+async def test_closing_the_merged_stream_closes_all_generators():
     closed = []
-    async with aclosing(in_turn([counting(1000, closed), counting(2000, closed)])) as both:
+    async with aclosing(merge_streams([counting(1000, closed), counting(2000, closed)])) as both:
         await anext(both)
     assert sorted(closed) == [1000, 2000]
 
 
-async def test_what_a_caller_does_not_read_is_left_where_vllm_merges_it():
+async def test_unread_outputs_stay_in_vllm_which_merges_them():
     made = []
 
     async def steps():
@@ -129,7 +129,7 @@ async def test_what_a_caller_does_not_read_is_left_where_vllm_merges_it():
             yield len(made)
             await asyncio.sleep(0)
 
-    async with aclosing(in_turn([steps(), steps()])) as both:
+    async with aclosing(merge_streams([steps(), steps()])) as both:
         await anext(both)
         for _ in range(100):
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The plugin in a vLLM that is not ours, or not one that it knows; and settings that cannot be."""
+"""The plugin with other engines, with an unsupported vLLM, and with invalid settings."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ def config(worker_cls):
     return SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker_cls))
 
 
-def test_vllm_finds_it():
+def test_vllm_finds_the_plugin():
     (found,) = {entry.value for entry in entry_points(group="vllm.general_plugins", name="residuum")}
     assert found == "inference_svc.vllm_serve.plugin:register"
 
 
-def test_engines_of_others_are_left_alone(monkeypatch):
+def test_other_engines_are_unchanged(monkeypatch):
     monkeypatch.setenv("RESIDUUM_STORE", "no store at all")
     for worker in ("auto", "vllm.v1.worker.gpu_worker.Worker", "inference_svc.taps.vllm.cpu_worker.TappedCpuWorker"):
-        assert plugin._front_of(config(worker)) is None
+        assert plugin._front_end_factory(config(worker)) is None
 
 
-def test_bad_settings_are_told_before_the_model_is_loaded(monkeypatch):
+def test_bad_settings_are_reported_before_the_model_is_loaded(monkeypatch):
     monkeypatch.setenv("RESIDUUM_STORE", "no store at all")
     monkeypatch.setenv("RESIDUUM_CAPTURE_SITES", "resid_mid")
     monkeypatch.setenv("RESIDUUM_RING_MB", "7")
     with pytest.raises(SystemExit, match=r"(?s)RESIDUUM_STORE.*RESIDUUM_CAPTURE_SITES.*resid_mid.*RESIDUUM_RING_MB: "):
-        plugin._front_of(config(vllm_serve.WORKER))
+        plugin._front_end_factory(config(vllm_serve.WORKER))
 
 
-def test_settings_are_those_of_the_service(monkeypatch):
+def test_settings_are_the_same_as_the_services(monkeypatch):
     monkeypatch.setenv("RESIDUUM_STORE", "a=h:1,b=h:2")
     monkeypatch.setenv("RESIDUUM_RING_MIB", "7")
-    monkeypatch.setenv("RESIDUUM_LISTEN", "0.0.0.0:1")  # the service's own, which would not start so
+    monkeypatch.setenv("RESIDUUM_LISTEN", "0.0.0.0:1")  # the service would also refuse to start with it
     settings = from_environment(TapSettings)
     assert [store.name for store in settings.stores] == ["a", "b"]
     assert settings.ring_mib == 7
@@ -57,7 +57,7 @@ def test_settings_are_those_of_the_service(monkeypatch):
 
 
 class Plain:
-    """An engine as vLLM's, of which the plugin knows three methods."""
+    """An engine with the three methods of vLLM's that the plugin wraps."""
 
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
@@ -87,35 +87,35 @@ def untapped():
     ],
     ids=["capture", "steering", "vectors alone"],
 )
-async def test_without_our_worker_a_request_that_asks_for_captures_is_refused(untapped, extra_args):
-    """vLLM would answer it, and there would be no capture."""
+async def test_without_the_tapped_worker_a_capture_request_is_refused(untapped, extra_args):
+    """Otherwise vLLM would answer without a capture."""
     with pytest.raises(VLLMValidationError, match=f"--worker-cls {vllm_serve.WORKER}") as refused:
-        untapped.generate("x", SamplingParams(extra_args=extra_args), "r")  # not awaited: before the answer begins
+        untapped.generate("x", SamplingParams(extra_args=extra_args), "r")  # not awaited
     assert refused.value.parameter == "vllm_xargs"
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"kv_transfer_params": {}}, {"residuum_plan": {}}])
-async def test_without_our_worker_all_others_pass(untapped, extra_args):
-    """Among them the inference service's own, which bring plans."""
+async def test_without_the_tapped_worker_other_requests_pass(untapped, extra_args):
+    """Among them are those of the inference service, which have plans."""
     outputs = [output async for output in untapped.generate("x", SamplingParams(extra_args=extra_args), "r")]
     assert outputs == [("r", extra_args)]
 
 
 class Other:
-    """A vLLM in which something has another name."""
+    """A vLLM with another name for something."""
 
     abort = collective_rpc = errored = shutdown = None
 
     def generate(self, prompt, sampling_params, request_id):
-        """Take what it takes."""
+        """Accept vLLM's parameters."""
 
 
 class Reordered(Other):
     def generate(self, request_id, prompt, sampling_params):
-        """Take the same in another order."""
+        """Accept the same parameters in another order."""
 
 
-def test_a_vllm_that_it_does_not_know_is_told_apart():
+def test_an_unsupported_vllm_is_recognized():
     assert plugin._missing(Other) is None
     assert "takes self, request_id, prompt" in plugin._missing(Reordered)
     assert "no abort, collective_rpc" in plugin._missing(object)
@@ -147,7 +147,7 @@ else:
 """
 
 
-def test_a_worker_whose_front_end_does_not_know_residuum_does_not_start():
+def test_a_worker_without_the_front_end_does_not_start():
     assert run(STARTED_WORKER) is None
     assert "VLLM_PLUGINS" in run(STARTED_WORKER, VLLM_PLUGINS="another")
     assert "VLLM_USE_RUST_FRONTEND" in run(STARTED_WORKER, VLLM_USE_RUST_FRONTEND="1")

@@ -1,4 +1,4 @@
-"""What the client puts into `vllm_xargs`, and what the server reads there."""
+"""The client writes `vllm_xargs`, and the server reads the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import residuum
-from inference_svc.vllm_serve.xargs import asks, read_asked, without_ours
+from inference_svc.vllm_serve.xargs import has_residuum_arguments, read_residuum_arguments, without_residuum_arguments
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, steering_pb2
 
@@ -17,13 +17,13 @@ JOY = residuum.Vector.from_array(np.arange(4, dtype=np.float32))
 LOVE = residuum.Vector.from_array(np.ones(4, dtype=np.float32))
 
 
-def test_what_the_client_writes_is_what_the_server_reads():
+def test_the_server_reads_the_arguments_that_the_client_writes():
     capture = residuum.Capture(
         layers=[0, 5], positions="last_prompt", encoding="project", vectors=[JOY, LOVE], overflow="shed"
     )
     steer = [residuum.Add(JOY, layer=1, scale=0.1), residuum.Cap(LOVE, layer=2, max=3.5, keep_norm=True)]
     sent = residuum.vllm_xargs(capture, steer, request_id="mine")
-    asked = read_asked(json.loads(json.dumps(sent)))
+    asked = read_residuum_arguments(json.loads(json.dumps(sent)))
     assert asked.spec.request_id == "mine"
     assert asked.spec.capture == capture.to_proto()
     assert asked.spec.steering.operations[0].add == steering_pb2.Add(digest=JOY.digest, scale=0.1)
@@ -33,8 +33,8 @@ def test_what_the_client_writes_is_what_the_server_reads():
     }
 
 
-def test_only_what_vllm_takes_is_written():
-    """vLLM takes texts, numbers and lists of these."""
+def test_the_client_writes_only_types_that_vllm_accepts():
+    """vLLM accepts strings, numbers and lists of these."""
     sent = residuum.vllm_xargs(residuum.Capture(), [residuum.Add(JOY, layer=1)])
     assert isinstance(sent["residuum"], str)
     assert "\n" not in sent["residuum"]
@@ -43,7 +43,7 @@ def test_only_what_vllm_takes_is_written():
     assert "residuum_vectors" not in residuum.vllm_xargs(steer=[residuum.Add(JOY, layer=1)], send_vectors=False)
 
 
-def test_asking_for_nothing_is_refused():
+def test_arguments_without_capture_or_steering_are_refused():
     with pytest.raises(residuum.InvalidRequest, match="capture=, steer= or both"):
         residuum.vllm_xargs()
     with pytest.raises(residuum.InvalidRequest, match="cannot name"):
@@ -52,25 +52,27 @@ def test_asking_for_nothing_is_refused():
         residuum.vllm_xargs("all")
 
 
-def test_by_hand():
-    asked = read_asked({"residuum": '{"capture": {"layers": {"all": true}, "encoding": "ENCODING_RP8"}}'})
+def test_arguments_written_by_hand_are_read():
+    asked = read_residuum_arguments({"residuum": '{"capture": {"layers": {"all": true}, "encoding": "ENCODING_RP8"}}'})
     assert asked.spec.capture.layers.all
     assert asked.spec.capture.encoding == capture_pb2.ENCODING_RP8
-    assert read_asked({"residuum": {"capture": {"layers": {"all": True}}}}).spec.capture.layers.all
+    assert read_residuum_arguments({"residuum": {"capture": {"layers": {"all": True}}}}).spec.capture.layers.all
     one = base64.b64encode(np.ones(4, dtype="<f4").tobytes()).decode()
-    asked = read_asked({"residuum": "{}", "residuum_vectors": one})
+    asked = read_residuum_arguments({"residuum": "{}", "residuum_vectors": one})
     assert [vector.digest for vector in asked.vectors] == [LOVE.digest]
 
 
-def test_what_others_put_there_stays():
+def test_other_arguments_are_kept():
     others = {"session_id": "a", "kv_transfer_params": {"x": 1}}
-    assert not asks(others)
-    assert not asks(None)
-    assert without_ours(None) is None
-    assert without_ours({**others, "residuum": "{}", "residuum_vectors": [], "residuum_plan": {}}) == others
-    assert without_ours({"residuum_plan": {}}) is None
-    assert asks({"residuum_plan": 1}), "it must be taken out"
-    assert read_asked({"residuum_plan": 1}) is None
+    assert not has_residuum_arguments(others)
+    assert not has_residuum_arguments(None)
+    assert without_residuum_arguments(None) is None
+    assert (
+        without_residuum_arguments({**others, "residuum": "{}", "residuum_vectors": [], "residuum_plan": {}}) == others
+    )
+    assert without_residuum_arguments({"residuum_plan": {}}) is None
+    assert has_residuum_arguments({"residuum_plan": 1}), "it must be taken out"
+    assert read_residuum_arguments({"residuum_plan": 1}) is None
 
 
 @pytest.mark.parametrize(
@@ -78,20 +80,20 @@ def test_what_others_put_there_stays():
     ["", "{", '"x"', "3", "null", '{"nothing": 1}', '{"capture": {"layers": {"all": 1}}}'],
 )
 @pytest.mark.parametrize("wrap", [str, lambda text: json.loads(text) if text not in {"", "{"} else 3.5])
-def test_no_spec(value, wrap):
+def test_an_invalid_spec_is_refused(value, wrap):
     with pytest.raises(Failure, match=r"vllm_xargs\.residuum: ") as caught:
-        read_asked({"residuum": wrap(value)})
+        read_residuum_arguments({"residuum": wrap(value)})
     assert caught.value.reason_name == "INVALID_FIELD"
     assert caught.value.metadata["field"] == "vllm_xargs.residuum"
 
 
 @pytest.mark.parametrize("value", ["[" * 100_000, '{"capture": ' * 100_000, "\ud800", '{"request_id": "\\ud800"}'])
-def test_a_hostile_text_is_refused_like_any_other(value):
+def test_a_hostile_spec_is_refused(value):
     with pytest.raises(Failure):
-        read_asked({"residuum": value})
+        read_residuum_arguments({"residuum": value})
 
 
 @pytest.mark.parametrize("value", ["AAA", "§§§§", [3], {"a": "b"}, 3, [["AAAA"]], "AAAA"])
-def test_no_vector(value):
+def test_an_invalid_vector_is_refused(value):
     with pytest.raises(Failure, match="residuum_vectors"):
-        read_asked({"residuum": "{}", "residuum_vectors": value})
+        read_residuum_arguments({"residuum": "{}", "residuum_vectors": value})
