@@ -96,7 +96,7 @@ def test_a_service_that_fails_is_told_with_the_end_of_its_log(tmp_path):
     with started(tmp_path, "--no-such-flag") as process:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "residuum: inference ended with code 2" in err
+    assert "residuum: The inference service exited with code 2. Its log ends:" in err
     assert "--no-such-flag" in err
 
 

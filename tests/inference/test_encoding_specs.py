@@ -52,7 +52,7 @@ BAD = {
     "more than the width": (
         capture(RP8, dimensions=WIDTH + 1),
         "encoding_options",
-        "rp8 has 1 to 200 dimensions, not 201",
+        "rp8 takes 1 to 200 dimensions, not 201",
     ),
     "more to keep than there are": (capture(TOPK, dimensions=WIDTH + 1), "encoding_options", "1 to 200 dimensions"),
     "dimensions of raw": (

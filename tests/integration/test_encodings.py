@@ -116,5 +116,5 @@ def test_the_server_lists_its_encodings(client: residuum.Client) -> None:
     info = client.info()
     assert set(info.encodings) == {*("raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project")}
     assert (info.default_encoding, info.reductions) == ("raw", ("none", "last", "mean", "max", "sum"))
-    with pytest.raises(residuum.InvalidRequest, match="rp8 has 1 to 576 dimensions, not 577"):
+    with pytest.raises(residuum.InvalidRequest, match="rp8 takes 1 to 576 dimensions, not 577"):
         captured(client, encoding="rp8", dimensions=577)
