@@ -22,7 +22,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2, tensor_pb2
 from residuum.wire.digests import digest_of_bytes
 
-_RESIDUUM_KEYS = frozenset({SPEC_KEY, VECTORS_KEY, PLAN_KEY})
+_ARGUMENT_KEYS = frozenset({SPEC_KEY, VECTORS_KEY, PLAN_KEY})
 _FLOAT_BYTES = 4
 
 
@@ -41,12 +41,12 @@ def without_residuum_arguments(extra_args: Mapping[str, Any] | None) -> dict[str
 
     This also removes a plan. Plans must never come from a caller, because the worker trusts them.
     """
-    return {name: value for name, value in (extra_args or {}).items() if name not in _RESIDUUM_KEYS} or None
+    return {name: value for name, value in (extra_args or {}).items() if name not in _ARGUMENT_KEYS} or None
 
 
 def has_residuum_arguments(extra_args: Mapping[str, Any] | None) -> bool:
     """Return whether a request's `extra_args` contain an argument of residuum's."""
-    return bool(extra_args) and not _RESIDUUM_KEYS.isdisjoint(extra_args or ())
+    return bool(extra_args) and not _ARGUMENT_KEYS.isdisjoint(extra_args or ())
 
 
 def read_residuum_arguments(extra_args: Mapping[str, Any]) -> ResiduumArguments | None:
