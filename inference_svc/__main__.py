@@ -22,7 +22,7 @@ def main() -> None:
     """Read the settings and serve until a signal stops the service. The exit code is 1 if the service failed."""
     quiet_grpc()
     from inference_svc.settings import InferenceSettings  # they import grpc
-    from svc_common.settings import load_settings, log_strangers
+    from svc_common.settings import load_settings, log_unknown_variables
 
     settings = load_settings(InferenceSettings, _PROGRAM, sys.argv[1:])
     if settings.model.startswith(("/", "./", "../", "~")) and not Path(settings.model).expanduser().is_dir():
@@ -34,7 +34,7 @@ def main() -> None:
     # Only this user can read the folder: it holds the control sockets of the rings.
     with tempfile.TemporaryDirectory(prefix="residuum-", ignore_cleanup_errors=True) as folder:
         configure_service_logs(folder, settings.log_level)
-        log_strangers(InferenceSettings)
+        log_unknown_variables(InferenceSettings)
         sys.exit(_serve(settings, folder))
 
 

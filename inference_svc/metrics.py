@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from inference_svc.shipping.figures import figures_by_store, figures_path, read_figures
 from residuum.rpc.errors import Failure, Reason
 from svc_common.logs import get_logger
-from svc_common.metrics import SECONDS, CallMetrics, make_registry
+from svc_common.rpc.metrics import SECONDS, CallMetrics, make_registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,7 +14,7 @@ from inference_svc.resources.vector_cache import VectorCache, cache_capacity
 from inference_svc.session.generator import Generator
 from inference_svc.session.reservation import Reservations
 from residuum.wire.ids import make_id
-from svc_common.tokens_file import Limits
+from svc_common.security.tokens_file import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

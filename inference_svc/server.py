@@ -20,15 +20,15 @@ from inference_svc.shipping.supervisor import ShipperSupervisor
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.tracing import TracingError, is_on, start_tracing
 from residuum.v1 import capture_pb2, inference_pb2_grpc
-from svc_common.access import Access
-from svc_common.authentication import AioAccessInterceptor
 from svc_common.logs import get_logger
 from svc_common.memory import freeze_heap
-from svc_common.metrics import MetricsListener
-from svc_common.security import add_port
-from svc_common.serving import NOT_SERVING, SERVING, AioErrorInterceptor, add_health_and_reflection, write_port_file
-from svc_common.stall_timeouts import AioPatienceInterceptor
-from svc_common.tracing import AioTracingInterceptor
+from svc_common.rpc.metrics import MetricsListener
+from svc_common.rpc.serving import NOT_SERVING, SERVING, AioErrorInterceptor, add_health_and_reflection, write_port_file
+from svc_common.rpc.stall_timeouts import AioStallInterceptor
+from svc_common.rpc.tracing import AioTracingInterceptor
+from svc_common.security.access import Access
+from svc_common.security.authentication import AioAccessInterceptor
+from svc_common.security.tls import add_port
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -106,7 +106,7 @@ class InferenceServer:
                 *([AioTracingInterceptor()] if is_on() else []),
                 AioErrorInterceptor(_log, self._metrics.calls.note),
                 AioAccessInterceptor(self._access),
-                AioPatienceInterceptor(_log, self._settings.first_message_seconds, self._settings.stall_seconds),
+                AioStallInterceptor(_log, self._settings.first_message_seconds, self._settings.stall_seconds),
             ],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._settings.max_requests + _OTHER_CALLS,

@@ -20,8 +20,8 @@ from residuum.wire.limits import (
     MAX_SEQUENCES,
     MAX_VECTORS_PER_CALL,
 )
-from svc_common.access import current_caller
 from svc_common.logs import bind_request
+from svc_common.security.access import current_caller
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterable

@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from inference_svc.engine.tap_settings import Stores, TapSettings
 from residuum.wire.placement import StoreAddress, parse_stores
-from svc_common.security import SecureSettings
+from svc_common.security.tls import SecureSettings
 from svc_common.settings import Endpoint, OptionalEndpoint
 
 _RESERVED_ENGINE_ARGS = {"model", "worker_cls", "additional_config", "speculative_config"}

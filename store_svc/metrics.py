@@ -14,7 +14,7 @@ from store_svc.captures.catalog import Catalog
 from store_svc.database.db import Database
 from store_svc.writing.retention import RetentionPolicy
 from store_svc.writing.writer import Writer
-from svc_common.metrics import SECONDS, CallMetrics, make_registry
+from svc_common.rpc.metrics import SECONDS, CallMetrics, make_registry
 
 _STATES = {
     capture_pb2.CAPTURE_STATE_OPEN: "open",

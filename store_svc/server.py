@@ -24,17 +24,17 @@ from store_svc.shutdown import Shutdown
 from store_svc.traces import CaptureTraces
 from store_svc.writing.retention import RetentionPolicy
 from store_svc.writing.writer import Writer, WriterOptions
-from svc_common.access import Access
-from svc_common.authentication import AccessInterceptor
 from svc_common.logs import configure_logs, get_logger
 from svc_common.memory import keep_memory
-from svc_common.metrics import MetricsListener
 from svc_common.priority import give_way
-from svc_common.security import add_port
-from svc_common.serving import NOT_SERVING, SERVING, ErrorInterceptor, add_health_and_reflection, write_port_file
-from svc_common.settings import load_settings, log_strangers
-from svc_common.stall_timeouts import PatienceInterceptor
-from svc_common.tracing import TracingInterceptor
+from svc_common.rpc.metrics import MetricsListener
+from svc_common.rpc.serving import NOT_SERVING, SERVING, ErrorInterceptor, add_health_and_reflection, write_port_file
+from svc_common.rpc.stall_timeouts import StallInterceptor
+from svc_common.rpc.tracing import TracingInterceptor
+from svc_common.security.access import Access
+from svc_common.security.authentication import AccessInterceptor
+from svc_common.security.tls import add_port
+from svc_common.settings import load_settings, log_unknown_variables
 
 _FLUSH_SECONDS = 0.5
 """Time for the last answers to be sent once no call runs. Open health watches would use up the whole grace period."""
@@ -101,7 +101,7 @@ class Store:
             limits_of=self._access.limits_of,
             traces=traces,
         )
-        self._patience = PatienceInterceptor(_log, settings.first_message_seconds, settings.stall_seconds)
+        self._stall_interceptor = StallInterceptor(_log, settings.first_message_seconds, settings.stall_seconds)
         self._server = self._make_server()
         self.port = self._listen()
         self._listener = self._show_metrics()
@@ -131,7 +131,7 @@ class Store:
         self._server.stop(self._settings.grace_seconds)
         self._servicer.calls.wait_until_idle(self._settings.grace_seconds)
         self._server.stop(min(self._settings.grace_seconds, _FLUSH_SECONDS)).wait()
-        self._patience.close()
+        self._stall_interceptor.close()
         self._db.close()
         _log.info("stopped")
 
@@ -143,7 +143,7 @@ class Store:
                 *([TracingInterceptor()] if is_on() else []),
                 ErrorInterceptor(_log, self._metrics.calls.note),
                 AccessInterceptor(self._access),
-                self._patience,
+                self._stall_interceptor,
             ],
             options=[*SERVER_OPTIONS, ("grpc.max_concurrent_streams", calls)],
             maximum_concurrent_rpcs=calls,
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the store service until SIGTERM or SIGINT; return the exit status."""
     settings = load_settings(StoreSettings, "python -m store_svc", arguments)
     configure_logs(settings.log_level)
-    log_strangers(StoreSettings)
+    log_unknown_variables(StoreSettings)
     give_way(settings.nice)
     keep_memory()
     shutdown = Shutdown()

@@ -36,9 +36,9 @@ from store_svc.traces import CaptureTraces
 from store_svc.writing.append import AppendStream
 from store_svc.writing.retention import RetentionPolicy
 from store_svc.writing.writer import Writer
-from svc_common.access import current_caller
 from svc_common.logs import bind_request
-from svc_common.tokens_file import Caller, Limits, Right
+from svc_common.security.access import current_caller
+from svc_common.security.tokens_file import Caller, Limits, Right
 
 _Request = TypeVar("_Request", bound=Message)
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, Positive
 
 from store_svc.database.db import bytes_for_appends
 from store_svc.memory_bound import memory_bound
-from svc_common.security import SecureSettings
+from svc_common.security.tls import SecureSettings
 from svc_common.settings import Endpoint, OptionalEndpoint
 
 _SMALLEST_MAP = 16 << 20

@@ -55,7 +55,7 @@ _SERVICE_LINK = re.compile(
 """Variables that Kubernetes sets in every pod for each service in its namespace. They begin with the service's name."""
 
 
-def strangers(own: Collection[str]) -> dict[str, list[str]]:
+def unknown_variables(own: Collection[str]) -> dict[str, list[str]]:
     """Return the RESIDUUM_ variables in the environment that nothing in this project reads.
 
     Args:

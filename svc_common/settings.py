@@ -14,7 +14,7 @@ from pydantic import AfterValidator, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from residuum.wire.endpoints import parse_endpoint
-from svc_common.environment import PREFIX, strangers
+from svc_common.environment import PREFIX, unknown_variables
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class ServiceSettings(BaseSettings):
 def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str]) -> _Settings:
     """Read the settings of a service. If any is bad, exit with a message that lists all bad ones.
 
-    An unknown environment variable whose name is close to one of these settings is bad, too. `log_strangers` logs other
-    unknown variables once logging is set up.
+    An unknown environment variable whose name is close to one of these settings is bad, too.
+    `log_unknown_variables` logs other unknown variables once logging is set up.
 
     Args:
         kind: The class of the settings.
@@ -147,9 +147,9 @@ def from_environment(kind: type[_Settings]) -> _Settings:
     return _checked(kind, kind)
 
 
-def log_strangers(kind: type[ServiceSettings]) -> None:
-    """Log unknown RESIDUUM_ environment variables; see `strangers`."""
-    if unknown := list(strangers(kind.model_fields)):
+def log_unknown_variables(kind: type[ServiceSettings]) -> None:
+    """Log unknown RESIDUUM_ environment variables; see `unknown_variables`."""
+    if unknown := list(unknown_variables(kind.model_fields)):
         _log.warning("ignoring unknown environment variables", variables=unknown)
 
 
@@ -169,7 +169,7 @@ def _checked(kind: type[_Settings], read: Callable[[], _Settings]) -> _Settings:
     # Never show the values: a misspelled variable may hold a token.
     problems += [
         f"{name}: unknown setting. Did you mean {' or '.join(meant)}? If it is for another program, unset it here"
-        for name, meant in strangers(kind.model_fields).items()
+        for name, meant in unknown_variables(kind.model_fields).items()
         if meant
     ]
     if problems:

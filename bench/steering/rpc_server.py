@@ -22,10 +22,10 @@ from inference_svc.servicer import InferenceServicer
 from inference_svc.settings import InferenceSettings
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.v1 import capture_pb2, inference_pb2_grpc, tensor_pb2
-from svc_common.access import Access
-from svc_common.authentication import AioAccessInterceptor
 from svc_common.logs import configure_logs, get_logger
-from svc_common.serving import AioErrorInterceptor
+from svc_common.rpc.serving import AioErrorInterceptor
+from svc_common.security.access import Access
+from svc_common.security.authentication import AioAccessInterceptor
 
 _MAX_VECTORS = 1_000_000
 """Enough that the cache never evicts a vector, so that each is sent exactly once."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from residuum.rpc.errors import Failure, Reason
-from svc_common.tokens_file import Limits
+from svc_common.security.tokens_file import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -128,13 +128,13 @@ def _front_end_factory(vllm_config: Any) -> Callable[..., Any] | None:
     from inference_svc.engine.worker_settings import LONGEST_STEP_SECONDS
     from inference_svc.vllm_serve.front import FrontEnd
     from svc_common.logs import configure_own_logs
-    from svc_common.settings import BadSettingsError, from_environment, log_strangers
+    from svc_common.settings import BadSettingsError, from_environment, log_unknown_variables
 
     try:
         settings = from_environment(TapSettings)
     except BadSettingsError as error:
         raise SystemExit(f"vllm serve with residuum: bad settings\n{error}") from None
     configure_own_logs(settings.log_level)
-    log_strangers(TapSettings)
+    log_unknown_variables(TapSettings)
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))
     return functools.partial(FrontEnd, settings)

@@ -8,7 +8,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.limits import MAX_ID_LENGTH
 from residuum.wire.tokens import ANY_TENANT
-from svc_common.tokens_file import Caller
+from svc_common.security.tokens_file import Caller
 
 
 class CaptureName(NamedTuple):

@@ -14,7 +14,7 @@ from residuum.wire.limits import MAX_CHUNK_BYTES
 from store_svc.captures.capture_names import CaptureName, unknown_capture, written_tenant
 from store_svc.checks import invalid
 from store_svc.writing.write_queue import Append, WorkQueue
-from svc_common.tokens_file import Caller
+from svc_common.security.tokens_file import Caller
 
 _MAX_REJECTIONS = 1024
 """Rejections in one answer. When as many wait, because a client does not read its answers, its messages wait too."""

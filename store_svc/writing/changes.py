@@ -20,7 +20,7 @@ from store_svc.database.db import Table, Txn
 from store_svc.database.keys import FrameKey, pack_loss, pack_number, unpack_number
 from store_svc.reading.slicing import cells_of, slice_chunk
 from store_svc.writing.quotas import Quotas
-from svc_common.tokens_file import Limits
+from svc_common.security.tokens_file import Limits
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from residuum.rpc.errors import Failure, Reason
 from store_svc.captures.catalog import Catalog
-from svc_common.tokens_file import Limits
+from svc_common.security.tokens_file import Limits
 
 
 class Quotas:

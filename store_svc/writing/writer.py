@@ -19,8 +19,8 @@ from store_svc.writing.changes import Batch, purge_some
 from store_svc.writing.retention import Expired, Retention, RetentionPolicy
 from store_svc.writing.write_queue import Acks, Append, Command, Work, WorkQueue
 from svc_common.logs import bind_request, get_logger, request_scope
-from svc_common.serving import internal_failure
-from svc_common.tokens_file import Limits
+from svc_common.rpc.serving import internal_failure
+from svc_common.security.tokens_file import Limits
 
 _T = TypeVar("_T")
 

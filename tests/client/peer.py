@@ -37,7 +37,7 @@ from residuum.wire.frames import checksum
 from residuum.wire.ids import make_id
 from residuum.wire.placement import parse_stores
 from residuum.wire.selection import expected_rows, is_reduced, resolve_layers, wanted_positions
-from svc_common.serving import ErrorInterceptor, add_health_and_reflection
+from svc_common.rpc.serving import ErrorInterceptor, add_health_and_reflection
 
 LAYERS, HIDDEN = 6, 8
 SERVICE = "residuum.v1.InferenceService"

@@ -18,14 +18,14 @@ import pytest
 import residuum
 from residuum.cli import main
 from residuum.cli import serve as command
-from svc_common import serve
+from svc_common import serve_command
 from svc_common.launcher import ServiceFailedError, is_free
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from residuum.cli import main
-from svc_common import serve
+from svc_common import serve_command as serve
 serve._INFERENCE, serve._NEEDED, serve.USUAL_PORTS = "tests.client.scripted_inference", ("lmdb",), (0, 0)
 sys.exit(main(["serve", "--model", "peer", *sys.argv[1:]]))
 """
@@ -101,9 +101,9 @@ def test_a_service_that_fails_is_told_with_the_end_of_its_log(tmp_path):
 
 
 def test_from_python(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(serve, "_INFERENCE", "tests.client.scripted_inference")
-    monkeypatch.setattr(serve, "_NEEDED", ())
-    monkeypatch.setattr(serve, "USUAL_PORTS", (0, 0))
+    monkeypatch.setattr(serve_command, "_INFERENCE", "tests.client.scripted_inference")
+    monkeypatch.setattr(serve_command, "_NEEDED", ())
+    monkeypatch.setattr(serve_command, "USUAL_PORTS", (0, 0))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "client")]))
     monkeypatch.chdir(tmp_path)
     with residuum.serve("peer", data="here", max_model_len=64) as client:
@@ -174,13 +174,16 @@ def test_without_the_server_it_says_what_to_install(monkeypatch, capsys):
 
 @pytest.mark.parametrize("flags", [["--listen=0.0.0.0:1"], ["--seed", "1", "--store", "x:1"]])
 def test_what_it_decides_itself_is_refused(tmp_path, flags):
-    with pytest.raises(ServiceFailedError, match="is decided by"), serve.serving("m", data=tmp_path, flags=flags):
+    with (
+        pytest.raises(ServiceFailedError, match="is decided by"),
+        serve_command.serving("m", data=tmp_path, flags=flags),
+    ):
         pass
 
 
 def test_what_is_missing_is_told_before_anything_starts(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(serve, "_NEEDED", ("no_such_module",))
-    assert serve.main(model="m", data=tmp_path / "data", temporary=False, flags=[]) == 1
+    monkeypatch.setattr(serve_command, "_NEEDED", ("no_such_module",))
+    assert serve_command.main(model="m", data=tmp_path / "data", temporary=False, flags=[]) == 1
     assert "no_such_module cannot be imported: install residuum-server" in capsys.readouterr().err
     assert not (tmp_path / "data").exists()
 
@@ -193,7 +196,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
 def test_progress_is_one_line_or_a_few(kind):
     stream = kind()
-    line = serve._ProgressLine(stream, shown=True)
+    line = serve_command._ProgressLine(stream, shown=True)
     for tenth in range(200):
         line.show("inference", tenth / 10)
     line.end()
@@ -207,7 +210,7 @@ def test_progress_is_one_line_or_a_few(kind):
 
 def test_progress_can_be_silent():
     stream = Terminal()
-    line = serve._ProgressLine(stream, shown=False)
+    line = serve_command._ProgressLine(stream, shown=False)
     line.show("store", 1.0)
     with contextlib.suppress(ValueError):
         line.end()

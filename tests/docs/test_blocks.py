@@ -17,7 +17,7 @@ import pytest
 from inference_svc.settings import InferenceSettings
 from residuum.cli.main import _parser
 from store_svc.settings import StoreSettings
-from svc_common.tokens_file import TokenFile
+from svc_common.security.tokens_file import TokenFile
 from tests.docs.blocks import ELSEWHERE, NOT_ON_THE_SITE, OUTPUT, PAGES, PARSED, ROOT, RUN, Block, blocks, words
 
 if sys.version_info >= (3, 11):

@@ -33,11 +33,11 @@ from residuum.v1 import (
 )
 from residuum.wire.digests import vector_message
 from residuum.wire.placement import StoreAddress, parse_stores
-from svc_common.access import Access
-from svc_common.authentication import AioAccessInterceptor
 from svc_common.logs import get_logger
-from svc_common.serving import AioErrorInterceptor
-from svc_common.stall_timeouts import AioPatienceInterceptor
+from svc_common.rpc.serving import AioErrorInterceptor
+from svc_common.rpc.stall_timeouts import AioStallInterceptor
+from svc_common.security.access import Access
+from svc_common.security.authentication import AioAccessInterceptor
 
 HIDDEN = 4
 FACTS = ModelFacts(
@@ -241,7 +241,7 @@ async def listening(add, servicer, port=0, on_end=None, access=None, before=(), 
     """Serve on loopback, by default on a free port, and yield the endpoint. `before` are interceptors."""
     asking = AioAccessInterceptor(access or Access(None, []))
     log = get_logger("test")
-    interceptors = [*before, AioErrorInterceptor(log, on_end), asking, AioPatienceInterceptor(log, patience, stall)]
+    interceptors = [*before, AioErrorInterceptor(log, on_end), asking, AioStallInterceptor(log, patience, stall)]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")

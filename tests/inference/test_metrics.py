@@ -20,7 +20,7 @@ from inference_svc.shipping.figures import figures_path
 from inference_svc.shipping.supervisor import ShipperStatus
 from residuum.rpc.errors import Reason
 from residuum.v1 import inference_pb2
-from svc_common.metrics import MetricsListener, make_registry
+from svc_common.rpc.metrics import MetricsListener, make_registry
 from tests.inference.service_support import (
     ADD_JOY,
     CAPTURE,

@@ -17,8 +17,8 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, errors_pb2, inference_pb2
 from residuum.v1.store_pb2_grpc import add_StoreServiceServicer_to_server
 from residuum.wire.limits import DIGEST_BYTES, MAX_DIGESTS_PER_CALL, MAX_MESSAGE_BYTES, MAX_VECTORS_PER_CALL
-from svc_common.serving import add_health_and_reflection
-from svc_common.stall_timeouts import MAX_WATCHES
+from svc_common.rpc.serving import add_health_and_reflection
+from svc_common.rpc.stall_timeouts import MAX_WATCHES
 from tests.inference.service_support import (
     ADD_JOY,
     CAPTURE,

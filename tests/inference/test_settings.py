@@ -12,8 +12,8 @@ import pytest
 
 import inference_svc
 from inference_svc.settings import InferenceSettings
-from svc_common.environment import OTHERS, SETTINGS, strangers
-from svc_common.settings import load_settings, log_strangers
+from svc_common.environment import OTHERS, SETTINGS, unknown_variables
+from svc_common.settings import load_settings, log_unknown_variables
 
 ROOT = Path(inference_svc.__file__).parents[1]
 
@@ -149,7 +149,7 @@ def test_all_that_is_wrong_is_told_at_once(monkeypatch):
 def test_a_variable_of_somebody_else_is_logged_and_passes(monkeypatch, capsys):
     monkeypatch.setenv("RESIDUUM_XYZZY", "1")
     load_settings(InferenceSettings, "program", ["--model", "x"])
-    log_strangers(InferenceSettings)
+    log_unknown_variables(InferenceSettings)
     assert "RESIDUUM_XYZZY" in "".join(capsys.readouterr())
 
 
@@ -157,17 +157,17 @@ def test_what_others_of_the_project_read_passes_in_silence(monkeypatch, capsys, 
     for name in SETTINGS - {name.upper() for name in InferenceSettings.model_fields} | OTHERS:
         monkeypatch.setenv(f"RESIDUUM_{name}", "1")
     load(tmp_path / "x.toml", 'model = "x"')
-    log_strangers(InferenceSettings)
+    log_unknown_variables(InferenceSettings)
     assert "".join(capsys.readouterr()) == ""
 
 
 def test_what_kubernetes_tells_of_services_of_that_name_passes_in_silence(monkeypatch):
     links = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_50052_TCP", "PORT_50052_TCP_ADDR"]
     monkeypatch.setenv("RESIDUUM_PORT", "1")
-    assert strangers(["port_file"]) == {"RESIDUUM_PORT": ["RESIDUUM_PORT_FILE"]}
+    assert unknown_variables(["port_file"]) == {"RESIDUUM_PORT": ["RESIDUUM_PORT_FILE"]}
     for service, link in itertools.product(["RESIDUUM", "RESIDUUM_PORTS"], links):
         monkeypatch.setenv(f"{service}_{link}", "1")
-    assert strangers(["port_file"]) == {}
+    assert unknown_variables(["port_file"]) == {}
 
 
 def test_engine_args_are_a_json_object():

@@ -10,7 +10,7 @@ import pytest
 
 from inference_svc.engine.engine import Delta
 from residuum.v1 import capture_pb2, inference_pb2_grpc
-from svc_common.alarms import AioAlarm
+from svc_common.rpc.alarms import AioAlarm
 from tests.inference.service_support import CAPTURE, DEADLINE, ask, failure_of, running_service, spec, stuck_after
 
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]

@@ -32,7 +32,7 @@ def test_import_linter_keeps_every_contract(tool):
     ("file", "statement"),
     [
         ("client/residuum/__init__.py", "import torch"),
-        ("client/residuum/__init__.py", "import svc_common.serving"),
+        ("client/residuum/__init__.py", "import svc_common.rpc.serving"),
         ("client/residuum/exports/__init__.py", "import residuum.captures.row_stream"),
         ("client/residuum/protocol/__init__.py", "import residuum.transport.failures"),
         ("client/residuum/protocol/__init__.py", "import grpc"),

@@ -14,7 +14,7 @@ import pytest
 import residuum
 from residuum.cli import doctor, main
 from store_svc.settings import StoreSettings
-from svc_common.security import SecurityError
+from svc_common.security.tls import SecurityError
 from tests.security.certificates import Authority
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 import residuum
 from residuum.cli import main
 from residuum.wire.tokens import make_token, token_hash
-from svc_common.tokens_file import Limits, TokenFile, TokensError, tomllib
+from svc_common.security.tokens_file import Limits, TokenFile, TokensError, tomllib
 from tests.security.callers import Caller
 
 HASH = "sha256:" + "0" * 64

@@ -16,8 +16,8 @@ from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import Credentials
 from residuum.rpc.errors import failure_from_rpc_error
 from residuum.v1 import inference_pb2, store_pb2
-from svc_common import access
-from svc_common.access import Access, check_table
+from svc_common.security import access
+from svc_common.security.access import Access, check_table
 
 STORE, INFERENCE = "residuum.v1.StoreService", "residuum.v1.InferenceService"
 HEALTH, REFLECTION = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"

@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from residuum.rpc.errors import Reason
 from residuum.v1 import store_pb2
 from store_svc import servicer
-from svc_common.alarms import Alarm
-from svc_common.stall_timeouts import MAX_WATCHES
+from svc_common.rpc.alarms import Alarm
+from svc_common.rpc.stall_timeouts import MAX_WATCHES
 from tests.store.support import (
     OPEN,
     Client,

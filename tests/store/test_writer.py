@@ -20,7 +20,7 @@ from store_svc.writing.append import AppendStream
 from store_svc.writing.changes import Batch
 from store_svc.writing.write_queue import Append, Command, WorkQueue
 from store_svc.writing.writer import Writer, WriterOptions
-from svc_common.tokens_file import ANYBODY
+from svc_common.security.tokens_file import ANYBODY
 from tests.store.support import cells_of, describe, grid, make_chunk
 
 LAYERS = [0, 1, 2]

@@ -10,7 +10,7 @@ import sys
 
 from residuum.rpc.tracing import start_tracing
 from svc_common.logs import configure_logs
-from svc_common.tracing import AioTracingInterceptor
+from svc_common.rpc.tracing import AioTracingInterceptor
 from tests.fuzz.inference import ScriptedEngine
 from tests.inference.service_support import running_service
 

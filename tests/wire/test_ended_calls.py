@@ -12,11 +12,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2, inference_pb2_grpc
-from svc_common.access import Access
-from svc_common.authentication import AioAccessInterceptor
 from svc_common.logs import get_logger
-from svc_common.serving import SERVING, AioErrorInterceptor
-from svc_common.stall_timeouts import AioPatienceInterceptor
+from svc_common.rpc.serving import SERVING, AioErrorInterceptor
+from svc_common.rpc.stall_timeouts import AioStallInterceptor
+from svc_common.security.access import Access
+from svc_common.security.authentication import AioAccessInterceptor
 
 CALLS = 20
 DEADLINE = 20.0
@@ -49,7 +49,7 @@ async def serving():
     interceptors = [
         AioErrorInterceptor(log),
         AioAccessInterceptor(Access(None, [])),
-        AioPatienceInterceptor(log, 20, 20),
+        AioStallInterceptor(log, 20, 20),
     ]
     server = grpc.aio.server(interceptors=interceptors)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(), server)

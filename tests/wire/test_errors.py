@@ -15,7 +15,7 @@ import structlog
 from residuum.rpc import channels
 from residuum.rpc.errors import CODES, DOMAIN, Failure, Reason, failure_from_rpc_error
 from residuum.v1 import errors_pb2
-from svc_common.serving import AioErrorInterceptor, ErrorInterceptor
+from svc_common.rpc.serving import AioErrorInterceptor, ErrorInterceptor
 
 PROTO = Path(__file__).parents[2] / "protos" / "residuum" / "v1" / "errors.proto"
 METHODS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]

@@ -1,6 +1,6 @@
 """The error catalogue: every reason why a call can fail, with its gRPC code, and how failures travel.
 
-A handler raises `Failure`. An interceptor of `svc_common.serving` turns it into a `google.rpc.Status` with an
+A handler raises `Failure`. An interceptor of `svc_common.rpc.serving` turns it into a `google.rpc.Status` with an
 `ErrorInfo`, and the client gets the Failure back with `failure_from_rpc_error`. Any other exception becomes INTERNAL
 with an incident number: the server logs its text and never sends it.
 """

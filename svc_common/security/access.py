@@ -11,7 +11,7 @@ from google.protobuf import descriptor_pool
 
 from residuum.rpc.bearer import HEADER, SCHEME
 from residuum.rpc.errors import Failure, Reason
-from svc_common.tokens_file import ANYBODY, Caller, Limits, Right, TokenFile
+from svc_common.security.tokens_file import ANYBODY, Caller, Limits, Right, TokenFile
 
 _INFERENCE = "/residuum.v1.InferenceService/"
 _STORE = "/residuum.v1.StoreService/"
@@ -49,7 +49,7 @@ def current_caller() -> Caller:
     """Return the caller of the current call. Use it at the start of a handler, in the handler's thread or task.
 
     Raises:
-        LookupError: The server lacks the interceptor of `svc_common.authentication`.
+        LookupError: The server lacks the interceptor of `svc_common.security.authentication`.
     """
     return _caller.get()
 
@@ -70,7 +70,7 @@ class Access:
         """Read the tokens file.
 
         Args:
-            tokens: The tokens file, see `svc_common.tokens_file`; None lets anyone call.
+            tokens: The tokens file, see `svc_common.security.tokens_file`; None lets anyone call.
             services: The full names of the served services.
 
         Raises:
@@ -131,7 +131,7 @@ def check_table(services: Iterable[str], table: Collection[str]) -> None:
         for method in descriptor.methods:
             name = f"/{service}/{method.name}"
             if name not in table:
-                raise RuntimeError(f"{name} has no required right: add it to the table in svc_common.access")
+                raise RuntimeError(f"{name} has no required right: add it to the table in svc_common.security.access")
 
 
 def _unauthenticated(message: str) -> Failure:

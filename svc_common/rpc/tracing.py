@@ -10,7 +10,7 @@ import grpc.aio
 
 from residuum.rpc.methods import is_ours
 from residuum.rpc.tracing import SCOPE, end_span
-from svc_common.serving import handler_of
+from svc_common.rpc.serving import handler_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

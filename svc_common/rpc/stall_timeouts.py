@@ -5,7 +5,7 @@ call whose first message does not come in time, and one that does not accept a r
 between messages: a reader may wait for rows, and a writer for something to write, as long as they like.
 
 Both interceptors run after the others. So unauthorised callers are refused before the server waits for a message, and
-the interceptors of `svc_common.serving` send the failures that are raised here.
+the interceptors of `svc_common.rpc.serving` send the failures that are raised here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import grpc.aio
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.methods import is_ours
-from svc_common.alarms import AioAlarm, Alarm
+from svc_common.rpc.alarms import AioAlarm, Alarm
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -40,7 +40,7 @@ _NO_RESPONSES: tuple[Any, ...] = ()
 """Yielded by a handler that writes its messages itself. The interceptors around it still need an async generator."""
 
 
-class PatienceInterceptor(grpc.ServerInterceptor):
+class StallInterceptor(grpc.ServerInterceptor):
     """Cancels calls to a sync server that send no first message in time, or do not read.
 
     gRPC sends no status with such a cancellation, so the caller sees CANCELLED without a reason.
@@ -128,7 +128,7 @@ class PatienceInterceptor(grpc.ServerInterceptor):
         return cancel
 
 
-class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
+class AioStallInterceptor(grpc.aio.ServerInterceptor):
     """Ends calls to an asyncio server that send no first message in time, or do not read.
 
     It frees the call's resources at once. The call itself stays until its caller reads on, and gets the reason, or
@@ -147,7 +147,7 @@ class AioPatienceInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        """Wrap the handler of a call; see `PatienceInterceptor`."""
+        """Wrap the handler of a call; see `StallInterceptor`."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None

@@ -13,11 +13,11 @@ import grpc.aio
 
 from residuum.rpc.errors import Failure
 from residuum.rpc.methods import is_ours
-from svc_common.access import Access, set_caller
-from svc_common.serving import handler_of
+from svc_common.rpc.serving import handler_of
+from svc_common.security.access import Access, set_caller
 
 if TYPE_CHECKING:
-    from svc_common.tokens_file import Caller
+    from svc_common.security.tokens_file import Caller
 
     _Handler = grpc.RpcMethodHandler[Any, Any]
     _Details = grpc.HandlerCallDetails

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, start_http_server
 
 from residuum.wire.endpoints import parse_endpoint
-from svc_common.serving import OK
+from svc_common.rpc.serving import OK
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -28,7 +28,7 @@ def make_registry() -> CollectorRegistry:
 
 
 class CallMetrics:
-    """Counts the calls of a service. The interceptors of `svc_common.serving` report each call to `note`."""
+    """Counts the calls of a service. The interceptors of `svc_common.rpc.serving` report each call to `note`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Create the metrics in a registry."""
@@ -47,7 +47,7 @@ class CallMetrics:
         )
 
     def note(self, method: str, outcome: str, seconds: float) -> None:
-        """Count an ended call; see `svc_common.serving.CallEnded`."""
+        """Count an ended call; see `svc_common.rpc.serving.CallEnded`."""
         self._seconds.labels(method).observe(seconds)
         if outcome != OK:
             self._errors.labels(method, outcome).inc()

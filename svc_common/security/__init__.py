@@ -1,0 +1,1 @@
+"""Who may call what: TLS, tokens and tenants, and the table of rights."""
