@@ -5,37 +5,33 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
-from contextlib import aclosing
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.admission.captures import CaptureDefaults
-from inference_svc.admission.sampling import max_new_tokens
 from inference_svc.engine.arguments import prepare_environment, tapped_engine_args
 from inference_svc.engine.facts import ModelFacts
-from inference_svc.engine.finish_reasons import ABORTED, FAILED
 from inference_svc.engine.ranks import check_ranks
+from inference_svc.engine.streams import Delta, engine_dead_failure, stream
 from inference_svc.engine.worker_settings import site_numbers
 from inference_svc.requests.prompts import PromptReader
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.reductions import REDUCTIONS
 from inference_svc.taps.vllm.worker import REFUSAL_FILE
-from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.errors import Failure
 from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.inputs import TokensInput, TokensPrompt
 
     from inference_svc.engine.tap_settings import TapSettings
     from inference_svc.resources.projections import Projection
@@ -50,23 +46,6 @@ _DEATH_POLL_SECONDS = 1.0
 
 class EngineRefusedError(RuntimeError):
     """The taps refuse the model or the engine, because captured rows would be wrong."""
-
-
-class Delta(NamedTuple):
-    """The text and tokens that one step of the engine adds to a sequence."""
-
-    text: str
-    token_ids: Sequence[int]
-    finish_reason: str | None = None
-    """"stop" or "length" in the sequence's last delta; None before."""
-    stop_reason: str = ""
-    """The stop text that ended the sequence, if one did."""
-
-    def followed_by(self, other: Delta) -> Delta:
-        """Return this delta and a later one as a single delta."""
-        return Delta(
-            self.text + other.text, [*self.token_ids, *other.token_ids], other.finish_reason, other.stop_reason
-        )
 
 
 class Engine:
@@ -226,10 +205,10 @@ class Engine:
             # vLLM never answers calls to an engine that dies while they wait.
             while not (await asyncio.wait({call}, timeout=_DEATH_POLL_SECONDS))[0]:
                 if self.is_dead:
-                    raise _engine_dead()
+                    raise engine_dead_failure()
             return list(call.result())
         except EngineDeadError as error:
-            raise _engine_dead() from error
+            raise engine_dead_failure() from error
         finally:
             call.cancel()
 
@@ -241,51 +220,6 @@ class Engine:
     def shutdown(self) -> None:
         """Stop the engine's processes."""
         self._llm.shutdown()
-
-
-async def stream(
-    llm: AsyncLLM, prompt: TokensPrompt | TokensInput, sampling: SamplingParams, engine_id: str
-) -> AsyncGenerator[Delta]:
-    """Generate one sequence with a vLLM engine, step by step. Closing the generator stops the engine's request.
-
-    Raises:
-        Failure: The engine is dead, or gave the request up.
-    """
-    try:
-        async with aclosing(llm.generate(prompt, sampling, engine_id)) as outputs:
-            async for output in outputs:
-                completion = output.outputs[0]
-                if completion.finish_reason in {ABORTED, FAILED}:
-                    raise Failure(
-                        Reason.ERROR_REASON_INTERNAL,
-                        f"The engine gave the request up (finish reason {completion.finish_reason}). The service's log "
-                        "may say why; try again.",
-                    )
-                stop = completion.stop_reason
-                yield Delta(
-                    completion.text,
-                    completion.token_ids,
-                    completion.finish_reason,
-                    stop if isinstance(stop, str) else "",
-                )
-    except EngineDeadError as error:
-        raise _engine_dead() from error
-
-
-def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int) -> SamplingParams:
-    """Return vLLM's form of checked sampling parameters, for one sequence of a request."""
-    p = parameters
-    return SamplingParams(
-        max_tokens=max_new_tokens(p),
-        min_tokens=p.min_tokens,
-        temperature=p.temperature,
-        top_p=p.top_p if p.HasField("top_p") else 1.0,
-        top_k=p.top_k,
-        seed=(p.seed + sequence) % (1 << 63) if p.HasField("seed") else None,
-        stop=list(p.stop),
-        ignore_eos=p.ignore_eos,
-        output_kind=RequestOutputKind.DELTA,
-    )
 
 
 def _start_llm(arguments: AsyncEngineArgs, refusal: Path) -> AsyncLLM:
@@ -325,13 +259,6 @@ async def _tokenizer(llm: AsyncLLM) -> Any:
 def _ready(states: Sequence[bool | str]) -> bool | str:
     """Return whether all ranks are ready; or the first error text, if a rank reports one."""
     return next((state for state in states if isinstance(state, str)), all(states))
-
-
-def _engine_dead() -> Failure:
-    return Failure(
-        Reason.ERROR_REASON_ENGINE_DEAD,
-        "The engine has died, and the service is stopping. Try again once the service has been restarted.",
-    )
 
 
 def facts_of(config: Any, settings: TapSettings, name: str, ranks: Sequence[dict[str, Any]] = ()) -> ModelFacts:

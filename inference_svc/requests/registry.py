@@ -198,6 +198,10 @@ class RequestRegistry:
             self._check_unused((tenant, spec.request_id))
         return self._start(Running(spec.request_id or self.make_id(), spec, was_registered=False, tenant=tenant))
 
+    def finish(self, running: Running, *, has_begun: bool) -> None:
+        """Remove a running request: `end` it if it has begun, else `release` it."""
+        (self.end if has_begun else self.release)(running)
+
     def end(self, running: Running) -> None:
         """Remove a running request, and remember that its ID was used."""
         self._stop(running)

@@ -6,14 +6,15 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inference_svc.engine.engine import sampling_params
+from inference_svc.engine.streams import sampling_params
 from inference_svc.requests.plans import count_spare_positions, engine_id, make_plan
 from residuum.v1 import inference_pb2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from inference_svc.engine.engine import Delta, Engine
+    from inference_svc.engine.engine import Engine
+    from inference_svc.engine.streams import Delta
     from inference_svc.requests.registry import Running
     from inference_svc.resources.vector_activator import VectorHold
     from inference_svc.session.sequences import GeneratedSequence

@@ -141,4 +141,4 @@ class Generator:
             yield
         finally:
             self._changes.pop(running.path, None)
-            (self._registry.end if session.has_begun else self._registry.release)(running)
+            self._registry.finish(running, has_begun=session.has_begun)

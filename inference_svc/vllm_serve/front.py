@@ -17,6 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from inference_svc.admission.admission import Admission
 from inference_svc.admission.fields import invalid
 from inference_svc.engine.engine import Engine, facts_of
+from inference_svc.engine.streams import engine_dead_failure
 from inference_svc.requests.plans import count_spare_positions, make_plan
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.projections import Projections, projection_of
@@ -34,7 +35,6 @@ from inference_svc.vllm_serve.xargs import (
     read_residuum_arguments,
     without_residuum_arguments,
 )
-from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2
 from residuum.wire.ids import is_valid_id, make_id
 from residuum.wire.limits import MAX_SEQUENCES
@@ -211,7 +211,7 @@ class FrontEnd:
                             if output is not None:
                                 yield output
             finally:
-                (self._registry.end if session.has_begun else self._registry.release)(running)
+                self._registry.finish(running, has_begun=session.has_begun)
 
     def _stream(
         self, running: Running, admitted: _Admitted, index: int, rows: dict[bytes, int], options: Mapping[str, Any]
@@ -240,7 +240,7 @@ class FrontEnd:
     def _cause_of(self, error: Exception) -> Exception:
         """Return the failure that an exception of vLLM's means, or the exception itself."""
         if isinstance(error, EngineDeadError) or self._engine.is_dead:
-            return Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died; its log says why.")
+            return engine_dead_failure()
         return error
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from inference_svc.captures.stores import Stores
-from inference_svc.engine.engine import Delta
 from inference_svc.engine.facts import ModelFacts
+from inference_svc.engine.streams import Delta
 from inference_svc.metrics import InferenceMetrics, ServiceCollector
 from inference_svc.parts import Parts
 from inference_svc.servicer import InferenceServicer

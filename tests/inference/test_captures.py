@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from inference_svc.engine.engine import Delta
+from inference_svc.engine.streams import Delta
 from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
 from store_svc.server import Store

@@ -15,8 +15,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.engine import arguments as engine_arguments
 from inference_svc.engine import engine as engine_module
-from inference_svc.engine.engine import Delta, Engine, sampling_params
+from inference_svc.engine.engine import Engine
 from inference_svc.engine.ranks import UntappedLayersError, check_ranks
+from inference_svc.engine.streams import Delta, sampling_params
 from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE

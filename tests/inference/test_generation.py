@@ -10,7 +10,7 @@ import weakref
 import grpc
 import pytest
 
-from inference_svc.engine.engine import Delta
+from inference_svc.engine.streams import Delta
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from tests.inference.service_support import (

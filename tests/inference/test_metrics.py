@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.contextvars import get_contextvars, merge_contextvars
 from structlog.testing import capture_logs
 
-from inference_svc.engine.engine import Delta
+from inference_svc.engine.streams import Delta
 from inference_svc.metrics import ShippingCollector
 from inference_svc.shipping.figures import figures_path
 from inference_svc.shipping.supervisor import ShipperStatus

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from inference_svc import selftest
-from inference_svc.engine.engine import Delta
+from inference_svc.engine.streams import Delta
 from inference_svc.selftest import SelfTestError, run_self_test
 from inference_svc.taps.plan import Kind
 from residuum.v1 import capture_pb2

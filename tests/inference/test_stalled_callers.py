@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import pytest
 
-from inference_svc.engine.engine import Delta
+from inference_svc.engine.streams import Delta
 from residuum.v1 import capture_pb2, inference_pb2_grpc
 from svc_common.rpc.alarms import AioAlarm
 from tests.inference.service_support import CAPTURE, DEADLINE, ask, failure_of, running_service, spec, stuck_after

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from inference_svc.engine.engine import Delta
+from inference_svc.engine.streams import Delta
 from inference_svc.session import steering_changes
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.vllm.worker import TappedWorker

@@ -13,7 +13,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 import residuum
 from inference_svc.captures.keeper import NoAnswerError
-from inference_svc.engine.engine import Delta
+from inference_svc.engine.streams import Delta
 from inference_svc.engine.tap_settings import TapSettings
 from inference_svc.parts import Parts
 from inference_svc.settings import InferenceSettings
