@@ -5,8 +5,10 @@ Precedence: flag, environment variable `RESIDUUM_...`, file (`--config FILE` or 
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -122,6 +124,7 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
     flags: CliSettingsSource[Any] = CliSettingsSource(
         located, cli_prog_name=program, cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
     )
+    _hide_python_types(flags.root_parser)
 
     def read() -> _Settings:
         values = flags(args=arguments)  # --help and unknown flags exit here
@@ -132,6 +135,27 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
         return _checked(kind, read)
     except BadSettingsError as error:
         sys.exit(f"{program}: bad settings\n{error}")
+
+
+_METAVARS = {
+    "int": "N",
+    "float": "N",
+    "str": "TEXT",
+    "Path": "PATH",
+    "ByteSize": "SIZE",
+    "tuple[str,...]": "LIST",
+    "dict[str,Any]": "JSON",
+}
+"""What --help calls a value, by the type that pydantic-settings writes there."""
+_NO_DEFAULT = re.compile(r"\(default: (?:\(\)|null|\{\})?\)$")
+
+
+def _hide_python_types(parser: argparse.ArgumentParser) -> None:
+    """Make --help speak of values, not of Python's types."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list them
+        if isinstance(action.metavar, str):
+            action.metavar = _METAVARS.get(action.metavar, action.metavar)
+        action.help = _NO_DEFAULT.sub("(default: none)", action.help or "")
 
 
 class BadSettingsError(ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import threading
 
 import numpy as np
@@ -169,13 +170,16 @@ def test_vectors_of_another_width_are_refused(endpoint, capsys, tmp_path):
     [[], ["nonsense"], ["pull"], ["rm"], ["vectors"], ["generate"], ["ls", "--state", "done"], ["info", "-x"],
      ["ls", "-n", "-1"], ["ls", "-n", "0"], ["info", "--timeout", "0"], ["info", "--timeout", "soon"],
      ["generate", "a", "--positions", "prompt"], ["generate", "a", "--sites", "resid_pre"],
-     ["generate", "a", "--before-steering"]],
+     ["generate", "a", "--before-steering"], ["generate", "a", "--encoding", "zip"], ["pull", "a", "--out", "a.foo"],
+     ["rm", "a", "--prefix", "b"], ["generate", "a", "--file", "b"], ["generate", "--file", "b", "--id", "c"]],
 )  # fmt: skip
 def test_wrong_command_lines_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: residuum" in capsys.readouterr().err
+    error, advice = capsys.readouterr().err.splitlines()
+    assert error.startswith("residuum")
+    assert re.fullmatch(r"See residuum.* --help\.", advice)
 
 
 def _options(parser):

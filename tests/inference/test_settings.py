@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_help_explains_every_setting_without_loading_vllm():
         assert f"--{name.replace('_', '-')}" in ended.stdout
         assert field.description.split()[0] in ended.stdout
     assert "--config FILE" in ended.stdout
+    assert not re.search(r"Path\b|ByteSize|tuple\[|dict\[| str\b| int\b| float\b|null|default: \(\)", ended.stdout)
 
 
 def test_flags_go_before_the_environment_and_that_before_the_file(monkeypatch, tmp_path):

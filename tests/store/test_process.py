@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -217,6 +218,7 @@ def test_the_help_explains_every_setting() -> None:
     for name in StoreSettings.model_fields:
         assert "--" + name.replace("_", "-") in text
     assert "`synced` rows a power failure" in " ".join(text.split())
+    assert not re.search(r"Path\b|ByteSize|tuple\[|dict\[| str\b| int\b| float\b|null|default: \(\)", text)
 
 
 @pytest.mark.parametrize(

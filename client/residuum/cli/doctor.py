@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import residuum
-from residuum.cli.commands import open_client
+from residuum.cli.connection import open_client
 from residuum.cli.output import Output, size
 from residuum.rpc.credentials import Credentials, is_loopback
 from residuum.transport.connection_settings import describe

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from residuum.cli.commands import credentials_of
+from residuum.cli.connection import credentials_of
 from residuum.cli.output import Output
 from residuum.protocol.endpoints import check_endpoint
 from residuum.rpc.channels import open_channel
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 
 SECONDS = 5.0
 """The default timeout of the check."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names the service."""
+    parser.add_argument(
+        "--service",
+        default="",
+        metavar="NAME",
+        help="check this service: inference, store, or a full service name; fails if another service listens there "
+        "(default: the server as a whole)",
+    )
 
 
 def run(options: argparse.Namespace, output: Output) -> int:

@@ -40,13 +40,13 @@ class Output:
         self.as_json = as_json
         self.is_terminal = sys.stdout.isatty() and not as_json
 
-    def rows(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, shrink: Sequence[str] = ()) -> int:
+    def rows(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, optional: Sequence[str] = ()) -> int:
         """Print rows as a table, as tab-separated lines, or as one JSON object per line.
 
         Args:
             columns: The columns to print. JSON always has all fields.
             rows: The rows.
-            shrink: The columns that may shrink on a narrow terminal, in this order.
+            optional: The columns that a narrow terminal may lack. The first is left out first.
 
         Returns:
             The number of rows.
@@ -54,7 +54,7 @@ class Output:
         if self.is_terminal:
             cells = [[text(row[column]) for column in columns] for row in rows]
             if cells:
-                _print_rows(columns, cells, shrink)
+                _print_rows(columns, cells, optional)
             return len(cells)
         count = 0
         for row in rows:
@@ -101,30 +101,28 @@ class Output:
             print(message, file=sys.stderr, flush=True)
 
 
-_MIN_WIDTH = 12
-"""Characters that a column keeps when it shrinks: enough for a time of day, or to recognise a name."""
 _GAP = 2
 """Characters between two columns."""
 
 
-def _print_rows(columns: Sequence[str], cells: Sequence[Sequence[str]], shrink: Sequence[str]) -> None:
-    """Print a table. IDs are never cut: if shrinking columns is not enough, the terminal wraps the lines."""
+def _print_rows(columns: Sequence[str], cells: Sequence[Sequence[str]], optional: Sequence[str]) -> None:
+    """Print a table with one line for each row. Optional columns are left out until it fits, but IDs are never cut."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     widths = {name: max(map(len, (name, *column))) for name, *column in zip(columns, *cells, strict=True)}
-    excess = sum(widths.values()) + _GAP * (len(columns) - 1) - console.width
-    for name in shrink:
-        less = max(min(excess, widths[name] - _MIN_WIDTH), 0)
-        widths[name] -= less
-        excess -= less
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in columns:
-        table.add_column(name, width=widths[name], no_wrap=name not in shrink, overflow="ellipsis")
+    for name in optional:
+        if sum(widths.values()) + _GAP * (len(widths) - 1) <= console.width:
+            break
+        widths.pop(name, None)
+    console.width = max(console.width, sum(widths.values()) + _GAP * (len(widths) - 1))
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
+    for name, width in widths.items():
+        table.add_column(name, width=width, no_wrap=True)
+    shown = [index for index, name in enumerate(columns) if name in widths]
     for row in cells:
-        table.add_row(*row)
-    console.width += max(excess, 0)
+        table.add_row(*(row[index] for index in shown))
     console.print(table, markup=False, soft_wrap=False, crop=False)
 
 
@@ -161,6 +159,15 @@ def size(count: int) -> str:
             return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} TiB"
+
+
+def age(span: datetime.timedelta) -> str:
+    """Return a time span as readable text, such as "3 min"."""
+    seconds = max(span.total_seconds(), 0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _plain(value: object) -> object:

@@ -9,6 +9,23 @@ from residuum.cli.output import Output
 from residuum.serving import installed_server
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="the model's folder, or its name on the Hugging Face hub (default: none, it must be given)",
+    )
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help="where captures are kept, and both services' logs (default: residuum-data, in the current folder)",
+    )
+    kept.add_argument("--temporary", action="store_true", help="delete captures at the end (default: keep them)")
+
+
 def run(options: argparse.Namespace, output: Output) -> int:
     """Start both services, and stop them when told to."""
     try:

@@ -13,7 +13,7 @@ from residuum.exceptions import BadVector, InvalidRequest, UnknownLayer
 from residuum.protocol.reading import not_complete
 from residuum.values.activations import Activations
 from residuum.values.manifest import Manifest
-from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list
+from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, selects_all
 from residuum.wire.selection import expected_rows, to_ranges, wanted_positions
 
 ExampleSet = Union[Mapping[int, npt.ArrayLike], Iterable[Mapping[int, npt.ArrayLike]]]  # noqa: UP007 - as elsewhere
@@ -63,10 +63,8 @@ class ExampleReader:
     """
 
     def __init__(self, layers: LayersLike | None, positions: PositionsLike, *, allow_partial: bool) -> None:
-        self._layers = None if layers is None or isinstance(layers, str) else tuple(layer_list(layers))
+        self._layers = None if layers is None or selects_all(layers) else tuple(layer_list(layers))
         self._asked_for_layers = self._layers is not None
-        if isinstance(layers, str) and layers != "all":
-            raise InvalidRequest(f"layers={layers!r} is unknown; use 'all', a number, or a list of numbers.")
         self._positions = Positions.of(positions)
         self._words = positions if isinstance(positions, str) else str(self._positions) if self._chooses else "all"
         self._allow_partial = allow_partial

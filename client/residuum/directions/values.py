@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from residuum.exceptions import BadVector, InvalidRequest, UnknownLayer, UnknownSite
 from residuum.values.activations import Activations
 from residuum.values.capture import SITES
-from residuum.values.selections import LayersLike, PositionsLike, layer_list
+from residuum.values.selections import LayersLike, PositionsLike, layer_list, selects_all
 from residuum.values.steering import Ablate, Add, Cap, Replace
 from residuum.values.vector import Vector
 
@@ -275,7 +275,7 @@ class Directions(Mapping[int, Vector]):
         Raises:
             UnknownLayer: As for `add`.
         """
-        chosen = list(self) if layers is None or layers == "all" else layer_list(_not_a_word(layers))
+        chosen = list(self) if layers is None or selects_all(layers) else layer_list(layers)
         missing = [layer for layer in chosen if layer not in self._vectors]
         if missing:
             raise UnknownLayer(
@@ -439,9 +439,3 @@ def _of_layer(name: str, given: float | Mapping[int, float] | None, layer: int) 
             reason="INVALID_FIELD",
         )
     return given[layer]
-
-
-def _not_a_word(layers: LayersLike) -> int | Iterable[int]:
-    if isinstance(layers, str):
-        raise InvalidRequest(f"layers={layers!r} is unknown; use 'all', a number, or a list of numbers.")
-    return layers

@@ -10,7 +10,7 @@ import numpy as np
 
 from residuum.exceptions import InvalidRequest, UnknownSite
 from residuum.v1 import capture_pb2
-from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection
+from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
 from residuum.values.vector import Vector
 from residuum.wire.encodings import BY_DIMENSION, BY_ROW, ENCODINGS
 from residuum.wire.limits import MAX_PROJECTION_VECTORS
@@ -98,7 +98,7 @@ class Capture:
     steered."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layers, str):
+        if not selects_all(self.layers):
             object.__setattr__(self, "layers", tuple(layer_list(self.layers)))
         sites = site_list(self.sites)
         if isinstance(self.sites, (set, frozenset)):  # a set has no order, but `acts[k]` reads the first site

@@ -5,17 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Union
+from typing import Union
 
 import numpy as np
 
 from residuum.exceptions import InvalidRequest, UnknownLayer
 from residuum.v1 import selection_pb2
+from residuum.values.selection_texts import parse_layers, parse_positions
 from residuum.wire.limits import MAX_RANGES
 from residuum.wire.selection import check_positions
 
-LayersLike = Union[Literal["all"], int, range, Iterable[int]]  # noqa: UP007 - evaluated at run time on Python 3.10
-"""The forms in which users may write layers: "all", 12, range(10, 20) or [0, 5, 10]."""
+LayersLike = Union[str, int, range, Iterable[int]]  # noqa: UP007 - evaluated at run time on Python 3.10
+"""The forms in which users may write layers: "all", 12, "10-19", range(10, 20), [0, 5, 10] or "0,5,10"."""
 
 _PHASES = {"prompt": selection_pb2.PHASE_PROMPT, "generated": selection_pb2.PHASE_GENERATED}
 _INT32 = 1 << 31
@@ -58,6 +59,7 @@ class Positions:
 
                 - None or "all"; "prompt", "generated" or "last_prompt";
                 - one position;
+                - a text of positions and slices, as on the command line: "-4:", "0:16" or "0,8:16";
                 - a slice or range, which excludes its stop as usual in Python: range(-4, 0) is the last four prompt
                   tokens;
                 - a list of positions, slices or pairs (first, last), both inclusive. Only inside a list is a tuple a
@@ -117,7 +119,7 @@ class Positions:
 
 
 PositionsLike = Union[  # noqa: UP007 - evaluated at run time on Python 3.10
-    Positions, Literal["all", "prompt", "generated", "last_prompt"], int, slice, range,
+    Positions, str, int, slice, range,
     Iterable[Union[int, slice, range, "tuple[int, int | None]"]], None,
 ]  # fmt: skip
 """The forms in which users may write positions; see `Positions.of`."""
@@ -130,23 +132,26 @@ def layer_selection(layers: LayersLike) -> selection_pb2.LayerSelection:
         InvalidRequest: No layer is named, or a layer is below 0.
         TypeError: The value has none of the accepted forms.
     """
-    if isinstance(layers, str):
-        if layers != "all":
-            raise InvalidRequest(f"layers={layers!r} is unknown; use 'all', a number, or a list of numbers.")
+    if selects_all(layers):
         return selection_pb2.LayerSelection(all=True)
     numbers = layer_list(layers)
     return selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=numbers))
 
 
-def layer_list(layers: int | Iterable[int]) -> list[int]:
+def selects_all(layers: LayersLike | None) -> bool:
+    """Return whether this is the word "all". Numpy arrays cannot be compared with it."""
+    return isinstance(layers, str) and layers == "all"
+
+
+def layer_list(layers: LayersLike) -> list[int]:
     """Return layer numbers, ascending and distinct.
 
     Raises:
-        InvalidRequest: No layer is named.
+        InvalidRequest: No layer is named, or a text does not name layers.
         UnknownLayer: A layer is below 0, or beyond 32 bits.
         TypeError: A value is not a whole number.
     """
-    numbers = index_list("layer", layers)
+    numbers = index_list("layer", parse_layers(layers) if isinstance(layers, str) else layers)
     if numbers[0] < 0:
         raise UnknownLayer(
             f"Layer {numbers[0]} does not exist: layers count from 0. The last is client.info().num_layers - 1.",
@@ -186,15 +191,12 @@ def _of_word(word: str) -> Positions:
     if word == "last_prompt":
         return Positions(ranges=((-1, -1),))
     if word not in _PHASES:
-        raise InvalidRequest(
-            f"positions={word!r} is unknown; use 'all', 'prompt', 'generated', 'last_prompt', a slice or a list.",
-            reason="INVALID_FIELD",
-        )
+        return Positions.of(parse_positions(word))
     return Positions(phases=(word,))
 
 
 def _of_slice(value: slice | range) -> Positions:
-    start, stop, step = value.start or 0, value.stop, value.step or 1
+    start, stop, step = value.start or 0, value.stop, 1 if value.step is None else value.step
     if step > 1 and start < 0:
         raise InvalidRequest(
             f"{value!r} is invalid: a step selects the positions that are its multiples, and where these lie relative "

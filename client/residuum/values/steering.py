@@ -23,7 +23,7 @@ import numpy as np
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import steering_pb2
-from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection
+from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
 from residuum.values.vector import Vector
 from residuum.wire.limits import MAX_DIRECTION_NORM, MAX_OPERATIONS, MIN_DIRECTION_NORM
 
@@ -65,7 +65,7 @@ class _Placed:
             raise TypeError(f"{self._name} takes a residuum.Vector; create one with Vector.from_array(array).")
         for name in ("layer", "layers"):  # copy now, because an iterator can be read only once
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
+            if value is not None and not selects_all(value):
                 object.__setattr__(self, name, tuple(layer_list(value)))
         object.__setattr__(self, "positions", Positions.of(self.positions))
         if not isinstance(self.keep_norm, bool):

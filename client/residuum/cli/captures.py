@@ -1,0 +1,261 @@
+"""The commands for captures: `ls`, `pull`, `follow`, `manifest`, `rm` and `abort`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import residuum
+from residuum.cli.connection import advice_if_cut_off, open_client, silent_stores
+from residuum.cli.output import Output, age, size
+from residuum.cli.parser import positive_count
+from residuum.exports.formats import FORMATS
+
+_STATES = ("open", "complete", "incomplete", "aborted")
+_LAYERS_HELP = "only these layers: 12 or 0,5,10-20 (default: all)"
+
+
+def add_filter(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose captures."""
+    parser.add_argument("--prefix", default="", help="only captures whose ID starts with this (default: all)")
+    parser.add_argument(
+        "--state",
+        action="append",
+        default=[],
+        choices=_STATES,
+        metavar="STATE",
+        help=f"only captures in this state: {', '.join(_STATES)}; may be repeated (default: all)",
+    )
+
+
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `ls`."""
+    add_filter(parser)
+    parser.add_argument(
+        "-n", "--limit", type=positive_count, default=None, metavar="N", help="at most this many (default: all)"
+    )
+
+
+def list_captures(options: argparse.Namespace, output: Output) -> int:
+    """List captures. If a store does not answer, list those of the others and return 1."""
+    opened = "age" if output.is_terminal else "open_time"
+    columns = ["capture_id", "state", "num_rows", "num_bytes", "model", opened]
+    with open_client(options) as client, silent_stores(output) as silent:
+        if len(client.store_endpoints()) > 1:
+            columns.append("store")
+        if client.credentials.has_token and options.tenant is None:  # admins see the captures of all tenants
+            columns.append("tenant")
+        summaries = client.captures(prefix=options.prefix, states=options.state, allow_partial=True)
+        shown = output.rows(
+            columns,
+            (_summary_row(item, output) for item in itertools.islice(summaries, options.limit)),
+            optional=("model", "store", "num_rows", "age"),
+        )
+    if not shown and not silent:
+        output.note("no captures" + (" match" if options.prefix or options.state else ""))
+    return 1 if silent else 0
+
+
+def _summary_row(summary: residuum.CaptureSummary, output: Output) -> dict[str, Any]:
+    row = dataclasses.asdict(summary)
+    if output.is_terminal:
+        row["num_bytes"] = size(summary.num_bytes)
+        opened = summary.open_time
+        row["age"] = "" if opened is None else age(datetime.datetime.now(datetime.timezone.utc) - opened)
+    return row
+
+
+def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `pull`."""
+    parser.add_argument("id", metavar="ID", help="the capture's ID")
+    parser.add_argument("--out", metavar="FILE", help="the file to write (default: ID with the format's suffix)")
+    parser.add_argument(
+        "--format", choices=list(FORMATS), help="the file's format (default: by FILE's suffix, else safetensors)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists (default: fail)")
+    parser.add_argument("--layers", metavar="LAYERS", help=_LAYERS_HELP)
+    parser.add_argument("--sites", metavar="SITES", help="only these sites, separated by commas (default: all)")
+    parser.add_argument(
+        "--allow-partial", action="store_true", help="write the present rows of an incomplete capture (default: fail)"
+    )
+    parser.add_argument(
+        "--no-wait", action="store_true", help="fail if the capture is still open (default: wait until it ends)"
+    )
+
+
+def pull(options: argparse.Namespace, output: Output) -> int:
+    """Fetch a capture into a file."""
+    kind = _file_format(options)
+    path = options.out or f"{options.id}.{kind}"
+    advice = f"Nothing was written. Again: residuum pull {options.id}"
+    with (
+        open_client(options) as client,
+        warnings.catch_warnings(record=True) as caught,
+        advice_if_cut_off(advice),
+    ):
+        warnings.simplefilter("always", residuum.EmptyCaptureWarning)
+        made = client.export(
+            options.id,
+            path,
+            format=kind,
+            layers=options.layers,
+            sites=options.sites,
+            wait=not options.no_wait,
+            timeout=options.timeout,
+            allow_partial=options.allow_partial,
+            overwrite=options.force,
+            progress=not output.as_json,
+        )
+    for warning in caught:
+        output.note(f"residuum: {warning.message}")
+    if output.as_json:
+        shape = [len(made.layers), made.num_positions, made.manifest.width]
+        facts = {"state": made.manifest.state, "shape": shape, "sites": made.sites, "missing_rows": made.num_missing}
+        output.json({"path": path, "format": kind, "capture_id": options.id, **facts})
+    else:
+        output.say(f"{path}: {made}, {size(made.num_bytes)}")
+    return 0
+
+
+def _file_format(options: argparse.Namespace) -> str:
+    """Return the format: that of --format, else that of the suffix of --out, else safetensors."""
+    if options.format or not options.out:
+        return options.format or "safetensors"
+    suffix = Path(options.out).suffix
+    if not suffix:
+        return "safetensors"
+    if suffix[1:] not in FORMATS:
+        known = ", ".join(f".{name}" for name in FORMATS)
+        options.usage_error(f"--out {options.out}: no format has the suffix {suffix!r}; use {known}, or add --format")
+    return suffix[1:]
+
+
+def add_follow_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `follow`."""
+    parser.add_argument("id", metavar="ID", help="the capture's ID")
+    parser.add_argument("--layers", metavar="LAYERS", help=_LAYERS_HELP)
+    parser.add_argument("--sites", metavar="SITES", help="only these sites, separated by commas (default: all)")
+    parser.add_argument("--sequence", type=int, default=0, metavar="N", help="the sequence (default: 0)")
+
+
+def follow(options: argparse.Namespace, output: Output) -> int:
+    """Print a line for each piece of a capture as it arrives, until the capture ends."""
+    with open_client(options) as client, advice_if_cut_off(f"Again from the start: residuum follow {options.id}"):
+        pieces = client.follow(
+            options.id, layers=options.layers, sites=options.sites, sequence=options.sequence, timeout=options.timeout
+        )
+        for site, layer, positions, rows in pieces:
+            norms = np.linalg.norm(rows.astype(np.float64), axis=-1)
+            first, last = int(positions[0]), int(positions[-1])
+            if output.as_json:
+                facts = {"site": site, "layer": layer, "positions": [int(position) for position in positions]}
+                output.json({**facts, "norms": [float(norm) for norm in norms]})
+            else:
+                output.say(f"{site} layer {layer}: positions {first} to {last}, mean norm {norms.mean():.4g}")
+        if not output.as_json:
+            output.say(f"{options.id}: {client.manifest(options.id).state}")
+    return 0
+
+
+def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `manifest`."""
+    parser.add_argument("id", metavar="ID", help="the capture's ID")
+    parser.add_argument(
+        "--wait", action="store_true", help="wait until the capture ends, at most --timeout (default: do not wait)"
+    )
+
+
+def manifest(options: argparse.Namespace, output: Output) -> int:
+    """Print a capture's manifest as one JSON document."""
+    with open_client(options) as client, advice_if_cut_off(f"The capture {options.id} is still open."):
+        found = client.manifest(options.id, wait=(options.timeout or True) if options.wait else False)
+    print(found.to_json(indent=None if output.as_json else 2))
+    return 0
+
+
+_ABOUT_ONE_CAPTURE = (residuum.NotFound, residuum.InvalidRequest, residuum.Unavailable, residuum.DeadlineExceeded)
+"""Failures that concern one capture only. Others may be in other stores, so their deletion is still tried."""
+
+
+def add_remove_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rm`."""
+    parser.add_argument("ids", nargs="*", metavar="ID", help="a capture's ID")
+    add_filter(parser)
+    parser.add_argument("--yes", action="store_true", help="delete without asking (default: ask)")
+
+
+def remove(options: argparse.Namespace, output: Output) -> int:
+    """Delete captures. Continue after one that is missing or whose store does not answer, and return 1 at the end."""
+    is_filtered = bool(options.prefix or options.state)
+    if bool(options.ids) == is_filtered:
+        options.usage_error("name captures by ID, or choose them with --prefix and --state")
+    with open_client(options) as client:
+        if is_filtered:
+            found = list(client.captures(prefix=options.prefix, states=options.state))
+            if not found:
+                output.note("no captures match")
+                return 0
+            if not options.yes and not _agrees(found):
+                output.error("nothing was deleted; pass --yes to delete without being asked")
+                return 1
+            names = [summary.capture_id for summary in found]
+        else:
+            names = options.ids
+        return _for_each(names, client.delete, _show_deleted, output)
+
+
+def _agrees(found: list[residuum.CaptureSummary]) -> bool:
+    if not sys.stdin.isatty():
+        return False
+    what = f"{len(found)} captures, {size(sum(summary.num_bytes for summary in found))}"
+    return input(f"Delete {what}? [y/N] ").strip().lower() in {"y", "yes"}
+
+
+def _show_deleted(name: str, freed: int, output: Output) -> None:
+    if output.as_json:
+        output.json({"capture_id": name, "freed_bytes": freed})
+    else:
+        output.say(f"{name}: deleted, {size(freed)} freed")
+
+
+def add_abort_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `abort`."""
+    parser.add_argument("ids", nargs="+", metavar="ID", help="a request's ID")
+
+
+def abort(options: argparse.Namespace, output: Output) -> int:
+    """Stop requests. Continue after one that is unknown, and return 1 at the end."""
+    with open_client(options) as client:
+        return _for_each(options.ids, client.abort, _show_aborted, output)
+
+
+def _show_aborted(name: str, _: None, output: Output) -> None:
+    if output.as_json:
+        output.json({"request_id": name, "aborted": True})
+    else:
+        output.say(f"{name}: aborted")
+
+
+def _for_each(
+    names: Iterable[str], call: Callable[[str], Any], show: Callable[[str, Any, Output], None], output: Output
+) -> int:
+    """Call something for each name and show the result. Return 1 if a call failed, else 0."""
+    failed = False
+    for name in names:
+        try:
+            result = call(name)
+        except _ABOUT_ONE_CAPTURE as error:
+            output.error(str(error))
+            failed = True
+        else:
+            show(name, result, output)
+    return 1 if failed else 0

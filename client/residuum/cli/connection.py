@@ -1,0 +1,78 @@
+"""The client of a command: its endpoint, timeout and credentials."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import residuum
+from residuum.cli.output import Output
+
+CALL_SECONDS = 30.0
+"""The default timeout of a call."""
+
+
+def open_client(options: argparse.Namespace) -> residuum.Client:
+    """Return a client for the command line's endpoints and credentials."""
+    return residuum.Client(
+        options.endpoint,
+        store=options.store,
+        timeout=options.timeout or CALL_SECONDS,
+        tenant=options.tenant,
+        **credentials_of(options),
+    )
+
+
+def credentials_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the command line's credentials as arguments of a client; None for those not given.
+
+    Raises:
+        BadCredentials: The credentials contradict each other.
+    """
+    files = {
+        "ca": options.tls_ca,
+        "server_name": options.tls_server_name,
+        "cert": options.client_cert,
+        "key": options.client_key,
+    }
+    token = Path(options.token_file) if options.token_file else None
+    return {"token": token, "tls": _tls_of(files, options.tls), "insecure": options.insecure}
+
+
+def _tls_of(
+    files: dict[str, str | None],
+    flag: bool | None,  # noqa: FBT001 - the value of a flag
+) -> residuum.TLS | bool | None:
+    if not any(files.values()):
+        return flag
+    try:
+        return residuum.TLS(**files)
+    except ValueError as error:
+        raise residuum.BadCredentials(str(error)) from None
+
+
+@contextlib.contextmanager
+def silent_stores(output: Output) -> Iterator[list[str]]:
+    """Print the warnings about stores that did not answer. The yielded list holds them once the context has ended."""
+    silent: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", residuum.SilentStoreWarning)
+        yield silent
+        silent += [str(item.message) for item in caught if issubclass(item.category, residuum.SilentStoreWarning)]
+    for message in silent:
+        output.error(message)
+
+
+@contextlib.contextmanager
+def advice_if_cut_off(advice: str) -> Iterator[None]:
+    """Add advice to a timeout, and to Ctrl-C: what became of the work, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(advice) from None
+    except residuum.DeadlineExceeded as error:
+        raise residuum.DeadlineExceeded(f"{error} {advice}", reason=error.reason, metadata=error.metadata) from error

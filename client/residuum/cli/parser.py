@@ -1,0 +1,172 @@
+"""The parser of the command line, and the flags that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from residuum.cli.connection import CALL_SECONDS
+from residuum.cli.output import Output
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction["Parser"]  # noqa: SLF001 - it has no public name
+
+DEFAULT_ENDPOINT = "localhost:50051"
+
+Command = Callable[[argparse.Namespace, Output], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that answers a wrong command line with the error alone, not with all flags."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # So that `--positions -4:` is a value, as `--positions -4` is; argparse has no public way to say so.
+        self._negative_number_matcher = re.compile(r"-\d")
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where the help is, and exit with code 2."""
+        print(f"{self.prog}: {message}\nSee {self.prog} --help.", file=sys.stderr)
+        sys.exit(2)
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Command,
+    help_text: str,
+    *,
+    arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None,
+    timeout: float | None = CALL_SECONDS,
+    examples: str = "",
+) -> None:
+    """Add a command that calls both services.
+
+    Args:
+        commands: Where to add it.
+        name: Its name.
+        run: What it does.
+        help_text: What it does, in a few words.
+        arguments: Adds its own arguments, which the help lists before those of the connection.
+        timeout: Its default timeout in seconds; None means no limit.
+        examples: Lines of examples, which the help begins with.
+    """
+    parser = _new(commands, name, run, help_text, examples)
+    arguments(parser)
+    group = add_connection(parser, "the inference service", timeout)
+    group.add_argument(
+        "--tenant",
+        metavar="NAME",
+        help="for admins: the captures' tenant (default: the token's own; lists show all tenants)",
+    )
+    group.add_argument(
+        "--store",
+        action="append",
+        metavar="[NAME=]HOST:PORT",
+        help="the store's address, if the advertised one does not work from here; repeat it or use commas for several "
+        "stores, with the names that the inference service uses (default: as the inference service advertises)",
+    )
+    add_credentials(parser)
+
+
+def add_service_command(
+    commands: Commands,
+    name: str,
+    run: Command,
+    help_text: str,
+    *,
+    arguments: Callable[[argparse.ArgumentParser], None],
+    endpoint_text: str,
+    timeout: float,
+) -> None:
+    """Add a command that calls one service, which may be either; see `add_command`."""
+    parser = _new(commands, name, run, help_text, "")
+    arguments(parser)
+    add_connection(parser, endpoint_text, timeout)
+    add_credentials(parser)
+
+
+def _new(commands: Commands, name: str, run: Command, help_text: str, examples: str) -> Parser:
+    description = f"{help_text[0].upper()}{help_text[1:]}."
+    parser = commands.add_parser(
+        name,
+        help=help_text,
+        usage=None if not examples else f"%(prog)s [options] {examples.splitlines()[0]}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter if examples else argparse.HelpFormatter,
+    )
+    if examples:
+        lines = "\n".join(f"  {line}" for line in examples.splitlines()[1:])
+        parser.description = f"{description}\n\nexamples:\n{lines}"
+    parser.set_defaults(run=run, usage_error=parser.error)
+    return parser
+
+
+def add_connection(
+    parser: argparse.ArgumentParser, endpoint_text: str, timeout: float | None
+) -> argparse._ArgumentGroup:
+    """Add the flags that say how to reach a service, and how to print. Return their group."""
+    group = parser.add_argument_group("connection and output")
+    endpoint = os.environ.get("RESIDUUM_ENDPOINT", DEFAULT_ENDPOINT)
+    group.add_argument(
+        "--endpoint",
+        default=endpoint,
+        metavar="HOST:PORT",
+        help=f"{endpoint_text} (default: RESIDUUM_ENDPOINT, now {endpoint})",
+    )
+    limit = f"none, and {CALL_SECONDS:g} for each short call" if timeout is None else f"{timeout:g}"
+    seconds = f"the timeout in seconds (default: {limit})"
+    group.add_argument("--timeout", type=positive_seconds, default=timeout, metavar="S", help=seconds)
+    group.add_argument(
+        "--json", action="store_true", help="print JSON objects, one per line, for programs (default: text for people)"
+    )
+    return group
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for tokens and TLS."""
+    # No flag takes the token itself, because all users of a machine can read its processes' command lines.
+    group = parser.add_argument_group("credentials", "RESIDUUM_TOKEN may hold the token itself")
+    for flag, metavar, text in (
+        ("--token-file", "FILE", "a file that holds the token (default: RESIDUUM_TOKEN_FILE)"),
+        ("--tls-ca", "FILE", "connect with TLS and trust these CAs (default: RESIDUUM_TLS_CA)"),
+        ("--tls-server-name", "NAME", "the certificate's name (default: RESIDUUM_TLS_SERVER_NAME, or the host)"),
+        ("--client-cert", "FILE", "your own certificate, for mutual TLS (default: RESIDUUM_CLIENT_CERT)"),
+        ("--client-key", "FILE", "your certificate's private key (default: RESIDUUM_CLIENT_KEY)"),
+    ):
+        group.add_argument(flag, metavar=metavar, help=text)
+    group.add_argument(
+        "--tls",
+        action="store_true",
+        default=None,
+        help="connect with TLS and trust public CAs (default: RESIDUUM_TLS)",
+    )
+    group.add_argument(
+        "--insecure",
+        action="store_true",
+        default=None,
+        help="allow sending a token to another machine in plain text (default: RESIDUUM_INSECURE, or refuse)",
+    )
+
+
+def positive_count(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def positive_seconds(text: str) -> float:
+    """Return a number of seconds above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds

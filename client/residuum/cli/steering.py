@@ -1,0 +1,131 @@
+"""The flags that steer: --add, --ablate, --cap and --replace, and the vectors that they name."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import residuum
+from residuum.directions.files import saved_directions
+from residuum.values.steering import Operation
+from residuum.values.vector import load_vectors
+
+POSITIONS_HELP = "all, prompt, generated, last_prompt, or positions and slices as in Python, such as -4: or 0,8:16"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    group = parser.add_argument_group("steering", "operations apply in the order given; each flag may be repeated")
+    bounds = "either bound may be left empty, as in joy.npy@12::3.5"
+    vector = (
+        "VECTOR is a .npy file, FILE.safetensors:NAME, or a file of Directions.save, which has a vector for each layer"
+    )
+    scale = "LAYERS as for --capture; SCALE defaults to 1"
+    for name, metavar, help_text in (
+        ("add", "VECTOR@LAYERS*SCALE", f"add a vector; {vector}; {scale} (default: none)"),
+        ("ablate", "VECTOR@LAYERS*SCALE", "remove a direction (default: none)"),
+        ("cap", "VECTOR@LAYERS:MIN:MAX", f"keep a projection between two bounds; {bounds} (default: none)"),
+        ("replace", "VECTOR@LAYERS:VALUE", "set a projection (default: none)"),
+    ):
+        group.add_argument(
+            f"--{name}",
+            dest="steer",
+            action="append",
+            default=[],
+            type=functools.partial(_named, name),
+            metavar=metavar,
+            help=help_text,
+        )
+    group.add_argument(
+        "--steer-positions", metavar="POSITIONS", help=f"the positions to steer: {POSITIONS_HELP} (default: all)"
+    )
+    group.add_argument(
+        "--keep-norm",
+        action="store_true",
+        help="after each operation, scale rows back to the norm that they had before it (default: no)",
+    )
+
+
+def _named(name: str, text: str) -> tuple[str, str]:
+    return name, text
+
+
+def operations_of(options: argparse.Namespace) -> list[Operation]:
+    """Return the operations of a command line.
+
+    Raises:
+        InvalidRequest: A flag is invalid.
+    """
+    if not options.steer and (options.steer_positions or options.keep_norm):
+        options.usage_error("--steer-positions and --keep-norm need --add, --ablate, --cap or --replace; give both")
+    where = {"positions": options.steer_positions, "keep_norm": options.keep_norm}
+    return [_OPERATIONS[name](text, where) for name, text in options.steer]
+
+
+def load_all(files: list[str]) -> dict[str, residuum.Vector]:
+    """Return the vectors of files by their names."""
+    return {name: vector for file in files for name, vector in load_vectors(file).items()}
+
+
+def _scaled(kind: type[residuum.Add | residuum.Ablate], text: str, where: dict[str, Any]) -> Operation:
+    place, star, scale = text.rpartition("*")
+    vector = _placed(place if star else text)
+    try:
+        return kind(**vector, **where, scale=float(scale) if star else 1.0)
+    except ValueError as error:
+        raise residuum.InvalidRequest(f"--{kind.__name__.lower()} {text}: {error}") from None
+
+
+def _bounds(text: str, where: dict[str, Any]) -> residuum.Cap:
+    advice = f"--cap {text}: use VECTOR@LAYERS:MIN:MAX; either bound may be left empty."
+    vector, bounds = _with_numbers(text, 2, advice)
+    try:
+        low, high = (float(bound) if bound else None for bound in bounds)
+        return residuum.Cap(**vector, **where, min=low, max=high)
+    except ValueError as error:
+        raise residuum.InvalidRequest(f"--cap {text}: {error}") from None
+
+
+def _replacement(text: str, where: dict[str, Any]) -> residuum.Replace:
+    vector, (value,) = _with_numbers(text, 1, f"--replace {text}: use VECTOR@LAYERS:VALUE.")
+    try:
+        return residuum.Replace(**vector, **where, value=float(value))
+    except ValueError as error:
+        raise residuum.InvalidRequest(f"--replace {text}: {error}") from None
+
+
+_OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
+    "add": functools.partial(_scaled, residuum.Add),
+    "ablate": functools.partial(_scaled, residuum.Ablate),
+    "cap": _bounds,
+    "replace": _replacement,
+}
+"""Parses the argument of each steering flag. The second argument holds the fields that all operations share."""
+
+
+def _with_numbers(text: str, count: int, advice: str) -> tuple[dict[str, Any], list[str]]:
+    """Parse VECTOR@LAYERS:NUMBER... Return the vector with its layers, and the numbers."""
+    source, at, rest = text.rpartition("@")
+    layers, *numbers = rest.split(":")
+    if at and len(numbers) != count:
+        raise residuum.InvalidRequest(advice)
+    return _placed(f"{source}{at}{layers}"), numbers
+
+
+def _placed(text: str) -> dict[str, Any]:
+    """Parse VECTOR@LAYERS. Return the vector and the layers as keyword arguments of an operation."""
+    source, at, layers = text.rpartition("@")
+    if not at:
+        raise residuum.InvalidRequest(f"{text!r} names no layers; use VECTOR@LAYERS, such as joy.npy@12.")
+    path, colon, name = source.rpartition(":")
+    directions = None if colon else saved_directions(source)
+    if directions is not None:
+        return {"vector": {place: vector for _, place, vector in directions.placed(layers)}}
+    vectors = load_vectors(path if colon else source)
+    if not colon and len(vectors) == 1:
+        return {"vector": next(iter(vectors.values())), "layers": layers}
+    if name not in vectors or not colon:
+        raise residuum.InvalidRequest(f"{source}: choose one of its vectors: {', '.join(vectors)}.")
+    return {"vector": vectors[name], "layers": layers}
