@@ -60,13 +60,13 @@ def serve(
         yield client
 
 
-def installed_server() -> Any:
-    """Return the module that starts the services.
+def installed_server(command: str = "serve") -> Any:
+    """Return the module of a command of the distribution residuum-server.
 
     Raises:
         RuntimeError: It is not installed.
     """
-    for entry in metadata.entry_points(group=ENTRY_POINTS, name="serve"):
+    for entry in metadata.entry_points(group=ENTRY_POINTS, name=command):
         return entry.load()
     raise RuntimeError(f"the services are not here: {install_server()}")
 

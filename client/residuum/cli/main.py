@@ -147,3 +147,11 @@ def _add_serve(commands: Commands) -> None:
     )
     parser.set_defaults(run=serve.run, usage_error=parser.error, json=False)
     serve.add_arguments(parser)
+    parser = commands.add_parser(
+        "vllm-serve",
+        help="run `vllm serve` with capture and steering (needs residuum-server)",
+        description="Run `vllm serve` with residuum's worker, on a GPU or with vLLM's CPU build. All arguments go to "
+        "vLLM. RESIDUUM_STORE names the store, and other RESIDUUM_ variables the settings; see docs/vllm-serve.md.",
+    )
+    parser.set_defaults(run=serve.run_vllm, usage_error=parser.error, json=False)
+    serve.add_vllm_arguments(parser)

@@ -1,4 +1,4 @@
-"""`residuum serve`: what the distribution residuum-server does, if it is installed."""
+"""`residuum serve` and `residuum vllm-serve`: what the distribution residuum-server does, if it is installed."""
 
 from __future__ import annotations
 
@@ -24,6 +24,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where captures are kept, and both services' logs (default: residuum-data, in the current folder)",
     )
     kept.add_argument("--temporary", action="store_true", help="delete captures at the end (default: keep them)")
+
+
+def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `vllm-serve`."""
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="MODEL ...", help="the model, and any flags of `vllm serve`"
+    )
+
+
+def run_vllm(options: argparse.Namespace, output: Output) -> int:
+    """Run `vllm serve` with the taps."""
+    try:
+        server = installed_server("vllm-serve")
+    except (RuntimeError, ImportError) as error:
+        output.error(str(error))
+        return 1
+    code: int = server.main(options.arguments)
+    return code
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
