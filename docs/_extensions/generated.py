@@ -5,12 +5,14 @@ The names:
 * `commands`: the commands of `residuum`, with their arguments.
 * `bars all`, `bars missed`: the benchmarks' targets and the measured values, from `bench/results`.
 * `faster h200`: the alternatives that captured all layers faster than residuum on that machine, from its `suite.json`.
+* `methods Client`: the public methods of a class, each with a link and the first sentence of its docstring.
 * `settings store`, `settings inference`: the settings of a service, each with its flag, default and description.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 from pathlib import Path
@@ -59,17 +61,21 @@ def commands() -> Iterator[str]:
     found = list(_commands(_parser(), "residuum"))
     common = {action.dest: action for action in _actions(dict(found)["residuum info"])}
     yield from ("## Flags of all commands", "")
-    yield from ("All commands take these flags, with four exceptions:", "")
-    yield "* `residuum serve` starts the services. It takes none of these flags."
+    yield from ("All commands take these flags, with these exceptions:", "")
+    yield "* `residuum serve` and `residuum vllm-serve` start services. They take none of these flags."
     yield "* `residuum token` calls no service. It takes only `--json`."
     yield "* `residuum health` asks one service. It takes neither `--store` nor `--tenant`."
-    yield "* For `generate`, `pull` and `manifest`, `--timeout` limits the whole command. The default is no limit."
+    yield "* For `generate`, `directions`, `pull`, `follow` and `manifest`, `--timeout` limits the whole command. The"
+    yield "  default is no limit."
     yield ""
     yield from _arguments(common.values())
     for name, command in found:
         own = [action for action in _actions(command) if action.dest not in common]
-        yield from ("", f"## `{name}`", "", _text(command.description or ""), "")
+        description, _, examples = (command.description or "").partition("\n\nexamples:\n")
+        yield from ("", f"## `{name}`", "", _text(description), "")
         yield from ("```text", _usage(name, own), "```", "")
+        if examples:
+            yield from ("```console", *(f"$ {line.strip()}" for line in examples.splitlines()), "```", "")
         yield from _arguments(own)
 
 
@@ -108,6 +114,17 @@ def _argument(action: argparse.Action) -> str:
     named = action.metavar or " / ".join(map(str, action.choices or ())) or action.dest.upper()
     value = "" if action.nargs == 0 else f" {named}"
     return ", ".join(f"`{flag}{value}`" for flag in action.option_strings)
+
+
+def methods(name: str) -> Iterator[str]:
+    """Yield a table of the public methods of a class of `residuum`, with the first sentence of each docstring."""
+    import residuum
+
+    kind = getattr(residuum, name)
+    yield from ("| method | |", "| --- | --- |")
+    for method in sorted(item for item in dir(kind) if not item.startswith("_")):
+        text = (inspect.getdoc(getattr(kind, method)) or "").partition("\n\n")[0]
+        yield f"| {{py:meth}}`{method} <residuum.{name}.{method}>` | {_text(text)} |"
 
 
 def settings(service: str) -> Iterator[str]:
@@ -186,5 +203,6 @@ MAKERS: dict[str, Callable[..., Iterator[str]]] = {
     "bars": bars,
     "commands": commands,
     "faster": faster,
+    "methods": methods,
     "settings": settings,
 }
