@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Otherwise vLLM binds the workers of all engines to the same cores, where their threads wait for each other.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell in the background has it: children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")

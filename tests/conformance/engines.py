@@ -14,6 +14,7 @@ from unittest.mock import patch
 import residuum
 from bench.conformance.reference import SITES
 from svc_common.launcher import Service, running_services
+from tests import one_process
 from tests.conformance.journal import Journal, pace_file
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _VLLM_ARGUMENTS = {
     "max_num_seqs": 32,
     "block_size": KV_BLOCK,
     "num_gpu_blocks_override": KV_BLOCKS,
+    **one_process.ENGINE_ARGS,
 }
 """The arguments that decide what vLLM compiles, and how it schedules."""
 
@@ -114,7 +116,7 @@ def running_engine(name: str, model: Path, folder: Path, cache_root: Path) -> It
         folder: The folder for the journal.
         cache_root: The folder of vLLM's cache of compiled graphs.
     """
-    further = ("block_size", "num_gpu_blocks_override")
+    further = ("block_size", "num_gpu_blocks_override", *one_process.ENGINE_ARGS)
     engine_args = {key: _VLLM_ARGUMENTS[key] for key in further}
     engine_args["scheduler_cls"] = "tests.conformance.scheduler.JournalScheduler"
     arguments = [

@@ -16,6 +16,7 @@ from bench.conformance.reference import SITES
 from bench.conformance.results import Outcome, Verdict
 from bench.conformance.workload import NEW_TOKENS, make_requests
 from svc_common.launcher import start_store
+from tests import one_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
             store.wait_until_serving(60.0)
 
             def run(name: str, sites: tuple[str, ...]) -> Outcome:
-                setup = Setup(sites=sites, garbage=True)
+                setup = Setup(sites=sites, garbage=True, engine_args=one_process.ENGINE_ARGS)
                 return check(ARCHITECTURES[name], setup, store.endpoint, folder / f"run-{name}-{len(sites)}")
 
             running: dict[tuple[str, tuple[str, ...]], Future[Outcome]] = {

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 PROMPT = make_prompt(np.random.default_rng(12), 40)
+SEED = 1
+"""With it, four sequences differ from their first token on."""
 
 
 @pytest.mark.parametrize("generated", [1, 2, 7, 33])
@@ -65,7 +67,7 @@ def test_a_stop_text(engine: Engine, reference: Reference) -> None:
 def test_four_sequences(engine: Engine, reference: Reference, max_tokens: int) -> None:
     capture = residuum.Capture(layers=[0, 3], sites=SITES)
     reply = engine.client.generate(
-        PROMPT, n=4, temperature=1.0, max_tokens=max_tokens, ignore_eos=True, capture=capture
+        PROMPT, n=4, temperature=1.0, seed=SEED, max_tokens=max_tokens, ignore_eos=True, capture=capture
     )
     assert len({sequence.token_ids for sequence in reply.sequences}) == 4
     rows = check_capture(engine, reference, reply, layers=(0, 3))

@@ -10,6 +10,7 @@ from bench.conformance.architectures import ARCHITECTURES
 from bench.conformance.check import Setup, check
 from bench.conformance.results import Verdict
 from svc_common.launcher import start_store
+from tests import one_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance"), pytest.mark.slow]
 
@@ -22,7 +23,7 @@ def test_a_wrong_guess_is_not_served(tmp_path):
     store = start_store(tmp_path)
     try:
         store.wait_until_serving(60.0)
-        setup = Setup(engine_args={"worker_extension_cls": WRONG_GUESS})
+        setup = Setup(engine_args={"worker_extension_cls": WRONG_GUESS, **one_process.ENGINE_ARGS})
         with ThreadPoolExecutor(2) as pool:
             outcomes = list(
                 pool.map(

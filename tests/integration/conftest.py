@@ -9,7 +9,7 @@ import pytest
 
 import residuum
 from svc_common.launcher import Service, running_services
-from tests import sharing
+from tests import one_process, sharing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ def services(smollm2: Path) -> Iterator[tuple[Service, Service]]:
     sites = ["--capture-sites", "resid_post,resid_pre,attn_out,mlp_out"]
     with running_services(
         str(smollm2),
-        inference_arguments=["--enforce-eager", "--max-model-len", "1024", *sites, *figures],
+        inference_arguments=["--enforce-eager", "--max-model-len", "1024", one_process.FLAG, *sites, *figures],
         store_arguments=figures,
     ) as both:
         yield both

@@ -14,6 +14,7 @@ import pytest
 
 import residuum
 from svc_common.launcher import OWN_GROUP, ROOT, Service, start_inference, start_store
+from tests import one_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -86,7 +87,8 @@ def test_the_store_may_start_late_and_be_killed_without_losing_rows(
     port = int(placeholder.endpoint.rpartition(":")[2])
     placeholder.stop()  # its port is now known, free and unused
 
-    inference = run(start_inference(tmp_path, str(tiny_llama), f"127.0.0.1:{port}", EAGER))
+    arguments = [*EAGER, one_process.FLAG]
+    inference = run(start_inference(tmp_path, str(tiny_llama), f"127.0.0.1:{port}", arguments))
     inference.wait_until_serving(START_SECONDS)
     with residuum.Client(inference.endpoint) as client:
         assert client.generate([5, 6, 7], max_tokens=2).token_ids
@@ -161,7 +163,9 @@ def test_requests_longer_than_the_grace_period_are_aborted_and_sealed(
     """This includes queued requests. A capture with a token has every row that was computed."""
     store = run(start_store(tmp_path))
     store.wait_until_serving(30)
-    inference = run(start_inference(tmp_path, str(tiny_llama), store.endpoint, [*EAGER, "--grace-seconds", "0.2"]))
+    inference = run(
+        start_inference(tmp_path, str(tiny_llama), store.endpoint, [*EAGER, one_process.FLAG, "--grace-seconds", "0.2"])
+    )
     inference.wait_until_serving(START_SECONDS)
     with residuum.Client(inference.endpoint, store=store.endpoint) as client:
         streams = [client.stream([5, 6, 7], max_tokens=500, ignore_eos=True, capture=ALL) for _ in range(24)]

@@ -10,6 +10,7 @@ import pytest
 import residuum
 from residuum.wire.placement import first_rank
 from svc_common.launcher import Service, start_inference, start_store
+from tests import one_process
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +19,16 @@ pytestmark = pytest.mark.engine
 
 START_SECONDS = 200.0
 ALL = residuum.Capture(layers="all")
-EAGER = ["--enforce-eager", "--kv-cache-gib", "0.25", "--max-num-batched-tokens", "128", "--max-num-seqs", "8"]
+EAGER = [
+    "--enforce-eager",
+    "--kv-cache-gib",
+    "0.25",
+    "--max-num-batched-tokens",
+    "128",
+    "--max-num-seqs",
+    "8",
+    one_process.FLAG,
+]
 NAMES = ("a", "b")
 
 

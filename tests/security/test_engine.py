@@ -11,12 +11,22 @@ import pytest
 import residuum
 from residuum.cli import main
 from svc_common.launcher import start_inference, start_store
+from tests import one_process
 from tests.security.test_scans import KNOCKS, noise
 
 pytestmark = pytest.mark.engine
 
 START_SECONDS = 240.0
-SMALL = ["--enforce-eager", "--kv-cache-gib", "0.25", "--max-num-batched-tokens", "128", "--max-num-seqs", "8"]
+SMALL = [
+    "--enforce-eager",
+    "--kv-cache-gib",
+    "0.25",
+    "--max-num-batched-tokens",
+    "128",
+    "--max-num-seqs",
+    "8",
+    one_process.FLAG,
+]
 
 
 def test_two_tenants_of_one_engine(tiny_llama, tmp_path, tokens, authority, server_pair, client_pair, capsys):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from svc_common.launcher import OWN_GROUP
+from tests.one_process import ENGINE_ARGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,6 +81,7 @@ def start_server(folder: Path, model: Path, *arguments: str, **environment: str)
         "--dtype=float32",
         "--enforce-eager",
         "--enable-scale-out",
+        f"--distributed-executor-backend={ENGINE_ARGS['distributed_executor_backend']}",
         "--max-model-len=512",
         "--max-num-seqs=16",
         "--max-num-batched-tokens=512",
