@@ -257,11 +257,13 @@ class Unreachable(Unavailable, ConnectionError):
 
     Attributes:
         endpoint: The address, host:port.
+        is_refusal: Whether one side refuses the connection, such as for a certificate, so that a retry cannot help.
     """
 
-    def __init__(self, message: str, *, endpoint: str) -> None:
+    def __init__(self, message: str, *, endpoint: str, is_refusal: bool = False) -> None:
         super().__init__(message, reason="", metadata={"endpoint": endpoint})
         self.endpoint = endpoint
+        self.is_refusal = is_refusal
 
 
 class StoreUnreachable(Unavailable):
