@@ -85,6 +85,11 @@ class StoreCollector(Collector):
             "Used bytes of the map beyond which the store refuses chunks.",
             db.ordinary_bytes,
         )
+        yield GaugeMetricFamily(
+            "residuum_store_full",
+            "1 while the store has no room and refuses chunks and new captures, else 0.",
+            int(bool(self._writer.room.why_full)),
+        )
         if self._retention.max_bytes is not None:
             yield GaugeMetricFamily(
                 "residuum_store_retain_bytes", "Most bytes of chunks that retention keeps.", self._retention.max_bytes
@@ -101,7 +106,7 @@ class StoreCollector(Collector):
         chunks = CounterMetricFamily(
             "residuum_store_appended_chunks", "Chunks received, by outcome.", labels=["outcome"]
         )
-        for outcome in ("written", "repeated", "rejected"):
+        for outcome in ("written", "repeated", "rejected", "refused"):
             chunks.add_metric([outcome], getattr(counters, outcome))
         yield chunks
         yield CounterMetricFamily("residuum_store_written_bytes", "Bytes of chunks written.", counters.bytes_written)

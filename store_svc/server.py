@@ -75,7 +75,12 @@ class Store:
         self._catalog = load_catalog(self._db, CatalogLimits(settings.max_captures, settings.max_open_mib << 20))
         retention = _retention(settings)
         options = WriterOptions(
-            synced, settings.sync_interval_seconds, _waits(settings), retention, self._access.limits_of
+            synced,
+            settings.sync_interval_seconds,
+            _waits(settings),
+            settings.full_timeout_seconds,
+            retention,
+            self._access.limits_of,
         )
         self._metrics = StoreMetrics()
         traces = CaptureTraces()

@@ -238,6 +238,7 @@ class StoreServicer:
         response = self._whole_stats() if caller.is_admin else self._tenant_stats(caller)
         response.start_time.CopyFrom(self._start_time)
         response.server_version = self._version
+        response.why_full = self._writer.room.why_full
         response.server_time.GetCurrentTime()
         return response
 

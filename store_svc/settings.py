@@ -72,6 +72,10 @@ class StoreSettings(SecureSettings):
     """A capture whose request was aborted or failed ends when no row in flight arrives for this long. A restart of the
     store restarts the timeout."""
 
+    full_timeout_seconds: PositiveFloat = 120.0
+    """While the store is full, a capture that is open, or that was sealed COMPLETE, ends INCOMPLETE (STORE_FULL) when
+    none of its rows is stored for this long. Until then its rows wait in the ring, and the model may wait too."""
+
     max_streams: Annotated[int, Field(ge=1, le=4096)] = 256
     """How many reads, and waits for a capture to end, may run at once."""
 

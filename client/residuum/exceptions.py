@@ -22,6 +22,7 @@
     ├── CaptureNotComplete              .manifest
     │   ├── OpenCapture                 rows are still coming
     │   ├── IncompleteCapture           rows are missing for good; .missing says which
+    │   │   └── StoreFullCapture        because the store was full; also a StoreFull
     │   └── AbortedCapture              the request was aborted
     ├── CaptureEnded                    the capture accepts no more rows
     ├── DamagedCapture                  rows do not match their checksum, or differ from the manifest
@@ -219,7 +220,11 @@ class ResourceExhausted(ResiduumError):
 
 
 class StoreFull(ResourceExhausted):
-    """The store is full."""
+    """The store is full: its disk, or the database's limit. Delete captures, or give the store more room."""
+
+
+class StoreFullCapture(IncompleteCapture, StoreFull):
+    """Rows are missing and will not arrive, because the store was full for longer than --full-timeout-seconds."""
 
 
 class LimitReached(ResourceExhausted):
@@ -252,11 +257,13 @@ class Unreachable(Unavailable, ConnectionError):
 
     Attributes:
         endpoint: The address, host:port.
+        is_refusal: Whether one side refuses the connection, such as for a certificate, so that a retry cannot help.
     """
 
-    def __init__(self, message: str, *, endpoint: str) -> None:
+    def __init__(self, message: str, *, endpoint: str, is_refusal: bool = False) -> None:
         super().__init__(message, reason="", metadata={"endpoint": endpoint})
         self.endpoint = endpoint
+        self.is_refusal = is_refusal
 
 
 class StoreUnreachable(Unavailable):

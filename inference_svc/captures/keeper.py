@@ -30,7 +30,7 @@ _log = get_logger(__name__)
 
 _OPEN_SECONDS = 5.0
 _AVOIDED_SECONDS = 5.0
-"""How long after a failed call the service chooses no capture IDs that belong to the store."""
+"""How long after a call that got no answer, or STORE_FULL, the service chooses no capture IDs of the store."""
 _SEAL_SECONDS = 10.0
 _MAX_BACKOFF_SECONDS = 5.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -57,15 +57,15 @@ class CaptureKeeper:
         self._is_alone = is_alone
         self.answered: bool | None = None
         """Whether the store answered the last call; None before the first."""
-        self._silent_since = -math.inf
+        self._no_use_since = -math.inf
         self._channel = self._connect()
         self._seals: set[asyncio.Task[None]] = set()
         self._open: set[str] = set()
 
     @property
     def is_avoided(self) -> bool:
-        """Whether the store failed to answer recently. If the service can choose, captures then go to another store."""
-        return time.monotonic() - self._silent_since < _AVOIDED_SECONDS
+        """Whether the store recently did not answer, or was full. If the service can choose, it uses another store."""
+        return time.monotonic() - self._no_use_since < _AVOIDED_SECONDS
 
     @property
     def num_open(self) -> int:
@@ -153,7 +153,10 @@ class CaptureKeeper:
             answer = await self._call(call)
         except grpc.aio.AioRpcError as error:
             failure = self._failure(error)
-            self._note(answered=failure.reason != Reason.ERROR_REASON_STORE_UNREACHABLE)
+            self._note(
+                answered=failure.reason != Reason.ERROR_REASON_STORE_UNREACHABLE,
+                is_full=failure.reason == Reason.ERROR_REASON_STORE_FULL,
+            )
             raise failure from error
         except CredentialsError as error:
             self._note(answered=False)
@@ -161,9 +164,9 @@ class CaptureKeeper:
         self._note(answered=True)
         return answer
 
-    def _note(self, *, answered: bool) -> None:
+    def _note(self, *, answered: bool, is_full: bool = False) -> None:
         self.answered = answered
-        self._silent_since = -math.inf if answered else time.monotonic()
+        self._no_use_since = -math.inf if answered and not is_full else time.monotonic()
 
     async def _call(self, call: Callable[[grpc.aio.Channel], Awaitable[_T]]) -> _T:
         try:

@@ -17,6 +17,7 @@ INCOMPLETE = capture_pb2.CAPTURE_STATE_INCOMPLETE
 ABORTED = capture_pb2.CAPTURE_STATE_ABORTED
 
 _TIMED_OUT = capture_pb2.INCOMPLETE_REASON_TIMED_OUT
+_STORE_FULL = capture_pb2.INCOMPLETE_REASON_STORE_FULL
 
 
 class Wait(enum.Enum):
@@ -160,16 +161,25 @@ class Capture:
             loss = self._loss or store_pb2.RowLoss()  # rows that are missing but not outstanding were lost
             self._end(self.seal, loss.reason, loss.detail, now)
 
-    def time_out(self, now: Timestamp, waited: float) -> None:
-        """End the capture without its seal or outstanding rows, because nothing arrived for `waited` seconds."""
+    def time_out(self, now: Timestamp, waited: float, why_full: str = "") -> None:
+        """End the capture without its seal or outstanding rows, because nothing was written for `waited` seconds.
+
+        Args:
+            now: The wall clock.
+            waited: The seconds.
+            why_full: Why the store is full, if that is the reason.
+        """
+        reason = _STORE_FULL if why_full else _TIMED_OUT
+        cause = f"the store was full ({why_full}); " if why_full else ""
         if self.seal is not None:
-            detail = f"{self.ledger.outstanding} rows did not arrive; none arrived in the last {waited:g} s"
-            self._end(self.seal, _TIMED_OUT, detail, now)
+            detail = f"{cause}{self.ledger.outstanding} rows did not arrive; none arrived in the last {waited:g} s"
+            self._end(self.seal, reason, detail, now)
             return
         self.ledger.expect_found()
         self._record.end_time.CopyFrom(now)
-        detail = f"the inference service never sealed the capture, and wrote nothing in the last {waited:g} s; "
-        self._mark_incomplete(_TIMED_OUT, detail + "the number of generated tokens is unknown")
+        unsealed = cause or "the inference service never sealed the capture; "
+        unknown = f"nothing was written in the last {waited:g} s; the number of generated tokens is unknown"
+        self._mark_incomplete(reason, unsealed + unknown)
 
     def manifest(self) -> capture_pb2.CaptureManifest:
         """Return the current manifest."""

@@ -19,15 +19,24 @@ Two LMDB options are not offered:
 
 The map has the greatest size that the database may reach. This takes address space, not memory; the file grows as data
 is written. So the map never moves, and readers need no lock.
+
+A full store must still be able to end and delete captures, and that writes pages too. So chunks never get all the room:
+
+* Of the map, an eighth is reserved, at most 64 MiB.
+* Of the disk, 4 MiB are reserved. The file always has that many bytes allocated beyond its pages in use, so that other
+  programs cannot take them. Some file systems cannot allocate bytes in advance (ZFS, some network file systems). There,
+  ending and deleting captures on a full disk only works if LMDB has a free page.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -37,9 +46,18 @@ _T = TypeVar("_T")
 
 _FORMAT = b"2"
 _LARGEST_RESERVE = 64 << 20
+_DISK_RESERVE = 4 << 20
+"""Bytes on the disk that chunks leave free; see the module's docstring."""
+_KEEP_SIZE = 1
+"""The flag FALLOC_FL_KEEP_SIZE of fallocate(2)."""
+_GROWTH_STEP = 64 << 10
+"""The file's allocation grows by multiples of this, so that not every transaction asks the file system."""
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 """Errors that LMDB raises when the disk is full. A truncated write is EIO, as is a write to a bad disk."""
+
+_CANNOT_ALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
+"""Errors of file systems that cannot allocate bytes in advance."""
 
 _NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP}
 """Errors of file systems on which folders cannot be synced, or need no sync."""
@@ -155,6 +173,7 @@ class Database:
         self.ordinary_bytes = bytes_for_appends(max_bytes)
         """The part of `max_bytes` that is for chunks."""
         self._data = path / "data.mdb"
+        self._disk_reserve: int | None = min(max_bytes - self.ordinary_bytes, _DISK_RESERVE)  # None: not possible here
         self._lock = _lock(path / "store.lock")
         try:
             self._env = lmdb.Environment(
@@ -170,10 +189,13 @@ class Database:
             self._tables = {table: self._env.open_db(table.value) for table in Table}
         except lmdb.Error as error:
             raise DamagedError(f"Cannot open the database in {path}: {error}.") from error
+        self._allocated = self._data.stat().st_size
         self._check_format(path)
         self.sync()
         for folder in (path, *(folder.parent for folder in made)):
             _sync_folder(folder)
+        with suppress(StoreFullError):  # what is there can be read and deleted
+            self._check_disk(self.used_bytes())
 
     def read(self) -> _Reading:
         """Return a context manager of a read transaction. Keep it short: copy the data and leave the context."""
@@ -184,8 +206,8 @@ class Database:
 
         Args:
             change: The change. If it raises, nothing is written.
-            reserve: Whether it may use the space reserved for ending and deleting captures. Both must work in a full
-                store.
+            reserve: Whether it may use the space of the map and of the disk that is reserved for ending and deleting
+                captures. Both must work in a full store.
 
         Returns:
             What the change returned.
@@ -198,8 +220,8 @@ class Database:
             with self._env.begin(write=True, buffers=True) as raw:
                 txn = Txn(raw, self._tables)
                 result = change(txn)
-                if txn.wrote and not reserve and txn.used_pages() * self._page_bytes > self.ordinary_bytes:
-                    raise StoreFullError(self._limit_text())
+                if txn.wrote and not reserve:
+                    self._check_room(txn.used_pages() * self._page_bytes)
                 return result
         except lmdb.MapFullError:
             raise StoreFullError(self._limit_text()) from None
@@ -239,6 +261,31 @@ class Database:
         self._env.close()
         self._lock.close()
 
+    def _check_room(self, used_bytes: int) -> None:
+        """Make sure that the reserves remain when the pages in use take this many bytes.
+
+        Raises:
+            StoreFullError: They would not.
+        """
+        if used_bytes > self.ordinary_bytes:
+            raise StoreFullError(self._limit_text())
+        self._check_disk(used_bytes)
+
+    def _check_disk(self, used_bytes: int) -> None:
+        if self._disk_reserve is None or used_bytes + self._disk_reserve <= self._allocated:
+            return
+        end = -(-(used_bytes + self._disk_reserve) // _GROWTH_STEP) * _GROWTH_STEP
+        try:
+            _allocate(self._data, self._allocated, end)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise StoreFullError(f"the disk is full: {error.strerror}") from error
+            if error.errno not in _CANNOT_ALLOCATE:
+                raise
+            self._disk_reserve = None
+        else:
+            self._allocated = end
+
     def _limit_text(self) -> str:
         return f"the database has reached its limit of {self.max_bytes} bytes"
 
@@ -270,6 +317,24 @@ class _Reading:
 
     def __exit__(self, *_: object) -> None:
         self._raw.abort()
+
+
+def _allocate(path: Path, start: int, end: int) -> None:
+    """Allocate bytes of a file on its disk, without changing its size.
+
+    Raises:
+        OSError: There is no room, or the file system cannot do it.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # os.posix_fallocate changes the size
+    if fallocate is None:
+        raise OSError(errno.ENOSYS, "this system has no fallocate")
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        if fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(end - start)):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+    finally:
+        os.close(descriptor)
 
 
 def _lock(path: Path) -> IO[bytes]:

@@ -20,6 +20,7 @@ from store_svc.database.db import Table, Txn
 from store_svc.database.keys import FrameKey, pack_loss, pack_number, unpack_number
 from store_svc.reading.slicing import cells_of, slice_chunk
 from store_svc.writing.quotas import Quotas
+from store_svc.writing.room import store_full
 from svc_common.security.tokens_file import Limits
 
 
@@ -47,7 +48,22 @@ class Batch:
     raises Failure has changed nothing.
     """
 
-    def __init__(self, txn: Txn, catalog: Catalog, limits_of: Callable[[str], Limits] = lambda _: Limits()) -> None:
+    def __init__(
+        self,
+        txn: Txn,
+        catalog: Catalog,
+        limits_of: Callable[[str], Limits] = lambda _: Limits(),
+        why_full: str = "",
+    ) -> None:
+        """Start with no changes.
+
+        Args:
+            txn: The transaction.
+            catalog: The published captures.
+            limits_of: Returns a tenant's limits.
+            why_full: Why the store is full; empty if it has room. A full store opens no captures.
+        """
+        self._why_full = why_full
         self._quotas = Quotas(catalog, limits_of)
         self._txn = txn
         self._catalog = catalog
@@ -74,7 +90,7 @@ class Batch:
         """Create a capture, unless the same capture is open already.
 
         Raises:
-            Failure: CAPTURE_EXISTS, LIMIT_REACHED or QUOTA_EXCEEDED.
+            Failure: CAPTURE_EXISTS, STORE_FULL, LIMIT_REACHED or QUOTA_EXCEEDED.
         """
         name = name_of(description)
         number = self._number(name)
@@ -83,6 +99,8 @@ class Batch:
             if draft is None or draft.ended or not draft.matches(description):
                 raise capture_exists(description.capture_id)
             return
+        if self._why_full:
+            raise store_full(self._why_full, description.capture_id)
         self._check_catalog()
         self._quotas.open(description.tenant)
         number = self._next_number()
@@ -181,11 +199,17 @@ class Batch:
         self._deleted.append((name, number))
         return num_bytes
 
-    def time_out(self, number: int, waited: float) -> None:
-        """End a capture that made no progress for `waited` seconds, unless it has changed in the meantime."""
+    def time_out(self, number: int, waited: float, why_full: str = "") -> None:
+        """End a capture that made no progress for `waited` seconds, unless it has changed in the meantime.
+
+        Args:
+            number: The capture's number.
+            waited: The seconds.
+            why_full: Why the store is full, if that is why it made no progress.
+        """
         draft = self._draft(number)
         if draft is not None and not draft.ended and self._clock.monotonic - draft.progress >= waited:
-            draft.time_out(self._clock.wall, waited)
+            draft.time_out(self._clock.wall, waited, why_full)
             self._put_record(draft)
 
     def publish(self) -> list[Capture]:

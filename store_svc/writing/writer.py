@@ -17,6 +17,7 @@ from store_svc.captures.lifecycle import Capture, Wait
 from store_svc.database.db import DamagedError, Database, StoreFullError, Txn
 from store_svc.writing.changes import Batch, purge_some
 from store_svc.writing.retention import Expired, Retention, RetentionPolicy
+from store_svc.writing.room import Room, store_full
 from store_svc.writing.write_queue import Acks, Append, Command, Work, WorkQueue
 from svc_common.logs import bind_request, get_logger, request_scope
 from svc_common.rpc.serving import internal_failure
@@ -47,6 +48,8 @@ class Counters:
     """Chunks whose rows were stored already."""
     rejected: int = 0
     """Messages that can never be written."""
+    refused: int = 0
+    """Messages for which there was no room. Their writers send them again."""
     bytes_written: int = 0
     """Bytes of the written chunks."""
     commits: int = 0
@@ -69,6 +72,8 @@ class WriterOptions:
     """Seconds without writes after which the writer syncs what is committed."""
     waits: Mapping[Wait, float]
     """Seconds without progress after which a capture times out, by what it waits for."""
+    full_wait: float = 120.0
+    """The same while the store is full, for captures that wait for their seal or for expected rows."""
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     """How long, and how many, ended captures are kept."""
     limits_of: Callable[[str], Limits] = lambda _: Limits()
@@ -103,6 +108,8 @@ class Writer:
         """
         self.counters = Counters()
         self.queue = WorkQueue()
+        self.room = Room(db)
+        """Whether the store has room."""
         self._db = db
         self._catalog = catalog
         self._options = options
@@ -113,7 +120,7 @@ class Writer:
         self._unsynced: dict[Acks, int] = {}
         self._sync_at: float | None = None
         self._purging = True  # captures deleted before the last stop may still have frames to free
-        self._full = False
+        self._try_room_at = 0.0
         self._above_limit = False
         self._housekeeping_at = 0.0
         self._thread = threading.Thread(target=self._run, name="writer")
@@ -188,7 +195,6 @@ class Writer:
         Otherwise every retry would fail the same way. LMDB reuses the pages of deleted data only two transactions
         later, and the waiting work may be larger than the remaining space.
         """
-        self._note_full(error)
         if work.commands and work.appends:
             self._commit(Work(commands=work.commands))
             self._commit(Work(appends=work.appends))
@@ -197,19 +203,29 @@ class Writer:
         else:
             half = len(work.appends) // 2
             self._commit(Work(appends=work.appends[:half]))
-            Work(appends=work.appends[half:]).fail(partial(_store_full, error))
+            rest = Work(appends=work.appends[half:])
+            self._note_full(error, rest)
+            rest.fail(partial(store_full, str(error)))
 
     def _commit_privileged(self, commands: list[Command], error: StoreFullError) -> None:
-        why = partial(_store_full, error)
-        Work([command for command in commands if not command.reserve]).fail(why)
+        why = partial(store_full, str(error))
+        ordinary = Work([command for command in commands if not command.reserve])
+        if ordinary:
+            self._note_full(error, ordinary)
+            ordinary.fail(why)
         privileged = Work([command for command in commands if command.reserve])
         if not privileged:
             return
         try:
             batch, outcomes = self._write(privileged, reserve=True)
-        except StoreFullError:
+        except StoreFullError as fuller:
+            self._note_full(fuller, privileged)
             self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
-            privileged.fail(why)
+            if len(privileged.commands) == 1:
+                privileged.fail(why)
+            else:
+                for part in privileged.parts():
+                    self._commit_privileged(part.commands, fuller)
         else:
             self._publish(batch)
             self._deliver(privileged, outcomes)
@@ -234,14 +250,13 @@ class Writer:
         return batch, outcomes
 
     def _apply(self, txn: Txn, work: Work) -> tuple[Batch, list[object]]:
-        batch = Batch(txn, self._catalog, self._options.limits_of)
+        batch = Batch(txn, self._catalog, self._options.limits_of, self.room.why_full)
         outcomes: list[object] = [_outcome(command.run, batch) for command in work.commands]
         outcomes += [_outcome(item.apply, batch) for item in work.appends]
         return batch, outcomes
 
     def _publish(self, batch: Batch) -> None:
         if batch.wrote:
-            self._note_room()
             self.counters.commits += 1
             # This commit's sync also covered the root page of the previous commit.
             self._mark_synced()
@@ -281,6 +296,7 @@ class Writer:
         elif outcome is True:
             self.counters.written += 1
             self.counters.bytes_written += item.num_bytes
+            self.room.wrote(item.num_bytes)
         elif outcome is False:
             self.counters.repeated += 1
 
@@ -307,6 +323,9 @@ class Writer:
 
         Each step does at most one transaction's work, so that newly queued work does not wait for housekeeping.
         """
+        if self.room.why_full and time.monotonic() >= self._try_room_at:
+            self._try_room_at = time.monotonic() + _RETRY_SECONDS
+            self.room.try_again()
         if time.monotonic() < self._housekeeping_at:
             return
         timed_out = [capture for wait in Wait for capture in self._timed_out(wait)]
@@ -317,8 +336,9 @@ class Writer:
             limit = max(_PURGE_FRAMES, just_written)
             try:
                 self._purging = self._db.write(partial(purge_some, limit=limit), reserve=True)
+                self.room.try_again(freed=True)
             except StoreFullError as error:
-                self._note_full(error)
+                self.room.refused(error)
                 self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
 
     def _expire(self) -> None:
@@ -356,15 +376,10 @@ class Writer:
             _log.warning("captures exceed retain-bytes: the remaining ones are open or being read", excess_bytes=excess)
         self._above_limit = excess > 0
 
-    def _note_full(self, error: StoreFullError) -> None:
-        if not self._full:
-            _log.warning("the store is full", error=str(error))
-        self._full = True
-
-    def _note_room(self) -> None:
-        if self._full:
-            _log.info("the store has room again")
-        self._full = False
+    def _note_full(self, error: StoreFullError, work: Work) -> None:
+        """Note that there was no room for any part of this work."""
+        self.counters.refused += len(work.appends)
+        self.room.refused(error, max((item.num_bytes for item in work.appends), default=0))
 
     def _timed_out(self, wait: Wait) -> Iterator[Capture]:
         now = time.monotonic()
@@ -372,10 +387,19 @@ class Writer:
         return islice(timed_out, _MAX_TIMED_OUT)
 
     def _deadline(self, capture: Capture) -> float:
-        return capture.progress + self._options.waits[capture.wait]
+        since = self.room.full_since if self.room.why_full else self.room.regained
+        return max(capture.progress, since) + self._patience(capture)
+
+    def _patience(self, capture: Capture) -> float:
+        """Return for how many seconds a capture may make no progress."""
+        return self._options.full_wait if self._waits_for_room(capture) else self._options.waits[capture.wait]
+
+    def _waits_for_room(self, capture: Capture) -> bool:
+        return bool(self.room.why_full) and capture.wait is not Wait.REMNANTS
 
     def _time_out(self, capture: Capture) -> Command:
-        run = partial(Batch.time_out, number=capture.number, waited=self._options.waits[capture.wait])
+        why_full = self.room.why_full if self._waits_for_room(capture) else ""
+        run = partial(Batch.time_out, number=capture.number, waited=self._patience(capture), why_full=why_full)
         return Command(run, capture.description.capture_id, reserve=True)
 
     def _seconds_to_next(self) -> float | None:
@@ -384,6 +408,8 @@ class Writer:
         due = [max(self._deadline(capture), self._housekeeping_at) for capture in first]
         if self._purging:
             due.append(self._housekeeping_at)
+        if self.room.why_full:
+            due.append(self._try_room_at)
         if self._sync_at is not None:
             due.append(self._sync_at)
         retention = self._retention.seconds_to_next()
@@ -398,11 +424,6 @@ def _outcome(run: Callable[[Batch], object], batch: Batch) -> object:
         return run(batch)
     except Failure as failure:
         return failure
-
-
-def _store_full(error: StoreFullError, capture_id: str) -> Failure:
-    message = f"The store is full: {error}. Delete captures (residuum rm), or raise --max-bytes or the disk's space."
-    return Failure(Reason.ERROR_REASON_STORE_FULL, message, capture_id=capture_id)
 
 
 def _log_ended(capture: Capture) -> None:

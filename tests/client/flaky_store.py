@@ -29,6 +29,7 @@ class FlakyStore(grpc.GenericRpcHandler):
     def __init__(self, endpoint: str) -> None:
         self.change: Change = lambda number, messages: iter(messages)
         self.reads = 0
+        self.words = "as the test says"
         self._channel = open_channel(endpoint)
         self._server = grpc.server(ThreadPoolExecutor(8), handlers=[self], options=SERVER_OPTIONS)
         self.endpoint = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -48,7 +49,7 @@ class FlakyStore(grpc.GenericRpcHandler):
         except Failure as failure:
             context.abort_with_status(failure.to_status())
         except Unknown as failure:
-            context.abort(failure.code, "as the test says")
+            context.abort(failure.code, self.words)
 
     def stop(self) -> None:
         self._server.stop(0).wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import grpc
 import numpy as np
 import pytest
@@ -54,14 +56,45 @@ async def test_an_interrupted_follow_yields_each_row_once(reader, flaky, capture
     assert sorted(np.concatenate([piece.positions for piece in pieces]).tolist()) == list(range(32))
 
 
-async def test_retries_end_if_the_store_stays_unreachable(reader, flaky, capture_id):
+@pytest.mark.parametrize("timeout", [None, 1.0])
+async def test_retries_end_if_the_store_stays_unreachable(make, endpoint, flaky, capture_id, timeout):
+    """A client that has never reached the store gives up after its own timeout; a read with a timeout, after that."""
+
     def change(number, messages):
         raise Unknown(grpc.StatusCode.UNAVAILABLE)
 
     flaky.change = change
-    with pytest.raises(residuum.Unreachable, match=flaky.endpoint):
-        await reader.activations(capture_id)
-    assert flaky.reads == 3
+    reader = make(endpoint, store=flaky.endpoint, timeout=1 if timeout is None else 30)
+    began = time.monotonic()
+    with pytest.raises(residuum.Unreachable, match=rf"{flaky.endpoint}.* tried again for 1\.\d s"):
+        await reader.activations(capture_id, timeout=timeout)
+    assert 1.0 <= time.monotonic() - began < 8.0
+    assert flaky.reads > 3
+
+
+async def test_a_known_store_may_be_away_for_longer_than_the_clients_timeout(make, endpoint, flaky, capture_id):
+    def change(number, messages):
+        if time.monotonic() < back_at:
+            raise Unknown(grpc.StatusCode.UNAVAILABLE)
+        yield from messages
+
+    flaky.change = change
+    reader = make(endpoint, store=flaky.endpoint, timeout=0.5)
+    assert (await reader.manifest(capture_id)).is_complete
+    back_at = time.monotonic() + 1.5
+    assert is_whole(await reader.activations(capture_id))
+
+
+async def test_a_refused_certificate_is_not_tried_again(make, endpoint, flaky, capture_id):
+    def change(number, messages):
+        raise Unknown(grpc.StatusCode.UNAVAILABLE)
+
+    flaky.change = change
+    flaky.words = "CERTIFICATE_VERIFY_FAILED: self signed"
+    with pytest.raises(residuum.Unreachable, match="not signed by a CA") as caught:
+        await make(endpoint, store=flaky.endpoint).activations(capture_id)
+    assert caught.value.is_refusal
+    assert flaky.reads == 1
 
 
 async def test_a_permanent_error_is_not_retried(reader, flaky, capture_id):

@@ -162,6 +162,30 @@ def test_doctor_warns_if_the_disk_fills_before_the_stores_limit(free, disk, warn
     assert (finding.ok, finding.warning) == (True, warning)
 
 
+@pytest.mark.parametrize(("free", "used", "ok"), [(0, 1, False), (4, 1, False), (4, 20, True), (20, 1, True)])
+def test_doctor_fails_on_a_full_disk(free, used, ok):
+    """What the store can reuse within its file is room, too."""
+    finding = look(
+        "store x:1: disk", free_disk_bytes=free << 20, disk_bytes=(40 if used == 20 else 2) << 20, used_bytes=used << 20
+    )
+    assert finding.ok == ok
+    assert ("the disk is full" in finding.detail) != ok
+
+
+@pytest.mark.parametrize("tenant", [None, "alice"])
+def test_doctor_fails_if_the_store_says_that_it_is_full(tenant):
+    limit = 0 if tenant else 80 << 20
+    finding = look("store x:1: full", why_full="the disk is full", tenant=tenant, append_limit_bytes=limit)
+    assert not finding.ok
+    assert "because the disk is full" in finding.detail
+    assert not [item for item in _examine_stats(stats(), time.time()) if item.check == "store x:1: full"]
+
+
+def test_the_total_of_several_stores_says_which_is_full():
+    total = StoreStats.total([replace(stats(), store="a"), replace(stats(), store="b", why_full="the disk is full")])
+    assert total.why_full == "b: the disk is full"
+
+
 def test_doctor_compares_versions_of_the_store():
     assert look("store x:1: versions", server_version="9.9.0").ok is False
     assert look("store x:1: versions", server_version="unknown").ok

@@ -27,10 +27,10 @@ NAMES = """
     IncompleteCapture InvalidRequest LimitReached Manifest MissingVectors ModelInfo NoStore NotFound NotServing
     NotUpdatable OpenCapture PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Sampling Sequence
-    SequenceOutcome ServerFault SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreStats
-    StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer UnknownModel
-    UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__ directions load_vectors
-    serve vllm_xargs
+    SequenceOutcome ServerFault SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture
+    StoreStats StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer
+    UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__ directions
+    load_vectors serve vllm_xargs
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 
@@ -113,7 +113,8 @@ def _errors():
         residuum.BatchFailed: lambda: residuum.BatchFailed([None], {0: residuum.EmptyPrompt("empty", reason="X")}),
         **{
             kind: lambda kind=kind: kind("not whole", manifest, reason="OVERFLOW")
-            for kind in (residuum.CaptureNotComplete, *residuum.CaptureNotComplete.__subclasses__())
+            for kind in vars(exceptions).values()
+            if inspect.isclass(kind) and issubclass(kind, residuum.CaptureNotComplete)
         },
     }
     for _, kind in inspect.getmembers(exceptions, inspect.isclass):

@@ -44,7 +44,7 @@ async def test_the_store_can_have_its_own_address(make, store, endpoint, client)
     reply = await client.generate("a", max_tokens=2, capture=residuum.Capture())
     apart = make("127.0.0.1:1", store=store.endpoint)
     assert (await apart.activations(reply.request_id)).manifest.is_complete
-    lost = make(endpoint, store="127.0.0.1:1", timeout=5)
+    lost = make(endpoint, store="127.0.0.1:1", timeout=1)
     with pytest.raises(residuum.Unreachable, match=r"127\.0\.0\.1:1"):
         await lost.activations(reply.request_id)
 

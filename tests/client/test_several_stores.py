@@ -138,7 +138,7 @@ async def test_a_capture_that_was_made_again_on_another_store_is_found(make, gro
 
 async def test_only_captures_of_an_unreachable_store_fail(make, group, away):
     stores = [*group.address("a", "b"), f"c={away}"]
-    client = make("127.0.0.1:1", store=stores, timeout=10)
+    client = make("127.0.0.1:1", store=stores, timeout=2)
     here, there = placed("a"), placed("c")
     group.put("a", here)
     assert (await client.manifest(here)).capture_id == here
@@ -158,7 +158,7 @@ async def test_a_capture_on_a_lower_rank_is_found_if_the_first_store_is_unreacha
 async def test_no_capture_is_reported_unknown_while_a_store_is_unreachable(make, group, away):
     """The store of the last rank is unreachable. The others do not have the capture, but that store may."""
     name = next(f"x-{at}" for at in range(1 << 20) if ranks(NAMES, f"x-{at}")[2] == "c")
-    client = make("127.0.0.1:1", store=[*group.address("a", "b"), f"c={away}"], timeout=10)
+    client = make("127.0.0.1:1", store=[*group.address("a", "b"), f"c={away}"], timeout=2)
     with pytest.raises(residuum.Unreachable, match=f"The capture {name} may be there: no other store holds it"):
         await client.manifest(name)
 

@@ -5,11 +5,8 @@ Stored rows stay readable. The store acknowledges nothing until there is room; t
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -19,6 +16,8 @@ from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.v1 import store_pb2
 from residuum.wire.frames import append_prefix, checksum, chunk_prefix
 from tests.faults.support import BLOCK, COMPLETE, DEADLINE, LAYERS, Capture, Ring, Shippers, Store, wait_until
+from tests.small_disk import fill
+from tests.small_disk import small_disk as disk
 
 MIB = 1 << 20
 DISK_BYTES = 24 * MIB
@@ -29,17 +28,8 @@ BLOCK_BYTES = len(LAYERS) * BLOCK * WIDE * 4
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A separate file system of a few MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"size=%d" % DISK_BYTES):
-        pytest.skip(
-            f"mounting a small tmpfs is not permitted here ({os.strerror(ctypes.get_errno())}); that a write which the "
-            "system cuts short loses nothing is in tests/store/test_db.py, too"
-        )
-    yield folder
-    libc.umount2(os.fsencode(folder), 2)  # MNT_DETACH: a failed test may have left a store running
+    with disk(tmp_path / "disk", DISK_BYTES) as folder:
+        yield folder
 
 
 def publish_all(ring: Ring, capture: Capture) -> threading.Thread:
@@ -62,13 +52,6 @@ def refusal(store: Store, capture: Capture) -> Failure | None:
     except grpc.RpcError as error:
         return failure_from_rpc_error(error)
     return None
-
-
-def fill(path: Path) -> None:
-    """Fill the file system with a file."""
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(64 << 10))
 
 
 def check_earlier(store: Store, capture: Capture) -> None:

@@ -17,6 +17,7 @@ from residuum.rpc.credentials import Credentials
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from residuum.wire.placement import StoreAddress, first_rank, parse_stores
+from store_svc.database.db import StoreFullError
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
 from tests.inference.service_support import DEADLINE, LAYERS, ask, failure_of, running_service, spec
@@ -162,6 +163,17 @@ async def test_a_store_that_failed_is_tried_again_after_a_while(monkeypatch):
     monkeypatch.setattr(capture_keeper, "_AVOIDED_SECONDS", 0.0)  # as if the time had passed
     assert not keeper.is_avoided
     await keeper.close(0)
+
+
+async def test_requests_without_an_id_go_to_another_store_while_theirs_is_full(group):
+    async with running_service(group.addresses()) as service:
+        group.stores["a"]._writer.room.refused(StoreFullError("the disk is full"))
+        failure = await failure_of(service.events(ask(spec(placed("a"), NO_ROWS))))
+        assert failure.reason_name == "STORE_FULL"
+        assert "the disk is full" in failure.message
+        for _ in range(8):
+            await service.events(ask(spec("", NO_ROWS)))
+        assert not await group.ids("a")
 
 
 async def test_a_capture_is_sealed_although_the_token_cannot_be_read_for_a_while(group, tmp_path):

@@ -135,7 +135,7 @@ def test_names_follow_prometheus(look: Callable[[], Samples]) -> None:
     kinds = ("_total", "_bytes", "_seconds_bucket", "_seconds_count", "_seconds_sum", "_created")
     plain = {name for name in own if not name.endswith(kinds)}
     assert plain == {
-        f"residuum_store_{name}" for name in ("captures", "chunks", "queue_messages", "append_streams", "reads")
+        f"residuum_store_{name}" for name in ("captures", "chunks", "full", "queue_messages", "append_streams", "reads")
     }
 
 

@@ -25,7 +25,7 @@ from residuum.protocol.tenants import check_tenant, for_tenant
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import TLS
 from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials
-from residuum.transport.connections import READ_CHUNKS, Channels, ReadRetries
+from residuum.transport.connections import LONGEST_OUTAGE_SECONDS, READ_CHUNKS, Channels, ReadRetries
 from residuum.transport.failures import from_rpc_error
 from residuum.transport.progress import progress_bar
 from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
@@ -59,6 +59,7 @@ class AsyncCaptureClient:
         self.credentials = resolve_credentials(token=token, tls=tls, insecure=insecure)
         """What it connects with, to the inference service and to the stores."""
         check_channel(self.credentials, self.endpoint)
+        self._reached: set[str] = set()  # the endpoints of stores that have answered
         self._channels: Channels[grpc.aio.Channel] = Channels(opener(open_aio_channel, self.credentials))
 
     async def activations(
@@ -76,7 +77,9 @@ class AsyncCaptureClient:
     ) -> Activations:
         """Return the captured rows of a request, when all of them are there.
 
-        A broken connection is taken up again. Rows are checked against their checksums.
+        If the store is away, the client tries again until the timeout, and then continues where it was. Without a
+        timeout it waits for 5 minutes; or, for a store that this client has never reached, for the client's own
+        timeout (30 seconds). Rows are checked against their checksums.
 
         Args:
             request_id: The request: its reply, `reply.request_id`, or anything else that has its id.
@@ -97,6 +100,7 @@ class AsyncCaptureClient:
             UnknownCapture: There is no such capture: the request captured nothing, or it was deleted, or has expired.
             InvalidRequest: A layer or site was not captured.
             DeadlineExceeded: The time is over.
+            Unreachable: The store was away until the time was over, or a certificate is refused.
 
         Warns:
             EmptyCaptureWarning: No position is among those asked for, as with position 5000 of a shorter request: the
@@ -190,12 +194,14 @@ class AsyncCaptureClient:
     ) -> AsyncIterator[Piece]:
         """Yield rows while the model generates, each once, in no particular order, until the capture has ended.
 
-        The arguments are those of `activations`, for one sequence. Rows may come for a position after the last one
+        The arguments are those of `activations`, for one sequence. If the store is away, the client waits for it as
+        `activations` does. No row is lost or comes twice. Rows may come for a position after the last one
         that counts (the model may run a step too far); the manifest tells.
 
         Raises:
             IncompleteCapture: Rows are missing. It is raised after the last piece.
             AbortedCapture: The request was stopped. It is raised after the last piece.
+            Unreachable: The store was away until the time was over.
 
         Example:
             >>> async for site, layer, positions, rows in client.follow(stream.request_id, layers=[12]):
@@ -211,6 +217,9 @@ class AsyncCaptureClient:
     async def manifest(self, request_id: RequestLike, *, wait: bool | float = False) -> Manifest:
         """Return what is known of a capture.
 
+        If its store is away, the client tries again until `wait` and the client's timeout are over. With `wait=True` it
+        waits as `activations` does.
+
         Args:
             request_id: The request.
             wait: How many seconds to wait for the capture to end; True means as long as it takes. When the
@@ -218,13 +227,18 @@ class AsyncCaptureClient:
 
         Raises:
             UnknownCapture: There is no such capture.
+            Unreachable: The store was away until the time was over.
 
         Example:
             >>> (await client.manifest(reply.request_id, wait=10)).state
             'complete'
         """
         capture_id = check_id(request_id)
+        await self._known_stores()
         deadline = Deadline.of_wait(wait)
+
+        left = deadline.remaining()
+        retries = ReadRetries(Deadline(None if left is None or self._timeout is None else left + self._timeout))
 
         async def ask(endpoint: str) -> Manifest:
             while True:
@@ -233,11 +247,19 @@ class AsyncCaptureClient:
                 answer = await self._call(
                     endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=capture_id
                 )
+                retries.progress()
                 manifest = Manifest.from_proto(answer.manifest)
                 if manifest.is_final or deadline.is_over():
                     return manifest
 
-        return await self._ask_holder(capture_id, ask)
+        while True:
+            try:
+                return await self._ask_holder(capture_id, ask)
+            except exc.ResiduumError as failure:
+                delay = retries.seconds_after(failure, self._patience(failure))
+                if delay is None:
+                    raise (retries.verdict(failure) or failure) from None
+            await io.sleep(delay)
 
     def captures(
         self, *, prefix: str = "", states: str | Iterable[str] = (), allow_partial: bool = False
@@ -458,9 +480,11 @@ class AsyncCaptureClient:
         """Make a unary call with the client's deadline and `extra` seconds on top of it."""
         for_tenant(request, self._tenant)
         try:
-            return await method(request, timeout=None if self._timeout is None else self._timeout + extra)
+            answer = await method(request, timeout=None if self._timeout is None else self._timeout + extra)
         except grpc.RpcError as error:
             raise from_rpc_error(error, endpoint, **facts) from None
+        self._reached.add(endpoint)
+        return answer
 
     async def _follow(self, reading: Reading, timeout: float | None = None) -> AsyncIterator[Piece]:
         async for data in self._read(reading, timeout):
@@ -470,29 +494,41 @@ class AsyncCaptureClient:
 
     async def _read(self, reading: Reading, timeout: float | None) -> AsyncIterator[bytes]:
         """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
-        capture_id = reading.request.capture_id
-        endpoint, moved = await self._find(capture_id), False
-        deadline, retries = Deadline(timeout), ReadRetries()
+        capture_id, moved = reading.request.capture_id, False
+        await self._known_stores()
+        deadline = Deadline(timeout)
+        retries = ReadRetries(deadline)
+        call, endpoint = None, ""
         while True:
-            reading.begin()
-            call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
             try:
+                endpoint = await self._find(capture_id)
+                reading.begin()
+                call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
                 async for data in call:
+                    self._reached.add(endpoint)
                     retries.progress()
                     yield data
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error, endpoint, capture_id=capture_id)
-                delay = retries.seconds_after(failure)
+            except (grpc.RpcError, exc.ResiduumError) as error:
+                failure = _as_own(error, endpoint, capture_id)
+                delay = retries.seconds_after(failure, self._patience(failure))
                 if delay is None:
                     moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
                     if not moved or not await self._may_be_elsewhere(capture_id):
-                        raise reading.explain(failure) from None
-                    endpoint, delay = await self._find(capture_id), 0.0
+                        raise (retries.verdict(failure) or reading.explain(failure)) from None
+                    delay = 0.0
             else:
                 return
             finally:
-                call.cancel()
+                if call is not None:
+                    call.cancel()
             await io.sleep(delay)
+
+    def _patience(self, failure: exc.ResiduumError) -> float:
+        """Return for how many seconds a read without a timeout waits for the store that is away."""
+        endpoint = failure.endpoint if isinstance(failure, exc.Unreachable) else ""
+        if self._timeout is None or not endpoint or endpoint in self._reached:
+            return LONGEST_OUTAGE_SECONDS
+        return self._timeout
 
     def _reader(self, endpoint: str) -> grpc.aio.UnaryStreamMultiCallable[store_pb2.ReadChunksRequest, bytes]:
         # No deserializer: rows are copied from the message's own bytes to where they belong.
@@ -501,3 +537,8 @@ class AsyncCaptureClient:
             request_serializer=store_pb2.ReadChunksRequest.SerializeToString,
             response_deserializer=None,
         )
+
+
+def _as_own(error: grpc.RpcError | exc.ResiduumError, endpoint: str, capture_id: str) -> exc.ResiduumError:
+    """Return this package's exception for what ended a read."""
+    return error if isinstance(error, exc.ResiduumError) else from_rpc_error(error, endpoint, capture_id=capture_id)

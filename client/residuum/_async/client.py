@@ -57,7 +57,8 @@ class AsyncClient(AsyncCaptureClient):
             the inference service calls them by (`client.info().stores`), so that each capture is looked for in its
             own store first.
         timeout: Seconds after which a call fails with DeadlineExceeded; None means never. Generations and reads have
-            no deadline but their own `timeout=`.
+            no deadline but their own `timeout=`. A read without one waits this long for a store that this client has
+            never reached, and 5 minutes for one that it has (also if this is None).
         token: The bearer token that both services ask for, or a path to the file that holds it, which is read again
             when it changes; "" sends none. Default: RESIDUUM_TOKEN, or RESIDUUM_TOKEN_FILE.
         tls: A `residuum.TLS`; True trusts public CAs; False speaks plain text. Default: RESIDUUM_TLS_CA,

@@ -25,6 +25,8 @@ _MAX_SKEW_SECONDS = 2.0
 _FILLING, _FULL = 0.85, 0.98
 """The used fractions of a store's space from which on it gets a warning, and counts as full."""
 _LITTLE_DISK = 1 << 30
+_NO_DISK = 8 << 20
+"""With less room on its disk, a store cannot store a chunk: it keeps 4 MiB for ending and deleting captures."""
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]")  # noqa: S104 - names to warn about
 
 
@@ -130,6 +132,12 @@ def _examine_stats(stats: residuum.StoreStats, started: float) -> Iterator[Findi
     name = f"store {stats.endpoint}"
     yield _versions(f"{name}: versions", stats.server_version)
     yield from _clock(name, stats.server_time, started)
+    if stats.why_full:
+        detail = (
+            f"it refuses rows and new captures, because {stats.why_full}. Delete captures (residuum rm), or give it "
+            "more space; it goes on by itself"
+        )
+        yield Finding(f"{name}: full", ok=False, detail=detail)
     if stats.append_limit_bytes:  # older stores do not report space
         yield _room(name, stats)
         yield _disk(name, stats)
@@ -190,10 +198,14 @@ def _kept(stats: residuum.StoreStats) -> str:
 def _disk(name: str, stats: residuum.StoreStats) -> Finding:
     growth = max(stats.max_bytes - stats.disk_bytes, 0)
     short = stats.free_disk_bytes < min(growth, _LITTLE_DISK)
+    reusable = max(stats.disk_bytes - stats.used_bytes, 0)
+    is_full = growth > 0 and stats.free_disk_bytes + reusable < _NO_DISK
     detail = f"{size(stats.free_disk_bytes)} free"
-    if short:
+    if is_full:
+        detail += ", which is too little to store rows: the disk is full. Free some space, or delete captures"
+    elif short:
         detail += f", but the store may still grow by {size(growth)}: the disk will be full first. Free some space"
-    return Finding(f"{name}: disk", ok=True, warning=short, detail=detail)
+    return Finding(f"{name}: disk", ok=not is_full, warning=short and not is_full, detail=detail)
 
 
 def _endpoint(name: str, endpoint: str, hint: str = "") -> Generator[Finding, None, bool]:

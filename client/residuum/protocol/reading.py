@@ -305,9 +305,8 @@ def not_complete(manifest: Manifest) -> exc.CaptureNotComplete:
         lost = f" Missing: {missing}." if manifest.missing else ""
         return exc.AbortedCapture(f"{name} was aborted: its request was stopped before its end.{lost} {rest}", manifest)
     why = ": ".join(part for part in (manifest.reason, manifest.detail) if part) or "no reason given"
-    return exc.IncompleteCapture(
-        f"{name} is incomplete ({why}). Missing: {missing}. {rest}", manifest, reason=manifest.reason
-    )
+    kind = exc.StoreFullCapture if manifest.reason == "STORE_FULL" else exc.IncompleteCapture
+    return kind(f"{name} is incomplete ({why}). Missing: {missing}. {rest}", manifest, reason=manifest.reason)
 
 
 def _row_format(manifest: Manifest) -> RowFormat:

@@ -152,6 +152,7 @@ def silent_store(silent: dict[StoreAddress, exc.ResiduumError], consequence: str
     error = exc.Unreachable(
         f"{'The store' if len(silent) == 1 else 'Stores'} {names} cannot be asked. {consequence} ({failure})",
         endpoint=store.endpoint,
+        is_refusal=isinstance(failure, exc.Unreachable) and failure.is_refusal,
     )
     error.reason = failure.reason
     error.metadata["store"] = store.name

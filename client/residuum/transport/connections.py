@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from residuum.exceptions import ClientClosed, EngineDead, RequestAborted, ResiduumError, Unavailable
+from residuum.exceptions import (
+    ClientClosed,
+    DeadlineExceeded,
+    EngineDead,
+    RequestAborted,
+    ResiduumError,
+    Unavailable,
+    Unreachable,
+)
+from residuum.protocol.deadlines import Deadline
 
 _Channel = TypeVar("_Channel")
 
 READ_CHUNKS = "/residuum.v1.StoreService/ReadChunks"
+
+LONGEST_OUTAGE_SECONDS = 300.0
+"""For how long a read without a timeout waits for a store that is away."""
 
 
 class Channels(Generic[_Channel]):
@@ -46,35 +59,57 @@ class Channels(Generic[_Channel]):
 
 
 class ReadRetries:
-    """When a broken read is tried again: soon, then slower, and not forever. Progress starts the count again."""
+    """When a read is tried again whose store is away: soon, then slower, until the read's own time is over.
+
+    Without such a time, it gives up when nothing has come for 5 minutes, or for the client's `timeout` if this client
+    has never reached the store: then its address is probably wrong.
+    """
 
     _FIRST_SECONDS = 0.1
     _LONGEST_SECONDS = 2.0
 
-    def __init__(self, before_progress: int = 2, after_progress: int = 8) -> None:
-        """Begin.
-
-        Args:
-            before_progress: How often to try again when nothing has come at all: the service is probably away.
-            after_progress: How often to try again when the connection broke in the middle: it is probably restarting.
-        """
-        self._allowed = before_progress
-        self._after_progress = after_progress
+    def __init__(self, deadline: Deadline) -> None:
+        """Begin a read that may take until `deadline`."""
+        self._deadline = deadline
         self._failures = 0
+        self._away_since: float | None = None
+        self._last: ResiduumError | None = None
 
     def progress(self) -> None:
         """Note that something came."""
-        self._allowed = self._after_progress
         self._failures = 0
+        self._away_since = self._last = None
 
-    def seconds_after(self, failure: ResiduumError) -> float | None:
-        """Return how long to wait before the next attempt; None: there is to be none."""
+    def seconds_after(self, failure: ResiduumError, patience: float) -> float | None:
+        """Return how long to wait before the next attempt; None if there is to be none: then raise `verdict`.
+
+        Args:
+            failure: Why the last attempt failed.
+            patience: For how many seconds the store may be away, if the read has no time of its own.
+        """
         if not _is_passing(failure):
             return None
-        self._failures += 1
-        if self._failures > self._allowed:
+        now = time.monotonic()
+        self._last = failure
+        self._away_since = now if self._away_since is None else self._away_since
+        left = self._deadline.remaining()
+        if left is None:
+            left = patience - (now - self._away_since)
+        if left <= 0:
             return None
-        return min(self._FIRST_SECONDS * 2.0 ** (self._failures - 1), self._LONGEST_SECONDS)
+        delay = min(self._FIRST_SECONDS * 2.0 ** min(self._failures, 10), self._LONGEST_SECONDS)
+        self._failures += 1
+        return min(delay, left)
+
+    def verdict(self, failure: ResiduumError) -> ResiduumError | None:
+        """Return what to raise if the store was away when the time was over; None if something else ended the read."""
+        if self._last is None or self._away_since is None:
+            return None
+        if failure is not self._last and not isinstance(failure, DeadlineExceeded):
+            return None
+        seconds = time.monotonic() - self._away_since
+        self._last.args = (f"{self._last} The client tried again for {seconds:.1f} s.",)
+        return self._last
 
 
 def _is_passing(failure: ResiduumError) -> bool:
@@ -82,4 +117,6 @@ def _is_passing(failure: ResiduumError) -> bool:
     if isinstance(failure, RequestAborted):
         # The store has cut it off, without a reason: whoever reads paused for longer than it waits (--stall-seconds).
         return not failure.reason
+    if isinstance(failure, Unreachable) and failure.is_refusal:
+        return False
     return isinstance(failure, Unavailable) and not isinstance(failure, EngineDead)

@@ -96,21 +96,23 @@ def _in_python(message: str) -> str:
     return re.sub(r"\bSITE_([A-Z_]+)\b", lambda match: match[1].lower(), message)
 
 
-def _why_unreachable(details: str, endpoint: str) -> str:
+def _unreachable(details: str, endpoint: str) -> exc.Unreachable:
     """Return why there is no connection, and what to do. gRPC's own words are all there is to go by."""
     for words, message in _TLS_TROUBLE.items():
         if words in details:
-            return message.format(endpoint=endpoint, cause=details.rpartition("CERTIFICATE_VERIFY_FAILED: ")[2])
+            cause = details.rpartition("CERTIFICATE_VERIFY_FAILED: ")[2]
+            return exc.Unreachable(message.format(endpoint=endpoint, cause=cause), endpoint=endpoint, is_refusal=True)
     hint = _CLOSED if any(words in details for words in _CLOSED_WORDS) else ""
-    return (
+    text = (
         f"Nothing answers at {endpoint}, or the connection broke ({details}). Is the service running there, and "
         f"is the port reachable from here?{hint} `residuum doctor` looks at every step."
     )
+    return exc.Unreachable(text, endpoint=endpoint)
 
 
 def _from_code(code: grpc.StatusCode, details: str, endpoint: str) -> exc.ResiduumError:
     if code is grpc.StatusCode.UNAVAILABLE:
-        return exc.Unreachable(_why_unreachable(details, endpoint), endpoint=endpoint)
+        return _unreachable(details, endpoint)
     metadata = {"endpoint": endpoint}
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return exc.DeadlineExceeded(

@@ -318,6 +318,8 @@ class _IncompleteReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Inco
     """A writer could not write rows; the detail says why."""
     INCOMPLETE_REASON_REQUEST_FAILED: _IncompleteReason.ValueType  # 5
     """The request failed in the engine."""
+    INCOMPLETE_REASON_STORE_FULL: _IncompleteReason.ValueType  # 6
+    """The store was full: no row could be stored for as long as the store waits (its setting --full-timeout-seconds)."""
 
 class IncompleteReason(_IncompleteReason, metaclass=_IncompleteReasonEnumTypeWrapper):
     """Why a capture is INCOMPLETE."""
@@ -334,6 +336,8 @@ INCOMPLETE_REASON_WRITE_FAILED: IncompleteReason.ValueType  # 4
 """A writer could not write rows; the detail says why."""
 INCOMPLETE_REASON_REQUEST_FAILED: IncompleteReason.ValueType  # 5
 """The request failed in the engine."""
+INCOMPLETE_REASON_STORE_FULL: IncompleteReason.ValueType  # 6
+"""The store was full: no row could be stored for as long as the store waits (its setting --full-timeout-seconds)."""
 Global___IncompleteReason: _TypeAlias = IncompleteReason  # noqa: Y015
 
 @_typing.final

@@ -656,7 +656,7 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 @_typing.final
 class GetStatsResponse(_message.Message):
     """The store's statistics. Callers that are not admins get those of their own tenant: its captures, their bytes and its
-    limits, and the server's version, clock and start time. All other fields are then unset.
+    limits, whether the store is full, and the server's version, clock and start time. All other fields are then unset.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -678,6 +678,7 @@ class GetStatsResponse(_message.Message):
     SERVER_TIME_FIELD_NUMBER: _builtins.int
     APPEND_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    WHY_FULL_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     """Bytes of chunks in the store."""
     num_chunks: _builtins.int
@@ -705,6 +706,10 @@ class GetStatsResponse(_message.Message):
     append_limit_bytes: _builtins.int
     """The `used_bytes` above which the store refuses chunks. The rest of `max_bytes` is reserved for ending and deleting
     captures. 0: the server is older than this field.
+    """
+    why_full: _builtins.str
+    """Why the store refuses chunks and new captures, in words: the disk is full, or the database has reached its limit.
+    Empty: it has room, or is older than this field. Callers that are not admins get it too.
     """
     @_builtins.property
     def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCount]:
@@ -746,10 +751,11 @@ class GetStatsResponse(_message.Message):
         server_time: _timestamp_pb2.Timestamp | None = ...,
         append_limit_bytes: _builtins.int = ...,
         tenant: Global___TenantStats | None = ...,
+        why_full: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention", "server_time", b"server_time", "start_time", b"start_time", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_limit_bytes", b"append_limit_bytes", "captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "free_disk_bytes", b"free_disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "retention", b"retention", "server_time", b"server_time", "server_version", b"server_version", "start_time", b"start_time", "tenant", b"tenant", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_limit_bytes", b"append_limit_bytes", "captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "free_disk_bytes", b"free_disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "retention", b"retention", "server_time", b"server_time", "server_version", b"server_version", "start_time", b"start_time", "tenant", b"tenant", "used_bytes", b"used_bytes", "why_full", b"why_full"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

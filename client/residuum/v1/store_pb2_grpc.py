@@ -122,7 +122,7 @@ class StoreServiceServicer:
         * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended; with `check_only`:
         a capture with this ID exists.
         * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
-        * RESOURCE_EXHAUSTED, STORE_FULL: the store is full.
+        * RESOURCE_EXHAUSTED, STORE_FULL: the store is full: it has refused rows, and there is still no room for them.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or open captures take too much memory.
         * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has reached its limit of open captures or of bytes.
         * PERMISSION_DENIED: the token may not write for this tenant.

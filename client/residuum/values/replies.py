@@ -274,6 +274,8 @@ class StoreStats:
     """The `used_bytes` at which the store is full; 0 if the store is older than this field."""
     free_disk_bytes: int = 0
     """Free bytes on the store's disk."""
+    why_full: str = ""
+    """Why the store refuses rows and new captures, in words; empty if it has room."""
     retain_seconds: float | None = None
     """Seconds for which a capture is kept after it ended; None for ever."""
     retain_bytes: int | None = None
@@ -312,6 +314,7 @@ class StoreStats:
             used_bytes=proto.used_bytes,
             append_limit_bytes=proto.append_limit_bytes,
             free_disk_bytes=proto.free_disk_bytes,
+            why_full=proto.why_full,
             retain_seconds=retention.max_age.ToNanoseconds() / 1e9 if retention.HasField("max_age") else None,
             retain_bytes=retention.max_bytes or None,
             expired_by_age=retention.captures_expired_by_age,
@@ -329,10 +332,14 @@ class StoreStats:
         each = list(stats)
         sums = {name: sum(getattr(item, name) for item in each) for name in _SUMMED}
         captures = sum((Counter(item.captures) for item in each), Counter())
+        full = "; ".join(f"{item.store}: {item.why_full}" for item in each if item.why_full)
         versions = ", ".join(sorted({item.server_version for item in each}))
         tenants = {item.tenant for item in each}
         tenant = tenants.pop() if len(tenants) == 1 else None
-        return cls(store="total", endpoint="", captures=dict(captures), server_version=versions, tenant=tenant, **sums)
+        return cls(
+            store="total", endpoint="", captures=dict(captures), server_version=versions, tenant=tenant, why_full=full,
+            **sums,
+        )  # fmt: skip
 
 
 _SUMMED = (

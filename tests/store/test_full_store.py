@@ -1,0 +1,149 @@
+"""A store without room says so to everyone who asks, ends what waits for too long, and goes on by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+import residuum
+from residuum.rpc.errors import Reason
+from residuum.v1 import capture_pb2, store_pb2
+from store_svc.server import Store
+from tests.small_disk import fill, small_disk
+from tests.store.support import ABORTED, COMPLETE, INCOMPLETE, OPEN, Client, describe, failing_with, rejections, serving
+from tests.store.wide import MIB, append_until_full, open_wide, try_to_append, wide_chunk
+
+STORE_FULL = capture_pb2.INCOMPLETE_REASON_STORE_FULL
+TIMED_OUT = capture_pb2.INCOMPLETE_REASON_TIMED_OUT
+
+Serve = Callable[..., Iterator[tuple[Store, Client]]]
+
+
+@pytest.fixture(params=["the disk is full", "the limit is reached"])
+def small_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serve]:
+    """Serves a store with room for some 20 rows of `wide`; what limits it is its disk, or --max-bytes."""
+    if request.param == "the limit is reached":
+        yield contextmanager(lambda **fields: serving_within(tmp_path / "store", max_bytes=28 * MIB, **fields))
+        return
+    with small_disk(tmp_path / "disk", 28 * MIB) as disk:
+        yield contextmanager(lambda **fields: serving_within(disk / "store", **fields))
+
+
+def serving_within(path: Path, **fields: object) -> Iterator[tuple[Store, Client]]:
+    with serving(path, **fields) as running:
+        yield running
+
+
+def delete(client: Client, name: str) -> None:
+    client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=name))
+
+
+def stats(client: Client) -> store_pb2.GetStatsResponse:
+    return client.stub.GetStats(store_pb2.GetStatsRequest())
+
+
+def until(holds: Callable[[], object], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.02)
+
+
+def metric(store: Store, name: str) -> float:
+    (line,) = (line for line in generate_latest(store._metrics.registry).decode().splitlines() if line.startswith(name))
+    return float(line.rpartition(" ")[2])
+
+
+def test_a_full_store_refuses_new_captures_until_one_is_deleted(small_store: Serve) -> None:
+    with small_store() as (store, client):
+        assert (metric(store, "residuum_store_full "), stats(client).why_full) == (0, "")
+        open_wide(client, "a")
+        count = append_until_full(client, "a")
+        assert 12 <= count <= 26
+        with failing_with(Reason.ERROR_REASON_STORE_FULL) as caught:
+            client.open(describe("b"))
+        assert "residuum rm" in caught[0].message
+        open_wide(client, "a")  # a caller that got no answer may repeat the call
+        assert metric(store, "residuum_store_full ") == 1
+        assert metric(store, 'residuum_store_appended_chunks_total{outcome="refused"}') == 1
+        assert stats(client).why_full
+        delete(client, "a")
+        client.open(describe("b"))
+        assert (metric(store, "residuum_store_full "), stats(client).why_full) == (0, "")
+
+
+def test_ending_and_deleting_need_no_room(small_store: Serve) -> None:
+    """Many records are written to a full store, each in a transaction of its own, and then nothing is left."""
+    with small_store(ending_timeout_seconds=0.05) as (_, client):
+        names = [f"c{number}" for number in range(60)]
+        for name in names:
+            client.open(describe(name, prompt=500))
+        open_wide(client, "a")
+        append_until_full(client, "a")
+        for name in names:
+            client.seal(name, generated=[500], outcome=ABORTED)
+        assert all(client.get(name, wait=20).state == ABORTED for name in names)
+        for name in [*names, "a"]:
+            delete(client, name)
+        until(lambda: stats(client).num_chunks == 0)
+        assert not stats(client).why_full
+
+
+def test_captures_that_wait_for_a_full_store_end_after_a_time(small_store: Serve) -> None:
+    with small_store(full_timeout_seconds=1.0) as (_, client):
+        for name in ("sealed", "unsealed"):
+            open_wide(client, name)
+        client.seal("sealed", generated=[2])
+        filled = append_until_full(client, "unsealed")
+        assert client.get("sealed").state == OPEN
+        for name in ("sealed", "unsealed"):
+            ended = client.get(name, wait=20)
+            assert (ended.state, ended.incomplete_reason) == (INCOMPLETE, STORE_FULL)
+            assert "the store was full" in ended.incomplete_detail
+        assert client.get("unsealed").num_rows == filled
+        with residuum.Client("127.0.0.1:1", store=client.target) as reader:
+            for expected in (residuum.StoreFull, residuum.IncompleteCapture):
+                with pytest.raises(expected, match="the store was full") as raised:
+                    reader.activations("sealed")
+            assert raised.value.reason == "STORE_FULL"
+            assert raised.value.missing
+        # Its rows wait no longer in the ring of the inference service: they are rejected, not refused.
+        assert rejections(client.append([wide_chunk(999)], "unsealed")) == {1: Reason.ERROR_REASON_CAPTURE_ENDED}
+        assert stats(client).why_full
+
+
+def test_captures_that_waited_go_on_when_there_is_room(small_store: Serve) -> None:
+    """The time that the store was full does not count as a time in which no row came."""
+    with small_store(seal_timeout_seconds=1.0, full_timeout_seconds=60.0) as (_, client):
+        for name in ("doomed", "waiting"):
+            open_wide(client, name)
+        append_until_full(client, "doomed")
+        assert try_to_append(client, "waiting", 0) is not None
+        client.seal("waiting", generated=[0])
+        time.sleep(1.5)  # longer than the seal's timeout
+        assert client.get("waiting").state == OPEN
+        delete(client, "doomed")
+        until(lambda: try_to_append(client, "waiting", 1) is None)
+        ended = client.get("waiting", wait=20)
+        assert (ended.state, ended.incomplete_reason) == (INCOMPLETE, TIMED_OUT), "now it counts again"
+
+
+def test_a_store_on_a_disk_that_others_filled(tmp_path: Path) -> None:
+    """The store's reserve is allocated: other programs cannot take it."""
+    with small_disk(tmp_path / "disk", 28 * MIB) as disk, serving(disk / "store") as (_, client):
+        open_wide(client, "a")
+        client.append([wide_chunk(0), wide_chunk(1)], "a")
+        fill(disk / "filler")
+        assert append_until_full(client, "a") <= 2, "repeats are acknowledged, new rows are not"
+        client.seal("a", generated=[1], outcome=ABORTED)
+        with failing_with(Reason.ERROR_REASON_STORE_FULL):
+            client.open(describe("b"))
+        (disk / "filler").unlink()
+        until(lambda: not stats(client).why_full)  # nobody writes, and the store finds out by itself
+        client.open(describe("b", layers=[0], prompt=1))
+        client.seal("b", generated=[1], outcome=COMPLETE)
