@@ -140,6 +140,8 @@ def generate(options: argparse.Namespace, output: Output) -> int:
         for flag in _CAPTURE_FLAGS:
             if getattr(options, flag) not in (None, False):
                 options.usage_error(f"--{flag.replace('_', '-')} needs --capture; give both")
+    if options.if_exists != "fail" and (options.capture is None or options.request_id is None):
+        options.usage_error("--if-exists needs --id and --capture; give all three")
     if not options.steer and (options.steer_positions or options.keep_norm):
         options.usage_error("--steer-positions and --keep-norm need --add, --ablate, --cap or --replace; give both")
     where = {"positions": options.steer_positions, "keep_norm": options.keep_norm}
@@ -151,6 +153,7 @@ def generate(options: argparse.Namespace, output: Output) -> int:
             capture=_capture(options),
             steer=[_OPERATIONS[name](text, where) for name, text in options.steer],
             request_id=options.request_id,
+            if_exists=options.if_exists,
             timeout=options.timeout,
             **sampling,
         )
@@ -392,7 +395,8 @@ def _show_reply(reply: residuum.Reply, output: Output) -> None:
         output.say("")
     if reply.captured:
         # Print to stderr, so that a pipe gets only the text.
-        print(f"captured: residuum pull {reply.request_id}", file=sys.stderr)
+        what = "nothing generated, the capture exists" if reply.skipped else "captured"
+        print(f"{what}: residuum pull {reply.request_id}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from residuum.cli import commands, doctor, health, serve, token
 from residuum.cli.output import Output
 from residuum.exceptions import ResiduumError
 from residuum.exports.formats import FORMATS
+from residuum.protocol.requests import IF_EXISTS
 from residuum.rpc.tracing import TracingError, start_tracing
 from residuum.values.capture import AXES, REDUCTIONS
 from residuum.wire.encodings import ENCODINGS
@@ -213,6 +214,13 @@ def _add_generate(groups: _Groups) -> None:
     _add_encoding(parser)
     parser.add_argument(
         "--id", dest="request_id", help="your own ID for the request and its capture (default: the server's choice)"
+    )
+    parser.add_argument(
+        "--if-exists",
+        choices=IF_EXISTS,
+        default="fail",
+        help="if a capture with this ID exists: fail; replace it; or skip, which prints what a complete capture of the "
+        "same request holds, and replaces one that is not complete (default: fail)",
     )
     for name, (kind, help_text) in commands.SAMPLING.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name[0].upper(), help=help_text)
