@@ -391,7 +391,9 @@ class AsyncClient(AsyncCaptureClient):
 
     async def _generate(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
         call = self._inference.Generate(plan.request, timeout=timeout)
-        return call, await accept(call, self.endpoint)
+        builder = await accept(call, self.endpoint, has_answered=self._channels.has_answered(self.endpoint))
+        self._channels.note_answer(self.endpoint)
+        return call, builder
 
     async def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:
         """Make sure that the server has these vectors; return those that were sent."""

@@ -453,9 +453,12 @@ class CaptureClient:
         """Make a unary call with the client's deadline and `extra` seconds on top of it."""
         for_tenant(request, self._tenant)
         try:
-            return method(request, timeout=None if self._timeout is None else self._timeout + extra)
+            answer = method(request, timeout=None if self._timeout is None else self._timeout + extra)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, endpoint, **facts) from None
+            has_answered = self._channels.has_answered(endpoint)
+            raise from_rpc_error(error, endpoint, has_answered=has_answered, **facts) from None
+        self._channels.note_answer(endpoint)
+        return answer
 
     def _follow(self, reading: Reading, timeout: float | None = None) -> Iterator[Piece]:
         for data in self._read(reading, timeout):
@@ -473,9 +476,11 @@ class CaptureClient:
             try:
                 for data in call:
                     retries.progress()
+                    self._channels.note_answer(endpoint)
                     yield data
             except grpc.RpcError as error:
-                failure = from_rpc_error(error, endpoint, capture_id=capture_id)
+                has_answered = self._channels.has_answered(endpoint)
+                failure = from_rpc_error(error, endpoint, has_answered=has_answered, capture_id=capture_id)
                 delay = retries.seconds_after(failure)
                 if delay is None:
                     moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
