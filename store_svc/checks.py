@@ -12,6 +12,7 @@ from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import EncodingError, RowFormat
 from residuum.wire.ids import is_valid_id
 from residuum.wire.limits import (
+    DIGEST_BYTES,
     MAX_CAPTURE_ROWS_AT_A_POSITION,
     MAX_CAPTURE_TOKENS,
     MAX_DESCRIPTION_BYTES,
@@ -47,6 +48,7 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
         raise invalid("description.capture_id", f"{description.capture_id[:MAX_ID_LENGTH]!r} is not a valid ID")
     if not is_valid_tenant(description.tenant):
         raise invalid("description.tenant", f"{description.tenant[:MAX_ID_LENGTH]!r} is not a valid tenant name")
+    _check_origin(description)
     _check_length("description.model", description.model, MAX_NAME_LENGTH)
     _check_size("description", description, MAX_DESCRIPTION_BYTES)
     if not 1 <= description.num_layers <= MAX_LAYERS:
@@ -69,6 +71,23 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
     if rows > MAX_CAPTURE_ROWS_AT_A_POSITION:
         limit = MAX_CAPTURE_ROWS_AT_A_POSITION
         raise invalid("description.spec", f"sequences × sites × layers must be at most {limit}, not {rows}")
+
+
+def _check_origin(description: capture_pb2.CaptureDescription) -> None:
+    if description.service_instance:
+        check_service_instance("description.service_instance", description.service_instance)
+    if len(description.sampling_digest) > DIGEST_BYTES:
+        raise invalid("description.sampling_digest", f"must have at most {DIGEST_BYTES} bytes")
+
+
+def check_service_instance(field: str, name: str) -> None:
+    """Check the ID of an inference service.
+
+    Raises:
+        Failure: INVALID_FIELD if it is malformed.
+    """
+    if not is_valid_id(name):
+        raise invalid(field, f"{name[:MAX_ID_LENGTH]!r} is not a valid ID")
 
 
 def _check_spec(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:

@@ -15,6 +15,7 @@ from residuum.rpc.tracing import TracingError, is_on, start_tracing
 from store_svc.calls import SHORT_CALLS, Calls
 from store_svc.captures.catalog import CatalogLimits
 from store_svc.captures.catalog_loading import load_catalog
+from store_svc.captures.leases import Leases
 from store_svc.captures.lifecycle import Wait
 from store_svc.database.db import DamagedError, Database, Table, Txn
 from store_svc.metrics import StoreCollector, StoreMetrics
@@ -72,7 +73,8 @@ class Store:
         synced = settings.ack == "synced"
         readers = settings.max_streams + 2 * SHORT_CALLS
         self._db = Database(settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers)
-        self._catalog = load_catalog(self._db, CatalogLimits(settings.max_captures, settings.max_open_mib << 20))
+        limits = CatalogLimits(settings.max_captures, settings.max_open_mib << 20)
+        self._catalog = load_catalog(self._db, limits, Leases(settings.lease_seconds))
         retention = _retention(settings)
         options = WriterOptions(
             synced,

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import store_pb2
+from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
 from store_svc.calls import Calls
 from store_svc.captures.capture_names import (
@@ -25,8 +25,9 @@ from store_svc.captures.capture_names import (
     unknown_capture,
     written_tenant,
 )
-from store_svc.captures.catalog import Catalog
-from store_svc.checks import check_description, invalid
+from store_svc.captures.catalog import Catalog, Feed
+from store_svc.captures.lifecycle import Wait
+from store_svc.checks import check_description, check_service_instance, invalid
 from store_svc.database.db import Database
 from store_svc.metrics import StoreMetrics
 from store_svc.reading.pages import make_token, read_token
@@ -44,6 +45,9 @@ _Request = TypeVar("_Request", bound=Message)
 
 _SCANNED_FOR_A_PAGE = 20_000
 """Captures that one ListCaptures looks at. This bounds its time to a fraction of a second for any filter."""
+
+_ROWS_SECONDS = 3.0
+"""How long OpenCapture waits for rows in flight of a capture that the caller may skip. Its own callers wait 5 s."""
 
 SERVICE = "residuum.v1.StoreService"
 """The service's full name."""
@@ -103,6 +107,7 @@ class StoreServicer:
         unary: dict[str, tuple[Callable[[Any, grpc.ServicerContext], Message], type[Message]]] = {
             "OpenCapture": (self.open_capture, store_pb2.OpenCaptureRequest),
             "SealCapture": (self.seal_capture, store_pb2.SealCaptureRequest),
+            "RenewLease": (self.renew_lease, store_pb2.RenewLeaseRequest),
             "GetCapture": (self.get_capture, store_pb2.GetCaptureRequest),
             "ListCaptures": (self.list_captures, store_pb2.ListCapturesRequest),
             "DeleteCapture": (self.delete_capture, store_pb2.DeleteCaptureRequest),
@@ -130,7 +135,7 @@ class StoreServicer:
         return call
 
     def open_capture(
-        self, request: store_pb2.OpenCaptureRequest, _context: grpc.ServicerContext
+        self, request: store_pb2.OpenCaptureRequest, context: grpc.ServicerContext
     ) -> store_pb2.OpenCaptureResponse:
         """See store.proto."""
         description = request.description
@@ -139,13 +144,22 @@ class StoreServicer:
             raise foreign_tenant(description.tenant)
         description.tenant = tenant
         check_description(description)
+        name = name_of(description)
         if request.check_only:
-            if self._catalog.number_of(name_of(description)) is not None:
-                raise capture_exists(description.capture_id)
+            state = self._catalog.state_of(name)
+            if state is not None:
+                raise capture_exists(description.capture_id, state)
             return store_pb2.OpenCaptureResponse()
-        self._writer.call(description.capture_id, lambda batch: batch.open(description))
-        self._traces.opened(name_of(description))  # after the open: a refused one must not be recorded
-        return store_pb2.OpenCaptureResponse()
+        if request.if_exists == capture_pb2.IF_EXISTS_SKIP:
+            self._wait_for_rows(name, context)
+        existing = self._writer.call(description.capture_id, lambda batch: batch.open(description, request.if_exists))
+        if existing is not None:
+            return store_pb2.OpenCaptureResponse(existing=existing)
+        self._traces.opened(name)  # after the open: a refused one must not be recorded
+        response = store_pb2.OpenCaptureResponse()
+        if description.service_instance:
+            response.lease.FromNanoseconds(round(self._catalog.leases.seconds * 1e9))
+        return response
 
     def append_chunks(
         self, messages: Iterator[bytes], context: grpc.ServicerContext
@@ -170,6 +184,19 @@ class StoreServicer:
         request.tenant = tenant  # the writer keeps the request and compares a repeated seal with it
         manifest = self._writer.call(request.capture_id, lambda batch: batch.seal(name, request), reserve=True)
         return store_pb2.SealCaptureResponse(manifest=manifest)
+
+    def renew_lease(
+        self, request: store_pb2.RenewLeaseRequest, _context: grpc.ServicerContext
+    ) -> store_pb2.RenewLeaseResponse:
+        """See store.proto."""
+        check_service_instance("service_instance", request.service_instance)
+        leases = self._catalog.leases
+        if not leases.renew(request.service_instance):
+            message = "Too many inference services hold leases in this store. Try again later."
+            raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="leases")
+        response = store_pb2.RenewLeaseResponse()
+        response.lease.FromNanoseconds(round(leases.seconds * 1e9))
+        return response
 
     def get_capture(
         self, request: store_pb2.GetCaptureRequest, context: grpc.ServicerContext
@@ -316,16 +343,26 @@ class StoreServicer:
         _, feed = self._catalog.require(name)
         if feed is None:
             return
+        self._wait_for_feed(feed, _seconds(request), context)
+        if feed.deleted:
+            raise unknown_capture(request.capture_id)
+        if self._catalog.stopping and not feed.capture.ended:
+            raise _stopping()
+
+    def _wait_for_rows(self, name: CaptureName, context: grpc.ServicerContext) -> None:
+        """Wait a moment for the rows of a capture that was sealed, so that it can be skipped if it is complete."""
+        feed = self._catalog.feed_named(name)
+        if feed is not None and feed.capture.wait is Wait.ROWS:
+            with self.calls.reading():
+                self._wait_for_feed(feed, _ROWS_SECONDS, context)
+
+    def _wait_for_feed(self, feed: Feed, seconds: float, context: grpc.ServicerContext) -> None:
         context.add_callback(feed.wake)
         with feed.condition:
             feed.condition.wait_for(
                 lambda: feed.capture.ended or feed.deleted or self._catalog.stopping or not context.is_active(),
-                _seconds(request),
+                seconds,
             )
-            if feed.deleted:
-                raise unknown_capture(request.capture_id)
-            if self._catalog.stopping and not feed.capture.ended:
-                raise _stopping()
 
 
 def _parse(kind: type[_Request], data: bytes) -> _Request:

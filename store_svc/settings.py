@@ -60,17 +60,22 @@ class StoreSettings(SecureSettings):
     """The store syncs commits to disk after this long without writes."""
 
     open_timeout_seconds: PositiveFloat = 3600.0
-    """An unsealed capture ends INCOMPLETE when nothing is written to it for this long: its inference service was
-    killed. Choose longer than a request may queue, or generate without a captured row. A restart of the store restarts
-    the timeout."""
+    """An unsealed capture ends INCOMPLETE when nothing is written to it for this long. Choose longer than a request may
+    queue, or generate without a captured row. A restart of the store restarts the timeout. If the inference service was
+    killed, lease-seconds ends the capture sooner."""
+
+    lease_seconds: PositiveFloat = 15.0
+    """An inference service with open captures says several times in this time that it lives. If it does not, the store
+    waits ending-timeout-seconds for rows in flight, and then ends its unsealed captures INCOMPLETE (SERVICE_GONE).
+    Choose longer than an outage of the network between the two should last."""
 
     seal_timeout_seconds: PositiveFloat = 120.0
     """A capture that was sealed COMPLETE ends INCOMPLETE when no expected row arrives for this long. A restart of the
     store restarts the timeout."""
 
     ending_timeout_seconds: PositiveFloat = 5.0
-    """A capture whose request was aborted or failed ends when no row in flight arrives for this long. A restart of the
-    store restarts the timeout."""
+    """A capture whose request was aborted or failed, or whose inference service was killed, ends when no row in flight
+    arrives for this long. A restart of the store restarts the timeout."""
 
     full_timeout_seconds: PositiveFloat = 120.0
     """While the store is full, a capture that is open, or that was sealed COMPLETE, ends INCOMPLETE (STORE_FULL) when

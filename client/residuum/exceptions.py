@@ -154,11 +154,11 @@ class AlreadyExists(ResiduumError):
 
 
 class RequestExists(AlreadyExists):
-    """The request ID is registered with another spec, or was used before."""
+    """The request ID is registered with another spec, or its request is running."""
 
 
 class CaptureExists(AlreadyExists):
-    """The store holds another capture with this ID."""
+    """The store holds a capture with this ID. To replace or skip it, see `if_exists` of `Client.generate`."""
 
 
 class NotUpdatable(ResiduumError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
 
@@ -12,12 +13,16 @@ from residuum.protocol.requests import plan_spec
 from residuum.values.capture import Capture
 from residuum.values.steering import Operation
 
+if TYPE_CHECKING:
+    from residuum.protocol.requests import IfExists
+
 
 def vllm_xargs(
     capture: Capture | None = None,
     steer: Operation | Iterable[Operation] | None = None,
     *,
     request_id: str | None = None,
+    if_exists: IfExists = "fail",
     send_vectors: bool = True,
 ) -> dict[str, str | list[str]]:
     """Return what goes into a request's `vllm_xargs`, for a `vllm serve` that carries the taps (docs/vllm-serve.md).
@@ -27,6 +32,8 @@ def vllm_xargs(
         steer: How the request is steered.
         request_id: What the capture is called. Default: the `id` of the answer ("cmpl-…" is followed by "-0" and so on,
             the number of the prompt).
+        if_exists: What happens if a capture with this request_id exists: "fail", "replace" or "skip"; see
+            `Client.generate`.
         send_vectors: Send the vectors along. A server that was sent them before knows them by their digests, until they
             have to make room for others; without them it refuses the request with MISSING_VECTORS.
 
@@ -42,7 +49,7 @@ def vllm_xargs(
         ... )
         >>> acts = client.activations(answer.id)
     """
-    plan = plan_spec(capture, steer, request_id, None)
+    plan = plan_spec(capture, steer, request_id, None, if_exists=if_exists)
     if not (plan.spec.HasField("capture") or plan.spec.HasField("steering")):
         raise InvalidRequest("Give capture=, steer= or both.", reason="INVALID_FIELD")
     arguments: dict[str, str | list[str]] = {

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.fields import invalid
 from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import inference_pb2
 from residuum.wire.limits import DEFAULT_MAX_TOKENS, MAX_CAPTURE_TOKENS, MAX_SEQUENCES, MAX_STOP_TEXTS
 
 if TYPE_CHECKING:
     from inference_svc.engine.facts import ModelFacts
-    from residuum.v1 import capture_pb2, inference_pb2
+    from residuum.v1 import capture_pb2
 
 _MAX_TEMPERATURE = 2.0
 
@@ -23,6 +25,16 @@ def max_new_tokens(parameters: inference_pb2.SamplingParameters) -> int:
 def num_sequences(parameters: inference_pb2.SamplingParameters) -> int:
     """Return how many sequences are generated."""
     return parameters.num_sequences if parameters.HasField("num_sequences") else 1
+
+
+def sampling_digest(parameters: inference_pb2.SamplingParameters) -> bytes:
+    """Return a hash of checked sampling parameters. It is the same for a default and for its explicit value."""
+    p = inference_pb2.SamplingParameters()
+    p.CopyFrom(parameters)
+    p.max_tokens, p.num_sequences = max_new_tokens(p), num_sequences(p)
+    p.temperature, p.top_k, p.min_tokens = p.temperature, p.top_k, p.min_tokens
+    p.top_p = p.top_p if p.HasField("top_p") else 1.0
+    return hashlib.sha256(p.SerializeToString(deterministic=True)).digest()
 
 
 def check_sampling(parameters: inference_pb2.SamplingParameters) -> None:

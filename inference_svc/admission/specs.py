@@ -11,11 +11,12 @@ from inference_svc.admission.captures import resolve_capture
 from inference_svc.admission.fields import invalid
 from inference_svc.admission.steering import check_demand, demand_of_steering, digests_of, resolve_steering
 from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2
 from residuum.wire.ids import is_valid_id
 
 if TYPE_CHECKING:
     from inference_svc.engine.facts import ModelFacts
-    from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
+    from residuum.v1 import inference_pb2, selection_pb2, steering_pb2
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class ResolvedSpec:
     """Layers as a list, sites, encoding with its options, and reduction named."""
     steering: steering_pb2.SteeringSpec | None
     """Layers of every operation as a list. None if there are no operations, and none can be added later."""
+    if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_UNSPECIFIED
+    """What to do if a capture with the request's ID exists."""
 
     @property
     def digests(self) -> list[bytes]:
@@ -87,7 +90,19 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
     steering = resolve_steering(spec.steering, facts) if asked else None
     if capture is not None or steering is not None:
         check_demand(demand_of_steering(steering, capture))
-    return ResolvedSpec(spec.request_id, capture, steering)
+    _check_if_exists(spec)
+    return ResolvedSpec(spec.request_id, capture, steering, spec.if_exists)
+
+
+def _check_if_exists(spec: inference_pb2.RequestSpec) -> None:
+    if spec.if_exists not in capture_pb2.IfExists.values():
+        raise invalid("if_exists", f"if_exists is {int(spec.if_exists)}; set FAIL, REPLACE or SKIP.")
+    if spec.if_exists > capture_pb2.IF_EXISTS_FAIL and not (spec.request_id and spec.HasField("capture")):
+        raise invalid(
+            "if_exists",
+            "if_exists says what happens to an existing capture with the request's ID. Set a request_id and a capture, "
+            "or leave it out.",
+        )
 
 
 def _depends_on_prompt(positions: selection_pb2.PositionSelection) -> bool:

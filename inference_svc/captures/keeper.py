@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 import time
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -14,7 +15,7 @@ import grpc.aio
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import Credentials, CredentialsError
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
-from residuum.v1 import store_pb2, store_pb2_grpc
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
 from residuum.wire.placement import StoreAddress
 from residuum.wire.tokens import tenant_path
 from svc_common.logs import get_logger
@@ -22,7 +23,7 @@ from svc_common.logs import get_logger
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from residuum.v1 import capture_pb2
+    from google.protobuf.duration_pb2 import Duration
 
 _T = TypeVar("_T")
 
@@ -32,6 +33,8 @@ _OPEN_SECONDS = 5.0
 _AVOIDED_SECONDS = 5.0
 """How long after a call that got no answer, or STORE_FULL, the service chooses no capture IDs of the store."""
 _SEAL_SECONDS = 10.0
+_RENEWAL = 0.2
+"""The part of a lease after which it is renewed. So several renewals may fail before it runs out."""
 _MAX_BACKOFF_SECONDS = 5.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -61,6 +64,8 @@ class CaptureKeeper:
         self._channel = self._connect()
         self._seals: set[asyncio.Task[None]] = set()
         self._open: set[str] = set()
+        self._lease_seconds = 0.0
+        self._renewing: asyncio.Task[None] | None = None
 
     @property
     def is_avoided(self) -> bool:
@@ -99,28 +104,43 @@ class CaptureKeeper:
             lambda channel: store_pb2_grpc.StoreServiceStub(channel).GetStats(request, timeout=_OPEN_SECONDS)
         )
 
-    async def open(self, description: capture_pb2.CaptureDescription) -> None:
-        """Create a capture.
+    async def open(
+        self,
+        description: capture_pb2.CaptureDescription,
+        if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_FAIL,
+    ) -> capture_pb2.CaptureManifest | None:
+        """Create a capture, and keep the service's lease for as long as it has open captures.
+
+        Returns:
+            The manifest of the capture that exists already and is the result (IF_EXISTS_SKIP); None: it was created.
 
         Raises:
             Failure: The store does not answer, or refuses.
         """
-        request = store_pb2.OpenCaptureRequest(description=description)
-        path = tenant_path(description.tenant, description.capture_id)
+        if if_exists > capture_pb2.IF_EXISTS_FAIL:
+            await self._wait_for_seal(description)
+        request = store_pb2.OpenCaptureRequest(description=description, if_exists=if_exists)
+        path = tenant_path(description.tenant, description.capture_id, description.attempt)
         self._open.add(path)
         try:
-            await self._ask(
+            answer = await self._ask(
                 lambda channel: store_pb2_grpc.StoreServiceStub(channel).OpenCapture(request, timeout=_OPEN_SECONDS)
             )
         except Failure as failure:
             if not isinstance(failure, NoAnswerError):  # after that one it may be open, and the caller seals it
                 self._open.discard(path)
             raise
+        if answer.HasField("existing"):
+            self._open.discard(path)
+            return answer.existing
+        self._hold_lease(description.service_instance, answer.lease)
+        return None
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
         """Seal a capture in the background. Returns at once; a task retries until the store answers."""
-        path = tenant_path(request.tenant, request.capture_id)
-        task = asyncio.create_task(self._seal(request), name=path)
+        path = tenant_path(request.tenant, request.capture_id, request.attempt)
+        name = tenant_path(request.tenant, request.capture_id)
+        task = asyncio.create_task(self._seal(request), name=name)
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
         task.add_done_callback(lambda _: self._open.discard(path))
@@ -136,7 +156,38 @@ class CaptureKeeper:
                 _log.error(
                     "captures were not sealed: the store did not answer in time", store=str(self.store), captures=names
                 )
+        if self._renewing is not None:
+            self._renewing.cancel()
         await self._channel.close()
+
+    async def _wait_for_seal(self, description: capture_pb2.CaptureDescription) -> None:
+        """Wait until the store knows how an earlier request with the same ID has ended, but not for long."""
+        name = tenant_path(description.tenant, description.capture_id)
+        earlier = {task for task in self._seals if task.get_name() == name}
+        if earlier:
+            await asyncio.wait(earlier, timeout=_OPEN_SECONDS)
+
+    def _hold_lease(self, service: str, lease: Duration) -> None:
+        """Renew the lease until no capture is open. A store that names no duration is older, and needs no lease."""
+        self._lease_seconds = lease.ToNanoseconds() / 1e9
+        if self._lease_seconds and (self._renewing is None or self._renewing.done()):
+            self._renewing = asyncio.create_task(self._renew_lease(service), name="lease")
+
+    async def _renew_lease(self, service: str) -> None:
+        request = store_pb2.RenewLeaseRequest(service_instance=service)
+        has_failed = False
+        while self._open:
+            seconds = self._lease_seconds * _RENEWAL
+            await asyncio.sleep(seconds)
+            try:
+                answer = await self._call(partial(_renew, request, seconds))
+            except (grpc.aio.AioRpcError, CredentialsError) as error:
+                if not has_failed:
+                    _log.warning("lease not renewed yet; the service retries", store=str(self.store), cause=str(error))
+                has_failed = True
+            else:
+                has_failed = False
+                self._lease_seconds = answer.lease.ToNanoseconds() / 1e9 or self._lease_seconds
 
     def _connect(self) -> grpc.aio.Channel:
         # Without gRPC's own retries a dead store fails at once: callers may retry, and `_seal` retries itself.
@@ -229,6 +280,12 @@ class CaptureKeeper:
             endpoint=self.store.endpoint,
             store=self.store.name,
         )
+
+
+async def _renew(
+    request: store_pb2.RenewLeaseRequest, timeout: float, channel: grpc.aio.Channel
+) -> store_pb2.RenewLeaseResponse:
+    return await store_pb2_grpc.StoreServiceStub(channel).RenewLease(request, timeout=timeout)
 
 
 def _is_final(error: grpc.aio.AioRpcError) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import TYPE_CHECKING
 
 from inference_svc.captures.keeper import CaptureKeeper
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import inference_pb2, placement_pb2
+from residuum.v1 import capture_pb2, inference_pb2, placement_pb2
 from residuum.wire.ids import make_id
 from residuum.wire.placement import StoreAddress, first_rank
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from residuum.rpc.credentials import Credentials
-    from residuum.v1 import capture_pb2, store_pb2
+    from residuum.v1 import store_pb2
 
 
 _DRAWS = 64
@@ -54,6 +55,7 @@ class Stores:
         """The stores at the addresses where clients reach them."""
         self.keepers = {store.name: CaptureKeeper(store, credentials, is_alone=len(stores) == 1) for store in stores}
         """The keeper of each store, by the store's name."""
+        self._instance = f"service-{secrets.token_hex(12)}"
         self._endpoints = {store.name: store.endpoint for store in self.advertised}
         self._fixed = fixed
 
@@ -82,12 +84,23 @@ class Stores:
         """Check concurrently whether each store answers."""
         return list(await asyncio.gather(*map(_check, self.keepers.values())))
 
-    async def open(self, description: capture_pb2.CaptureDescription, *, is_new_id: bool) -> None:
+    async def open(
+        self,
+        description: capture_pb2.CaptureDescription,
+        *,
+        is_new_id: bool,
+        if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_FAIL,
+    ) -> capture_pb2.CaptureManifest | None:
         """Create a capture in its store.
 
         Args:
             description: The capture's ID, tenant and contents.
             is_new_id: The service has just made the ID, so no store can hold it.
+            if_exists: What to do if its store holds a capture with this ID. A capture in another store, from before the
+                list of stores changed, is neither replaced nor skipped.
+
+        Returns:
+            The manifest of the capture that exists already and is the result (IF_EXISTS_SKIP); None: it was created.
 
         Raises:
             Failure: The store does not answer, or refuses. Or another store holds a capture with this ID, or does not
@@ -97,7 +110,8 @@ class Stores:
         others = [other for other in self.keepers.values() if other is not keeper]
         if others and not is_new_id and not self._fixed:
             await asyncio.gather(*(_check_free(other, description) for other in others))
-        await keeper.open(description)
+        description.service_instance = self._instance
+        return await keeper.open(description, if_exists)
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
         """Seal a capture in the background; see `CaptureKeeper.seal`."""

@@ -74,7 +74,7 @@ class Engine:
         # In a thread, so that the event loop answers health checks while the model loads.
         llm = await asyncio.to_thread(_start_llm, tapped_engine_args(settings), Path(control_dir, REFUSAL_FILE))
         try:
-            tokenizer = await _tokenizer(llm)
+            tokenizer = await tokenizer_of(llm)
             ranks = await llm.collective_rpc("residuum_describe")
             check_ranks(ranks, llm.vllm_config.model_config.get_total_num_hidden_layers())
             name = settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1]
@@ -96,6 +96,10 @@ class Engine:
     async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
         """Return the token IDs of a prompt; see `PromptReader.read`."""
         return await self._prompts.read(request)
+
+    async def reply_text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+        """Return the text of a reply; see `PromptReader.reply_text`."""
+        return await self._prompts.reply_text(prompt_token_ids, token_ids)
 
     def generate(
         self,
@@ -248,7 +252,7 @@ def model_runner(config: Any) -> str:
     return "v2" if config.use_v2_model_runner else "v1"
 
 
-async def _tokenizer(llm: AsyncLLM) -> Any:
+async def tokenizer_of(llm: AsyncLLM) -> Any:
     """Return the engine's tokenizer, or None if the engine was started without one (`skip_tokenizer_init`)."""
     if llm.vllm_config.model_config.skip_tokenizer_init:
         return None

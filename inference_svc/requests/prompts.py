@@ -1,4 +1,7 @@
-"""Turns prompts into token IDs, in a thread: tokenizing a long text takes longer than a step of the engine."""
+"""Turns prompts into token IDs, and replies into text.
+
+It does so in a thread: tokenizing a long text takes longer than a step of the engine.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,13 @@ from inference_svc.admission.fields import invalid
 from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from inference_svc.engine.facts import ModelFacts
     from residuum.v1 import inference_pb2
+
+_CONTEXT_TOKENS = 8
+"""Tokens of the prompt that a reply is decoded with."""
 
 
 class PromptReader:
@@ -41,15 +49,33 @@ class PromptReader:
             return self._checked_ids(list(request.token_ids.ids))
         if kind == "text":
             self._check_characters(len(request.text))
-            return await self._in_thread(self._encode, request.text)
+            return await self._ids_in_thread(self._encode, request.text)
         if kind == "chat":
             self._check_chat(request.chat)
-            return await self._in_thread(self._apply_chat_template, request.chat)
+            return await self._ids_in_thread(self._apply_chat_template, request.chat)
         raise invalid("prompt", "Set a prompt: text, token_ids or chat.")
 
-    async def _in_thread(self, work: Any, argument: Any) -> list[int]:
-        ids: list[int] = await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
+    async def reply_text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+        """Return the text of a reply's tokens; empty without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        text: str = await self._in_thread(self._decode_reply, list(prompt_token_ids), list(token_ids))
+        return text
+
+    async def _ids_in_thread(self, work: Any, argument: Any) -> list[int]:
+        ids: list[int] = await self._in_thread(work, argument)
         return ids
+
+    async def _in_thread(self, work: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    def _decode_reply(self, prompt: list[int], reply: list[int]) -> str:
+        # Decoded behind the prompt: alone, many tokenizers drop the space before the first word.
+        before = self._tokenizer.decode(prompt[-_CONTEXT_TOKENS:], skip_special_tokens=True)
+        whole = self._tokenizer.decode([*prompt[-_CONTEXT_TOKENS:], *reply], skip_special_tokens=True)
+        if whole.startswith(before):
+            return str(whole[len(before) :])
+        return str(self._tokenizer.decode(reply, skip_special_tokens=True))
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text)) if text else []

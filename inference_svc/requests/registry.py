@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from inference_svc.resources.vector_cache import vector_name
 from residuum.rpc.errors import Failure, Reason
-from residuum.wire.ids import make_id
+from residuum.wire.ids import make_attempt, make_id
 from residuum.wire.tokens import tenant_path
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from inference_svc.admission.specs import ResolvedSpec
 
 _REMEMBERED_IDS = 100_000
-"""How many IDs of ended requests are remembered, so that none is used twice. The store remembers IDs of captures for
-longer."""
+"""How many IDs of ended requests are remembered, so that aborting one of them succeeds. They may be used again: only
+the store knows whether a capture has the ID."""
 
 
 _Key = tuple[str, str]
@@ -47,13 +47,15 @@ class Running:
     """Set when a client calls Abort."""
     tenant: str = ""
     """The tenant that owns the request."""
+    attempt: int = 0
+    """Tells apart the requests that use the same ID one after the other."""
     on_abort: Callable[[], None] | None = None
     """Called when a client calls Abort. A callback costs less than a task in each request that waits for the event."""
 
     @property
     def path(self) -> str:
-        """The name of the request in the engine and on the way to the store. It is unique among all tenants."""
-        return tenant_path(self.tenant, self.request_id)
+        """The name of the request in the engine and on the way to the store. No other request ever has it."""
+        return tenant_path(self.tenant, self.request_id, self.attempt)
 
     def aborted_failure(self) -> Failure:
         """Return the failure that the caller of Generate gets after an abort."""
@@ -149,7 +151,7 @@ class RequestRegistry:
             made_id: The ID, from `make_id`, for a spec without one. If it is empty, the registry makes one.
 
         Raises:
-            Failure: The ID is registered with another spec or was used, or too many registrations wait.
+            Failure: The ID is registered with another spec or running, or too many registrations wait.
         """
         self._drop_lapsed()
         known = self._registered.get((tenant, spec.request_id))
@@ -185,27 +187,28 @@ class RequestRegistry:
         registration = self._forget_registration((tenant, request_id))
         if registration is None:
             raise _unknown(request_id, "It was never registered, was already used, or has expired. Register it again.")
-        return self._start(Running(request_id, registration.spec, was_registered=True, tenant=tenant))
+        return self._start(request_id, registration.spec, tenant, was_registered=True)
 
     def start_inline(self, spec: ResolvedSpec, tenant: str = "") -> Running:
         """Start a request that was not registered.
 
         Raises:
-            Failure: Its ID is in use, or was used.
+            Failure: Its ID is in use.
         """
         self._drop_lapsed()
         if spec.request_id:
             self._check_unused((tenant, spec.request_id))
-        return self._start(Running(spec.request_id or self.make_id(), spec, was_registered=False, tenant=tenant))
+        return self._start(spec.request_id or self.make_id(), spec, tenant, was_registered=False)
 
     def finish(self, running: Running, *, has_begun: bool) -> None:
         """Remove a running request: `end` it if it has begun, else `release` it."""
         (self.end if has_begun else self.release)(running)
 
     def end(self, running: Running) -> None:
-        """Remove a running request, and remember that its ID was used."""
+        """Remove a running request, and remember that it has ended."""
         self._stop(running)
         self._ended[_key(running)] = None
+        self._ended.move_to_end(_key(running))
         while len(self._ended) > _REMEMBERED_IDS:
             self._ended.popitem(last=False)
 
@@ -248,7 +251,8 @@ class RequestRegistry:
         self._drop_lapsed()
         return name in self._leases
 
-    def _start(self, running: Running) -> Running:
+    def _start(self, request_id: str, spec: ResolvedSpec, tenant: str, *, was_registered: bool) -> Running:
+        running = Running(request_id, spec, was_registered, tenant=tenant, attempt=make_attempt())
         self._running[_key(running)] = running
         self._lease(running.tenant, running.spec)
         return running
@@ -285,8 +289,6 @@ class RequestRegistry:
             detail = "is registered with another spec"
         elif key in self._running:
             detail = "is running"
-        elif key in self._ended:
-            detail = "was used before"
         else:
             return
         raise Failure(

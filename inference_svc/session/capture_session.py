@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 class CaptureStore(Protocol):
     """Where captures are opened and sealed."""
 
-    async def open(self, description: capture_pb2.CaptureDescription, *, is_new_id: bool) -> None:
+    async def open(
+        self,
+        description: capture_pb2.CaptureDescription,
+        *,
+        is_new_id: bool,
+        if_exists: capture_pb2.IfExists.ValueType,
+    ) -> capture_pb2.CaptureManifest | None:
         """Create a capture; see `Stores.open`."""
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
@@ -53,6 +59,8 @@ class CaptureSession:
 
     Attributes:
         sequences: What has been generated of each sequence.
+        existing: The manifest of the capture that was there already and is the request's result; None: the request
+            generates.
         has_begun: Whether the request counts as used: its capture exists, or may exist.
         history: The changes of the steering, recorded in the seal.
     """
@@ -65,6 +73,7 @@ class CaptureSession:
         num_sequences: int,
         store: Callable[[], CaptureStore],
         cause_of: Callable[[Exception], Exception] = lambda error: error,
+        sampling_digest: bytes = b"",
     ) -> None:
         """Prepare the session of a request.
 
@@ -76,12 +85,15 @@ class CaptureSession:
             store: Returns the store for the capture, or raises `Failure` if there is none. Called only for a request
                 that captures.
             cause_of: Translates an exception that ended the request into the failure that the seal records.
+            sampling_digest: A hash of its sampling parameters.
         """
         self._facts = facts
         self._running = running
         self._token_ids = token_ids
         self._store = store
         self._cause_of = cause_of
+        self._sampling_digest = sampling_digest
+        self.existing: capture_pb2.CaptureManifest | None = None
         self.sequences = [GeneratedSequence() for _ in range(num_sequences)]
         self.has_begun = False
         self.history: SteeringHistory | None = None
@@ -98,9 +110,11 @@ class CaptureSession:
             Failure: There is no store, or the store refuses or does not answer.
         """
         if self._running.spec.capture is not None:
-            store = self._store()
+            store, spec = self._store(), self._running.spec
             try:
-                await store.open(self._description(), is_new_id=not self._running.spec.request_id)
+                self.existing = await store.open(
+                    self._description(), is_new_id=not spec.request_id, if_exists=spec.if_exists
+                )
             except (asyncio.CancelledError, NoAnswerError):
                 # The store may have opened the capture, and nothing else would seal it.
                 self.has_begun = True
@@ -114,7 +128,7 @@ class CaptureSession:
     ) -> None:
         """Seal the capture. Its outcome depends on the sequences, and on the exception that ended the request."""
         del kind, traceback
-        if self._running.spec.capture is not None:
+        if self._running.spec.capture is not None and self.existing is None:
             self._store().seal(self._seal_request(error))
 
     def _description(self) -> capture_pb2.CaptureDescription:
@@ -135,6 +149,8 @@ class CaptureSession:
                 tensor_parallel_size=facts.tensor_parallel_size, pipeline_parallel_size=facts.pipeline_parallel_size
             ),
             vllm_version=facts.vllm_version,
+            attempt=running.attempt,
+            sampling_digest=self._sampling_digest,
         )
         description.request_time.GetCurrentTime()
         return description
@@ -144,6 +160,7 @@ class CaptureSession:
         seal = store_pb2.SealCaptureRequest(
             capture_id=self._running.request_id,
             tenant=self._running.tenant,
+            attempt=self._running.attempt,
             sequences=[sequence.outcome() for sequence in self.sequences],
             outcome=capture_pb2.CAPTURE_STATE_ABORTED,
             steering_changes=self.history.changes() if self.history else (),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.sampling import num_sequences
+from inference_svc.admission.sampling import num_sequences, sampling_digest
 from inference_svc.captures.stores import require_stores
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.requests.concurrency import Places
 from inference_svc.session.capture_session import CaptureSession
+from inference_svc.session.existing_capture import kept_sequences, replay
 from inference_svc.session.generation import Generation
 from inference_svc.session.steering_changes import SteeringChanges
 from residuum.rpc import tracing
@@ -64,10 +65,7 @@ class Generator:
             # Read the prompt before the registration is used up, so that a bad prompt leaves the registration valid.
             token_ids = await self._engine.tokenize(request)
             self._admission.check_prompt(token_ids, request.sampling)
-            async with (
-                self._generation(request, token_ids, tenant) as generation,
-                aclosing(generation.events()) as events,
-            ):
+            async with self._events(request, token_ids, tenant) as stream, aclosing(stream) as events:
                 watch.begin(len(token_ids))
                 tracing.add_event("queued")  # the vectors are active and the capture is open
                 has_tokens = False
@@ -103,25 +101,36 @@ class Generator:
         return await changes.change(steering)
 
     @asynccontextmanager
-    async def _generation(
+    async def _events(
         self, request: inference_pb2.GenerateRequest, token_ids: list[int], tenant: str
-    ) -> AsyncIterator[Generation]:
-        """Start a request, and hold everything that it needs for as long as the context lasts."""
+    ) -> AsyncIterator[AsyncGenerator[inference_pb2.GenerateResponse]]:
+        """Start a request, and hold everything that it needs for as long as the context lasts. Yield its events."""
         running, sampling = self._start(request, tenant), request.sampling
         bind_request(running.request_id)
         tracing.set_attributes(request_id=running.request_id, prompt_tokens=len(token_ids))
         tracing.add_event("checked")
         session = CaptureSession(
-            self._engine.facts, running, token_ids, num_sequences(sampling), lambda: require_stores(self._stores)
+            self._engine.facts,
+            running,
+            token_ids,
+            num_sequences(sampling),
+            lambda: require_stores(self._stores),
+            sampling_digest=sampling_digest(sampling) if running.spec.capture else b"",
         )
         with self._registered(running, session):
             self._admission.check_request(running.spec, tenant, len(token_ids), sampling)
             async with self._reservations.reserve(running) as vectors, session:
+                handle = self._handle(running)
+                if session.existing is not None:
+                    kept = await kept_sequences(session.existing, sampling.stop, self._engine.reply_text)
+                    yield replay(session.existing, kept, handle)
+                    return
                 changes = SteeringChanges(self._engine, running, len(token_ids), vectors, session.sequences)
                 session.history = self._changes[running.path] = changes
-                handle = self._handle(running)
                 async with changes:
-                    yield Generation(self._engine, running, token_ids, sampling, vectors, session.sequences, handle)
+                    yield Generation(
+                        self._engine, running, token_ids, sampling, vectors, session.sequences, handle
+                    ).events()
 
     def _handle(self, running: Running) -> inference_pb2.CaptureHandle | None:
         """Return the handle that tells clients where the capture is; None if the request captures nothing."""

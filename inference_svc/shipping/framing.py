@@ -62,11 +62,11 @@ def cut(header: capture_pb2.ChunkHeader, payload: memoryview) -> Iterator[Piece]
     return _by_positions(header, payload, form)
 
 
-def append_message(number: int, capture_id: str, piece: Piece, tenant: str = "") -> bytes:
+def append_message(number: int, capture_id: str, piece: Piece, tenant: str = "", attempt: int = 0) -> bytes:
     """Return the serialised AppendChunksRequest of a piece, including its checksum. This copies the payload once."""
     crc32c = frames.checksum(piece.payload)
     chunk = frames.chunk_prefix(piece.header, crc32c, len(piece.payload))
-    prefix = frames.append_prefix(number, capture_id, len(chunk) + len(piece.payload), tenant)
+    prefix = frames.append_prefix(number, capture_id, len(chunk) + len(piece.payload), tenant, attempt)
     return b"".join((prefix, chunk, piece.payload))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from inference_svc.captures.stores import Stores
 from inference_svc.shipping.supervisor import ShipperSupervisor
+from residuum.v1 import capture_pb2
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from inference_svc.engine.tap_settings import TapSettings
-    from residuum.v1 import capture_pb2, store_pb2
+    from residuum.v1 import store_pb2
 
 _log = get_logger(__name__)
 
@@ -49,9 +50,17 @@ class Delivery:
         """
         await asyncio.wrap_future(self._call(self._start_shippers(control_paths)))
 
-    async def open(self, description: capture_pb2.CaptureDescription, *, is_new_id: bool) -> None:
+    async def open(
+        self,
+        description: capture_pb2.CaptureDescription,
+        *,
+        is_new_id: bool,
+        if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_FAIL,
+    ) -> capture_pb2.CaptureManifest | None:
         """Create a capture; see `Stores.open`."""
-        await asyncio.wrap_future(self._call(self._stores.open(description, is_new_id=is_new_id)))
+        opening = self._call(self._stores.open(description, is_new_id=is_new_id, if_exists=if_exists))
+        manifest: capture_pb2.CaptureManifest | None = await asyncio.wrap_future(opening)
+        return manifest
 
     def seal(self, request: store_pb2.SealCaptureRequest) -> None:
         """Seal a capture; see `Stores.seal`. After `close_stores`, the seal is only logged as lost."""

@@ -16,17 +16,19 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.admission.admission import Admission
 from inference_svc.admission.fields import invalid
-from inference_svc.engine.engine import Engine, facts_of
+from inference_svc.engine.engine import Engine, facts_of, tokenizer_of
 from inference_svc.engine.streams import engine_dead_failure
 from inference_svc.requests.plans import count_spare_positions, make_plan
+from inference_svc.requests.prompts import PromptReader
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.projections import Projections, projection_of
 from inference_svc.resources.vector_activator import VectorActivator
 from inference_svc.resources.vector_cache import VectorCache, cache_capacity
 from inference_svc.session.capture_session import CaptureSession
+from inference_svc.session.existing_capture import kept_sequences
 from inference_svc.session.reservation import Reservations
 from inference_svc.vllm_serve.delivery import Delivery
-from inference_svc.vllm_serve.outputs import CallerOutputs, merge_streams
+from inference_svc.vllm_serve.outputs import CallerOutputs, digest_of, kept_outputs, merge_streams
 from inference_svc.vllm_serve.refusals import as_http_errors
 from inference_svc.vllm_serve.startup import Startup, UntappedLLM
 from inference_svc.vllm_serve.xargs import (
@@ -35,12 +37,12 @@ from inference_svc.vllm_serve.xargs import (
     read_residuum_arguments,
     without_residuum_arguments,
 )
-from residuum.v1 import inference_pb2
+from residuum.v1 import capture_pb2, inference_pb2
 from residuum.wire.ids import is_valid_id, make_id
 from residuum.wire.limits import MAX_SEQUENCES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from inference_svc.admission.specs import ResolvedSpec
     from inference_svc.engine.tap_settings import TapSettings
@@ -81,6 +83,8 @@ class FrontEnd:
             count: The number of API servers.
         """
         self._generate = generate
+        self._llm = llm
+        self._texts: PromptReader | None = None
         self._count = count
         served = llm.vllm_config.model_config.served_model_name
         name = served if isinstance(served, str) else llm.vllm_config.model_config.model
@@ -155,6 +159,7 @@ class FrontEnd:
             raise invalid(
                 "capture", "This server has no store, so it cannot capture. Its operator can set RESIDUUM_STORE."
             )
+        _check_skip(spec, sampling)
         token_ids = _token_ids(prompt)
         parameters = self._parameters(sampling, len(token_ids))
         self._check_single_api_server(spec)
@@ -196,12 +201,23 @@ class FrontEnd:
             running = self._registry.start_inline(admitted.spec)
             sampling = admitted.sampling
             session = CaptureSession(
-                self._facts, running, admitted.token_ids, sampling.n, self._require_delivery, self._cause_of
+                self._facts,
+                running,
+                admitted.token_ids,
+                sampling.n,
+                self._require_delivery,
+                self._cause_of,
+                sampling_digest=digest_of(sampling) if running.spec.capture else b"",
             )
             outputs = CallerOutputs(session.sequences, sampling.output_kind)
             try:
                 self._keep(admitted.asked)  # the cache may have evicted them since the check
                 async with self._reservations.reserve(running) as vectors, session:
+                    if session.existing is not None:
+                        kept = await kept_sequences(session.existing, sampling.stop or (), self._reply_text)
+                        for output in kept_outputs(admitted.request_id, admitted.token_ids, kept, sampling.output_kind):
+                            yield output
+                        return
                     streams = [
                         self._stream(running, admitted, index, vectors.rows, options) for index in range(sampling.n)
                     ]
@@ -233,6 +249,11 @@ class FrontEnd:
             prompt = {**prompt, "cache_salt": f"{prompt.get('cache_salt') or ''}/{salt}"}
         return self._generate(prompt, sampling, admitted.request_id, **options)
 
+    async def _reply_text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+        if self._texts is None:
+            self._texts = PromptReader(await tokenizer_of(self._llm), self._facts)
+        return await self._texts.reply_text(prompt_token_ids, token_ids)
+
     def _require_delivery(self) -> Delivery:
         assert self._delivery is not None  # noqa: S101 - `_admit` refuses captures without a store
         return self._delivery
@@ -242,6 +263,20 @@ class FrontEnd:
         if isinstance(error, EngineDeadError) or self._engine.is_dead:
             return engine_dead_failure()
         return error
+
+
+def _check_skip(spec: ResolvedSpec, sampling: Any) -> None:
+    """Check that a capture that exists already can answer the request.
+
+    Raises:
+        Failure: It cannot, because the caller asks for logprobs, which a capture does not hold.
+    """
+    asked = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+    if spec.if_exists == capture_pb2.IF_EXISTS_SKIP and asked:
+        raise invalid(
+            "if_exists",
+            "A capture that exists already holds no logprobs. Leave logprobs out, or set if_exists to REPLACE.",
+        )
 
 
 def _token_ids(prompt: Any) -> list[int]:
@@ -268,7 +303,7 @@ def _capture_id(spec: ResolvedSpec, request_id: str) -> str:
     if spec.request_id:
         return spec.request_id
     if spec.capture is None:
-        return make_id()  # not vLLM's ID: the registry refuses used IDs, and a caller may repeat X-Request-Id
+        return make_id()  # not vLLM's ID: the registry refuses running IDs, and a caller may repeat X-Request-Id
     if is_valid_id(request_id):
         return request_id
     raise invalid(

@@ -8,18 +8,33 @@ FINAL_ONLY.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from contextlib import aclosing
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
-    from vllm.outputs import RequestOutput
+    from vllm import SamplingParams
 
+    from inference_svc.session.existing_capture import KeptSequence
     from inference_svc.session.sequences import GeneratedSequence
+
+
+_NOT_SAMPLING = {
+    "detokenize",
+    "extra_args",
+    "output_kind",
+    "output_text_buffer_length",
+    "skip_clone",
+    "skip_reading_prefix_cache",
+    "stream_interval",
+}
+"""Fields of vLLM's sampling parameters that do not change a request's tokens. Those about logprobs do not either."""
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerator[tuple[int, Any]]:
@@ -55,6 +70,45 @@ async def merge_streams(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerato
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def digest_of(sampling: SamplingParams) -> bytes:
+    """Return a hash of what determines the tokens of a request in vLLM's sampling parameters."""
+    fields = {
+        name: repr(getattr(sampling, name))
+        for name in sorted(sampling.__struct_fields__)
+        if not name.startswith("_") and "logprob" not in name and name not in _NOT_SAMPLING
+    }
+    return hashlib.sha256(repr(fields).encode()).digest()
+
+
+def kept_outputs(
+    request_id: str, prompt_token_ids: Sequence[int], kept: Sequence[KeptSequence], kind: RequestOutputKind
+) -> Iterator[RequestOutput]:
+    """Yield what vLLM would answer, from the sequences of a capture that exists already.
+
+    Args:
+        request_id: The ID that vLLM gave the request.
+        prompt_token_ids: The tokens of its prompt.
+        kept: The sequences.
+        kind: The form that the caller asked for.
+    """
+    completions = [
+        CompletionOutput(
+            index,
+            item.text,
+            item.token_ids,
+            None,
+            None,
+            finish_reason=item.finish_reason,
+            stop_reason=item.stop_reason or None,
+        )
+        for index, item in enumerate(kept)
+    ]
+    # A caller that takes steps gets one sequence at a time, as from the engine.
+    parts = [completions] if kind == RequestOutputKind.FINAL_ONLY else [[item] for item in completions]
+    for number, part in enumerate(parts, 1):
+        yield RequestOutput(request_id, None, list(prompt_token_ids), None, part, number == len(parts))
 
 
 class CallerOutputs:

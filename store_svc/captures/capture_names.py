@@ -67,10 +67,12 @@ def unknown_capture(capture_id: str) -> Failure:
     return Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, message, capture_id=shown)
 
 
-def capture_exists(capture_id: str) -> Failure:
-    """Return the Failure for a capture ID that is taken."""
-    message = f"The store already holds another capture {capture_id!r}, or it has ended. Choose another ID."
-    return Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, message, capture_id=capture_id)
+def capture_exists(capture_id: str, state: capture_pb2.CaptureState.ValueType, detail: str = "") -> Failure:
+    """Return the Failure for a capture ID that is taken. `detail` says why it stays taken, and what to do."""
+    name = capture_pb2.CaptureState.Name(state).removeprefix("CAPTURE_STATE_")
+    advice = detail or "Choose another ID, delete the capture first (residuum rm), or set if_exists."
+    message = f"The store already holds a capture {capture_id!r} (state {name}). {advice}"
+    return Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, message, capture_id=capture_id, state=name)
 
 
 def foreign_tenant(tenant: str) -> Failure:

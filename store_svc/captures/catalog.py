@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.captures.capture_names import CaptureName, name_of, unknown_capture
+from store_svc.captures.leases import Leases
 from store_svc.captures.lifecycle import OPEN, Capture, Wait
 
 
@@ -83,9 +84,11 @@ _NOTHING = Holdings()
 class Catalog:
     """All captures. Only the writer thread changes the catalog; any thread may read it."""
 
-    def __init__(self, limits: CatalogLimits | None = None) -> None:
+    def __init__(self, limits: CatalogLimits | None = None, leases: Leases | None = None) -> None:
         self.limits = limits or CatalogLimits()
         """The limits that the writer enforces."""
+        self.leases = leases or Leases()
+        """The leases of the inference services."""
         self.open_bytes = 0
         """Estimated memory that the state of open captures takes, in bytes."""
         self._lock = threading.Lock()
@@ -123,6 +126,17 @@ class Catalog:
     def feed_of(self, number: int) -> Feed | None:
         """Return the feed of a capture, or None if the capture has ended or was deleted."""
         return self._feeds.get(number)
+
+    def feed_named(self, name: CaptureName) -> Feed | None:
+        """Return the feed of a capture, or None if it does not exist or has ended."""
+        with self._lock:
+            return self._feeds.get(self._numbers.get(name, -1))
+
+    def state_of(self, name: CaptureName) -> capture_pb2.CaptureState.ValueType | None:
+        """Return the state of a capture, or None if it does not exist."""
+        number = self._numbers.get(name)
+        summary = None if number is None else self._summary(number)
+        return None if summary is None else summary.state
 
     def require(self, name: CaptureName) -> tuple[int, Feed | None]:
         """Return a capture's number and its feed; the feed is None if the capture has ended.
@@ -172,7 +186,9 @@ class Catalog:
             self._expiring.discard(number)
 
     def open(self, capture: Capture, keys: list[bytes]) -> None:
-        """Add an open capture to the catalog, with the keys of its frames."""
+        """Add an open capture to the catalog, with the keys of its frames. Its service's lease starts anew."""
+        if capture.description.service_instance:
+            self.leases.renew(capture.description.service_instance)
         with self._lock:
             self._insert(name_of(capture.description), capture.number)
             self._feeds[capture.number] = Feed(capture, keys)

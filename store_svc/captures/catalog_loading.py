@@ -7,6 +7,7 @@ import time
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import parse_chunk
 from store_svc.captures.catalog import Catalog, CatalogLimits
+from store_svc.captures.leases import Leases
 from store_svc.captures.ledger import Cells
 from store_svc.captures.lifecycle import Capture, restore, summarize
 from store_svc.database.db import Database, Table, Txn
@@ -14,9 +15,9 @@ from store_svc.database.keys import unpack_number
 from store_svc.reading.slicing import cells_of
 
 
-def load_catalog(db: Database, limits: CatalogLimits | None = None) -> Catalog:
+def load_catalog(db: Database, limits: CatalogLimits | None = None, leases: Leases | None = None) -> Catalog:
     """Return the catalog of a database. The rows of open captures are rebuilt from their frames."""
-    catalog = Catalog(limits)
+    catalog = Catalog(limits, leases)
     with db.read() as txn:
         for key, value in txn.items(Table.ENDED):
             manifest = capture_pb2.CaptureManifest.FromString(bytes(value))

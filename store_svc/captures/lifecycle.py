@@ -18,6 +18,7 @@ ABORTED = capture_pb2.CAPTURE_STATE_ABORTED
 
 _TIMED_OUT = capture_pb2.INCOMPLETE_REASON_TIMED_OUT
 _STORE_FULL = capture_pb2.INCOMPLETE_REASON_STORE_FULL
+_SERVICE_GONE = capture_pb2.INCOMPLETE_REASON_SERVICE_GONE
 
 
 class Wait(enum.Enum):
@@ -28,7 +29,7 @@ class Wait(enum.Enum):
     ROWS = enum.auto()
     """Expected rows: the capture was sealed COMPLETE."""
     REMNANTS = enum.auto()
-    """Rows that were in flight when the request was aborted or failed. No others will come."""
+    """Rows that were in flight when the request was aborted or failed, or its service died. No others will come."""
 
 
 _CAPTURE_BYTES = 8 << 10
@@ -67,6 +68,8 @@ class Capture:
         self.num_frames = 0
         self.progress = progress
         """When the capture was last opened, sealed, or sent a row or loss: the monotonic clock, in seconds."""
+        self.is_abandoned = False
+        """Whether the lease of its inference service has run out, so that no seal is expected."""
         self._loss: store_pb2.RowLoss | None = None
         self._record = capture_pb2.CaptureManifest(description=description, state=OPEN, open_time=open_time)
         self._message_bytes = _CAPTURE_BYTES + _PER_BYTE * description.ByteSize()
@@ -99,7 +102,7 @@ class Capture:
     def wait(self) -> Wait:
         """What the capture waits for; meaningless once it has ended."""
         if self.seal is None:
-            return Wait.SEAL
+            return Wait.REMNANTS if self.is_abandoned else Wait.SEAL
         return Wait.ROWS if self.seal.outcome == COMPLETE else Wait.REMNANTS
 
     @property
@@ -161,6 +164,14 @@ class Capture:
             loss = self._loss or store_pb2.RowLoss()  # rows that are missing but not outstanding were lost
             self._end(self.seal, loss.reason, loss.detail, now)
 
+    def abandon(self, progress: float) -> None:
+        """Note that the lease of its inference service has run out. From now on, it waits only for rows in flight."""
+        self.is_abandoned, self.progress = True, progress
+
+    def resume(self, progress: float) -> None:
+        """Note that its inference service holds a lease again."""
+        self.is_abandoned, self.progress = False, progress
+
     def time_out(self, now: Timestamp, waited: float, why_full: str = "") -> None:
         """End the capture without its seal or outstanding rows, because nothing was written for `waited` seconds.
 
@@ -177,6 +188,10 @@ class Capture:
             return
         self.ledger.expect_found()
         self._record.end_time.CopyFrom(now)
+        if self.is_abandoned and not why_full:
+            reason = _SERVICE_GONE
+            cause = "the inference service was killed, or lost its connection to the store, before it sealed the "
+            cause += "capture; "
         unsealed = cause or "the inference service never sealed the capture; "
         unknown = f"nothing was written in the last {waited:g} s; the number of generated tokens is unknown"
         self._mark_incomplete(reason, unsealed + unknown)

@@ -143,7 +143,7 @@ class AppendStream:
         if tenant is None:
             content = unknown_capture(message.capture_id)
         name = CaptureName(tenant or "", message.capture_id)
-        return Append(self, message.number, name, content, len(data) + _ITEM_BYTES)
+        return Append(self, message.number, name, content, len(data) + _ITEM_BYTES, message.attempt)
 
 
 def _content(data: memoryview, capture_id: str) -> tuple[memoryview, ChunkView] | Failure:

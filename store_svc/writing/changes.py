@@ -11,7 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import ChunkView
-from store_svc.captures.capture_names import CaptureName, capture_exists, name_of, unknown_capture
+from store_svc.captures.capture_names import CaptureName, name_of, unknown_capture
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.ledger import Cells, Ledger
 from store_svc.captures.lifecycle import Capture, ended_ledger
@@ -19,7 +19,8 @@ from store_svc.checks import check_chunk, check_loss, check_seal
 from store_svc.database.db import Table, Txn
 from store_svc.database.keys import FrameKey, pack_loss, pack_number, unpack_number
 from store_svc.reading.slicing import cells_of, slice_chunk
-from store_svc.writing.quotas import Quotas
+from store_svc.writing.existing import is_replaced
+from store_svc.writing.quotas import Quotas, Replaced
 from store_svc.writing.room import store_full
 from svc_common.security.tokens_file import Limits
 
@@ -86,23 +87,38 @@ class Batch:
         """Whether the transaction deletes captures, whose frames must then be freed."""
         return bool(self._deleted)
 
-    def open(self, description: capture_pb2.CaptureDescription) -> None:
-        """Create a capture, unless the same capture is open already.
+    def open(
+        self,
+        description: capture_pb2.CaptureDescription,
+        if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_FAIL,
+    ) -> capture_pb2.CaptureManifest | None:
+        """Create a capture, unless the same capture is open already. It may replace one with the same ID.
+
+        Returns:
+            The manifest of the capture that exists already and is the result (IF_EXISTS_SKIP). None: the capture is
+            open.
 
         Raises:
             Failure: CAPTURE_EXISTS, STORE_FULL, LIMIT_REACHED or QUOTA_EXCEEDED.
         """
         name = name_of(description)
         number = self._number(name)
+        replaced = None
         if number is not None:
             draft = self._draft(number)
-            if draft is None or draft.ended or not draft.matches(description):
-                raise capture_exists(description.capture_id)
-            return
+            if draft is not None and not draft.ended and draft.matches(description):
+                return None
+            existing = self._ended(number)[0] if draft is None else draft.record()
+            is_sealed = draft is not None and draft.seal is not None
+            if not is_replaced(existing, description, if_exists, self._catalog.leases, is_sealed=is_sealed):
+                return existing if draft is None else draft.manifest()
+            replaced = Replaced(existing.num_bytes, was_open=draft is not None and not draft.ended)
         if self._why_full:
             raise store_full(self._why_full, description.capture_id)
-        self._check_catalog()
-        self._quotas.open(description.tenant)
+        self._check_catalog(num_replaced=0 if replaced is None else 1)
+        self._quotas.open(description.tenant, replaced)
+        if replaced is not None:
+            self.delete(name)
         number = self._next_number()
         capture = Capture(number, description, self._clock.wall, self._clock.monotonic)
         self._growth += capture.memory_bytes
@@ -110,14 +126,16 @@ class Batch:
         self._opened.add(number)
         self._drafts[number] = capture
         self._put_record(capture)
+        return None
 
-    def append(self, name: CaptureName, frame: memoryview, chunk: ChunkView) -> bool:
+    def append(self, name: CaptureName, frame: memoryview, chunk: ChunkView, attempt: int = 0) -> bool:
         """Store the rows of a chunk that are not stored yet.
 
         Args:
             name: The capture.
             frame: The bytes of the Chunk.
             chunk: The same chunk, parsed; the caller has verified its checksum.
+            attempt: The capture's attempt, as the writer names it.
 
         Returns:
             Whether any row was stored.
@@ -125,8 +143,7 @@ class Batch:
         Raises:
             Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED, INVALID_FIELD, LIMIT_REACHED or QUOTA_EXCEEDED.
         """
-        number = self._require(name)
-        draft = self._draft(number)
+        number, draft = self._require_attempt(name, attempt)
         if draft is None or draft.ended:
             self._check_repeat(number, draft, chunk)
             return False
@@ -147,13 +164,13 @@ class Batch:
             self._advance(draft)
         return bool(groups)
 
-    def lose(self, name: CaptureName, loss: store_pb2.RowLoss) -> None:
+    def lose(self, name: CaptureName, loss: store_pb2.RowLoss, attempt: int = 0) -> None:
         """Record lost rows. An ended capture ignores them.
 
         Raises:
             Failure: UNKNOWN_CAPTURE, INVALID_FIELD or LIMIT_REACHED.
         """
-        draft = self._draft(self._require(name))
+        _, draft = self._require_attempt(name, attempt)
         if draft is None or draft.ended:
             return
         check_loss(loss, draft.description)
@@ -170,8 +187,7 @@ class Batch:
         Raises:
             Failure: UNKNOWN_CAPTURE or INVALID_FIELD; CAPTURE_ENDED if the capture was sealed differently.
         """
-        number = self._require(name)
-        draft = self._draft(number)
+        number, draft = self._require_attempt(name, seal.attempt)
         if draft is None or draft.seal is not None:
             return self._sealed_before(number, draft, seal)
         check_seal(seal, draft.description)
@@ -208,9 +224,19 @@ class Batch:
             why_full: Why the store is full, if that is why it made no progress.
         """
         draft = self._draft(number)
-        if draft is not None and not draft.ended and self._clock.monotonic - draft.progress >= waited:
-            draft.time_out(self._clock.wall, waited, why_full)
-            self._put_record(draft)
+        if draft is None or draft.ended or self._clock.monotonic - draft.progress < waited:
+            return
+        if draft.is_abandoned and draft.seal is None and self._service_lives(draft):
+            draft.resume(self._clock.monotonic)  # its service was only out of reach for a while
+            return
+        draft.time_out(self._clock.wall, waited, why_full)
+        self._put_record(draft)
+
+    def abandon(self, number: int) -> None:
+        """Stop waiting for the seal of a capture whose service's lease has run out, unless it was renewed since."""
+        draft = self._draft(number)
+        if draft is not None and not draft.ended and draft.seal is None and not self._service_lives(draft):
+            draft.abandon(self._clock.monotonic)
 
     def publish(self) -> list[Capture]:
         """Make the changes visible in the catalog. Return the captures that changed."""
@@ -223,9 +249,9 @@ class Batch:
             self._catalog.publish(draft, self._keys.get(number, []))
         return list(self._drafts.values())
 
-    def _check_catalog(self) -> None:
+    def _check_catalog(self, num_replaced: int) -> None:
         limit = self._catalog.limits.max_captures
-        if self._catalog.num_captures + len(self._opened) >= limit:
+        if self._catalog.num_captures + len(self._opened) - len(self._deleted) - num_replaced >= limit:
             message = (
                 f"The store already keeps {limit} captures, its limit (--max-captures). Delete some, or let old ones "
                 "expire (--retain-hours)."
@@ -252,6 +278,23 @@ class Batch:
         if number is None:
             raise unknown_capture(name.capture_id)
         return number
+
+    def _require_attempt(self, name: CaptureName, attempt: int) -> tuple[int, Capture | None]:
+        """Return a capture's number and draft; see `_draft`.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE. Also if the capture of this name is of another attempt: the writer's capture was
+                deleted or replaced, and its late rows must not become rows of the new one.
+        """
+        number = self._require(name)
+        draft = self._draft(number)
+        description = (self._ended(number)[0] if draft is None else draft).description
+        if description.attempt != attempt:
+            raise unknown_capture(name.capture_id)
+        return number, draft
+
+    def _service_lives(self, draft: Capture) -> bool:
+        return self._catalog.leases.is_held(draft.description.service_instance)
 
     def _next_number(self) -> int:
         value = self._txn.get(Table.META, b"next_number")

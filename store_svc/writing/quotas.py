@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from residuum.rpc.errors import Failure, Reason
 from store_svc.captures.catalog import Catalog
 from svc_common.security.tokens_file import Limits
+
+
+class Replaced(NamedTuple):
+    """What a tenant gets back when a new capture replaces one."""
+
+    num_bytes: int
+    """Bytes of the replaced capture."""
+    was_open: bool
+    """Whether it was open."""
 
 
 class Quotas:
@@ -26,14 +36,15 @@ class Quotas:
         self._bytes: Counter[str] = Counter()
         self._open: Counter[str] = Counter()
 
-    def open(self, tenant: str) -> None:
-        """Count a capture that is opened.
+    def open(self, tenant: str, replaced: Replaced | None = None) -> None:
+        """Count a capture that is opened. If it replaces one, call `delete` too.
 
         Raises:
             Failure: QUOTA_EXCEEDED if the tenant has reached its limit of open captures or of bytes.
         """
         limits = self._of(tenant)
-        count = self._catalog.holdings(tenant).num_open + self._open[tenant]
+        freed = replaced or Replaced(0, was_open=False)
+        count = self._catalog.holdings(tenant).num_open + self._open[tenant] - freed.was_open
         if limits.max_open_captures is not None and count >= limits.max_open_captures:
             allowed = limits.max_open_captures
             raise _exceeded(
@@ -41,7 +52,7 @@ class Quotas:
                 "max_open_captures",
                 allowed,
             )
-        self.check_room(tenant, 1)
+        self.check_room(tenant, 1 - freed.num_bytes)
         self._open[tenant] += 1
 
     def end(self, tenant: str) -> None:

@@ -55,6 +55,8 @@ class Append:
     """A chunk, as bytes and parsed; or a loss; or the reason why the message can never be written."""
     size: int
     """Bytes that it takes in the queue."""
+    attempt: int = 0
+    """The capture's attempt, as the writer names it."""
 
     @property
     def capture_id(self) -> str:
@@ -75,10 +77,10 @@ class Append:
         if isinstance(self.content, Failure):
             raise self.content
         if isinstance(self.content, store_pb2.RowLoss):
-            batch.lose(self.name, self.content)
+            batch.lose(self.name, self.content, self.attempt)
             return None
         frame, chunk = self.content
-        return batch.append(self.name, frame, chunk)
+        return batch.append(self.name, frame, chunk, self.attempt)
 
 
 @dataclass

@@ -319,7 +319,7 @@ class Writer:
         self._unsynced.clear()
 
     def _keep_house(self, just_written: int) -> None:
-        """End timed-out captures, delete expired captures, and free frames of deleted captures.
+        """End captures that time out or whose service has died, delete expired ones, and free frames of deleted ones.
 
         Each step does at most one transaction's work, so that newly queued work does not wait for housekeeping.
         """
@@ -328,6 +328,7 @@ class Writer:
             self.room.try_again()
         if time.monotonic() < self._housekeeping_at:
             return
+        self._abandon_captures()
         timed_out = [capture for wait in Wait for capture in self._timed_out(wait)]
         if timed_out:
             self._commit(Work([self._time_out(capture) for capture in timed_out]))
@@ -340,6 +341,25 @@ class Writer:
             except StoreFullError as error:
                 self.room.refused(error)
                 self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
+
+    def _abandon_captures(self) -> None:
+        """Stop waiting for the seals of services whose lease has run out."""
+        lapsed = self._catalog.leases.take_lapsed()
+        captures = [
+            capture
+            for capture in (self._catalog.waiting(Wait.SEAL) if lapsed else ())
+            if capture.description.service_instance in lapsed
+        ]
+        if captures:
+            _log.warning(
+                "the lease of an inference service has run out: its open captures end once no rows arrive",
+                services=sorted({capture.description.service_instance for capture in captures}),
+                captures=len(captures),
+            )
+            self._commit(Work([self._abandonment(capture) for capture in captures]))
+
+    def _abandonment(self, capture: Capture) -> Command:
+        return Command(partial(Batch.abandon, number=capture.number), capture.description.capture_id, reserve=True)
 
     def _expire(self) -> None:
         expired = self._retention.take()
@@ -412,6 +432,9 @@ class Writer:
             due.append(self._try_room_at)
         if self._sync_at is not None:
             due.append(self._sync_at)
+        lease_end = self._catalog.leases.next_end()
+        if lease_end is not None:
+            due.append(max(lease_end, self._housekeeping_at))
         retention = self._retention.seconds_to_next()
         if retention is not None:
             due.append(max(time.monotonic() + retention, self._housekeeping_at))

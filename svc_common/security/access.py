@@ -27,6 +27,7 @@ RIGHTS: dict[str, Right | None] = {
     _STORE + "OpenCapture": Right.WRITE,
     _STORE + "AppendChunks": Right.WRITE,
     _STORE + "SealCapture": Right.WRITE,
+    _STORE + "RenewLease": Right.WRITE,
     _STORE + "GetCapture": Right.READ,
     _STORE + "ListCaptures": Right.READ,
     _STORE + "ReadChunks": Right.READ,

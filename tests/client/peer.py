@@ -91,6 +91,7 @@ class Script:
     delay_seal: threading.Event | None = None  # the capture is sealed only then
     store_error: str = ""  # why this service cannot reach its store
     clock_skew: float = 0.0  # seconds by which this service's clock is ahead
+    skipped: bool = False  # say that the capture existed already
     is_old: bool = False  # an older service, which reports neither its clock nor its check of the store
 
 
@@ -244,7 +245,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
     def _claim(self, request):
         if request.WhichOneof("target") != "request_id":
             name = request.spec.request_id or make_id()
-            if name in self.used:
+            if name in self.used and request.spec.if_exists < capture_pb2.IF_EXISTS_REPLACE:
                 raise Failure(Reason.ERROR_REASON_REQUEST_EXISTS, f"{name} was used before.", request_id=name)
             return name, request.spec
         name = request.request_id
@@ -279,7 +280,9 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             )
         done: list[list[int]] = [[] for _ in range(sequences)]
         self.done[name] = done
-        started = inference_pb2.GenerationStarted(request_id=name, prompt_token_ids=prompt, capture=handle)
+        started = inference_pb2.GenerationStarted(
+            request_id=name, prompt_token_ids=prompt, capture=handle, skipped=script.skipped
+        )
         self.running[name] = threading.Event()  # before the client knows the ID and may abort the request
         if not script.bad_order:
             yield inference_pb2.GenerateResponse(started=started)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
+
 import numpy as np
 import pytest
 from peer import HIDDEN
 
 import residuum
+from residuum.v1 import capture_pb2
 
 
 def vector(seed=0):
@@ -77,6 +80,32 @@ async def test_a_batch_is_not_updatable(client, peer):
     with pytest.raises(TypeError, match=r"takes no updatable.*stream\(updatable=True\)"):
         await client.generate_many(["a", "b"], updatable=True)
     assert peer.calls == []
+
+
+async def test_a_batch_names_its_requests(client, peer):
+    names = [f"{uuid.uuid4().hex}-{at}" for at in range(2)]
+    replies = await client.generate_many(
+        ["a", "b"], capture=residuum.Capture(), request_ids=iter(names), if_exists="skip"
+    )
+    assert [reply.request_id for reply in replies] == names
+    sent = {
+        item.spec.request_id: item.spec.if_exists for item in peer.requests if item.DESCRIPTOR.name == "GenerateRequest"
+    }
+    assert sent == dict.fromkeys(names, capture_pb2.IF_EXISTS_SKIP)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "told"),
+    [
+        (["x"], residuum.InvalidRequest, "2 prompts and 1 request_ids"),
+        (["x", "x"], residuum.InvalidRequest, "'x' more than once"),
+        (["x", "a/b"], residuum.BatchFailed, "'a/b' cannot name a request"),
+        ("xy", TypeError, "a list with an id for each prompt"),
+    ],
+)
+async def test_bad_names_of_a_batch_are_refused(client, names, error, told):
+    with pytest.raises(error, match=told):
+        await client.generate_many(["a", "b"], request_ids=names)
 
 
 @pytest.mark.parametrize("name", ["request_id", "registration"])

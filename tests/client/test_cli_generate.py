@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import uuid
 
 import numpy as np
 import pytest
@@ -45,6 +46,24 @@ def test_generate_captures_and_steers(cli, peer, tmp_path):
     assert list(sent.spec.capture.layers.list.layers) == [0, 2, 3, 4]
     assert [operation.WhichOneof("operation") for operation in sent.spec.steering.operations] == ["add", "ablate"]
     assert sent.spec.steering.operations[0].add.scale == 2.5
+
+
+def test_generate_says_what_to_do_with_a_capture_that_exists(cli, peer):
+    assert cli("generate", "a", "--capture", "1", "--id", uuid.uuid4().hex)[0] == 0
+    assert not peer.requests[-1].spec.if_exists
+    assert cli("generate", "a", "--capture", "1", "--id", uuid.uuid4().hex, "--if-exists", "replace")[0] == 0
+    assert peer.requests[-1].spec.if_exists == capture_pb2.IF_EXISTS_REPLACE
+    peer.script.skipped = True
+    name = uuid.uuid4().hex
+    code, out, err = cli("generate", "a", "--capture", "1", "--id", name, "--if-exists", "skip", "--max-tokens", 1)
+    assert (code, out, peer.requests[-1].spec.if_exists) == (0, " 2\n", capture_pb2.IF_EXISTS_SKIP)
+    assert f"nothing generated, the capture exists: residuum pull {name}" in err
+
+
+@pytest.mark.parametrize("given", [("--id", "mine"), ("--capture", "1"), ()])
+def test_if_exists_needs_an_id_and_a_capture(cli, given):
+    with pytest.raises(SystemExit):
+        cli("generate", "a", "--if-exists", "skip", *given)
 
 
 def test_generate_captures_sites_before_steering(cli, peer):

@@ -10,6 +10,7 @@ from peer import LAYERS
 
 import residuum
 from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2
 
 
 async def test_reply(client):
@@ -178,3 +179,32 @@ async def test_a_server_that_breaks_the_contract_is_reported(client, peer, flaw)
     setattr(peer.script, flaw, True)
     with pytest.raises(residuum.ServerFault):
         await client.generate("a", max_tokens=2)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+async def test_a_reply_says_whether_it_was_skipped(client, peer, skipped):
+    peer.script.skipped = skipped
+    reply = await client.generate("a", capture=residuum.Capture(), request_id=uuid.uuid4().hex, if_exists="skip")
+    assert reply.skipped == skipped
+    assert peer.requests[-1].spec.if_exists == capture_pb2.IF_EXISTS_SKIP
+
+
+async def test_a_registration_says_what_to_do_with_a_capture_that_exists(client, peer):
+    await client.register(capture=residuum.Capture(), request_id="mine", if_exists="replace")
+    assert peer.requests[-1].spec.if_exists == capture_pb2.IF_EXISTS_REPLACE
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"if_exists": "overwrite"}, "'overwrite'; choose among fail, replace, skip"),
+        ({"if_exists": "skip", "request_id": "mine"}, "give request_id= and capture= too"),
+        ({"if_exists": "skip", "capture": residuum.Capture()}, "give request_id= and capture= too"),
+    ],
+)
+async def test_if_exists_without_its_capture_is_refused(client, peer, given, told):
+    for call in (client.generate, lambda _prompt, **given: client.register(**given)):
+        with pytest.raises(residuum.InvalidRequest, match=told) as caught:
+            await call("a", **given)
+        assert caught.value.metadata == {"field": "if_exists"}
+    assert not peer.requests

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -97,6 +98,19 @@ class EngineCall:
     cache_salt: str | None
 
 
+def without_attempt(name):
+    """A request's name in the engine without the random number of its attempt: "r#0" for "r@7c3#0"."""
+    return re.sub("@[0-9a-f]+", "", name)
+
+
+def plain_plan(plan):
+    """The same plan with names that have no attempts."""
+    if plan is None:
+        return None
+    capture = plan.capture and replace(plan.capture, capture_id=without_attempt(plan.capture.capture_id))
+    return replace(plan, capture=capture, name=without_attempt(plan.name))
+
+
 class FakeEngine:
     """Replaces `inference_svc.engine.engine.Engine`.
 
@@ -127,8 +141,12 @@ class FakeEngine:
     async def tokenize(self, request):
         return list(request.token_ids.ids)
 
+    async def reply_text(self, prompt_token_ids, token_ids):
+        return "".join(f"t{token}" for token in token_ids)
+
     async def generate(self, engine_id, prompt_token_ids, sampling, plan, cache_salt):
-        call = EngineCall(engine_id, list(prompt_token_ids), sampling, plan, cache_salt)
+        engine_id = without_attempt(engine_id)
+        call = EngineCall(engine_id, list(prompt_token_ids), sampling, plain_plan(plan), cache_salt)
         try:
             await self.note(self.calls, call)
             async for delta in self.script(call):
@@ -144,14 +162,14 @@ class FakeEngine:
         self.bank.update(rows)
 
     async def change_steering(self, changes):
-        await self.note(self.changes, dict(changes))
+        await self.note(self.changes, {without_attempt(name): change for name, change in changes.items()})
         await self.answers.wait()
         if self.change_error:
             raise self.change_error
-        return {name: self.positions.get(name, 0) for name in changes}
+        return {name: self.positions.get(without_attempt(name), 0) for name in changes}
 
     async def forget(self, names):
-        await self.note(self.forgotten, list(names))
+        await self.note(self.forgotten, [without_attempt(name) for name in names])
 
     async def note(self, log, item):
         log.append(item)

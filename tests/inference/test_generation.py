@@ -79,7 +79,10 @@ async def test_the_capture_is_opened_with_everything_that_is_known(service, stor
     assert list(description.spec.layers.list.layers) == [0, 1, 2]
     assert list(description.steering.operations[0].layers.list.layers) == [0, 1, 2]
     assert description.request_time.seconds > 0
-    for field in ("spec", "steering", "request_time"):
+    assert description.attempt
+    assert description.service_instance
+    assert len(description.sampling_digest) == 32
+    for field in ("spec", "steering", "request_time", "attempt", "service_instance", "sampling_digest"):
         description.ClearField(field)
     assert description == resolved
 
@@ -106,7 +109,7 @@ async def test_a_plain_request_has_neither_plan_nor_salt(service):
 async def test_a_complete_request_is_sealed_with_its_tokens(service, store):
     await service.events(ask(spec("r", CAPTURE)))
     seal = await store.seal()
-    assert (seal.capture_id, seal.outcome) == ("r", COMPLETE)
+    assert (seal.capture_id, seal.attempt, seal.outcome) == ("r", store.opened[0].attempt, COMPLETE)
     assert list(seal.sequences) == [capture_pb2.SequenceOutcome(generated_token_ids=[1, 2, 3], finish_reason="length")]
 
 
@@ -254,10 +257,9 @@ async def test_sealing_is_tried_until_the_store_has_heard_it(service, store):
     assert (await store.seal()).outcome == COMPLETE
 
 
-async def test_an_id_can_be_used_once(service):
-    await service.events(ask(spec("r")))
-    failure = await failure_of(service.events(ask(spec("r"))))
-    assert (failure.reason_name, failure.metadata) == ("REQUEST_EXISTS", {"request_id": "r"})
+async def test_an_id_of_a_request_without_a_capture_is_free_when_it_has_ended(service):
+    for _ in range(2):
+        assert (await service.events(ask(spec("r"))))[-1].HasField("finished")
 
 
 async def test_an_id_that_is_running_is_refused_and_goes_on_running(service):
@@ -338,7 +340,7 @@ async def test_a_store_that_refuses_leaves_the_registration_usable(service, stor
 
 
 async def test_a_client_that_leaves_while_the_capture_is_opened_leaves_none_open(service, store):
-    """The store may have opened the capture, so the service seals it, and the ID is used up."""
+    """The store may have opened the capture, so the service seals it."""
     store.gate.clear()
     stream = service.stub.Generate(ask(spec("r", CAPTURE), num_sequences=2))
     await store.until(lambda: store.opened)
@@ -346,7 +348,6 @@ async def test_a_client_that_leaves_while_the_capture_is_opened_leaves_none_open
     seal = await store.seal()
     assert (seal.capture_id, seal.outcome, len(seal.sequences)) == ("r", ABORTED, 2)
     assert service.registry.running == ()
-    assert (await failure_of(service.events(ask(spec("r"))))).reason_name == "REQUEST_EXISTS"
     assert not service.engine.calls
 
 

@@ -10,6 +10,7 @@ from inference_svc.requests.registry import RequestRegistry
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, steering_pb2
 from residuum.wire.ids import is_valid_id
+from residuum.wire.tokens import split_path
 
 TIME_TO_LIVE = 600.0
 
@@ -120,12 +121,21 @@ def test_lapsed_registrations_make_room(registry, clock):
 
 
 @pytest.mark.parametrize("start", ["register", "start_inline"])
-def test_an_id_that_is_running_or_was_used_is_refused(registry, start):
+def test_an_id_is_refused_while_its_request_runs_and_free_when_it_has_ended(registry, start):
     running = registry.start_inline(make_spec())
     assert reason_of(getattr(registry, start), make_spec())[0] == "REQUEST_EXISTS"
     registry.end(running)
     assert registry.running == ()
-    assert reason_of(getattr(registry, start), make_spec())[0] == "REQUEST_EXISTS"
+    getattr(registry, start)(make_spec())
+
+
+def test_requests_with_the_same_id_have_different_names_in_the_engine(registry):
+    """The workers and the store still have the first one's rows and changes when the second one starts."""
+    first = registry.start_inline(make_spec(), "alice")
+    registry.end(first)
+    second = registry.start_inline(make_spec(), "alice")
+    assert first.path != second.path
+    assert split_path(first.path) == ("alice", "r", first.attempt)
 
 
 def test_an_inline_request_cannot_take_a_registered_id(registry):
@@ -133,12 +143,13 @@ def test_an_inline_request_cannot_take_a_registered_id(registry):
     assert reason_of(registry.start_inline, make_spec()) == ("REQUEST_EXISTS", {"request_id": "r"})
 
 
-def test_only_so_many_used_ids_are_remembered(registry, monkeypatch):
+def test_only_so_many_ended_ids_are_remembered(registry, monkeypatch):
     monkeypatch.setattr(requests_module, "_REMEMBERED_IDS", 2)
-    for name in "abc":
+    for name in "abca":
         registry.end(registry.start_inline(make_spec(name)))
-    registry.start_inline(make_spec("a"))
-    assert reason_of(registry.start_inline, make_spec("b"))[0] == "REQUEST_EXISTS"
+    for name in "ca":
+        registry.abort(name)
+    assert reason_of(registry.abort, "b")[0] == "UNKNOWN_REQUEST"
 
 
 def test_a_released_registration_can_be_started_again(registry, clock):

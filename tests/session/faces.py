@@ -40,7 +40,7 @@ class ScriptedStore:
         self.seals = []
         self.make_id = make_id
 
-    async def open(self, description, *, is_new_id):
+    async def open(self, description, *, is_new_id, if_exists):
         assert not is_new_id
         self.opened.append(description)
         if self.opening == "later":

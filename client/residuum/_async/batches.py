@@ -7,31 +7,30 @@ from collections.abc import Callable, Sequence
 
 from residuum._async.streams import AsyncStream
 from residuum.exceptions import ResiduumError
-from residuum.protocol.requests import Prompt
 from residuum.rpc import tracing
-from residuum.transport.batches import check_concurrency, collect
+from residuum.transport.batches import BatchItem, check_concurrency, collect
 from residuum.transport.progress import progress_bar
 from residuum.values.replies import Reply
 
 
 async def run_batch(
-    start: Callable[[Prompt], AsyncStream], prompts: Sequence[Prompt], *, max_concurrency: int, progress: bool
+    start: Callable[[BatchItem], AsyncStream], items: Sequence[BatchItem], *, max_concurrency: int, progress: bool
 ) -> list[Reply]:
     """Run one generation for each prompt, some at once; see `AsyncClient.generate_many`."""
     room = asyncio.Semaphore(check_concurrency(max_concurrency))
-    replies: list[Reply | None] = [None] * len(prompts)
+    replies: list[Reply | None] = [None] * len(items)
     errors: dict[int, ResiduumError] = {}
-    with progress_bar("generating", len(prompts), enabled=progress) as advance:
+    with progress_bar("generating", len(items), enabled=progress) as advance:
 
-        async def run_one(at: int, prompt: Prompt) -> None:
+        async def run_one(at: int, item: BatchItem) -> None:
             try:
                 async with room:
-                    replies[at] = await _reply(start(prompt))
+                    replies[at] = await _reply(start(item))
             except ResiduumError as error:
                 errors[at] = error
             advance(1)
 
-        tasks = [asyncio.ensure_future(run_one(at, prompt)) for at, prompt in enumerate(prompts)]
+        tasks = [asyncio.ensure_future(run_one(at, item)) for at, item in enumerate(items)]
         try:
             await asyncio.gather(*tasks)
         except BaseException:  # cancelled, or a mistake in the call: stop what runs

@@ -59,7 +59,6 @@ class AsyncCaptureClient:
         self.credentials = resolve_credentials(token=token, tls=tls, insecure=insecure)
         """What it connects with, to the inference service and to the stores."""
         check_channel(self.credentials, self.endpoint)
-        self._reached: set[str] = set()  # the endpoints of stores that have answered
         self._channels: Channels[grpc.aio.Channel] = Channels(opener(open_aio_channel, self.credentials))
 
     async def activations(
@@ -482,8 +481,9 @@ class AsyncCaptureClient:
         try:
             answer = await method(request, timeout=None if self._timeout is None else self._timeout + extra)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, endpoint, **facts) from None
-        self._reached.add(endpoint)
+            has_answered = self._channels.has_answered(endpoint)
+            raise from_rpc_error(error, endpoint, has_answered=has_answered, **facts) from None
+        self._channels.note_answer(endpoint)
         return answer
 
     async def _follow(self, reading: Reading, timeout: float | None = None) -> AsyncIterator[Piece]:
@@ -505,11 +505,11 @@ class AsyncCaptureClient:
                 reading.begin()
                 call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
                 async for data in call:
-                    self._reached.add(endpoint)
                     retries.progress()
+                    self._channels.note_answer(endpoint)
                     yield data
             except (grpc.RpcError, exc.ResiduumError) as error:
-                failure = _as_own(error, endpoint, capture_id)
+                failure = self._as_own(error, endpoint, capture_id)
                 delay = retries.seconds_after(failure, self._patience(failure))
                 if delay is None:
                     moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
@@ -523,10 +523,17 @@ class AsyncCaptureClient:
                     call.cancel()
             await io.sleep(delay)
 
+    def _as_own(self, error: grpc.RpcError | exc.ResiduumError, endpoint: str, capture_id: str) -> exc.ResiduumError:
+        """Return this package's exception for what ended a read."""
+        if isinstance(error, exc.ResiduumError):
+            return error
+        has_answered = self._channels.has_answered(endpoint)
+        return from_rpc_error(error, endpoint, has_answered=has_answered, capture_id=capture_id)
+
     def _patience(self, failure: exc.ResiduumError) -> float:
         """Return for how many seconds a read without a timeout waits for the store that is away."""
         endpoint = failure.endpoint if isinstance(failure, exc.Unreachable) else ""
-        if self._timeout is None or not endpoint or endpoint in self._reached:
+        if self._timeout is None or not endpoint or self._channels.has_answered(endpoint):
             return LONGEST_OUTAGE_SECONDS
         return self._timeout
 
@@ -537,8 +544,3 @@ class AsyncCaptureClient:
             request_serializer=store_pb2.ReadChunksRequest.SerializeToString,
             response_deserializer=None,
         )
-
-
-def _as_own(error: grpc.RpcError | exc.ResiduumError, endpoint: str, capture_id: str) -> exc.ResiduumError:
-    """Return this package's exception for what ended a read."""
-    return error if isinstance(error, exc.ResiduumError) else from_rpc_error(error, endpoint, capture_id=capture_id)

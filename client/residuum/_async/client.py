@@ -25,7 +25,7 @@ from residuum.protocol.requests import (
 )
 from residuum.rpc import tracing
 from residuum.transport import health
-from residuum.transport.batches import check_prompts
+from residuum.transport.batches import BatchItem, check_batch
 from residuum.v1 import inference_pb2
 from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import grpc.aio
     from typing_extensions import Self, Unpack
 
-    from residuum.protocol.requests import Sampling
+    from residuum.protocol.requests import IfExists, Sampling
     from residuum.rpc.credentials import TLS
     from residuum.transport.connection_settings import Token
 
@@ -102,6 +102,7 @@ class AsyncClient(AsyncCaptureClient):
         registration: Registration | str | None = None,
         model: str | None = None,
         updatable: bool = False,
+        if_exists: IfExists = "fail",
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Reply:
@@ -118,13 +119,18 @@ class AsyncClient(AsyncCaptureClient):
             model: The model that you expect; another one is refused.
             updatable: Let `update_steering` change the steering while the request generates. Its prompt is then always
                 computed: it shares no cache with other requests.
+            if_exists: What to do if a capture with this request_id exists. "fail" raises CaptureExists. "replace"
+                generates anew and replaces the capture, whatever it holds. "skip" returns what a complete capture of
+                the same request holds, without generating (`reply.skipped`), and replaces one that is not complete. A
+                capture of another request, or of one that is still running, is never skipped.
             timeout: Seconds that the generation may take; None means as long as it takes.
             **sampling: max_tokens (16), temperature (0: greedy), top_p, top_k, seed, stop, ignore_eos, n (sequences),
                 min_tokens; see `residuum.Sampling`.
 
         Raises:
             InvalidRequest: The request is not valid; the subclass and the message say why.
-            RequestExists: The request id is taken.
+            RequestExists: A request with this id is registered or running.
+            CaptureExists: A capture with this id exists, and if_exists does not allow to replace or skip it.
             UnknownRequest: The registration was used up or has lapsed.
             StoreUnreachable: A capture is asked for and the inference service cannot reach its store.
             LimitReached: It uses more vectors than the server takes, or there was no room for them for too long.
@@ -139,7 +145,7 @@ class AsyncClient(AsyncCaptureClient):
         with tracing.span("client.generate"):
             stream = self.stream(
                 prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-                updatable=updatable, timeout=timeout, **sampling,
+                updatable=updatable, if_exists=if_exists, timeout=timeout, **sampling,
             )  # fmt: skip
             async with stream:
                 async for _ in stream:
@@ -157,6 +163,7 @@ class AsyncClient(AsyncCaptureClient):
         registration: Registration | str | None = None,
         model: str | None = None,
         updatable: bool = False,
+        if_exists: IfExists = "fail",
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncStream:
@@ -172,7 +179,7 @@ class AsyncClient(AsyncCaptureClient):
         """
         plan = plan_generation(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-            updatable=updatable, sampling=sampling,
+            updatable=updatable, if_exists=if_exists, sampling=sampling,
         )  # fmt: skip
 
         async def start() -> tuple[io.Call, ReplyBuilder]:
@@ -186,7 +193,9 @@ class AsyncClient(AsyncCaptureClient):
         *,
         capture: Capture | None = None,
         steer: Operation | Iterable[Operation] | None = None,
+        request_ids: Iterable[str] | None = None,
         model: str | None = None,
+        if_exists: IfExists = "fail",
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -198,7 +207,11 @@ class AsyncClient(AsyncCaptureClient):
             prompts: The prompts; see `generate`, as for all other arguments.
             capture: What to capture of each.
             steer: How to steer each.
+            request_ids: Your own names for the requests and their captures, one for each prompt; by default the server
+                makes them.
             model: The model that you expect.
+            if_exists: What to do if a capture with a request's id exists, as for `generate`. With "skip", a job that
+                was killed can be run again with the same ids: it generates only what is not complete.
             timeout: Seconds that each generation may take.
             max_concurrency: How many run at once.
             progress: Show a progress bar, on a terminal or in Jupyter.
@@ -209,17 +222,21 @@ class AsyncClient(AsyncCaptureClient):
 
         Raises:
             BatchFailed: Some prompts failed. It is raised when all others have ended, and holds their replies.
+            InvalidRequest: The request_ids are not one for each prompt, or two are the same.
             TypeError: The prompts are a single one, or an argument belongs to a single request, such as request_id.
 
         Example:
             >>> replies = await client.generate_many(["One", "Two"], capture=residuum.Capture(), max_tokens=8)
             >>> acts = [await client.activations(reply.request_id) for reply in replies]
         """
-        batch = check_prompts(prompts, sampling)
+        batch = check_batch(prompts, request_ids, sampling)
         operations = operation_list(steer)
 
-        def start(prompt: Prompt) -> AsyncStream:
-            return self.stream(prompt, capture=capture, steer=operations, model=model, timeout=timeout, **sampling)
+        def start(item: BatchItem) -> AsyncStream:
+            return self.stream(
+                item.prompt, capture=capture, steer=operations, request_id=item.request_id, model=model,
+                if_exists=if_exists, timeout=timeout, **sampling,
+            )  # fmt: skip
 
         return await run_batch(start, batch, max_concurrency=max_concurrency, progress=progress)
 
@@ -231,6 +248,7 @@ class AsyncClient(AsyncCaptureClient):
         request_id: str | None = None,
         model: str | None = None,
         updatable: bool = False,
+        if_exists: IfExists = "fail",
     ) -> Registration:
         """Have a request validated in full before its prompt is there, and send the vectors it needs.
 
@@ -241,14 +259,14 @@ class AsyncClient(AsyncCaptureClient):
 
         Raises:
             InvalidRequest: The request is not valid; the subclass and the message say why.
-            RequestExists: The request id is taken by another spec, or was used.
+            RequestExists: The request id is registered with another spec, or its request is running.
             LimitReached: Too many registrations are waiting.
 
         Example:
             >>> registration = await client.register(capture=residuum.Capture(layers="all"))
             >>> reply = await client.generate("Hello", registration=registration)
         """
-        plan = plan_spec(capture, steer, request_id, model, updatable=updatable)
+        plan = plan_spec(capture, steer, request_id, model, updatable=updatable, if_exists=if_exists)
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
         answer = await self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
         await self._send(vector_upload.only(plan.vectors, answer.missing_digests))
@@ -374,7 +392,9 @@ class AsyncClient(AsyncCaptureClient):
 
     async def _generate(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
         call = self._inference.Generate(plan.request, timeout=timeout)
-        return call, await accept(call, self.endpoint)
+        builder = await accept(call, self.endpoint, has_answered=self._channels.has_answered(self.endpoint))
+        self._channels.note_answer(self.endpoint)
+        return call, builder
 
     async def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:
         """Make sure that the server has these vectors; return those that were sent."""

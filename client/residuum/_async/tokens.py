@@ -104,18 +104,22 @@ class AsyncTokenStream(AsyncIterator[TokenDelta]):
         return self._call
 
 
-async def accept(call: io.Call, endpoint: str) -> ReplyBuilder:
+async def accept(call: io.Call, endpoint: str, *, has_answered: bool = False) -> ReplyBuilder:
     """Wait until the request of a call is accepted; return what takes its further events.
+
+    `has_answered`: the endpoint has answered an earlier call.
 
     Raises:
         ResiduumError: It is refused.
     """
     builder = ReplyBuilder()
-    await _next_delta(call, builder, endpoint)
+    await _next_delta(call, builder, endpoint, has_answered=has_answered)
     return builder
 
 
-async def _next_delta(call: io.Call, builder: ReplyBuilder, endpoint: str) -> TokenDelta | None:
+async def _next_delta(
+    call: io.Call, builder: ReplyBuilder, endpoint: str, *, has_answered: bool = True
+) -> TokenDelta | None:
     """Read one event; return the new tokens if there are any in it.
 
     Raises:
@@ -126,7 +130,7 @@ async def _next_delta(call: io.Call, builder: ReplyBuilder, endpoint: str) -> To
         if event is not None:
             return builder.add(event)
     except grpc.RpcError as error:
-        raise from_generation_error(error, endpoint, builder) from None
+        raise from_generation_error(error, endpoint, builder, has_answered=has_answered) from None
     except BaseException:  # the reader is stopped, or the server breaks the contract: nobody reads on
         call.cancel()
         raise

@@ -8,22 +8,21 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 from residuum._sync.streams import Stream
 from residuum.exceptions import RequestAborted, ResiduumError
-from residuum.protocol.requests import Prompt
-from residuum.transport.batches import check_concurrency, collect
+from residuum.transport.batches import BatchItem, check_concurrency, collect
 from residuum.transport.progress import progress_bar
 from residuum.values.replies import Reply
 
 
 def run_batch(
-    start: Callable[[Prompt], Stream], prompts: Sequence[Prompt], *, max_concurrency: int, progress: bool
+    start: Callable[[BatchItem], Stream], items: Sequence[BatchItem], *, max_concurrency: int, progress: bool
 ) -> list[Reply]:
     """Run one generation for each prompt, some at once; see `Client.generate_many`."""
     batch = _Batch(start)
-    replies: list[Reply | None] = [None] * len(prompts)
+    replies: list[Reply | None] = [None] * len(items)
     errors: dict[int, ResiduumError] = {}
-    workers = min(check_concurrency(max_concurrency), max(len(prompts), 1))
-    with ThreadPoolExecutor(workers) as pool, progress_bar("generating", len(prompts), enabled=progress) as advance:
-        numbers: dict[Future[Reply], int] = {pool.submit(batch.run, prompt): at for at, prompt in enumerate(prompts)}
+    workers = min(check_concurrency(max_concurrency), max(len(items), 1))
+    with ThreadPoolExecutor(workers) as pool, progress_bar("generating", len(items), enabled=progress) as advance:
+        numbers: dict[Future[Reply], int] = {pool.submit(batch.run, item): at for at, item in enumerate(items)}
         try:
             for future in as_completed(numbers):
                 try:
@@ -41,17 +40,17 @@ def run_batch(
 class _Batch:
     """The generations that run."""
 
-    def __init__(self, start: Callable[[Prompt], Stream]) -> None:
+    def __init__(self, start: Callable[[BatchItem], Stream]) -> None:
         self._start = start
         self._running: set[Stream] = set()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
-    def run(self, prompt: Prompt) -> Reply:
+    def run(self, item: BatchItem) -> Reply:
         """Run one."""
         if self._stopped.is_set():
             raise RequestAborted("The batch was stopped before this prompt.")
-        with self._start(prompt) as stream:
+        with self._start(item) as stream:
             with self._lock:
                 self._running.add(stream)
                 if self._stopped.is_set():

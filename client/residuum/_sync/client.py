@@ -26,7 +26,7 @@ from residuum.protocol.requests import (
 )
 from residuum.rpc import tracing
 from residuum.transport import health
-from residuum.transport.batches import check_prompts
+from residuum.transport.batches import BatchItem, check_batch
 from residuum.v1 import inference_pb2
 from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import grpc
     from typing_extensions import Self, Unpack
 
-    from residuum.protocol.requests import Sampling
+    from residuum.protocol.requests import IfExists, Sampling
     from residuum.rpc.credentials import TLS
     from residuum.transport.connection_settings import Token
 
@@ -103,6 +103,7 @@ class Client(CaptureClient):
         registration: Registration | str | None = None,
         model: str | None = None,
         updatable: bool = False,
+        if_exists: IfExists = "fail",
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Reply:
@@ -119,13 +120,18 @@ class Client(CaptureClient):
             model: The model that you expect; another one is refused.
             updatable: Let `update_steering` change the steering while the request generates. Its prompt is then always
                 computed: it shares no cache with other requests.
+            if_exists: What to do if a capture with this request_id exists. "fail" raises CaptureExists. "replace"
+                generates anew and replaces the capture, whatever it holds. "skip" returns what a complete capture of
+                the same request holds, without generating (`reply.skipped`), and replaces one that is not complete. A
+                capture of another request, or of one that is still running, is never skipped.
             timeout: Seconds that the generation may take; None means as long as it takes.
             **sampling: max_tokens (16), temperature (0: greedy), top_p, top_k, seed, stop, ignore_eos, n (sequences),
                 min_tokens; see `residuum.Sampling`.
 
         Raises:
             InvalidRequest: The request is not valid; the subclass and the message say why.
-            RequestExists: The request id is taken.
+            RequestExists: A request with this id is registered or running.
+            CaptureExists: A capture with this id exists, and if_exists does not allow to replace or skip it.
             UnknownRequest: The registration was used up or has lapsed.
             StoreUnreachable: A capture is asked for and the inference service cannot reach its store.
             LimitReached: It uses more vectors than the server takes, or there was no room for them for too long.
@@ -140,7 +146,7 @@ class Client(CaptureClient):
         with tracing.span("client.generate"):
             stream = self.stream(
                 prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-                updatable=updatable, timeout=timeout, **sampling,
+                updatable=updatable, if_exists=if_exists, timeout=timeout, **sampling,
             )  # fmt: skip
             with stream:
                 for _ in stream:
@@ -158,6 +164,7 @@ class Client(CaptureClient):
         registration: Registration | str | None = None,
         model: str | None = None,
         updatable: bool = False,
+        if_exists: IfExists = "fail",
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Stream:
@@ -173,7 +180,7 @@ class Client(CaptureClient):
         """
         plan = plan_generation(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-            updatable=updatable, sampling=sampling,
+            updatable=updatable, if_exists=if_exists, sampling=sampling,
         )  # fmt: skip
 
         def start() -> tuple[io.Call, ReplyBuilder]:
@@ -187,7 +194,9 @@ class Client(CaptureClient):
         *,
         capture: Capture | None = None,
         steer: Operation | Iterable[Operation] | None = None,
+        request_ids: Iterable[str] | None = None,
         model: str | None = None,
+        if_exists: IfExists = "fail",
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -199,7 +208,11 @@ class Client(CaptureClient):
             prompts: The prompts; see `generate`, as for all other arguments.
             capture: What to capture of each.
             steer: How to steer each.
+            request_ids: Your own names for the requests and their captures, one for each prompt; by default the server
+                makes them.
             model: The model that you expect.
+            if_exists: What to do if a capture with a request's id exists, as for `generate`. With "skip", a job that
+                was killed can be run again with the same ids: it generates only what is not complete.
             timeout: Seconds that each generation may take.
             max_concurrency: How many run at once.
             progress: Show a progress bar, on a terminal or in Jupyter.
@@ -210,17 +223,21 @@ class Client(CaptureClient):
 
         Raises:
             BatchFailed: Some prompts failed. It is raised when all others have ended, and holds their replies.
+            InvalidRequest: The request_ids are not one for each prompt, or two are the same.
             TypeError: The prompts are a single one, or an argument belongs to a single request, such as request_id.
 
         Example:
             >>> replies = client.generate_many(["One", "Two"], capture=residuum.Capture(), max_tokens=8)
             >>> acts = [client.activations(reply.request_id) for reply in replies]
         """
-        batch = check_prompts(prompts, sampling)
+        batch = check_batch(prompts, request_ids, sampling)
         operations = operation_list(steer)
 
-        def start(prompt: Prompt) -> Stream:
-            return self.stream(prompt, capture=capture, steer=operations, model=model, timeout=timeout, **sampling)
+        def start(item: BatchItem) -> Stream:
+            return self.stream(
+                item.prompt, capture=capture, steer=operations, request_id=item.request_id, model=model,
+                if_exists=if_exists, timeout=timeout, **sampling,
+            )  # fmt: skip
 
         return run_batch(start, batch, max_concurrency=max_concurrency, progress=progress)
 
@@ -232,6 +249,7 @@ class Client(CaptureClient):
         request_id: str | None = None,
         model: str | None = None,
         updatable: bool = False,
+        if_exists: IfExists = "fail",
     ) -> Registration:
         """Have a request validated in full before its prompt is there, and send the vectors it needs.
 
@@ -242,14 +260,14 @@ class Client(CaptureClient):
 
         Raises:
             InvalidRequest: The request is not valid; the subclass and the message say why.
-            RequestExists: The request id is taken by another spec, or was used.
+            RequestExists: The request id is registered with another spec, or its request is running.
             LimitReached: Too many registrations are waiting.
 
         Example:
             >>> registration = client.register(capture=residuum.Capture(layers="all"))
             >>> reply = client.generate("Hello", registration=registration)
         """
-        plan = plan_spec(capture, steer, request_id, model, updatable=updatable)
+        plan = plan_spec(capture, steer, request_id, model, updatable=updatable, if_exists=if_exists)
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
         answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
         self._send(vector_upload.only(plan.vectors, answer.missing_digests))
@@ -375,7 +393,9 @@ class Client(CaptureClient):
 
     def _generate(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
         call = self._inference.Generate(plan.request, timeout=timeout)
-        return call, accept(call, self.endpoint)
+        builder = accept(call, self.endpoint, has_answered=self._channels.has_answered(self.endpoint))
+        self._channels.note_answer(self.endpoint)
+        return call, builder
 
     def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:
         """Make sure that the server has these vectors; return those that were sent."""

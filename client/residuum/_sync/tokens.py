@@ -105,18 +105,20 @@ class TokenStream(Iterator[TokenDelta]):
         return self._call
 
 
-def accept(call: io.Call, endpoint: str) -> ReplyBuilder:
+def accept(call: io.Call, endpoint: str, *, has_answered: bool = False) -> ReplyBuilder:
     """Wait until the request of a call is accepted; return what takes its further events.
+
+    `has_answered`: the endpoint has answered an earlier call.
 
     Raises:
         ResiduumError: It is refused.
     """
     builder = ReplyBuilder()
-    _next_delta(call, builder, endpoint)
+    _next_delta(call, builder, endpoint, has_answered=has_answered)
     return builder
 
 
-def _next_delta(call: io.Call, builder: ReplyBuilder, endpoint: str) -> TokenDelta | None:
+def _next_delta(call: io.Call, builder: ReplyBuilder, endpoint: str, *, has_answered: bool = True) -> TokenDelta | None:
     """Read one event; return the new tokens if there are any in it.
 
     Raises:
@@ -127,7 +129,7 @@ def _next_delta(call: io.Call, builder: ReplyBuilder, endpoint: str) -> TokenDel
         if event is not None:
             return builder.add(event)
     except grpc.RpcError as error:
-        raise from_generation_error(error, endpoint, builder) from None
+        raise from_generation_error(error, endpoint, builder, has_answered=has_answered) from None
     except BaseException:  # the reader is stopped, or the server breaks the contract: nobody reads on
         call.cancel()
         raise

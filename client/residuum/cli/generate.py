@@ -13,7 +13,7 @@ from residuum.cli import steering
 from residuum.cli.connection import advice_if_cut_off, open_client
 from residuum.cli.output import Output
 from residuum.cli.parser import positive_count
-from residuum.protocol.requests import Prompt
+from residuum.protocol.requests import IF_EXISTS, Prompt
 from residuum.values.capture import AXES, REDUCTIONS
 from residuum.wire.encodings import ENCODINGS
 
@@ -60,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--id", dest="request_id", help="your own ID for the request and its capture (default: the server's choice)"
+    )
+    parser.add_argument(
+        "--if-exists",
+        choices=IF_EXISTS,
+        default="fail",
+        help="if a capture with this ID exists: fail; replace it; or skip, which prints what a complete capture of the "
+        "same request holds, and replaces one that is not complete (default: fail)",
     )
     _add_sampling(parser)
     _add_capture(parser)
@@ -134,6 +141,8 @@ def generate(options: argparse.Namespace, output: Output) -> int:
         for flag in _CAPTURE_FLAGS:
             if getattr(options, flag) not in (None, False):
                 options.usage_error(f"--{flag.replace('_', '-')} needs --capture; give both")
+    if options.if_exists != "fail" and (options.capture is None or options.request_id is None):
+        options.usage_error("--if-exists needs --id and --capture; give all three")
     if (options.prompt is None) == (options.file is None):
         options.usage_error("give either a prompt or --file FILE")
     if options.file is not None and options.request_id is not None:
@@ -152,7 +161,7 @@ def generate(options: argparse.Namespace, output: Output) -> int:
 
 def _generate_one(prompt: Prompt, arguments: dict[str, Any], options: argparse.Namespace, output: Output) -> int:
     with open_client(options) as client:
-        with client.stream(prompt, request_id=options.request_id, **arguments) as stream:
+        with client.stream(prompt, request_id=options.request_id, if_exists=options.if_exists, **arguments) as stream:
             request_id, captures = stream.request_id, arguments["capture"] is not None
             rows = f" The rows so far: residuum pull {request_id} --allow-partial" if captures else ""
             with advice_if_cut_off(f"The request {request_id} was aborted.{rows}"):
@@ -245,4 +254,5 @@ def _show_reply(reply: residuum.Reply, output: Output) -> None:
         output.say("")
     if reply.captured:
         # Print to stderr, so that a pipe gets only the text.
-        print(f"captured: residuum pull {reply.request_id}", file=sys.stderr)
+        what = "nothing generated, the capture exists" if reply.skipped else "captured"
+        print(f"{what}: residuum pull {reply.request_id}", file=sys.stderr)

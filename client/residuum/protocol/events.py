@@ -74,6 +74,7 @@ class ReplyBuilder:
             usage=Usage(finished.usage.prompt_tokens, finished.usage.generated_tokens),
             store_endpoint=handle.store_endpoint,
             captured=bool(handle.capture_id),
+            skipped=self.started.skipped,
         )
 
     def check_end(self) -> None:

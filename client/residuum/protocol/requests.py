@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict, Union
+from typing import Any, Literal, Protocol, TypedDict, Union
 
 import numpy as np
 
 from residuum.exceptions import EmptyPrompt, InvalidRequest, PromptTooLong
-from residuum.v1 import inference_pb2
+from residuum.v1 import capture_pb2, inference_pb2
 from residuum.values.capture import Capture
 from residuum.values.replies import Registration
 from residuum.values.steering import Operation, operation_list, steering_spec
@@ -20,6 +20,17 @@ from residuum.wire.limits import MAX_MESSAGE_BYTES, MAX_SEQUENCES, MAX_STOP_TEXT
 
 Prompt = Union[str, Sequence[int], Sequence[Mapping[str, str]]]  # noqa: UP007 - evaluated at run time on Python 3.10
 """A text, token ids, or a conversation as a list of {"role": ..., "content": ...}."""
+
+
+IfExists = Literal["fail", "replace", "skip"]
+"""What to do if a capture with the request's ID exists; see `Client.generate`."""
+
+IF_EXISTS: dict[str, capture_pb2.IfExists.ValueType] = {
+    "fail": capture_pb2.IF_EXISTS_FAIL,
+    "replace": capture_pb2.IF_EXISTS_REPLACE,
+    "skip": capture_pb2.IF_EXISTS_SKIP,
+}
+"""The contract's values of `IfExists`."""
 
 
 class Sampling(TypedDict, total=False):
@@ -72,6 +83,7 @@ def plan_spec(
     model: str | None,
     *,
     updatable: bool = False,
+    if_exists: str = "fail",
 ) -> SpecPlan:
     """Build a spec.
 
@@ -83,12 +95,37 @@ def plan_spec(
         raise TypeError(f"capture= takes a residuum.Capture, not {capture!r}.")
     operations = operation_list(steer)
     spec = inference_pb2.RequestSpec(request_id=check_id(request_id) if request_id else "", model=model or "")
+    if if_exists != "fail":
+        spec.if_exists = _if_exists(if_exists, has_both=bool(request_id) and capture is not None)
     if capture is not None:
         spec.capture.CopyFrom(capture.to_proto())
     if operations or updatable:
         spec.steering.CopyFrom(steering_spec(operations, updatable=updatable))
     projection = capture.projection_vectors if capture is not None else ()
     return SpecPlan(spec, distinct((*vectors_of(operations), *projection)))
+
+
+def _if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.ValueType:
+    """Return the contract's value of `if_exists`.
+
+    Raises:
+        InvalidRequest: There is no such choice, or the request lacks an ID or a capture.
+    """
+    field = {"field": "if_exists"}
+    if choice not in IF_EXISTS:
+        raise InvalidRequest(
+            f"if_exists is {short(choice)}; choose among {', '.join(IF_EXISTS)}.",
+            reason="INVALID_FIELD",
+            metadata=field,
+        )
+    if not has_both:
+        raise InvalidRequest(
+            f"if_exists={choice!r} says what happens to an existing capture with the request's id; give request_id= "
+            "and capture= too.",
+            reason="INVALID_FIELD",
+            metadata=field,
+        )
+    return IF_EXISTS[choice]
 
 
 def vectors_of(operations: Iterable[Operation]) -> tuple[Vector, ...]:
@@ -127,6 +164,7 @@ def plan_generation(
     registration: Registration | str | None,
     model: str | None,
     updatable: bool,
+    if_exists: str = "fail",
     sampling: Mapping[str, Any],
 ) -> GenerationPlan:
     """Build a generation, either of a registered request or with its spec inline.
@@ -141,12 +179,13 @@ def plan_generation(
     if sampling:
         request.sampling.CopyFrom(sampling_parameters(sampling))
     if registration is None:
-        plan = plan_spec(capture, steer, request_id, model, updatable=updatable)
+        plan = plan_spec(capture, steer, request_id, model, updatable=updatable, if_exists=if_exists)
         request.spec.CopyFrom(plan.spec)
         return GenerationPlan(request, plan.vectors)
-    if capture is not None or steer or request_id or model or updatable:
+    if capture is not None or steer or request_id or model or updatable or if_exists != "fail":
         raise InvalidRequest(
-            "A registered request has its capture, steering, id and model already; give them to register() alone.",
+            "A registered request has its capture, steering, id, model and if_exists already; give them to register() "
+            "alone.",
             reason="INVALID_FIELD",
         )
     if isinstance(registration, Registration):

@@ -34,6 +34,15 @@ class Channels(Generic[_Channel]):
         self._channels: dict[tuple[str, str], _Channel] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._answered: set[str] = set()
+
+    def note_answer(self, endpoint: str) -> None:
+        """Note that an endpoint has answered a call, so that a later failure is not put down to the settings."""
+        self._answered.add(endpoint)
+
+    def has_answered(self, endpoint: str) -> bool:
+        """Return whether an endpoint has answered a call."""
+        return endpoint in self._answered
 
     def get(self, endpoint: str, purpose: str = "calls") -> _Channel:
         """Return the channel to an endpoint for a purpose.

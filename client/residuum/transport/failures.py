@@ -51,22 +51,46 @@ _CLOSED = (
 )
 
 
-def from_rpc_error(error: grpc.RpcError, endpoint: str, **facts: str) -> exc.ResiduumError:
+_NO_ANSWER = (
+    "Nothing answers at {endpoint}, or the connection broke ({details}). Is the service running there, and is the port "
+    "reachable from here?{hint} `residuum doctor` looks at every step."
+)
+_WENT_AWAY = (
+    "The service at {endpoint} has answered before, and is gone now ({details}): it was stopped or crashed, or the "
+    "network failed. Its log may say why. Try again when it runs; `residuum doctor` looks at every step."
+)
+_LOST_REPLY = (
+    "The service at {endpoint} went away during the reply ({details}): it was stopped or crashed, or the network "
+    "failed. The request has ended. Its capture, if it has one, keeps the rows that the store has. The service's log "
+    "may say why. Try again when it runs; `residuum doctor` looks at every step."
+)
+
+
+def from_rpc_error(
+    error: grpc.RpcError, endpoint: str, *, has_answered: bool = False, **facts: str
+) -> exc.ResiduumError:
     """Return the exception that tells what a failed call means.
 
     Args:
         error: What gRPC raised, on a sync or an asyncio channel.
         endpoint: Where the call went, for the message.
+        has_answered: Whether the endpoint has answered before. Then the settings of the connection are right.
         facts: What else is known of the call, such as its request_id; the server's own word goes first.
     """
-    told = _from_rpc_error(error, endpoint)
+    told = _from_rpc_error(error, endpoint, _WENT_AWAY if has_answered else _NO_ANSWER)
     told.metadata = {**facts, **told.metadata}
     return told
 
 
-def from_generation_error(error: grpc.RpcError, endpoint: str, builder: ReplyBuilder) -> exc.ResiduumError:
+def from_generation_error(
+    error: grpc.RpcError, endpoint: str, builder: ReplyBuilder, *, has_answered: bool = False
+) -> exc.ResiduumError:
     """Return the exception that tells what a failed generation means; `builder` has its events so far."""
-    failure = from_rpc_error(error, endpoint, **_facts(builder))
+    failure = from_rpc_error(error, endpoint, has_answered=has_answered, **_facts(builder))
+    if builder.is_started and isinstance(failure, exc.Unreachable):
+        lost = exc.Unreachable(_LOST_REPLY.format(endpoint=endpoint, details=error.details()), endpoint=endpoint)
+        lost.metadata = failure.metadata
+        return lost
     if isinstance(failure, exc.RequestAborted) and not failure.reason:
         return stream_closed(builder)
     return failure
@@ -83,12 +107,12 @@ def _facts(builder: ReplyBuilder) -> dict[str, str]:
     return {"request_id": builder.request_id} if builder.is_started else {}
 
 
-def _from_rpc_error(error: grpc.RpcError, endpoint: str) -> exc.ResiduumError:
+def _from_rpc_error(error: grpc.RpcError, endpoint: str, unreachable: str) -> exc.ResiduumError:
     failure = failure_from_rpc_error(error)
     if failure is not None and failure.reason_name in EXCEPTIONS:
         kind = EXCEPTIONS[failure.reason_name]
         return kind(_in_python(failure.message), reason=failure.reason_name, metadata=failure.metadata)
-    return _from_code(error.code(), error.details() or "", endpoint)
+    return _from_code(error.code(), error.details() or "", endpoint, unreachable)
 
 
 def _in_python(message: str) -> str:
@@ -96,23 +120,19 @@ def _in_python(message: str) -> str:
     return re.sub(r"\bSITE_([A-Z_]+)\b", lambda match: match[1].lower(), message)
 
 
-def _unreachable(details: str, endpoint: str) -> exc.Unreachable:
+def _unreachable(details: str, endpoint: str, unreachable: str) -> exc.Unreachable:
     """Return why there is no connection, and what to do. gRPC's own words are all there is to go by."""
     for words, message in _TLS_TROUBLE.items():
         if words in details:
             cause = details.rpartition("CERTIFICATE_VERIFY_FAILED: ")[2]
             return exc.Unreachable(message.format(endpoint=endpoint, cause=cause), endpoint=endpoint, is_refusal=True)
     hint = _CLOSED if any(words in details for words in _CLOSED_WORDS) else ""
-    text = (
-        f"Nothing answers at {endpoint}, or the connection broke ({details}). Is the service running there, and "
-        f"is the port reachable from here?{hint} `residuum doctor` looks at every step."
-    )
-    return exc.Unreachable(text, endpoint=endpoint)
+    return exc.Unreachable(unreachable.format(endpoint=endpoint, details=details, hint=hint), endpoint=endpoint)
 
 
-def _from_code(code: grpc.StatusCode, details: str, endpoint: str) -> exc.ResiduumError:
+def _from_code(code: grpc.StatusCode, details: str, endpoint: str, unreachable: str) -> exc.ResiduumError:
     if code is grpc.StatusCode.UNAVAILABLE:
-        return _unreachable(details, endpoint)
+        return _unreachable(details, endpoint, unreachable)
     metadata = {"endpoint": endpoint}
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return exc.DeadlineExceeded(

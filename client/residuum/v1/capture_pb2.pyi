@@ -320,6 +320,10 @@ class _IncompleteReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Inco
     """The request failed in the engine."""
     INCOMPLETE_REASON_STORE_FULL: _IncompleteReason.ValueType  # 6
     """The store was full: no row could be stored for as long as the store waits (its setting --full-timeout-seconds)."""
+    INCOMPLETE_REASON_SERVICE_GONE: _IncompleteReason.ValueType  # 7
+    """The inference service was killed, or lost its connection to the store, before it sealed the capture: it did not
+    renew its lease (see RenewLease).
+    """
 
 class IncompleteReason(_IncompleteReason, metaclass=_IncompleteReasonEnumTypeWrapper):
     """Why a capture is INCOMPLETE."""
@@ -338,7 +342,52 @@ INCOMPLETE_REASON_REQUEST_FAILED: IncompleteReason.ValueType  # 5
 """The request failed in the engine."""
 INCOMPLETE_REASON_STORE_FULL: IncompleteReason.ValueType  # 6
 """The store was full: no row could be stored for as long as the store waits (its setting --full-timeout-seconds)."""
+INCOMPLETE_REASON_SERVICE_GONE: IncompleteReason.ValueType  # 7
+"""The inference service was killed, or lost its connection to the store, before it sealed the capture: it did not
+renew its lease (see RenewLease).
+"""
 Global___IncompleteReason: _TypeAlias = IncompleteReason  # noqa: Y015
+
+class _IfExists:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _IfExistsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IfExists.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    IF_EXISTS_UNSPECIFIED: _IfExists.ValueType  # 0
+    """Not set: IF_EXISTS_FAIL."""
+    IF_EXISTS_FAIL: _IfExists.ValueType  # 1
+    """The request fails."""
+    IF_EXISTS_REPLACE: _IfExists.ValueType  # 2
+    """The new capture replaces it, whatever its state and its description. The old one is deleted in the same step that
+    opens the new one. If the new one cannot be opened, the old one stays.
+    """
+    IF_EXISTS_SKIP: _IfExists.ValueType  # 3
+    """If it is COMPLETE, it is the result: nothing is generated. If it is not, the new capture replaces it, as with
+    IF_EXISTS_REPLACE. In both cases it must be of the same request: the same description, apart from `layout`,
+    `vllm_version`, `request_time`, `attempt` and `service_instance`. Otherwise the request fails.
+    """
+
+class IfExists(_IfExists, metaclass=_IfExistsEnumTypeWrapper):
+    """What happens when a capture with the request's ID exists.
+
+    A capture whose request is still running is never replaced or skipped: the request fails.
+    """
+
+IF_EXISTS_UNSPECIFIED: IfExists.ValueType  # 0
+"""Not set: IF_EXISTS_FAIL."""
+IF_EXISTS_FAIL: IfExists.ValueType  # 1
+"""The request fails."""
+IF_EXISTS_REPLACE: IfExists.ValueType  # 2
+"""The new capture replaces it, whatever its state and its description. The old one is deleted in the same step that
+opens the new one. If the new one cannot be opened, the old one stays.
+"""
+IF_EXISTS_SKIP: IfExists.ValueType  # 3
+"""If it is COMPLETE, it is the result: nothing is generated. If it is not, the new capture replaces it, as with
+IF_EXISTS_REPLACE. In both cases it must be of the same request: the same description, apart from `layout`,
+`vllm_version`, `request_time`, `attempt` and `service_instance`. Otherwise the request fails.
+"""
+Global___IfExists: _TypeAlias = IfExists  # noqa: Y015
 
 @_typing.final
 class EncodingOptions(_message.Message):
@@ -582,6 +631,9 @@ class CaptureDescription(_message.Message):
     VLLM_VERSION_FIELD_NUMBER: _builtins.int
     REQUEST_TIME_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    SERVICE_INSTANCE_FIELD_NUMBER: _builtins.int
+    SAMPLING_DIGEST_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture's ID, which is also its request's ID."""
     model: _builtins.str
@@ -600,6 +652,16 @@ class CaptureDescription(_message.Message):
     """The capture's tenant, which is part of its name: tenants may use the same IDs. Empty: the default tenant, which
     servers without authentication use. In OpenCapture, empty means the token's tenant.
     """
+    attempt: _builtins.int
+    """A random number that tells captures of the same ID apart, after one was deleted or replaced. The store refuses rows
+    and seals with another number: they belong to an earlier capture. 0: the writer is older than this field.
+    """
+    service_instance: _builtins.str
+    """The process of the inference service that makes the capture, as a random ID. It holds a lease: see RenewLease.
+    Empty: it is older than this field, and holds none.
+    """
+    sampling_digest: _builtins.bytes
+    """A hash of the request's sampling parameters, so that IF_EXISTS_SKIP can compare them. Empty: they are not known."""
     @_builtins.property
     def spec(self) -> Global___CaptureSpec:
         """The requested capture with all defaults filled in: layers as a list, sites named."""
@@ -636,10 +698,13 @@ class CaptureDescription(_message.Message):
         vllm_version: _builtins.str = ...,
         request_time: _timestamp_pb2.Timestamp | None = ...,
         tenant: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        service_instance: _builtins.str = ...,
+        sampling_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "request_time", b"request_time", "spec", b"spec", "steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "sampling_digest", b"sampling_digest", "service_instance", b"service_instance", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

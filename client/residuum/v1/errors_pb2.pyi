@@ -58,7 +58,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Metadata: `digests` (hexadecimal, comma-separated, at most 64 of them).
     """
     ERROR_REASON_REQUEST_EXISTS: _ErrorReason.ValueType  # 13
-    """ALREADY_EXISTS: the request ID is registered with another spec, or was used before. Metadata: `request_id`."""
+    """ALREADY_EXISTS: the request ID is registered with another spec, or its request is running. Metadata: `request_id`."""
     ERROR_REASON_UNKNOWN_REQUEST: _ErrorReason.ValueType  # 14
     """NOT_FOUND: the registration or request does not exist: it was never made, was used, or has expired. Metadata:
     `request_id`.
@@ -66,7 +66,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNKNOWN_CAPTURE: _ErrorReason.ValueType  # 15
     """NOT_FOUND: the store does not hold this capture. Metadata: `capture_id`."""
     ERROR_REASON_CAPTURE_EXISTS: _ErrorReason.ValueType  # 16
-    """ALREADY_EXISTS: the store holds another capture with this ID. Metadata: `capture_id`."""
+    """ALREADY_EXISTS: the store holds another capture with this ID. Metadata: `capture_id`, `state`."""
     ERROR_REASON_CAPTURE_ENDED: _ErrorReason.ValueType  # 17
     """FAILED_PRECONDITION: the capture has ended, or is sealed differently, and refuses the change. Metadata:
     `capture_id`, `state`.
@@ -144,7 +144,7 @@ ERROR_REASON_MISSING_VECTORS: ErrorReason.ValueType  # 12
 Metadata: `digests` (hexadecimal, comma-separated, at most 64 of them).
 """
 ERROR_REASON_REQUEST_EXISTS: ErrorReason.ValueType  # 13
-"""ALREADY_EXISTS: the request ID is registered with another spec, or was used before. Metadata: `request_id`."""
+"""ALREADY_EXISTS: the request ID is registered with another spec, or its request is running. Metadata: `request_id`."""
 ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 14
 """NOT_FOUND: the registration or request does not exist: it was never made, was used, or has expired. Metadata:
 `request_id`.
@@ -152,7 +152,7 @@ ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 14
 ERROR_REASON_UNKNOWN_CAPTURE: ErrorReason.ValueType  # 15
 """NOT_FOUND: the store does not hold this capture. Metadata: `capture_id`."""
 ERROR_REASON_CAPTURE_EXISTS: ErrorReason.ValueType  # 16
-"""ALREADY_EXISTS: the store holds another capture with this ID. Metadata: `capture_id`."""
+"""ALREADY_EXISTS: the store holds another capture with this ID. Metadata: `capture_id`, `state`."""
 ERROR_REASON_CAPTURE_ENDED: ErrorReason.ValueType  # 17
 """FAILED_PRECONDITION: the capture has ended, or is sealed differently, and refuses the change. Metadata:
 `capture_id`, `state`.

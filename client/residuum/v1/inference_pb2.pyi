@@ -279,12 +279,15 @@ class RequestSpec(_message.Message):
     CAPTURE_FIELD_NUMBER: _builtins.int
     STEERING_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    IF_EXISTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The ID of the request and of its capture: 1 to 128 of the characters a-z A-Z 0-9 . _ - and not starting with a dot
     or a dash. Empty: the server chooses one.
     """
     model: _builtins.str
     """The model that the client expects. Empty: any. The server refuses other names than its own with UNKNOWN_MODEL."""
+    if_exists: _capture_pb2.IfExists.ValueType
+    """What to do if a capture with this ID exists. Values other than FAIL need a `request_id` and a `capture`."""
     @_builtins.property
     def capture(self) -> _capture_pb2.CaptureSpec:
         """What the request captures. Unset: nothing."""
@@ -300,10 +303,11 @@ class RequestSpec(_message.Message):
         capture: _capture_pb2.CaptureSpec | None = ...,
         steering: _steering_pb2.SteeringSpec | None = ...,
         model: _builtins.str = ...,
+        if_exists: _capture_pb2.IfExists.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "model", b"model", "request_id", b"request_id", "steering", b"steering"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "if_exists", b"if_exists", "model", b"model", "request_id", b"request_id", "steering", b"steering"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -758,8 +762,11 @@ class GenerationStarted(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CAPTURE_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The ID of the request."""
+    skipped: _builtins.bool
+    """Nothing is generated: the capture was there already (IF_EXISTS_SKIP). The other events repeat what it holds."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's token IDs as the model sees them."""
@@ -774,10 +781,11 @@ class GenerationStarted(_message.Message):
         request_id: _builtins.str = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         capture: Global___CaptureHandle | None = ...,
+        skipped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "skipped", b"skipped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

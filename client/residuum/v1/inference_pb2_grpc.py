@@ -110,7 +110,7 @@ class InferenceServiceServicer:
 
         Errors:
         * INVALID_ARGUMENT: the spec names a layer, site, operation or vector that is invalid (the reason says which).
-        * ALREADY_EXISTS, REQUEST_EXISTS: the ID is registered with another spec, or was used before.
+        * ALREADY_EXISTS, REQUEST_EXISTS: the ID is registered with another spec, or its request is running.
         * UNAVAILABLE, STORE_UNREACHABLE: the spec asks for a capture, and its store does not answer.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many registrations are waiting, or they take too much memory.
         """
@@ -156,6 +156,9 @@ class InferenceServiceServicer:
         server: {finished}             after the last token of every sequence
         server: OK
 
+        With IF_EXISTS_SKIP and a COMPLETE capture of the same request, nothing is generated. The events repeat what the
+        capture holds, and `started.skipped` is set.
+
         The request ends when the stream ends. If the client drops the stream or calls Abort, the engine stops at once, and
         the capture ends ABORTED with the rows captured until then.
 
@@ -164,7 +167,8 @@ class InferenceServiceServicer:
         * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
         invalid, as for RegisterRequest.
         * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
-        * ALREADY_EXISTS: the ID of the inline spec is taken, or a store holds a capture with this ID.
+        * ALREADY_EXISTS: REQUEST_EXISTS (the ID of the inline spec is registered, or its request is running) or
+        CAPTURE_EXISTS (a store holds a capture with this ID, and `if_exists` does not allow to replace or skip it).
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: the request uses more vectors than can be kept or active, or waited too long
         for room among the active ones; or too many requests are running or waiting.
         * UNAVAILABLE: STORE_UNREACHABLE (the request asks for a capture, and its store does not answer; or the client

@@ -32,10 +32,13 @@ class OpenCaptureRequest(_message.Message):
 
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     CHECK_ONLY_FIELD_NUMBER: _builtins.int
+    IF_EXISTS_FIELD_NUMBER: _builtins.int
     check_only: _builtins.bool
     """Only check whether a capture with this ID exists, with any description, and create nothing. The call succeeds if
     there is none. With it, an inference service with several stores ensures that no ID gets two captures.
     """
+    if_exists: _capture_pb2.IfExists.ValueType
+    """What to do if a capture with this ID exists. Not used with `check_only`."""
     @_builtins.property
     def description(self) -> _capture_pb2.CaptureDescription:
         """The capture's description. `capture_id` is the request's ID and follows its rules. Limits: 1 MiB in all, 1024
@@ -47,10 +50,11 @@ class OpenCaptureRequest(_message.Message):
         *,
         description: _capture_pb2.CaptureDescription | None = ...,
         check_only: _builtins.bool = ...,
+        if_exists: _capture_pb2.IfExists.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_only", b"check_only", "description", b"description"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_only", b"check_only", "description", b"description", "if_exists", b"if_exists"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -58,16 +62,33 @@ Global___OpenCaptureRequest: _TypeAlias = OpenCaptureRequest  # noqa: Y015
 
 @_typing.final
 class OpenCaptureResponse(_message.Message):
-    """The capture is open."""
+    """The capture is open, or exists already."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    EXISTING_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def existing(self) -> _capture_pb2.CaptureManifest:
+        """The manifest of the capture that exists already, after IF_EXISTS_SKIP: nothing was opened. Unset: the capture is
+        open.
+        """
+
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """How long the lease of the `service_instance` lasts from now on. Unset: the description names none, or the store is
+        older than this field and knows no leases.
+        """
+
     def __init__(
         self,
+        *,
+        existing: _capture_pb2.CaptureManifest | None = ...,
+        lease: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["existing", b"existing", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["existing", b"existing", "lease", b"lease"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -82,6 +103,7 @@ class AppendChunksRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     CAPTURE_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     number: _builtins.int
@@ -90,6 +112,8 @@ class AppendChunksRequest(_message.Message):
     """The ID of the capture."""
     tenant: _builtins.str
     """The capture's tenant. Empty: the token's tenant, or the default tenant if the token may write for any."""
+    attempt: _builtins.int
+    """The capture's `attempt`."""
     @_builtins.property
     def loss(self) -> Global___RowLoss:
         """Rows that will never be written."""
@@ -104,12 +128,13 @@ class AppendChunksRequest(_message.Message):
         number: _builtins.int = ...,
         capture_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        attempt: _builtins.int = ...,
         loss: Global___RowLoss | None = ...,
         chunk: _capture_pb2.Chunk | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "chunk", b"chunk", "content", b"content", "loss", b"loss", "number", b"number", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "chunk", b"chunk", "content", b"content", "loss", b"loss", "number", b"number", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["loss", "chunk"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
@@ -238,6 +263,7 @@ class SealCaptureRequest(_message.Message):
     INCOMPLETE_DETAIL_FIELD_NUMBER: _builtins.int
     STEERING_CHANGES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The ID of the capture."""
     outcome: _capture_pb2.CaptureState.ValueType
@@ -251,6 +277,8 @@ class SealCaptureRequest(_message.Message):
     """The reason in words, for a person. At most 4096 characters."""
     tenant: _builtins.str
     """The capture's tenant. Empty: the token's tenant, or the default tenant if the token may write for any."""
+    attempt: _builtins.int
+    """The capture's `attempt`."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.SequenceOutcome]:
         """The sequences, in order, as many as the description says. The prompt and generated tokens of all sequences are at
@@ -273,10 +301,11 @@ class SealCaptureRequest(_message.Message):
         incomplete_detail: _builtins.str = ...,
         steering_changes: _abc.Iterable[_steering_pb2.SteeringChange] | None = ...,
         tenant: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "outcome", b"outcome", "sequences", b"sequences", "steering_changes", b"steering_changes", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "outcome", b"outcome", "sequences", b"sequences", "steering_changes", b"steering_changes", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -305,6 +334,52 @@ class SealCaptureResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SealCaptureResponse: _TypeAlias = SealCaptureResponse  # noqa: Y015
+
+@_typing.final
+class RenewLeaseRequest(_message.Message):
+    """Renews a lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_INSTANCE_FIELD_NUMBER: _builtins.int
+    service_instance: _builtins.str
+    """The `service_instance` of the service's captures. It follows the rules of request IDs."""
+    def __init__(
+        self,
+        *,
+        service_instance: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["service_instance", b"service_instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewLeaseRequest: _TypeAlias = RenewLeaseRequest  # noqa: Y015
+
+@_typing.final
+class RenewLeaseResponse(_message.Message):
+    """The lease is renewed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """How long it lasts from now on."""
+
+    def __init__(
+        self,
+        *,
+        lease: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewLeaseResponse: _TypeAlias = RenewLeaseResponse  # noqa: Y015
 
 @_typing.final
 class GetCaptureRequest(_message.Message):

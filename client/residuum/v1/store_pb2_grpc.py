@@ -30,8 +30,8 @@ class StoreServiceStub:
 
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
-    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
-    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
+    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
     *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
@@ -39,8 +39,9 @@ class StoreServiceStub:
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
-    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
+    does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -65,6 +66,11 @@ class StoreServiceStub:
                 '/residuum.v1.StoreService/SealCapture',
                 request_serializer=residuum_dot_v1_dot_store__pb2.SealCaptureRequest.SerializeToString,
                 response_deserializer=residuum_dot_v1_dot_store__pb2.SealCaptureResponse.FromString,
+                _registered_method=True)
+        self.RenewLease = channel.unary_unary(
+                '/residuum.v1.StoreService/RenewLease',
+                request_serializer=residuum_dot_v1_dot_store__pb2.RenewLeaseRequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_store__pb2.RenewLeaseResponse.FromString,
                 _registered_method=True)
         self.GetCapture = channel.unary_unary(
                 '/residuum.v1.StoreService/GetCapture',
@@ -98,8 +104,8 @@ class StoreServiceServicer:
 
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
-    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
-    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
+    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
     *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
@@ -107,8 +113,9 @@ class StoreServiceServicer:
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
-    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
+    does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -118,9 +125,12 @@ class StoreServiceServicer:
         capture is written to or sealed, a description that differs only in `request_time` counts as the same, and the
         first one is kept. So a caller that got no answer may retry.
 
+        Opening a capture also renews the lease of its `service_instance`.
+
         Errors:
-        * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended; with `check_only`:
-        a capture with this ID exists.
+        * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended, and `if_exists` does
+        not allow to replace or skip it; or its request is still running. With `check_only`: a capture with this ID
+        exists.
         * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
         * RESOURCE_EXHAUSTED, STORE_FULL: the store is full: it has refused rows, and there is still no room for them.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or open captures take too much memory.
@@ -150,7 +160,7 @@ class StoreServiceServicer:
         not acknowledged; no row is lost or duplicated. The store rejects a chunk that can never be written, in
         `rejections`, and counts it as acknowledged; the stream goes on.
 
-        Rejections: UNKNOWN_CAPTURE (never opened, deleted, or of a tenant that the token may not write for),
+        Rejections: UNKNOWN_CAPTURE (never opened, deleted, replaced, or of a tenant that the token may not write for),
         CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has reached its limit of bytes),
         LIMIT_REACHED (open captures take too much memory). The store cancels a stream that sends no first message in time,
         or does not read its answers for too long.
@@ -174,9 +184,25 @@ class StoreServiceServicer:
         Idempotent: repeating the same seal returns the current manifest.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+        * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist, or was replaced.
         * FAILED_PRECONDITION, CAPTURE_ENDED: the capture was sealed differently, or ended without a seal.
         * INVALID_ARGUMENT, INVALID_FIELD: the seal is malformed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewLease(self, request, context):
+        """Renews the lease of an inference service: says that it still lives.
+
+        A service with open captures calls this several times within the time that OpenCapture answered. When its lease has
+        run out, the store waits for rows that are still in flight, and then ends the captures that the service never
+        sealed: INCOMPLETE, with INCOMPLETE_REASON_SERVICE_GONE. A restart of the store renews the leases of all services
+        that have open captures.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: the ID is malformed.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -262,6 +288,11 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     request_deserializer=residuum_dot_v1_dot_store__pb2.SealCaptureRequest.FromString,
                     response_serializer=residuum_dot_v1_dot_store__pb2.SealCaptureResponse.SerializeToString,
             ),
+            'RenewLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewLease,
+                    request_deserializer=residuum_dot_v1_dot_store__pb2.RenewLeaseRequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_store__pb2.RenewLeaseResponse.SerializeToString,
+            ),
             'GetCapture': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCapture,
                     request_deserializer=residuum_dot_v1_dot_store__pb2.GetCaptureRequest.FromString,
@@ -300,8 +331,8 @@ class StoreService:
 
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
-    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
-    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
+    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
     *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
@@ -309,8 +340,9 @@ class StoreService:
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
-    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
+    does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -386,6 +418,33 @@ class StoreService:
             '/residuum.v1.StoreService/SealCapture',
             residuum_dot_v1_dot_store__pb2.SealCaptureRequest.SerializeToString,
             residuum_dot_v1_dot_store__pb2.SealCaptureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/residuum.v1.StoreService/RenewLease',
+            residuum_dot_v1_dot_store__pb2.RenewLeaseRequest.SerializeToString,
+            residuum_dot_v1_dot_store__pb2.RenewLeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,8 +31,8 @@ class StoreServiceStub:
 
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
-    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
-    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
+    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
     *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
@@ -40,8 +40,9 @@ class StoreServiceStub:
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
-    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
+    does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -55,9 +56,12 @@ class StoreServiceStub:
     capture is written to or sealed, a description that differs only in `request_time` counts as the same, and the
     first one is kept. So a caller that got no answer may retry.
 
+    Opening a capture also renews the lease of its `service_instance`.
+
     Errors:
-    * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended; with `check_only`:
-      a capture with this ID exists.
+    * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended, and `if_exists` does
+      not allow to replace or skip it; or its request is still running. With `check_only`: a capture with this ID
+      exists.
     * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
     * RESOURCE_EXHAUSTED, STORE_FULL: the store is full: it has refused rows, and there is still no room for them.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or open captures take too much memory.
@@ -83,7 +87,7 @@ class StoreServiceStub:
     not acknowledged; no row is lost or duplicated. The store rejects a chunk that can never be written, in
     `rejections`, and counts it as acknowledged; the stream goes on.
 
-    Rejections: UNKNOWN_CAPTURE (never opened, deleted, or of a tenant that the token may not write for),
+    Rejections: UNKNOWN_CAPTURE (never opened, deleted, replaced, or of a tenant that the token may not write for),
     CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has reached its limit of bytes),
     LIMIT_REACHED (open captures take too much memory). The store cancels a stream that sends no first message in time,
     or does not read its answers for too long.
@@ -103,9 +107,21 @@ class StoreServiceStub:
     Idempotent: repeating the same seal returns the current manifest.
 
     Errors:
-    * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+    * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist, or was replaced.
     * FAILED_PRECONDITION, CAPTURE_ENDED: the capture was sealed differently, or ended without a seal.
     * INVALID_ARGUMENT, INVALID_FIELD: the seal is malformed.
+    """
+    RenewLease: _grpc.UnaryUnaryMultiCallable[_store_pb2.RenewLeaseRequest, _store_pb2.RenewLeaseResponse]
+    """Renews the lease of an inference service: says that it still lives.
+
+    A service with open captures calls this several times within the time that OpenCapture answered. When its lease has
+    run out, the store waits for rows that are still in flight, and then ends the captures that the service never
+    sealed: INCOMPLETE, with INCOMPLETE_REASON_SERVICE_GONE. A restart of the store renews the leases of all services
+    that have open captures.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: the ID is malformed.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases.
     """
     GetCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.GetCaptureRequest, _store_pb2.GetCaptureResponse]
     """Returns the manifest of a capture, at once or after waiting for the capture to end.
@@ -156,8 +172,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
-    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
-    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
+    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
     *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
@@ -165,8 +181,9 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
-    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
+    does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -177,9 +194,12 @@ class StoreServiceAsyncStub(StoreServiceStub):
     capture is written to or sealed, a description that differs only in `request_time` counts as the same, and the
     first one is kept. So a caller that got no answer may retry.
 
+    Opening a capture also renews the lease of its `service_instance`.
+
     Errors:
-    * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended; with `check_only`:
-      a capture with this ID exists.
+    * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended, and `if_exists` does
+      not allow to replace or skip it; or its request is still running. With `check_only`: a capture with this ID
+      exists.
     * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
     * RESOURCE_EXHAUSTED, STORE_FULL: the store is full: it has refused rows, and there is still no room for them.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or open captures take too much memory.
@@ -205,7 +225,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
     not acknowledged; no row is lost or duplicated. The store rejects a chunk that can never be written, in
     `rejections`, and counts it as acknowledged; the stream goes on.
 
-    Rejections: UNKNOWN_CAPTURE (never opened, deleted, or of a tenant that the token may not write for),
+    Rejections: UNKNOWN_CAPTURE (never opened, deleted, replaced, or of a tenant that the token may not write for),
     CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has reached its limit of bytes),
     LIMIT_REACHED (open captures take too much memory). The store cancels a stream that sends no first message in time,
     or does not read its answers for too long.
@@ -225,9 +245,21 @@ class StoreServiceAsyncStub(StoreServiceStub):
     Idempotent: repeating the same seal returns the current manifest.
 
     Errors:
-    * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+    * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist, or was replaced.
     * FAILED_PRECONDITION, CAPTURE_ENDED: the capture was sealed differently, or ended without a seal.
     * INVALID_ARGUMENT, INVALID_FIELD: the seal is malformed.
+    """
+    RenewLease: _aio.UnaryUnaryMultiCallable[_store_pb2.RenewLeaseRequest, _store_pb2.RenewLeaseResponse]  # type: ignore[assignment]
+    """Renews the lease of an inference service: says that it still lives.
+
+    A service with open captures calls this several times within the time that OpenCapture answered. When its lease has
+    run out, the store waits for rows that are still in flight, and then ends the captures that the service never
+    sealed: INCOMPLETE, with INCOMPLETE_REASON_SERVICE_GONE. A restart of the store renews the leases of all services
+    that have open captures.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: the ID is malformed.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases.
     """
     GetCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.GetCaptureRequest, _store_pb2.GetCaptureResponse]  # type: ignore[assignment]
     """Returns the manifest of a capture, at once or after waiting for the capture to end.
@@ -277,8 +309,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
-    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
-    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
+    has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
     *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
@@ -286,8 +318,9 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
-    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
+    does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -302,9 +335,12 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         capture is written to or sealed, a description that differs only in `request_time` counts as the same, and the
         first one is kept. So a caller that got no answer may retry.
 
+        Opening a capture also renews the lease of its `service_instance`.
+
         Errors:
-        * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended; with `check_only`:
-          a capture with this ID exists.
+        * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended, and `if_exists` does
+          not allow to replace or skip it; or its request is still running. With `check_only`: a capture with this ID
+          exists.
         * INVALID_ARGUMENT, INVALID_FIELD: the description is malformed.
         * RESOURCE_EXHAUSTED, STORE_FULL: the store is full: it has refused rows, and there is still no room for them.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: there are too many captures, or open captures take too much memory.
@@ -336,7 +372,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         not acknowledged; no row is lost or duplicated. The store rejects a chunk that can never be written, in
         `rejections`, and counts it as acknowledged; the stream goes on.
 
-        Rejections: UNKNOWN_CAPTURE (never opened, deleted, or of a tenant that the token may not write for),
+        Rejections: UNKNOWN_CAPTURE (never opened, deleted, replaced, or of a tenant that the token may not write for),
         CAPTURE_ENDED, CHECKSUM_MISMATCH, INVALID_FIELD, QUOTA_EXCEEDED (the tenant has reached its limit of bytes),
         LIMIT_REACHED (open captures take too much memory). The store cancels a stream that sends no first message in time,
         or does not read its answers for too long.
@@ -362,9 +398,27 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent: repeating the same seal returns the current manifest.
 
         Errors:
-        * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+        * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist, or was replaced.
         * FAILED_PRECONDITION, CAPTURE_ENDED: the capture was sealed differently, or ended without a seal.
         * INVALID_ARGUMENT, INVALID_FIELD: the seal is malformed.
+        """
+
+    @_abc_1.abstractmethod
+    def RenewLease(
+        self,
+        request: _store_pb2.RenewLeaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.RenewLeaseResponse, _abc.Awaitable[_store_pb2.RenewLeaseResponse]]:
+        """Renews the lease of an inference service: says that it still lives.
+
+        A service with open captures calls this several times within the time that OpenCapture answered. When its lease has
+        run out, the store waits for rows that are still in flight, and then ends the captures that the service never
+        sealed: INCOMPLETE, with INCOMPLETE_REASON_SERVICE_GONE. A restart of the store renews the leases of all services
+        that have open captures.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: the ID is malformed.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: too many services hold leases.
         """
 
     @_abc_1.abstractmethod

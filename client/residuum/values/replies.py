@@ -71,6 +71,8 @@ class Reply:
     """Whether the request has a capture."""
     store_endpoint: str = ""
     """The address of the store that holds the capture."""
+    skipped: bool = False
+    """Whether nothing was generated, because the capture existed already (`if_exists="skip"`)."""
 
     @property
     def text(self) -> str:

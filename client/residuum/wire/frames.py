@@ -88,6 +88,8 @@ class AppendView:
     """The bytes of the Chunk message; see `parse_chunk`."""
     tenant: str = ""
     """The capture's tenant, as the writer names it."""
+    attempt: int = 0
+    """The capture's `attempt`."""
 
 
 def checksum(payload: Buffer) -> int:
@@ -101,9 +103,10 @@ def chunk_prefix(header: capture_pb2.ChunkHeader, crc32c: int, payload_bytes: in
     return head + _tag(_CHUNK_PAYLOAD, _LENGTH_DELIMITED) + _varint(payload_bytes)
 
 
-def append_prefix(number: int, capture_id: str, chunk_bytes: int, tenant: str = "") -> bytes:
+def append_prefix(number: int, capture_id: str, chunk_bytes: int, tenant: str = "", attempt: int = 0) -> bytes:
     """Return the bytes of an AppendChunksRequest before a Chunk of `chunk_bytes` bytes."""
-    head = store_pb2.AppendChunksRequest(number=number, capture_id=capture_id, tenant=tenant).SerializeToString()
+    message = store_pb2.AppendChunksRequest(number=number, capture_id=capture_id, tenant=tenant, attempt=attempt)
+    head = message.SerializeToString()
     return head + _tag(_APPEND_CHUNK, _LENGTH_DELIMITED) + _varint(chunk_bytes)
 
 
@@ -149,7 +152,7 @@ def parse_append(data: Buffer) -> AppendView:
     loss = message.loss if message.HasField("loss") else None
     if (chunk is None) == (loss is None):
         raise FrameError("the message must carry either a chunk or a loss")
-    return AppendView(message.number, message.capture_id, loss, chunk, message.tenant)
+    return AppendView(message.number, message.capture_id, loss, chunk, message.tenant, message.attempt)
 
 
 def parse_read(data: Buffer) -> capture_pb2.CaptureManifest | ChunkView:

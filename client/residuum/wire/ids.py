@@ -15,6 +15,11 @@ def is_valid_id(text: str) -> bool:
     return _PATTERN.fullmatch(text) is not None
 
 
+def make_attempt() -> int:
+    """Return a new `CaptureDescription.attempt`: 63 random bits, never 0."""
+    return secrets.randbits(63) or 1
+
+
 def make_id() -> str:
     """Return a new request ID with 96 random bits."""
     return f"req-{secrets.token_hex(12)}"

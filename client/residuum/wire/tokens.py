@@ -32,19 +32,26 @@ def token_hash(token: str) -> str:
     return "sha256:" + hashlib.sha256(token.encode()).hexdigest()
 
 
-def tenant_path(tenant: str, request_id: str) -> str:
-    """Return a name of a request, or its capture, that is unique among tenants: "alice/req-1".
+def tenant_path(tenant: str, request_id: str, attempt: int = 0) -> str:
+    """Return a name of a request, or its capture, that is unique among tenants and in time: "alice/req-1@7c3".
 
-    For the default tenant it is just the request ID. It is used within a process, and between worker and shipper. Both
-    parts must be valid, so they contain no slash.
+    It is used within a process, and between worker and shipper. Both texts must be valid, so they contain neither a
+    slash nor an at sign.
+
+    Args:
+        tenant: The owner. Empty: the default tenant; then the path has no slash.
+        request_id: The ID.
+        attempt: The capture's `attempt`. 0: none; then the path has no at sign.
     """
-    return f"{tenant}/{request_id}" if tenant else request_id
+    path = f"{tenant}/{request_id}" if tenant else request_id
+    return f"{path}@{attempt:x}" if attempt else path
 
 
-def split_path(path: str) -> tuple[str, str]:
-    """Return the tenant and the request ID of a `tenant_path`."""
-    tenant, _, request_id = path.rpartition("/")
-    return tenant, request_id
+def split_path(path: str) -> tuple[str, str, int]:
+    """Return the tenant, the request ID and the attempt of a `tenant_path`."""
+    tenant, _, name = path.rpartition("/")
+    request_id, _, attempt = name.partition("@")
+    return tenant, request_id, int(attempt or "0", 16)
 
 
 def is_valid_tenant(name: str) -> bool:

@@ -68,7 +68,7 @@ class Lanes:
             path: The capture, and its tenant; see `tenant_path`.
             parcels: The parcels.
         """
-        _, capture_id = split_path(path)
+        _, capture_id, _ = split_path(path)
         self._lanes[first_rank(self._lanes, capture_id)].outbox.put(parcels)
 
     def start(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from inference_svc.shipping.framing import Piece, append_message, cut, payload_bytes
 from residuum.v1 import capture_pb2, store_pb2
@@ -44,6 +45,8 @@ class Parcel:
     """Whether it was sent again because the store found its checksum wrong."""
     tenant: str = ""
     """The tenant of the capture."""
+    attempt: int = 0
+    """The attempt of the capture; see capture.proto."""
 
     @property
     def num_bytes(self) -> int:
@@ -53,9 +56,13 @@ class Parcel:
     def encode(self, number: int) -> bytes:
         """Return the serialised AppendChunksRequest with this number."""
         if isinstance(self.content, Piece):
-            return append_message(number, self.capture_id, self.content, self.tenant)
+            return append_message(number, self.capture_id, self.content, self.tenant, self.attempt)
         message = store_pb2.AppendChunksRequest(
-            number=number, capture_id=self.capture_id, tenant=self.tenant, loss=self.content
+            number=number,
+            capture_id=self.capture_id,
+            tenant=self.tenant,
+            attempt=self.attempt,
+            loss=self.content,
         )
         return message.SerializeToString()
 
@@ -71,7 +78,7 @@ class Parcel:
         if not isinstance(self.content, Piece):
             return None
         loss = write_failed(self.content.header, detail)
-        return Parcel(self.capture_id, loss, self.delivery, self.share, tenant=self.tenant)
+        return replace(self, content=loss, resent=False)
 
 
 def extent_parcels(
@@ -87,7 +94,8 @@ def extent_parcels(
         rows: Exactly the payloads of the headers, in order.
         on_done: Called once the last parcel is settled.
     """
-    tenant, capture_id = split_path(path)
+    tenant, capture_id, attempt = split_path(path)
+    make = partial(Parcel, capture_id, tenant=tenant, attempt=attempt)
     delivery = Delivery(len(rows), on_done)
     end = 0
     for header in headers:
@@ -95,16 +103,16 @@ def extent_parcels(
         try:
             pieces = cut(header, rows[start:end])
         except ValueError as error:
-            yield Parcel(capture_id, write_failed(header, str(error)), delivery, end - start, tenant=tenant)
+            yield make(write_failed(header, str(error)), delivery, end - start)
         else:
             for piece in pieces:
-                yield Parcel(capture_id, piece, delivery, len(piece.payload), tenant=tenant)
+                yield make(piece, delivery, len(piece.payload))
 
 
 def loss_parcels(path: str, loss: store_pb2.RowLoss, on_done: Callable[[], None]) -> list[Parcel]:
     """Return the single parcel of a loss report."""
-    tenant, capture_id = split_path(path)
-    return [Parcel(capture_id, loss, Delivery(1, on_done), share=1, tenant=tenant)]
+    tenant, capture_id, attempt = split_path(path)
+    return [Parcel(capture_id, loss, Delivery(1, on_done), share=1, tenant=tenant, attempt=attempt)]
 
 
 def write_failed(header: capture_pb2.ChunkHeader, detail: str) -> store_pb2.RowLoss:

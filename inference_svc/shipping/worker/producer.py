@@ -274,7 +274,7 @@ class RingProducer:
             raise ValueError(
                 "name the capture: with several stores, its ID decides which reserve the extent comes from"
             )
-        _, capture_id = split_path(path)
+        _, capture_id, _ = split_path(path)
         return first_rank(self._stores, capture_id)
 
     def _wait_for_extent(self, nbytes: int, store: str) -> Extent | None:

@@ -1,0 +1,82 @@
+"""Answers a request with a capture that exists already (IF_EXISTS_SKIP), without generating."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from residuum.v1 import inference_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+    from residuum.v1 import capture_pb2
+
+
+@dataclass(frozen=True)
+class KeptSequence:
+    """One sequence of the capture."""
+
+    token_ids: list[int]
+    text: str
+    """The text of the tokens, up to the stop text. Empty without a tokenizer."""
+    finish_reason: str
+    stop_reason: str
+    """The stop text that ended the sequence. Empty: none did."""
+
+
+async def kept_sequences(
+    manifest: capture_pb2.CaptureManifest,
+    stop: Sequence[str],
+    text_of: Callable[[Sequence[int], Sequence[int]], Awaitable[str]],
+) -> list[KeptSequence]:
+    """Return the sequences of a COMPLETE capture.
+
+    Args:
+        manifest: Its manifest.
+        stop: The stop texts of its request.
+        text_of: Returns the text of a reply, from the tokens of the prompt and of the reply.
+    """
+    sequences = []
+    for sequence in manifest.sequences:
+        token_ids, ended = list(sequence.generated_token_ids), sequence.finish_reason
+        text = await text_of(manifest.description.prompt_token_ids, token_ids)
+        places = {text.find(word): word for word in stop if word in text} if ended == "stop" else {}
+        end = min(places, default=len(text))
+        sequences.append(KeptSequence(token_ids, text[:end], ended, places.get(end, "")))
+    return sequences
+
+
+async def replay(
+    manifest: capture_pb2.CaptureManifest, sequences: Sequence[KeptSequence], handle: inference_pb2.CaptureHandle | None
+) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+    """Yield the events of `Generate` for a capture that exists already."""
+    description = manifest.description
+    yield inference_pb2.GenerateResponse(
+        started=inference_pb2.GenerationStarted(
+            request_id=description.capture_id,
+            prompt_token_ids=description.prompt_token_ids,
+            capture=handle,
+            skipped=True,
+        )
+    )
+    for index, item in enumerate(sequences):
+        delta = inference_pb2.TokenDelta(sequence=index, text=item.text, token_ids=item.token_ids)
+        yield inference_pb2.GenerateResponse(delta=delta)
+    yield inference_pb2.GenerateResponse(
+        finished=inference_pb2.GenerationFinished(
+            sequences=[
+                inference_pb2.SequenceFinish(
+                    finish_reason=item.finish_reason,
+                    stop_reason=item.stop_reason,
+                    generated_tokens=len(item.token_ids),
+                )
+                for item in sequences
+            ],
+            usage=inference_pb2.Usage(
+                prompt_tokens=len(description.prompt_token_ids),
+                generated_tokens=sum(len(item.token_ids) for item in sequences),
+            ),
+            capture=handle,
+        )
+    )

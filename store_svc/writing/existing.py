@@ -1,0 +1,95 @@
+"""Decides what happens if a new capture has the ID of one that exists."""
+
+from __future__ import annotations
+
+from residuum.v1 import capture_pb2
+from store_svc.captures.capture_names import capture_exists
+from store_svc.captures.leases import Leases
+from store_svc.captures.lifecycle import COMPLETE, OPEN
+
+_NOT_COMPARED = ("layout", "vllm_version", "request_time", "attempt", "service_instance")
+"""Fields that may differ between two descriptions of the same request."""
+
+_NAMES = {
+    "spec": "capture spec",
+    "prompt_token_ids": "prompt",
+    "num_sequences": "number of sequences",
+    "sampling_digest": "sampling",
+}
+"""What people call a field, where that is not its name."""
+
+
+def is_replaced(
+    existing: capture_pb2.CaptureManifest,
+    new: capture_pb2.CaptureDescription,
+    if_exists: capture_pb2.IfExists.ValueType,
+    leases: Leases,
+    *,
+    is_sealed: bool,
+) -> bool:
+    """Return whether a new capture replaces an existing one. If not, the existing one is the result.
+
+    Args:
+        existing: The manifest, or the record, of the existing capture.
+        new: The description of the new one.
+        if_exists: What its caller asks for.
+        leases: Which inference services live.
+        is_sealed: Whether the existing capture is sealed: its request has ended.
+
+    Raises:
+        Failure: CAPTURE_EXISTS: the caller asks for neither, the existing capture is of another request, or its request
+            may still be running.
+    """
+    if if_exists not in (capture_pb2.IF_EXISTS_REPLACE, capture_pb2.IF_EXISTS_SKIP):
+        raise capture_exists(new.capture_id, existing.state)
+    if if_exists == capture_pb2.IF_EXISTS_SKIP:
+        different = _difference(existing.description, new)
+        if different:
+            raise capture_exists(
+                new.capture_id,
+                existing.state,
+                f"It is of another request: its {different} differs. Set if_exists to REPLACE to replace it, or choose "
+                "another ID.",
+            )
+    if existing.state == OPEN and not is_sealed:
+        _check_not_running(existing.description, new, leases)
+    return if_exists == capture_pb2.IF_EXISTS_REPLACE or existing.state != COMPLETE
+
+
+def _difference(existing: capture_pb2.CaptureDescription, new: capture_pb2.CaptureDescription) -> str:
+    """Return the name of the first field in which the two requests differ; empty if they are the same."""
+    for field in capture_pb2.CaptureDescription.DESCRIPTOR.fields:
+        if field.name in _NOT_COMPARED:
+            continue
+        before, after = getattr(existing, field.name), getattr(new, field.name)
+        if field.name == "sampling_digest" and not (before and after):
+            continue  # a writer that is older than this field
+        if before != after:
+            return _NAMES.get(field.name, str(field.name))
+    return ""
+
+
+def _check_not_running(
+    existing: capture_pb2.CaptureDescription, new: capture_pb2.CaptureDescription, leases: Leases
+) -> None:
+    """Check that the request of an open capture does not run any more.
+
+    A service that opens a capture again has ended the earlier request itself. Of other services, the lease tells.
+    """
+    service = existing.service_instance
+    if service == new.service_instance and service:
+        return
+    if not service:
+        raise capture_exists(
+            new.capture_id,
+            OPEN,
+            "Its request may still be running: its inference service is of an older version, so the store cannot know. "
+            "If it is not running, delete the capture first (residuum rm).",
+        )
+    if leases.is_held(service):
+        raise capture_exists(
+            new.capture_id,
+            OPEN,
+            f"Its request is still running, in another inference service, or was until a moment ago. Try again in "
+            f"{leases.seconds:g} s, or abort that request.",
+        )

@@ -1,0 +1,99 @@
+"""`vllm serve` answers a request whose capture exists already without generating, in every form of output."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
+
+import residuum
+from inference_svc.vllm_serve.outputs import digest_of
+from residuum.v1 import capture_pb2
+from tests.session.faces import PROMPT, OpenAIFace, ScriptedStore
+
+
+class StoreWithCapture(ScriptedStore):
+    """A store that holds a complete capture of the request, with two sequences."""
+
+    def __init__(self):
+        super().__init__("ok")
+        self.asked = []
+
+    async def open(self, description, *, is_new_id, if_exists):
+        await super().open(description, is_new_id=is_new_id, if_exists=if_exists)
+        self.asked.append(if_exists)
+        if if_exists != capture_pb2.IF_EXISTS_SKIP:
+            return None
+        sequences = [
+            capture_pb2.SequenceOutcome(generated_token_ids=ids, finish_reason=why)
+            for ids, why in (([1, 2], "length"), ([3], "stop"))
+        ]
+        return capture_pb2.CaptureManifest(
+            description=description, state=capture_pb2.CAPTURE_STATE_COMPLETE, sequences=sequences
+        )
+
+
+class Tokenizer:
+    max_chars_per_token = 4
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(f" {token}" for token in token_ids)
+
+
+def sampling(if_exists="skip", **fields):
+    xargs = residuum.vllm_xargs(residuum.Capture(), request_id="r", if_exists=if_exists)
+    return SamplingParams(**{"n": 2, "max_tokens": 2, **fields}, extra_args=xargs)
+
+
+async def answers_of(face, parameters):
+    prompt = {"type": "token", "prompt_token_ids": PROMPT}
+    return [output async for output in face.front.generate(prompt, parameters, "cmpl-1", {})]
+
+
+@pytest.fixture
+async def face():
+    face = OpenAIFace(StoreWithCapture(), 2)
+    config = face.front._llm.vllm_config.model_config
+    config.skip_tokenizer_init = False
+    face.front._llm.get_tokenizer = Tokenizer
+    return face
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+async def test_a_capture_that_exists_is_the_answer(face, kind):
+    outputs = await answers_of(face, sampling(output_kind=kind))
+    assert [output.finished for output in outputs] == (
+        [True] if kind == RequestOutputKind.FINAL_ONLY else [False, True]
+    )
+    assert {tuple(output.prompt_token_ids) for output in outputs} == {tuple(PROMPT)}
+    said = [
+        (item.index, item.text, item.token_ids, item.finish_reason) for output in outputs for item in output.outputs
+    ]
+    assert said == [(0, " 1 2", [1, 2], "length"), (1, " 3", [3], "stop")]
+    assert not face.store.seals
+    assert not face.registry.running
+
+
+async def test_what_to_do_with_a_capture_reaches_the_store(face):
+    for script in face.scripts:
+        script.put_nowait(([1], "stop"))
+    assert await answers_of(face, sampling("replace"))
+    assert face.store.asked == [capture_pb2.IF_EXISTS_REPLACE]
+    (seal,) = face.store.seals
+    assert seal.attempt == face.store.opened[0].attempt
+
+
+async def test_a_capture_cannot_answer_with_logprobs(face):
+    with pytest.raises(VLLMValidationError, match="holds no logprobs"):
+        await answers_of(face, sampling(logprobs=1))
+    assert not face.store.opened
+
+
+def test_the_sampling_of_a_request_is_told_apart():
+    same = {digest_of(sampling(output_kind=kind)) for kind in RequestOutputKind}
+    assert len(same) == 1
+    assert digest_of(sampling(temperature=0.5)) not in same
+    assert digest_of(sampling(seed=1)) not in same
+    assert digest_of(sampling(max_tokens=3)) not in same
