@@ -254,7 +254,7 @@ def test_invalid_mappings_are_refused():
         directions.difference_of_means({0: np.zeros((5, 2)), 1: np.zeros((4, 2))}, {})
     with pytest.raises(residuum.InvalidRequest, match="has no layer"):
         directions.difference_of_means({}, {})
-    with pytest.raises(residuum.InvalidRequest, match="layers='last' is unknown"):
+    with pytest.raises(residuum.InvalidRequest, match="'last' does not name layers"):
         directions.difference_of_means({0: np.zeros((1, 2))}, {0: np.zeros((1, 2))}, layers="last")
 
 

@@ -103,7 +103,7 @@ def test_a_zero_direction_is_reported_with_its_layer():
 def test_layers_without_a_direction(three, operation):
     with pytest.raises(residuum.UnknownLayer, match=r"for the layers \[3\]\. Choose among \[2, 4, 9\]"):
         getattr(three, operation)(layers=[2, 3])
-    with pytest.raises(residuum.InvalidRequest, match="'some' is unknown"):
+    with pytest.raises(residuum.InvalidRequest, match="'some' does not name layers"):
         getattr(three, operation)(layers="some")
     with pytest.raises(residuum.InvalidRequest, match="at least one layer"):
         getattr(three, operation)(layers=[])

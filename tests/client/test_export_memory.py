@@ -112,7 +112,8 @@ def test_an_interrupted_export_leaves_nothing(store, tmp_path, kind):
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, b"residuum: interrupted\n")
+    told = b"residuum: interrupted. Nothing was written. Again: residuum pull large\n"
+        assert (process.returncode, err) == (130, told)
     assert not list(tmp_path.iterdir())
 
 
