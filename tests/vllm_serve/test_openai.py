@@ -151,8 +151,8 @@ def test_several_prompts_and_several_sequences(api: openai.OpenAI, captures: res
     captured = api.completions.create(**options, **sampling, extra_body=asking(ALL))
     assert [choice.index for choice in captured.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in captured.choices] == [choice.text for choice in plain.choices]
-    for prompt in range(2):
-        acts = captures.activations(f"{captured.id}-{prompt}")
+    for name in (captured.id, f"{captured.id}-1"):
+        acts = captures.activations(name)
         assert acts.manifest.state == "complete"
         assert len(acts.manifest.sequences) == 2
         assert acts.select(sequence=0)[0].shape == acts.select(sequence=1)[0].shape
