@@ -30,8 +30,8 @@ def vllm_xargs(
     Args:
         capture: What is captured.
         steer: How the request is steered.
-        request_id: What the capture is called. Default: the `id` of the answer ("cmpl-…" is followed by "-0" and so on,
-            the number of the prompt).
+        request_id: What the capture is called. Default: the `id` of the answer. If a completion has several prompts,
+            the captures of the second and later ones are called `id` and "-1", "-2" and so on.
         if_exists: What happens if a capture with this request_id exists: "fail", "replace" or "skip"; see
             `Client.generate`.
         send_vectors: Send the vectors along. A server that was sent them before knows them by their digests, until they

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from inference_svc.resources.vector_cache import vector_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.wire.ids import make_attempt, make_id
+from residuum.wire.limits import MAX_ID_LENGTH
 from residuum.wire.tokens import tenant_path
 
 if TYPE_CHECKING:
@@ -311,6 +312,5 @@ def _key(running: Running) -> _Key:
 
 
 def _unknown(request_id: str, advice: str) -> Failure:
-    return Failure(
-        Reason.ERROR_REASON_UNKNOWN_REQUEST, f"There is no request {request_id!r}. {advice}", request_id=request_id
-    )
+    shown = request_id[:MAX_ID_LENGTH]  # the caller chose the text, so bound the answer's size
+    return Failure(Reason.ERROR_REASON_UNKNOWN_REQUEST, f"There is no request {shown!r}. {advice}", request_id=shown)

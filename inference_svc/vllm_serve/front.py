@@ -7,6 +7,7 @@ seals the capture no matter how the request ends.
 
 from __future__ import annotations
 
+import re
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from inference_svc.vllm_serve.refusals import as_http_errors
 from inference_svc.vllm_serve.startup import Startup, UntappedLLM
 from inference_svc.vllm_serve.xargs import (
     ResiduumArguments,
+    check_argument_names,
     has_residuum_arguments,
     read_residuum_arguments,
     without_residuum_arguments,
@@ -49,6 +51,10 @@ if TYPE_CHECKING:
     from inference_svc.requests.registry import Running
 
     Generate = Callable[..., AsyncGenerator[Any]]
+
+
+_FIRST_PROMPT = re.compile("(cmpl-.+)-0", re.DOTALL)
+"""The ID that vLLM gives the first prompt of a completion: the answer's `id`, and the prompt's number."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,8 @@ class FrontEnd:
             GracefulHTTPError: This server cannot capture or steer. The text says why.
         """
         extra_args = sampling_params.extra_args
+        with as_http_errors():
+            check_argument_names(extra_args)
         if not has_residuum_arguments(extra_args):
             return self._generate(prompt, sampling_params, request_id, **options)
         sampling = sampling_params.clone()
@@ -297,6 +305,9 @@ def _token_ids(prompt: Any) -> list[int]:
 def _capture_id(spec: ResolvedSpec, request_id: str) -> str:
     """Return the ID of the request's capture: the caller's choice, otherwise the `id` of the answer.
 
+    vLLM appends the number of the prompt to the `id` of a completion. Callers do not see that for a single prompt, so
+    the capture of the first prompt is named as the answer.
+
     Raises:
         Failure: The `id` of the answer is not a valid capture ID.
     """
@@ -304,10 +315,12 @@ def _capture_id(spec: ResolvedSpec, request_id: str) -> str:
         return spec.request_id
     if spec.capture is None:
         return make_id()  # not vLLM's ID: the registry refuses running IDs, and a caller may repeat X-Request-Id
-    if is_valid_id(request_id):
-        return request_id
+    completion = _FIRST_PROMPT.fullmatch(request_id)
+    answer_id = completion[1] if completion else request_id
+    if is_valid_id(answer_id):
+        return answer_id
     raise invalid(
         "request_id",
-        f"{request_id[:128]!r}, made from the X-Request-Id, is not a valid capture ID: 1 to 128 characters of a-z A-Z "
+        f"{answer_id[:128]!r}, made from the X-Request-Id, is not a valid capture ID: 1 to 128 characters of a-z A-Z "
         "0-9 . _ -, not starting with . or -. Choose another X-Request-Id, or set request_id in the spec.",
     )

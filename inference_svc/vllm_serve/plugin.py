@@ -100,13 +100,18 @@ def _check_untapped(extra_args: Mapping[str, Any] | None) -> None:
     its own engine.
 
     Raises:
-        VLLMValidationError: The request asks to capture or steer.
+        VLLMValidationError: The request asks to capture or steer, or has a misspelt argument.
     """
-    if not extra_args or (SPEC_KEY not in extra_args and VECTORS_KEY not in extra_args):
+    if not extra_args:
         return
     from inference_svc.admission.fields import invalid
-    from inference_svc.vllm_serve.refusals import http_error
+    from inference_svc.vllm_serve.refusals import as_http_errors, http_error
+    from inference_svc.vllm_serve.xargs import check_argument_names
 
+    with as_http_errors():
+        check_argument_names(extra_args)
+    if SPEC_KEY not in extra_args and VECTORS_KEY not in extra_args:
+        return
     raise http_error(
         invalid(
             f"vllm_xargs.{SPEC_KEY}",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import grpc
 from vllm import exceptions
 
-from residuum.rpc.errors import Failure
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +34,7 @@ def http_error(failure: Failure) -> Exception:
     vLLM answers it with status 503 if a retry may succeed, 500 if the server is at fault, and 400 otherwise. An older
     vLLM without `GracefulHTTPError` answers 500 instead of 503.
     """
-    text = f"{failure.reason_name}: {failure.message}"
+    text = f"{failure.reason_name}: {_message(failure)}"
     error: Exception
     if failure.code not in _BUSY | _SERVER_ERRORS:
         error = exceptions.VLLMValidationError(text, parameter="vllm_xargs")
@@ -44,3 +45,19 @@ def http_error(failure: Failure) -> Exception:
     else:
         error = RuntimeError(text)  # vLLM answers this with 500
     return error
+
+
+def _message(failure: Failure) -> str:
+    """Return a failure's text, with sites as `residuum.Capture` names them, and the variable that arms them here."""
+    if failure.reason != Reason.ERROR_REASON_UNKNOWN_SITE or "armed" not in failure.metadata:
+        return failure.message
+    site, *armed = (_site(name) for name in (failure.metadata["site"], *failure.metadata["armed"].split(",")))
+    known = failure.metadata["site"] in capture_pb2.Site.keys()  # noqa: SIM118 - no dict
+    wanted = ",".join([*armed, site] if known else armed)
+    return f"The site {site} is not armed on this server; armed: {', '.join(armed)}. " + (
+        f"Its operator can arm it with RESIDUUM_CAPTURE_SITES={wanted}." if known else "There is no such site."
+    )
+
+
+def _site(name: str) -> str:
+    return name.removeprefix("SITE_").lower()

@@ -11,6 +11,7 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from google.protobuf import json_format
@@ -24,6 +25,9 @@ from residuum.wire.digests import digest_of_bytes
 
 _ARGUMENT_KEYS = frozenset({SPEC_KEY, VECTORS_KEY, PLAN_KEY})
 _FLOAT_BYTES = 4
+_SHOWN = 64
+_RESEMBLANCE = 0.85
+"""The ratio of `difflib` from which on two names resemble each other: one or two letters differ."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,25 @@ def without_residuum_arguments(extra_args: Mapping[str, Any] | None) -> dict[str
 def has_residuum_arguments(extra_args: Mapping[str, Any] | None) -> bool:
     """Return whether a request's `extra_args` contain an argument of residuum's."""
     return bool(extra_args) and not _ARGUMENT_KEYS.isdisjoint(extra_args or ())
+
+
+def check_argument_names(extra_args: Mapping[str, Any] | None) -> None:
+    """Refuse an argument that resembles one of residuum's. vLLM would ignore it, and nothing would be captured.
+
+    Raises:
+        Failure: A name is misspelt. The message has the right one.
+    """
+    for name in extra_args or ():
+        if name in _ARGUMENT_KEYS:
+            continue
+        plain = name.lower().replace("-", "_")
+        close = get_close_matches(plain, (SPEC_KEY, VECTORS_KEY), n=1, cutoff=_RESEMBLANCE)
+        if close or plain.startswith(SPEC_KEY):
+            raise _bad(
+                name[:_SHOWN],
+                f"there is no such argument. Did you mean {close[0] if close else SPEC_KEY}? Residuum reads {SPEC_KEY} "
+                f"and {VECTORS_KEY}",
+            )
 
 
 def read_residuum_arguments(extra_args: Mapping[str, Any]) -> ResiduumArguments | None:

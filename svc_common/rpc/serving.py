@@ -150,7 +150,9 @@ class ErrorInterceptor(_CallObserver, grpc.ServerInterceptor):
         return guarded
 
     def _abort(self, error: Exception, context: grpc.ServicerContext, call: _Call) -> NoReturn:
-        if _is_abort(error):
+        # Of other services' methods, only what the interceptors raise is ours to send. gRPC handles the rest: when a
+        # caller drops a reflection stream, the handler raises the end of its request iterator, which is no failure.
+        if _is_abort(error) or not (is_ours(call.method) or isinstance(error, Failure)):
             raise error
         context.abort_with_status(self._failure(error, call).to_status())
         raise AssertionError("abort_with_status always raises")

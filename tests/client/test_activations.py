@@ -256,6 +256,22 @@ async def test_an_invalid_id_is_refused_by_the_client(client, peer):
     assert peer.calls == []
 
 
+async def test_a_long_invalid_id_is_not_echoed_whole(client):
+    with pytest.raises(residuum.InvalidRequest, match=r"'x{32}'… \(5000 characters\) cannot name a request") as caught:
+        await client.activations("x" * 5000)
+    assert len(str(caught.value)) < 300
+
+
+async def test_a_reply_without_a_capture_says_how_to_capture(client):
+    reply = await client.generate("a bb", max_tokens=2)
+    for call in (client.activations, client.manifest, client.delete, client.follow):
+        with pytest.raises(
+            residuum.UnknownCapture, match=f"{reply.request_id} captured nothing.*pass capture="
+        ) as caught:
+            await call(reply)
+        assert (caught.value.capture_id, caught.value.reason) == (reply.request_id, "UNKNOWN_CAPTURE")
+
+
 async def test_manifest_describes_the_capture(client):
     joy = residuum.Vector.from_array(np.ones(HIDDEN))
     reply = await client.generate(

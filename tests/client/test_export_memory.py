@@ -113,7 +113,7 @@ def test_an_interrupted_export_leaves_nothing(store, tmp_path, kind):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
     told = b"residuum: interrupted. Nothing was written. Again: residuum pull large\n"
-        assert (process.returncode, err) == (130, told)
+    assert (process.returncode, err) == (130, told)
     assert not list(tmp_path.iterdir())
 
 

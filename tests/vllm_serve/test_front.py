@@ -13,8 +13,12 @@ from vllm.exceptions import GracefulHTTPError
 
 import residuum
 from inference_svc import selftest
+from inference_svc.admission.captures import resolve_capture
 from inference_svc.engine.tap_settings import TapSettings
-from inference_svc.vllm_serve.front import FrontEnd
+from inference_svc.vllm_serve.front import FrontEnd, _capture_id
+from inference_svc.vllm_serve.refusals import http_error
+from residuum.rpc.errors import Failure
+from residuum.v1 import capture_pb2
 
 PROMPT = {"type": "token", "prompt_token_ids": [1, 2, 3]}
 LAYERS = 2
@@ -103,3 +107,34 @@ async def test_requests_without_residuum_arguments_are_served(control):
     front = await started(Silent(LAYERS, control))
     outputs = [output async for output in front.generate(PROMPT, SamplingParams(), "r", {})]
     assert outputs[0].outputs[0].text == "a"
+
+
+@pytest.mark.parametrize(
+    ("vllm_id", "name"),
+    [
+        ("cmpl-7f-0", "cmpl-7f"),  # the first prompt of a completion: as the answer's id
+        ("cmpl-7f-0-0", "cmpl-7f-0"),  # as before, and the caller's X-Request-Id ends so
+        ("cmpl-7f-1", "cmpl-7f-1"),  # the second prompt
+        ("cmpl-7f-10", "cmpl-7f-10"),
+        ("chatcmpl-7f-0", "chatcmpl-7f-0"),  # a chat has one prompt, and no number
+        ("resp_7f", "resp_7f"),
+    ],
+)
+def test_a_capture_is_named_as_the_answer(vllm_id, name):
+    asked = SimpleNamespace(request_id="", capture=object())
+    assert _capture_id(asked, vllm_id) == name
+    assert _capture_id(SimpleNamespace(request_id="mine", capture=object()), vllm_id) == "mine"
+
+
+def test_a_site_that_is_not_armed_is_named_as_in_python_with_the_variable_that_arms_it():
+    facts = SimpleNamespace(sites=(capture_pb2.SITE_RESID_POST, capture_pb2.SITE_ATTN_OUT))
+    with pytest.raises(Failure) as refused:
+        resolve_capture(residuum.Capture(sites="mlp_out").to_proto(), facts)
+    assert str(http_error(refused.value)).startswith(
+        "UNKNOWN_SITE: The site mlp_out is not armed on this server; armed: resid_post, attn_out. Its operator can arm "
+        "it with RESIDUUM_CAPTURE_SITES=resid_post,attn_out,mlp_out."
+    )
+    with pytest.raises(Failure) as refused:
+        resolve_capture(capture_pb2.CaptureSpec(sites=[99]), facts)
+    assert "The site 99 is not armed" in str(http_error(refused.value))
+    assert "There is no such site" in str(http_error(refused.value))

@@ -115,7 +115,7 @@ def test_a_capture_does_not_change_the_answer(api: openai.OpenAI, captures: resi
         assert len(values) == len(choice["logprobs"]["tokens"])
         choice["logprobs"].pop("top_logprobs")  # floats
     assert captured == plain
-    assert captures.activations(f"{name}-0").manifest.state == "complete"
+    assert captures.activations(name).manifest.state == "complete"
 
 
 def test_captured_and_plain_requests_run_concurrently(
@@ -151,8 +151,8 @@ def test_several_prompts_and_several_sequences(api: openai.OpenAI, captures: res
     captured = api.completions.create(**options, **sampling, extra_body=asking(ALL))
     assert [choice.index for choice in captured.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in captured.choices] == [choice.text for choice in plain.choices]
-    for prompt in range(2):
-        acts = captures.activations(f"{captured.id}-{prompt}")
+    for name in (captured.id, f"{captured.id}-1"):
+        acts = captures.activations(name)
         assert acts.manifest.state == "complete"
         assert len(acts.manifest.sequences) == 2
         assert acts.select(sequence=0)[0].shape == acts.select(sequence=1)[0].shape
@@ -208,7 +208,7 @@ def test_vectors_to_project_onto(api: openai.OpenAI, captures: residuum.Client) 
 def test_a_random_projection_to_one_row(api: openai.OpenAI, captures: residuum.Client) -> None:
     capture = residuum.Capture(layers=[7], encoding="rp8", dimensions=32, seed=3, reduction="mean", positions="prompt")
     answer = api.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3, extra_body=asking(capture))
-    acts = captures.activations(f"{answer.id}-0")
+    acts = captures.activations(answer.id)
     assert acts.manifest.state == "complete"
     assert acts[7].shape == (1, 32)
 
@@ -256,8 +256,9 @@ BAD = {
     "no such layer": ({"residuum": '{"capture": {"layers": {"list": {"layers": [30]}}}}'}, "UNKNOWN_LAYER"),
     "a site that is not armed": (
         {"residuum": '{"capture": {"layers": {"all": true}, "sites": ["SITE_MLP_OUT"]}}'},
-        "UNKNOWN_SITE",
+        r"UNKNOWN_SITE: The site mlp_out .* RESIDUUM_CAPTURE_SITES=.*mlp_out",
     ),
+    "a misspelt argument": ({"residum": '{"capture": {"layers": {"all": true}}}'}, "Did you mean residuum"),
     "another model": ({"residuum": '{"model": "gpt-2", "capture": {"layers": {"all": true}}}'}, "UNKNOWN_MODEL"),
     "a bad id": ({"residuum": '{"request_id": "../x", "capture": {"layers": {"all": true}}}'}, "request ID"),
     "updatable": ({"residuum": '{"steering": {"updatable": true}}'}, "updatable|cannot change"),

@@ -7,9 +7,16 @@ import json
 
 import numpy as np
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 import residuum
-from inference_svc.vllm_serve.xargs import has_residuum_arguments, read_residuum_arguments, without_residuum_arguments
+from inference_svc.vllm_serve.plugin import _check_untapped
+from inference_svc.vllm_serve.xargs import (
+    check_argument_names,
+    has_residuum_arguments,
+    read_residuum_arguments,
+    without_residuum_arguments,
+)
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, steering_pb2
 
@@ -97,3 +104,30 @@ def test_a_hostile_spec_is_refused(value):
 def test_an_invalid_vector_is_refused(value):
     with pytest.raises(Failure, match="residuum_vectors"):
         read_residuum_arguments({"residuum": "{}", "residuum_vectors": value})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("residum", "residuum"),
+        ("Residuum", "residuum"),
+        ("resiudum", "residuum"),
+        ("residuum_spec", "residuum"),
+        ("residuum-vectors", "residuum_vectors"),
+        ("residuum_vector", "residuum_vectors"),
+        ("residum_vectors", "residuum_vectors"),
+    ],
+)
+def test_misspelt_arguments_are_refused(name, meant):
+    with pytest.raises(Failure, match=f"no such argument. Did you mean {meant}\\?") as caught:
+        check_argument_names({"session_id": "a", name: "{}"})
+    assert caught.value.metadata["field"] == f"vllm_xargs.{name}"
+    with pytest.raises(VLLMValidationError, match="Did you mean"):
+        _check_untapped({name: "{}"})
+
+
+def test_arguments_of_others_are_not_taken_for_misspelt_ones():
+    others = ("residual", "residuals", "vectors", "session_id", "kv_transfer_params", "", "r", "resume")
+    for arguments in (None, {}, dict.fromkeys(others, 1), dict.fromkeys(("residuum", "residuum_vectors"), "")):
+        check_argument_names(arguments)
+    check_argument_names({"residuum_plan": {}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import grpc
 import grpc.aio
 import pytest
 import structlog
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from residuum.rpc import channels
 from residuum.rpc.errors import CODES, DOMAIN, Failure, Reason, failure_from_rpc_error
 from residuum.v1 import errors_pb2
-from svc_common.rpc.serving import AioErrorInterceptor, ErrorInterceptor
+from svc_common.rpc.serving import AioErrorInterceptor, ErrorInterceptor, add_health_and_reflection, handler_of
 
 PROTO = Path(__file__).parents[2] / "protos" / "residuum" / "v1" / "errors.proto"
 METHODS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
@@ -154,6 +157,67 @@ def test_a_blunder_is_logged_and_not_told(served, method):
     assert failure.reason == Reason.ERROR_REASON_INTERNAL
     assert "secret" not in failure.message
     assert log.incidents == [(f"/residuum.test/{method}", failure.metadata["incident"])]
+
+
+class Noting(grpc.ServerInterceptor):
+    """Notes that a handler waits for a second message."""
+
+    def __init__(self):
+        self.waiting = threading.Event()
+
+    def intercept_service(self, continuation, handler_call_details):
+        handler = continuation(handler_call_details)
+
+        def noted(messages):
+            for message in messages:
+                yield message
+                self.waiting.set()
+
+        def call(messages, context):
+            return handler.stream_stream(noted(messages), context)
+
+        return handler_of(handler, call, handler.request_deserializer)
+
+
+def test_a_dropped_reflection_stream_is_no_incident():
+    """The handler waits for the next request of a caller that has gone."""
+    log, noting, pool = Log(), Noting(), ThreadPoolExecutor(4)
+    server = grpc.server(pool, interceptors=[ErrorInterceptor(log), noting], options=channels.SERVER_OPTIONS)
+    add_health_and_reflection(server, "residuum.test", health.HealthServicer())
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    gone = threading.Event()
+
+    def requests():
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        gone.wait(30)
+
+    with channels.open_channel(endpoint) as channel:
+        stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests())
+        assert next(stream).list_services_response.service
+        assert noting.waiting.wait(30)
+        stream.cancel()
+        server.stop(30).wait()
+        pool.shutdown(wait=True)  # the handler has ended
+        gone.set()
+    assert log.incidents == []
+
+
+class Refusing(grpc.ServerInterceptor):
+    def intercept_service(self, continuation, handler_call_details):
+        return grpc.stream_stream_rpc_method_handler(lambda messages, context: fail())
+
+
+def test_a_refusal_of_an_interceptor_passes_for_any_method():
+    """Such as a missing token, or too many reflection streams."""
+    server = grpc.server(ThreadPoolExecutor(1), interceptors=[ErrorInterceptor(Log()), Refusing()])
+    add_health_and_reflection(server, "residuum.test", health.HealthServicer())
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with channels.open_channel(endpoint) as channel, pytest.raises(grpc.RpcError) as refused:
+        next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([])))
+    assert same(failure_from_rpc_error(refused.value))
+    server.stop(0).wait()
 
 
 async def aio_served(behave, log, inside):

@@ -19,7 +19,7 @@ from residuum.protocol.deadlines import Deadline, get_request, list_request
 from residuum.protocol.endpoints import check_endpoint
 from residuum.protocol.listing import Listing, check_place, read_token
 from residuum.protocol.reading import Piece, Reading, plan_read
-from residuum.protocol.requests import RequestLike, check_id
+from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.protocol.stores import Search, StoreDirectory, silent_store
 from residuum.protocol.tenants import check_tenant, for_tenant
 from residuum.rpc.channels import open_aio_channel
@@ -232,7 +232,7 @@ class AsyncCaptureClient:
             >>> (await client.manifest(reply.request_id, wait=10)).state
             'complete'
         """
-        capture_id = check_id(request_id)
+        capture_id = check_capture_id(request_id)
         await self._known_stores()
         deadline = Deadline.of_wait(wait)
 
@@ -324,7 +324,7 @@ class AsyncCaptureClient:
             UnknownCapture: There is no such capture.
             Unreachable: Its store, or one that may hold it, cannot be asked.
         """
-        capture_id = check_id(request_id)
+        capture_id = check_capture_id(request_id)
         request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
 
         async def ask(endpoint: str) -> int:

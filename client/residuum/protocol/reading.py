@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum import exceptions as exc
-from residuum.protocol.requests import RequestLike, check_id
+from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.protocol.rows import Allocate, RowGrid, Wanted, partial_block, whole_block
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.values.activations import Activations
@@ -69,7 +69,7 @@ def plan_read(
     Raises:
         InvalidRequest: Something in it can never be meant so.
     """
-    request = store_pb2.ReadChunksRequest(capture_id=check_id(request_id), follow=follow)
+    request = store_pb2.ReadChunksRequest(capture_id=check_capture_id(request_id), follow=follow)
     if layers is not None:
         request.layers.extend(layer_selection(layers).list.layers)  # "all" is no list, as is None
     if sites is not None and sites != "all":

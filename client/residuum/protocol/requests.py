@@ -9,14 +9,17 @@ from typing import Any, Literal, Protocol, TypedDict, Union
 
 import numpy as np
 
-from residuum.exceptions import EmptyPrompt, InvalidRequest, PromptTooLong
+from residuum.exceptions import EmptyPrompt, InvalidRequest, PromptTooLong, UnknownCapture
 from residuum.v1 import capture_pb2, inference_pb2
 from residuum.values.capture import Capture
-from residuum.values.replies import Registration
+from residuum.values.replies import Registration, Reply
 from residuum.values.steering import Operation, operation_list, steering_spec
 from residuum.values.vector import Vector
 from residuum.wire.ids import is_valid_id
-from residuum.wire.limits import MAX_MESSAGE_BYTES, MAX_SEQUENCES, MAX_STOP_TEXTS
+from residuum.wire.limits import MAX_ID_LENGTH, MAX_MESSAGE_BYTES, MAX_SEQUENCES, MAX_STOP_TEXTS
+
+_SHOWN = 32
+"""Characters of an overlong ID that an error shows."""
 
 Prompt = Union[str, Sequence[int], Sequence[Mapping[str, str]]]  # noqa: UP007 - evaluated at run time on Python 3.10
 """A text, token ids, or a conversation as a list of {"role": ..., "content": ...}."""
@@ -232,11 +235,35 @@ def check_id(request: RequestLike) -> str:
         raise TypeError(f"A request id is a text, or a Reply or something else that has one, not {request!r}.")
     if not is_valid_id(request_id):
         raise InvalidRequest(
-            f"{request_id!r} cannot name a request: 1 to 128 of the characters a-z A-Z 0-9 . _ - and no dot or dash "
-            "at the start.",
+            f"{_shown(request_id)} cannot name a request: 1 to 128 of the characters a-z A-Z 0-9 . _ - and no dot or "
+            "dash at the start.",
             reason="INVALID_FIELD",
         )
     return request_id
+
+
+def check_capture_id(request: RequestLike) -> str:
+    """Return the ID of a request's capture.
+
+    Raises:
+        UnknownCapture: It is a reply to a request that captured nothing.
+        InvalidRequest: It cannot be an ID.
+        TypeError: It is neither a text nor something that has a request's or capture's ID.
+    """
+    capture_id = check_id(request)
+    if isinstance(request, Reply) and not request.captured:
+        raise UnknownCapture(
+            f"The request {capture_id} captured nothing, so it has no capture. To capture, pass capture= when you "
+            "generate: generate(..., capture=residuum.Capture()).",
+            reason="UNKNOWN_CAPTURE",
+            metadata={"capture_id": capture_id},
+        )
+    return capture_id
+
+
+def _shown(text: str) -> str:
+    """Return a text as an error shows it: a long one is cut."""
+    return repr(text) if len(text) <= MAX_ID_LENGTH else f"{text[:_SHOWN]!r}… ({len(text)} characters)"
 
 
 def distinct(vectors: Iterable[Vector]) -> tuple[Vector, ...]:
