@@ -14,6 +14,7 @@ from residuum.wire.ids import is_valid_id
 from residuum.wire.limits import (
     MAX_CAPTURE_ROWS_AT_A_POSITION,
     MAX_CAPTURE_TOKENS,
+    MAX_CAPTURES_PER_READ,
     MAX_DESCRIPTION_BYTES,
     MAX_DETAIL_LENGTH,
     MAX_ID_LENGTH,
@@ -114,6 +115,21 @@ def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.Capt
     size = sum(change.ByteSize() for change in seal.steering_changes)
     if size > MAX_STEERING_CHANGES_BYTES:
         raise invalid("steering_changes", f"must take at most {MAX_STEERING_CHANGES_BYTES} bytes, not {size}")
+
+
+def check_many(request: store_pb2.ReadCapturesRequest) -> None:
+    """Check a request for many captures, as far as that needs no capture.
+
+    Raises:
+        Failure: INVALID_FIELD if a field is wrong.
+    """
+    if not 1 <= len(request.capture_ids) <= MAX_CAPTURES_PER_READ:
+        given = len(request.capture_ids)
+        raise invalid("capture_ids", f"one call reads 1 to {MAX_CAPTURES_PER_READ} captures, not {given}")
+    try:
+        check_positions(request.positions)
+    except ValueError as error:
+        raise invalid("positions", str(error)) from None
 
 
 def check_chunk(header: capture_pb2.ChunkHeader, description: capture_pb2.CaptureDescription) -> None:

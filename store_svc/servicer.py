@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -21,12 +21,13 @@ from store_svc.captures.capture_names import (
     foreign_tenant,
     name_of,
     resolve_name,
+    resolve_names,
     resolve_scope,
     unknown_capture,
     written_tenant,
 )
-from store_svc.captures.catalog import Catalog
-from store_svc.checks import check_description, invalid
+from store_svc.captures.catalog import Catalog, Feed
+from store_svc.checks import check_description, check_many, invalid
 from store_svc.database.db import Database
 from store_svc.metrics import StoreMetrics
 from store_svc.reading.pages import make_token, read_token
@@ -114,6 +115,7 @@ class StoreServicer:
         }
         methods["AppendChunks"] = grpc.stream_stream_rpc_method_handler(self.append_chunks, None, _serialize)
         methods["ReadChunks"] = grpc.unary_stream_rpc_method_handler(self.read_chunks, None, None)
+        methods["ReadCaptures"] = grpc.unary_stream_rpc_method_handler(self.read_captures, None, None)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def _unary(
@@ -210,13 +212,24 @@ class StoreServicer:
         request = _parse(store_pb2.ReadChunksRequest, data)
         bind_request(request.capture_id)
         name = resolve_name(caller, request)
+        yield from self._sent(context, lambda *calls: self._reader.read(name, request, *calls))
+
+    def read_captures(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """See store.proto."""
+        caller = current_caller()
+        request = _parse(store_pb2.ReadCapturesRequest, data)
+        check_many(request)
+        names = resolve_names(caller, request)
+        yield from self._sent(context, lambda *calls: self._reader.read_many(names, request, *calls))
+
+    def _sent(
+        self,
+        context: grpc.ServicerContext,
+        read: Callable[[Callable[[], bool], Callable[[Feed], object]], Generator[bytes, None, None]],
+    ) -> Iterator[bytes]:
+        """Yield the responses of a read and count them. `read` is called with `is_cancelled` and `feed_seen`."""
         with self.calls.running(), self.calls.reading():
-            responses = self._reader.read(
-                name,
-                request,
-                is_cancelled=lambda: not context.is_active(),
-                feed_seen=lambda feed: context.add_callback(feed.wake),
-            )
+            responses = read(lambda: not context.is_active(), lambda feed: context.add_callback(feed.wake))
             for response in ahead(responses):
                 self._metrics.read_chunks.inc()
                 self._metrics.read_bytes.inc(len(response))

@@ -30,6 +30,7 @@ RIGHTS: dict[str, Right | None] = {
     _STORE + "GetCapture": Right.READ,
     _STORE + "ListCaptures": Right.READ,
     _STORE + "ReadChunks": Right.READ,
+    _STORE + "ReadCaptures": Right.READ,
     # Callers that create captures may delete them; callers that only read them may not.
     _STORE + "DeleteCapture": Right.GENERATE,
     # Returns the caller's own tenant's statistics; admins get those of the whole store.

@@ -31,7 +31,7 @@ from tests.store.support import (
 )
 
 SERVICE = store_pb2.DESCRIPTOR.services_by_name["StoreService"]
-_LASTING = {"GetCapture": 0.3, "ReadChunks": 0.3}
+_LASTING = {"GetCapture": 0.3, "ReadChunks": 0.3, "ReadCaptures": 0.3}
 """Calls that may wait as long as they were asked to, and for how long they are let."""
 _NAMES = ["a", "b", "c"]
 
@@ -138,6 +138,10 @@ def _seeds(method: str) -> list[Message]:
             store_pb2.ReadChunksRequest(capture_id="a"),
             store_pb2.ReadChunksRequest(capture_id="a", layers=[0], sites=[POST], sequences=[0], positions=positions),
             store_pb2.ReadChunksRequest(capture_id="b", follow=True),
+        ],
+        "ReadCaptures": [
+            store_pb2.ReadCapturesRequest(capture_ids=["b", "a"], layers=[0], positions=positions),
+            store_pb2.ReadCapturesRequest(capture_ids=["a", "none", "b"], sites=[POST], sequences=[1], follow=True),
         ],
         "DeleteCapture": [store_pb2.DeleteCaptureRequest(capture_id=name) for name in ("a", "b")],
         "GetStats": [store_pb2.GetStatsRequest()],

@@ -39,6 +39,7 @@ EXPECTED = {
     f"/{STORE}/GetCapture": "read",
     f"/{STORE}/ListCaptures": "read",
     f"/{STORE}/ReadChunks": "read",
+    f"/{STORE}/ReadCaptures": "read",
     f"/{STORE}/DeleteCapture": "generate",
     f"/{STORE}/GetStats": ANY,
     f"/{REFLECTION}/ServerReflectionInfo": ANY,

@@ -2,66 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
-
-import grpc
-import grpc.aio
+from typing import Any, overload
 
 from residuum import exceptions as exc
 from residuum._async import io
+from residuum._async.stores import AsyncStoreClient
 from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, get_request, list_request
-from residuum.protocol.endpoints import check_endpoint
 from residuum.protocol.listing import Listing, check_place, read_token
+from residuum.protocol.many import check_choice, check_ids, check_some, is_many
 from residuum.protocol.reading import Piece, Reading, plan_read
 from residuum.protocol.requests import RequestLike, check_id
-from residuum.protocol.stores import Search, StoreDirectory, silent_store
-from residuum.protocol.tenants import check_tenant, for_tenant
-from residuum.rpc.channels import open_aio_channel
-from residuum.rpc.credentials import TLS
-from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials
-from residuum.transport.connections import READ_CHUNKS, Channels, ReadRetries
-from residuum.transport.failures import from_rpc_error
+from residuum.protocol.stores import silent_store
 from residuum.transport.progress import progress_bar
-from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
+from residuum.v1 import store_pb2
 from residuum.values.activations import Activations
-from residuum.values.manifest import Manifest
-from residuum.values.replies import CapturePage, CaptureSummary, ModelInfo, StoreStats
+from residuum.values.manifest import FINAL_STATES, Manifest
+from residuum.values.replies import CapturePage, CaptureSummary, StoreStats
+from residuum.values.rows import Rows, RowsBuilder, in_order
 from residuum.values.selections import LayersLike, PositionsLike
 from residuum.wire.placement import StoreAddress
 
-_Answer = TypeVar("_Answer")
 
-
-class AsyncCaptureClient:
+class AsyncCaptureClient(AsyncStoreClient):
     """The methods that read, list and delete captures; the base of `residuum.AsyncClient`."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        store: str | Iterable[str] | None = None,
-        timeout: float | None = 30.0,
-        token: Token = None,
-        tls: TLS | bool | None = None,
-        insecure: bool | None = None,
-        tenant: str | None = None,
-    ) -> None:
-        self._tenant = check_tenant(tenant)
-        self.endpoint = check_endpoint(endpoint)
-        self._timeout = timeout
-        self._stores = StoreDirectory(store)
-        self.credentials = resolve_credentials(token=token, tls=tls, insecure=insecure)
-        """What it connects with, to the inference service and to the stores."""
-        check_channel(self.credentials, self.endpoint)
-        self._channels: Channels[grpc.aio.Channel] = Channels(opener(open_aio_channel, self.credentials))
-
-    async def activations(
+    @overload
+    async def activations(  # type: ignore[overload-overlap] # a text is one request, though it is also iterable
         self,
         request_id: RequestLike,
         *,
@@ -73,13 +44,43 @@ class AsyncCaptureClient:
         timeout: float | None = None,
         allow_partial: bool = False,
         progress: bool = False,
-    ) -> Activations:
-        """Return the captured rows of a request, when all of them are there.
+    ) -> Activations: ...
 
-        A broken connection is taken up again. Rows are checked against their checksums.
+    @overload
+    async def activations(
+        self,
+        request_id: Iterable[RequestLike],
+        *,
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        progress: bool = False,
+    ) -> list[Activations]: ...
+
+    async def activations(
+        self,
+        request_id: RequestLike | Iterable[RequestLike],
+        *,
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        progress: bool = False,
+    ) -> Activations | list[Activations]:
+        """Return the captured rows of a request, or of many, when all of them are there.
+
+        Give a list to read many captures: they share one stream, which is far faster than a call for each. A broken
+        connection is taken up again. Rows are checked against their checksums.
 
         Args:
-            request_id: The request: its reply, `reply.request_id`, or anything else that has its id.
+            request_id: The request: its reply, `reply.request_id`, or anything else that has its id; or a list of them.
             layers: Only these layers; None means all that were captured.
             sites: Only these sites, as a list or separated by commas; None means all.
             sequences: Only these sequences; None means all.
@@ -90,11 +91,15 @@ class AsyncCaptureClient:
                 that are missing; `present` tells which.
             progress: Show a progress bar, on a terminal or in Jupyter.
 
+        Returns:
+            The activations of the request. For a list, a list in the same order.
+
         Raises:
             IncompleteCapture: Rows are missing for good; the manifest in the exception says which and why.
             AbortedCapture: The request was stopped.
             OpenCapture: `wait` is false and the capture is still being written.
             UnknownCapture: There is no such capture: the request captured nothing, or it was deleted, or has expired.
+                For a list, the message names all that do not exist.
             InvalidRequest: A layer or site was not captured.
             DeadlineExceeded: The time is over.
 
@@ -106,17 +111,78 @@ class AsyncCaptureClient:
             >>> acts = await client.activations(reply.request_id, layers=[12])
             >>> acts[12].mean(axis=0).shape
             (576,)
+            >>> replies = await client.generate_many(prompts, capture=residuum.Capture(layers=[12]))
+            >>> means = [acts[12].mean(axis=0) for acts in await client.activations(replies)]
         """
-        plan = plan_read(
-            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
-            follow=wait, allow_partial=allow_partial,
-        )  # fmt: skip
-        reading = Reading(plan)
-        with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
+        choice: dict[str, Any] = {
+            "layers": layers, "sites": sites, "sequences": sequences, "positions": positions,
+            "follow": wait, "allow_partial": allow_partial,
+        }  # fmt: skip
+        if is_many(request_id):
+            names = [check_id(item) for item in request_id]
+            return in_order(names, await self._activations_of(names, choice, timeout, progress=progress))
+        reading = Reading(plan_read(request_id, **choice))
+        name = reading.request.capture_id
+        with progress_bar(f"reading {name}", None, enabled=progress, of_bytes=True) as advance:
             async for data in self._read(reading, timeout):
                 reading.add(data)
                 advance(len(data))
         return reading.activations()
+
+    async def rows(
+        self,
+        captures: Iterable[RequestLike] | None = None,
+        *,
+        layer: int,
+        site: str = "resid_post",
+        prefix: str = "",
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        progress: bool = False,
+    ) -> Rows:
+        """Return the rows of one layer of many captures as one array, with the origin of each row.
+
+        The captures share one stream. All rows are in memory at once; `ActivationDataset` reads more than that.
+
+        Args:
+            captures: The captures: requests, replies or IDs, in the order of the rows. None: those that `prefix`
+                selects, in the order of their IDs.
+            layer: The layer.
+            site: The site.
+            prefix: Without `captures`: all complete captures whose ID starts with this. With `allow_partial` also
+                incomplete and aborted ones.
+            sequences: Only these sequences; None means all.
+            positions: Only these positions; None means all. See `Positions.of`.
+            timeout: Seconds to wait and read at most; None means as long as it takes.
+            allow_partial: Return the present rows of captures that are not complete.
+            progress: Show a progress bar, on a terminal or in Jupyter.
+
+        Returns:
+            The rows; `values` is float32 [rows, width].
+
+        Raises:
+            InvalidRequest: No capture matches; both `captures` and `prefix` are given; a capture lacks the layer or
+                site; or rows differ in width. The other errors are those of `activations`.
+
+        Example:
+            >>> train = await client.rows(prefix="train-", layer=12, positions="last_prompt")
+            >>> train.values.shape, train.ids[0]
+            ((500, 576), 'train-000')
+        """
+        names = await self._chosen(captures, prefix, allow_partial=allow_partial)
+        choice: dict[str, Any] = {
+            "layers": layer, "sites": site, "sequences": sequences, "positions": positions,
+            "follow": True, "allow_partial": allow_partial,
+        }  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", exc.EmptyCaptureWarning)  # a capture may well have no row to add
+            found = await self._activations_of(names, choice, timeout, progress=progress)
+        builder = RowsBuilder(layer, site)
+        for acts in in_order(names, found):
+            builder.add(acts)
+        return builder.rows()
 
     async def export(
         self,
@@ -335,91 +401,6 @@ class AsyncCaptureClient:
                 found.append(StoreStats.from_proto(store, answer))
         return found
 
-    async def info(self, *, check_store: bool = False) -> ModelInfo:
-        """Return what the server serves, and within which limits.
-
-        Args:
-            check_store: Have it ask its stores whether they answer; see `ModelInfo.store_reachable`.
-
-        Raises:
-            NotServing: The model is still loading.
-            Unreachable: Nothing answers at the endpoint.
-
-        Example:
-            >>> (await client.info()).num_layers
-            30
-        """
-        request = inference_pb2.GetModelInfoRequest(check_store=check_store)
-        return ModelInfo.from_proto(await self._call(self.endpoint, self._inference.GetModelInfo, request))
-
-    async def store_endpoints(self) -> tuple[str, ...]:
-        """Return where the stores are: as given to the client, or else as the inference service says.
-
-        Raises:
-            NoStore: It names none.
-        """
-        return tuple(store.endpoint for store in await self._refreshed_stores())
-
-    @property
-    def _inference(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
-        return inference_pb2_grpc.InferenceServiceStub(self._channels.get(self.endpoint))
-
-    def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceAsyncStub:
-        return store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint))
-
-    async def _known_stores(self) -> tuple[StoreAddress, ...]:
-        return self._stores.stores or await self._refreshed_stores()
-
-    async def _refreshed_stores(self) -> tuple[StoreAddress, ...]:
-        """Return the stores, with those that were added since they were last asked for."""
-        known = self._stores.stores
-        if self._stores.is_named:
-            return known
-        try:
-            told = (await self.info()).stores
-        except exc.ResiduumError:
-            if known:
-                return known  # without an inference service, stores can still be read
-            raise
-        return self._stores.learn(itertools.starmap(StoreAddress, told.items()), self.endpoint)
-
-    async def _ask_holder(self, capture_id: str, ask: Callable[[str], Awaitable[_Answer]]) -> _Answer:
-        """Ask the store that holds a capture; `ask` is given its endpoint."""
-        endpoint = await self._find(capture_id)
-        try:
-            return await ask(endpoint)
-        except exc.UnknownCapture:
-            if not await self._may_be_elsewhere(capture_id):
-                raise
-        return await ask(await self._find(capture_id))
-
-    async def _may_be_elsewhere(self, capture_id: str) -> bool:
-        """Tell whether to look for a capture that is not where it was thought to be: there are other stores."""
-        self._stores.forget(capture_id)
-        return len(await self._refreshed_stores()) > 1
-
-    async def _find(self, capture_id: str) -> str:
-        """Return the endpoint of the store that holds a capture; the only store is not asked."""
-        await self._known_stores()
-        store = self._stores.known(capture_id)
-        return (store or await self._search(capture_id)).endpoint
-
-    async def _search(self, capture_id: str) -> StoreAddress:
-        """Ask store by store for a capture, and in the end those that were added meanwhile."""
-        search, request = Search(capture_id), get_request(capture_id, 0.0)
-        for stores in (self._known_stores, self._refreshed_stores):
-            for store in search.order(await stores()):
-                try:
-                    await self._call(
-                        store.endpoint, self._store(store.endpoint).GetCapture, request, capture_id=capture_id
-                    )
-                except exc.ResiduumError as failure:
-                    search.missed(store, failure)
-                else:
-                    self._stores.found(capture_id, store)
-                    return store
-        raise search.failure()
-
     async def _captures(
         self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool
     ) -> AsyncIterator[CaptureSummary]:
@@ -446,58 +427,30 @@ class AsyncCaptureClient:
             raise error from None
         warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
 
-    async def _call(
-        self,
-        endpoint: str,
-        method: Callable[..., Awaitable[_Answer]],
-        request: Any,
-        *,
-        extra: float = 0.0,
-        **facts: str,
-    ) -> _Answer:
-        """Make a unary call with the client's deadline and `extra` seconds on top of it."""
-        for_tenant(request, self._tenant)
-        try:
-            return await method(request, timeout=None if self._timeout is None else self._timeout + extra)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, endpoint, **facts) from None
-
     async def _follow(self, reading: Reading, timeout: float | None = None) -> AsyncIterator[Piece]:
         async for data in self._read(reading, timeout):
             for piece in reading.add(data):
                 yield piece
         reading.manifest()
 
-    async def _read(self, reading: Reading, timeout: float | None) -> AsyncIterator[bytes]:
-        """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
-        capture_id = reading.request.capture_id
-        endpoint, moved = await self._find(capture_id), False
-        deadline, retries = Deadline(timeout), ReadRetries()
-        while True:
-            reading.begin()
-            call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
-            try:
-                async for data in call:
-                    retries.progress()
-                    yield data
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error, endpoint, capture_id=capture_id)
-                delay = retries.seconds_after(failure)
-                if delay is None:
-                    moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
-                    if not moved or not await self._may_be_elsewhere(capture_id):
-                        raise reading.explain(failure) from None
-                    endpoint, delay = await self._find(capture_id), 0.0
-            else:
-                return
-            finally:
-                call.cancel()
-            await io.sleep(delay)
+    async def _activations_of(
+        self, capture_ids: Iterable[str], choice: dict[str, Any], timeout: float | None, *, progress: bool
+    ) -> list[Activations]:
+        names = check_ids(capture_ids)
+        if not names:
+            return []
+        found = []
+        with progress_bar(f"reading {len(names)} captures", len(names), enabled=progress) as advance:
+            async for acts in self._read_many(plan_read(names[0], **choice), names, timeout):
+                found.append(acts)
+                advance(1)
+        return found
 
-    def _reader(self, endpoint: str) -> grpc.aio.UnaryStreamMultiCallable[store_pb2.ReadChunksRequest, bytes]:
-        # No deserializer: rows are copied from the message's own bytes to where they belong.
-        return self._channels.get(endpoint, "reads").unary_stream(
-            READ_CHUNKS,
-            request_serializer=store_pb2.ReadChunksRequest.SerializeToString,
-            response_deserializer=None,
-        )
+    async def _chosen(self, captures: Iterable[RequestLike] | None, prefix: str, *, allow_partial: bool) -> list[str]:
+        """Return the IDs of the captures that a caller names, or of those that it selects."""
+        if captures is not None:
+            check_choice(captures, prefix)
+            return check_ids(captures)
+        states = FINAL_STATES if allow_partial else ("complete",)
+        names = sorted([item.capture_id async for item in self.captures(prefix=prefix, states=states)])
+        return check_some(names, prefix)

@@ -14,6 +14,7 @@ _NAMING = (
     store_pb2.GetCaptureRequest,
     store_pb2.ListCapturesRequest,
     store_pb2.ReadChunksRequest,
+    store_pb2.ReadCapturesRequest,
     store_pb2.DeleteCaptureRequest,
 )
 

@@ -11,6 +11,7 @@ from residuum.exceptions import ClientClosed, EngineDead, RequestAborted, Residu
 _Channel = TypeVar("_Channel")
 
 READ_CHUNKS = "/residuum.v1.StoreService/ReadChunks"
+READ_CAPTURES = "/residuum.v1.StoreService/ReadCaptures"
 
 
 class Channels(Generic[_Channel]):

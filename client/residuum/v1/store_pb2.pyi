@@ -587,6 +587,132 @@ class ReadChunksResponse(_message.Message):
 Global___ReadChunksResponse: _TypeAlias = ReadChunksResponse  # noqa: Y015
 
 @_typing.final
+class ReadCapturesRequest(_message.Message):
+    """Requests the rows of many captures."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPTURE_IDS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    SITES_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    follow: _builtins.bool
+    """Wait for the end of captures that are open."""
+    tenant: _builtins.str
+    """The tenant of all these captures. Unset: the caller's own. Only admins can use another tenant's captures."""
+    @_builtins.property
+    def capture_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The IDs of the captures, 1 to 4096."""
+
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each capture only these layers. Empty: all that were captured."""
+
+    @_builtins.property
+    def sites(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Site.ValueType]:
+        """Of each capture only these sites. Empty: all that were captured."""
+
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each capture only these sequences. Empty: all."""
+
+    @_builtins.property
+    def positions(self) -> _selection_pb2.PositionSelection:
+        """Of each capture only these positions. Unset: all that were captured."""
+
+    def __init__(
+        self,
+        *,
+        capture_ids: _abc.Iterable[_builtins.str] | None = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        sites: _abc.Iterable[_capture_pb2.Site.ValueType] | None = ...,
+        sequences: _abc.Iterable[_builtins.int] | None = ...,
+        positions: _selection_pb2.PositionSelection | None = ...,
+        follow: _builtins.bool = ...,
+        tenant: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "positions", b"positions", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_ids", b"capture_ids", "follow", b"follow", "layers", b"layers", "positions", b"positions", "sequences", b"sequences", "sites", b"sites", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___ReadCapturesRequest: _TypeAlias = ReadCapturesRequest  # noqa: Y015
+
+@_typing.final
+class ReadCapturesResponse(_message.Message):
+    """Parts of captures."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPTURES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CaptureRows]:
+        """The parts. At most the last one is of a capture that goes on in the next message."""
+
+    def __init__(
+        self,
+        *,
+        captures: _abc.Iterable[Global___CaptureRows] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["captures", b"captures"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadCapturesResponse: _TypeAlias = ReadCapturesResponse  # noqa: Y015
+
+@_typing.final
+class CaptureRows(_message.Message):
+    """A part of one capture, or all of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The index of the capture in `capture_ids`."""
+    is_last: _builtins.bool
+    """Whether this is the last part of the capture."""
+    @_builtins.property
+    def manifest(self) -> _capture_pb2.CaptureManifest:
+        """The manifest, in the first part of a capture. If the capture was open, another one in the last part, after the rows."""
+
+    @_builtins.property
+    def error(self) -> _errors_pb2.ItemError:
+        """Why the capture cannot be read, or not to its end. Nothing more of it follows."""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.Chunk]:
+        """Rows, in no particular order."""
+
+    def __init__(
+        self,
+        *,
+        manifest: _capture_pb2.CaptureManifest | None = ...,
+        index: _builtins.int = ...,
+        error: _errors_pb2.ItemError | None = ...,
+        is_last: _builtins.bool = ...,
+        chunks: _abc.Iterable[_capture_pb2.Chunk] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "manifest", b"manifest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "error", b"error", "index", b"index", "is_last", b"is_last", "manifest", b"manifest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CaptureRows: _TypeAlias = CaptureRows  # noqa: Y015
+
+@_typing.final
 class DeleteCaptureRequest(_message.Message):
     """Deletes a capture."""
 

@@ -81,6 +81,11 @@ class StoreServiceStub:
                 request_serializer=residuum_dot_v1_dot_store__pb2.ReadChunksRequest.SerializeToString,
                 response_deserializer=residuum_dot_v1_dot_store__pb2.ReadChunksResponse.FromString,
                 _registered_method=True)
+        self.ReadCaptures = channel.unary_stream(
+                '/residuum.v1.StoreService/ReadCaptures',
+                request_serializer=residuum_dot_v1_dot_store__pb2.ReadCapturesRequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_store__pb2.ReadCapturesResponse.FromString,
+                _registered_method=True)
         self.DeleteCapture = channel.unary_unary(
                 '/residuum.v1.StoreService/DeleteCapture',
                 request_serializer=residuum_dot_v1_dot_store__pb2.DeleteCaptureRequest.SerializeToString,
@@ -224,6 +229,30 @@ class StoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadCaptures(self, request, context):
+        """Sends the rows of many captures in one stream. Small captures share messages, so that a thousand of them cost little
+        more than one capture with as many rows.
+
+        store: {captures: [unknown], [error]}             the captures that do not exist, before all others
+        store: {captures: [first, is_last], [second, is_last], [third]}
+        store: {captures: [third, is_last]}               a large capture takes several messages
+        store: OK
+
+        Captures come in the order of the request, each with its manifest before its rows. A capture that had ended has one
+        manifest. One that was open has another at its end, as in ReadChunks; with `follow` the store waits for that end
+        before it goes on to the next capture. A reader that lost its stream opens another for the captures without
+        `is_last`. A capture cannot expire while its own rows are being sent; one that expires before is an error.
+
+        The errors of a capture are in CaptureRows, and the stream goes on: those of ReadChunks.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteCapture(self, request, context):
         """Deletes a capture in any state. The store then rejects chunks of it that are still in flight.
 
@@ -276,6 +305,11 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     servicer.ReadChunks,
                     request_deserializer=residuum_dot_v1_dot_store__pb2.ReadChunksRequest.FromString,
                     response_serializer=residuum_dot_v1_dot_store__pb2.ReadChunksResponse.SerializeToString,
+            ),
+            'ReadCaptures': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadCaptures,
+                    request_deserializer=residuum_dot_v1_dot_store__pb2.ReadCapturesRequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_store__pb2.ReadCapturesResponse.SerializeToString,
             ),
             'DeleteCapture': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteCapture,
@@ -467,6 +501,33 @@ class StoreService:
             '/residuum.v1.StoreService/ReadChunks',
             residuum_dot_v1_dot_store__pb2.ReadChunksRequest.SerializeToString,
             residuum_dot_v1_dot_store__pb2.ReadChunksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadCaptures(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/residuum.v1.StoreService/ReadCaptures',
+            residuum_dot_v1_dot_store__pb2.ReadCapturesRequest.SerializeToString,
+            residuum_dot_v1_dot_store__pb2.ReadCapturesResponse.FromString,
             options,
             channel_credentials,
             insecure,

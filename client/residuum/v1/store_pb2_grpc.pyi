@@ -137,6 +137,26 @@ class StoreServiceStub:
     * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
+    ReadCaptures: _grpc.UnaryStreamMultiCallable[_store_pb2.ReadCapturesRequest, _store_pb2.ReadCapturesResponse]
+    """Sends the rows of many captures in one stream. Small captures share messages, so that a thousand of them cost little
+    more than one capture with as many rows.
+
+        store: {captures: [unknown], [error]}             the captures that do not exist, before all others
+        store: {captures: [first, is_last], [second, is_last], [third]}
+        store: {captures: [third, is_last]}               a large capture takes several messages
+        store: OK
+
+    Captures come in the order of the request, each with its manifest before its rows. A capture that had ended has one
+    manifest. One that was open has another at its end, as in ReadChunks; with `follow` the store waits for that end
+    before it goes on to the next capture. A reader that lost its stream opens another for the captures without
+    `is_last`. A capture cannot expire while its own rows are being sent; one that expires before is an error.
+
+    The errors of a capture are in CaptureRows, and the stream goes on: those of ReadChunks.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    """
     DeleteCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.DeleteCaptureRequest, _store_pb2.DeleteCaptureResponse]
     """Deletes a capture in any state. The store then rejects chunks of it that are still in flight.
 
@@ -257,6 +277,26 @@ class StoreServiceAsyncStub(StoreServiceStub):
       expire while it is being read.
     * INVALID_ARGUMENT: the capture does not have a selected layer or site.
     * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    """
+    ReadCaptures: _aio.UnaryStreamMultiCallable[_store_pb2.ReadCapturesRequest, _store_pb2.ReadCapturesResponse]  # type: ignore[assignment]
+    """Sends the rows of many captures in one stream. Small captures share messages, so that a thousand of them cost little
+    more than one capture with as many rows.
+
+        store: {captures: [unknown], [error]}             the captures that do not exist, before all others
+        store: {captures: [first, is_last], [second, is_last], [third]}
+        store: {captures: [third, is_last]}               a large capture takes several messages
+        store: OK
+
+    Captures come in the order of the request, each with its manifest before its rows. A capture that had ended has one
+    manifest. One that was open has another at its end, as in ReadChunks; with `follow` the store waits for that end
+    before it goes on to the next capture. A reader that lost its stream opens another for the captures without
+    `is_last`. A capture cannot expire while its own rows are being sent; one that expires before is an error.
+
+    The errors of a capture are in CaptureRows, and the stream goes on: those of ReadChunks.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
     DeleteCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.DeleteCaptureRequest, _store_pb2.DeleteCaptureResponse]  # type: ignore[assignment]
@@ -412,6 +452,32 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
           expire while it is being read.
         * INVALID_ARGUMENT: the capture does not have a selected layer or site.
         * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadCaptures(
+        self,
+        request: _store_pb2.ReadCapturesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_store_pb2.ReadCapturesResponse], _abc.AsyncIterator[_store_pb2.ReadCapturesResponse]]:
+        """Sends the rows of many captures in one stream. Small captures share messages, so that a thousand of them cost little
+        more than one capture with as many rows.
+
+            store: {captures: [unknown], [error]}             the captures that do not exist, before all others
+            store: {captures: [first, is_last], [second, is_last], [third]}
+            store: {captures: [third, is_last]}               a large capture takes several messages
+            store: OK
+
+        Captures come in the order of the request, each with its manifest before its rows. A capture that had ended has one
+        manifest. One that was open has another at its end, as in ReadChunks; with `follow` the store waits for that end
+        before it goes on to the next capture. A reader that lost its stream opens another for the captures without
+        `is_last`. A capture cannot expire while its own rows are being sent; one that expires before is an error.
+
+        The errors of a capture are in CaptureRows, and the stream goes on: those of ReadChunks.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
         """
 

@@ -92,6 +92,9 @@ MAX_ID_LENGTH = 128
 MAX_WAIT_SECONDS = 300.0
 """The longest time that one GetCapture waits for a capture to end."""
 
+MAX_CAPTURES_PER_READ = 4096
+"""Captures in one ReadCaptures."""
+
 DEFAULT_PAGE_SIZE = 100
 """Captures in a page if the caller does not choose a number."""
 
