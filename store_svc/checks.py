@@ -11,6 +11,7 @@ from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import EncodingError, RowFormat
 from residuum.wire.ids import is_valid_id
+from residuum.wire.labels import Condition, LabelError, check_labels, parse_where
 from residuum.wire.limits import (
     MAX_CAPTURE_ROWS_AT_A_POSITION,
     MAX_CAPTURE_TOKENS,
@@ -85,6 +86,10 @@ def _check_spec(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:
         raise invalid("description.spec.layers", str(error)) from None
     if not spec.sites or len(set(spec.sites)) != len(spec.sites) or not _SITES.issuperset(spec.sites):
         raise invalid("description.spec.sites", "must name at least one site, each once")
+    try:
+        check_labels(spec.labels)
+    except LabelError as error:
+        raise invalid("description.spec.labels", str(error)) from None
     if spec.reduction not in capture_pb2.Reduction.values():
         raise invalid("description.spec.reduction", f"unknown reduction {int(spec.reduction)}")
     try:
@@ -130,6 +135,18 @@ def check_many(request: store_pb2.ReadCapturesRequest) -> None:
         check_positions(request.positions)
     except ValueError as error:
         raise invalid("positions", str(error)) from None
+
+
+def read_where(where: str) -> tuple[Condition, ...]:
+    """Return the conditions of a filter on labels.
+
+    Raises:
+        Failure: INVALID_FIELD if it cannot be parsed.
+    """
+    try:
+        return parse_where(where)
+    except LabelError as error:
+        raise invalid("where", str(error)) from None
 
 
 def check_chunk(header: capture_pb2.ChunkHeader, description: capture_pb2.CaptureDescription) -> None:

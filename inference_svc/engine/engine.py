@@ -97,6 +97,10 @@ class Engine:
         """Return the token IDs of a prompt; see `PromptReader.read`."""
         return await self._prompts.read(request)
 
+    async def prompt_text(self, request: inference_pb2.GenerateRequest, token_ids: list[int]) -> str:
+        """Return the text of a prompt; see `PromptReader.text`."""
+        return await self._prompts.text(request, token_ids)
+
     def generate(
         self,
         engine_id: str,

@@ -41,15 +41,28 @@ class PromptReader:
             return self._checked_ids(list(request.token_ids.ids))
         if kind == "text":
             self._check_characters(len(request.text))
-            return await self._in_thread(self._encode, request.text)
+            return list(await self._in_thread(self._encode, request.text))
         if kind == "chat":
             self._check_chat(request.chat)
-            return await self._in_thread(self._apply_chat_template, request.chat)
+            return list(await self._in_thread(self._apply_chat_template, request.chat))
         raise invalid("prompt", "Set a prompt: text, token_ids or chat.")
 
-    async def _in_thread(self, work: Any, argument: Any) -> list[int]:
-        ids: list[int] = await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
-        return ids
+    async def text(self, request: inference_pb2.GenerateRequest, token_ids: list[int]) -> str:
+        """Return the text of a request's prompt: a text as it was sent, a chat in the model's template.
+
+        Raises:
+            Failure: The prompt is token IDs.
+        """
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            return request.text
+        if kind == "chat":
+            text: str = await self._in_thread(self._tokenizer.decode, token_ids)
+            return text
+        raise no_prompt_text()
+
+    async def _in_thread(self, work: Any, argument: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text)) if text else []
@@ -94,6 +107,15 @@ class PromptReader:
         except Exception as error:  # jinja and transformers raise unrelated classes for a template's errors
             raise invalid("chat", f"The model's chat template refuses the chat: {error}") from error
         return list(ids)
+
+
+def no_prompt_text() -> Failure:
+    """Return the Failure for a capture that is to keep the text of a prompt that has none."""
+    return invalid(
+        "capture.keep_prompt",
+        "capture.keep_prompt: the prompt came as token IDs, so it has no text to keep. Unset it; the capture has the "
+        "token IDs.",
+    )
 
 
 def _longest_token(tokenizer: Any) -> int:

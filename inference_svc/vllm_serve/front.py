@@ -19,6 +19,7 @@ from inference_svc.admission.fields import invalid
 from inference_svc.engine.engine import Engine, facts_of
 from inference_svc.engine.streams import engine_dead_failure
 from inference_svc.requests.plans import count_spare_positions, make_plan
+from inference_svc.requests.prompts import no_prompt_text
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.projections import Projections, projection_of
 from inference_svc.resources.vector_activator import VectorActivator
@@ -156,6 +157,8 @@ class FrontEnd:
                 "capture", "This server has no store, so it cannot capture. Its operator can set RESIDUUM_STORE."
             )
         token_ids = _token_ids(prompt)
+        if spec.capture is not None and spec.capture.keep_prompt and not prompt.get("prompt"):
+            raise no_prompt_text()
         parameters = self._parameters(sampling, len(token_ids))
         self._check_single_api_server(spec)
         self._keep(asked)
@@ -198,6 +201,7 @@ class FrontEnd:
             session = CaptureSession(
                 self._facts, running, admitted.token_ids, sampling.n, self._require_delivery, self._cause_of
             )
+            session.prompt_text = _kept_text(admitted)
             outputs = CallerOutputs(session.sequences, sampling.output_kind)
             try:
                 self._keep(admitted.asked)  # the cache may have evicted them since the check
@@ -242,6 +246,12 @@ class FrontEnd:
         if isinstance(error, EngineDeadError) or self._engine.is_dead:
             return engine_dead_failure()
         return error
+
+
+def _kept_text(admitted: _Admitted) -> str:
+    """Return the text of a prompt whose capture keeps it. vLLM's endpoints pass it on with the tokens."""
+    capture = admitted.spec.capture
+    return str(admitted.prompt["prompt"]) if capture is not None and capture.keep_prompt else ""
 
 
 def _token_ids(prompt: Any) -> list[int]:

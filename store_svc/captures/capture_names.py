@@ -90,4 +90,9 @@ def foreign_tenant(tenant: str) -> Failure:
     return Failure(Reason.ERROR_REASON_PERMISSION_DENIED, message, right="", method="")
 
 
-_NamesCapture = store_pb2.GetCaptureRequest | store_pb2.ReadChunksRequest | store_pb2.DeleteCaptureRequest
+_NamesCapture = (
+    store_pb2.GetCaptureRequest
+    | store_pb2.ReadChunksRequest
+    | store_pb2.DeleteCaptureRequest
+    | store_pb2.LabelCaptureRequest
+)

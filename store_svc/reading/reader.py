@@ -10,6 +10,8 @@ from residuum.wire.capture_batches import CaptureBatch, end_field
 from residuum.wire.frames import ChunkView, FrameError, length_prefix, parse_chunk, read_prefix
 from store_svc.captures.capture_names import CaptureName, unknown_capture
 from store_svc.captures.catalog import Catalog, Feed
+from store_svc.captures.labels import read_labels
+from store_svc.captures.lifecycle import Capture
 from store_svc.database.db import Database, Table
 from store_svc.database.keys import after_group, pack_number, unpack_frame
 from store_svc.reading.query import Query, Selection
@@ -43,7 +45,7 @@ class Reader:
         """
         number, feed = self._catalog.require(name)
         if feed is not None:
-            return feed.capture.manifest()
+            return self._live_manifest(feed.capture)
         return self._ended_manifest(number, name.capture_id)
 
     def read(
@@ -150,7 +152,7 @@ class Reader:
         sent = 0
         capture = feed.capture
         query = Query(request, capture.description, capture.sequences)
-        yield _framed(capture.manifest())
+        yield _framed(self._live_manifest(capture))
         last = False
         while not last:
             with feed.condition:
@@ -165,7 +167,7 @@ class Reader:
                     yield from self._rows(key, query)
             sent = end
         self._check_usable(feed, is_cancelled)
-        yield _framed(capture.manifest())
+        yield _framed(self._live_manifest(capture))
 
     def _wait_for_news(self, feed: Feed, sent: int, is_cancelled: Callable[[], bool]) -> None:
         feed.condition.wait_for(
@@ -182,6 +184,12 @@ class Reader:
         if is_cancelled():
             raise _cancelled()
 
+    def _live_manifest(self, capture: Capture) -> capture_pb2.CaptureManifest:
+        manifest = capture.manifest()
+        with self._db.read() as txn:
+            manifest.MergeFromString(read_labels(txn, capture.number))
+        return manifest
+
     def _ended_manifest(self, number: int, capture_id: str) -> capture_pb2.CaptureManifest:
         return capture_pb2.CaptureManifest.FromString(self._ended_record(number, capture_id))
 
@@ -189,7 +197,7 @@ class Reader:
         """Return the serialised manifest of an ended capture."""
         with self._db.read() as txn:
             value = txn.get(Table.ENDED, pack_number(number))
-            data = bytes(value) if value is not None else None
+            data = bytes(value) + read_labels(txn, number) if value is not None else None
         if data is None:
             raise unknown_capture(capture_id)
         return data

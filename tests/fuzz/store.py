@@ -132,6 +132,7 @@ def _seeds(method: str) -> list[Message]:
         ],
         "ListCaptures": [
             store_pb2.ListCapturesRequest(page_size=1),
+            store_pb2.ListCapturesRequest(where="split = x and y < 2.5"),
             store_pb2.ListCapturesRequest(page_size=1000, prefix="a", states=[OPEN, COMPLETE], page_token="AAAA"),
         ],
         "ReadChunks": [
@@ -142,6 +143,13 @@ def _seeds(method: str) -> list[Message]:
         "ReadCaptures": [
             store_pb2.ReadCapturesRequest(capture_ids=["b", "a"], layers=[0], positions=positions),
             store_pb2.ReadCapturesRequest(capture_ids=["a", "none", "b"], sites=[POST], sequences=[1], follow=True),
+        ],
+        "LabelCapture": [
+            store_pb2.LabelCaptureRequest(
+                capture_id="a",
+                labels=[capture_pb2.Label(name="split", text="x"), capture_pb2.Label(name="y", integer=-1)],
+            ),
+            store_pb2.LabelCaptureRequest(capture_id="b", removed_names=["split"]),
         ],
         "DeleteCapture": [store_pb2.DeleteCaptureRequest(capture_id=name) for name in ("a", "b")],
         "GetStats": [store_pb2.GetStatsRequest()],

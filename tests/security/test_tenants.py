@@ -61,6 +61,7 @@ def calls_about_a_capture():
         "SealCapture": lambda caller, tenant: caller.seal(**tenant),
         "GetCapture": lambda caller, tenant: caller.get(**tenant),
         "ReadChunks": lambda caller, tenant: caller.read(**tenant),
+        "LabelCapture": lambda caller, tenant: caller.label(**tenant),
         "DeleteCapture": lambda caller, tenant: caller.delete(**tenant),
         "AppendChunks": lambda caller, tenant: caller.append(**tenant),
     }

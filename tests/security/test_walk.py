@@ -41,6 +41,7 @@ EXPECTED = {
     f"/{STORE}/ReadChunks": "read",
     f"/{STORE}/ReadCaptures": "read",
     f"/{STORE}/DeleteCapture": "generate",
+    f"/{STORE}/LabelCapture": "generate",
     f"/{STORE}/GetStats": ANY,
     f"/{REFLECTION}/ServerReflectionInfo": ANY,
     f"/{HEALTH}/Check": OPEN,

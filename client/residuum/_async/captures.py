@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, overload
 
@@ -12,7 +12,7 @@ from residuum import exceptions as exc
 from residuum._async import io
 from residuum._async.stores import AsyncStoreClient
 from residuum.exports.job import Export, ExportJob
-from residuum.protocol.deadlines import Deadline, get_request, list_request
+from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
 from residuum.protocol.listing import Listing, check_place, read_token
 from residuum.protocol.many import check_choice, check_ids, check_some, is_many
 from residuum.protocol.reading import Piece, Reading, plan_read
@@ -25,6 +25,7 @@ from residuum.values.manifest import FINAL_STATES, Manifest
 from residuum.values.replies import CapturePage, CaptureSummary, StoreStats
 from residuum.values.rows import Rows, RowsBuilder, in_order
 from residuum.values.selections import LayersLike, PositionsLike
+from residuum.wire.labels import LabelValue, to_dict
 from residuum.wire.placement import StoreAddress
 
 
@@ -136,6 +137,7 @@ class AsyncCaptureClient(AsyncStoreClient):
         layer: int,
         site: str = "resid_post",
         prefix: str = "",
+        where: str = "",
         sequences: int | Iterable[int] | None = None,
         positions: PositionsLike = None,
         timeout: float | None = None,
@@ -147,12 +149,13 @@ class AsyncCaptureClient(AsyncStoreClient):
         The captures share one stream. All rows are in memory at once; `ActivationDataset` reads more than that.
 
         Args:
-            captures: The captures: requests, replies or IDs, in the order of the rows. None: those that `prefix`
-                selects, in the order of their IDs.
+            captures: The captures: requests, replies or IDs, in the order of the rows. None: those that `prefix` and
+                `where` select, in the order of their IDs.
             layer: The layer.
             site: The site.
             prefix: Without `captures`: all complete captures whose ID starts with this. With `allow_partial` also
                 incomplete and aborted ones.
+            where: Without `captures`: only captures whose labels match this, such as "split = train and y >= 2".
             sequences: Only these sequences; None means all.
             positions: Only these positions; None means all. See `Positions.of`.
             timeout: Seconds to wait and read at most; None means as long as it takes.
@@ -163,15 +166,15 @@ class AsyncCaptureClient(AsyncStoreClient):
             The rows; `values` is float32 [rows, width].
 
         Raises:
-            InvalidRequest: No capture matches; both `captures` and `prefix` are given; a capture lacks the layer or
+            InvalidRequest: No capture matches; both `captures` and a filter are given; a capture lacks the layer or
                 site; or rows differ in width. The other errors are those of `activations`.
 
         Example:
-            >>> train = await client.rows(prefix="train-", layer=12, positions="last_prompt")
-            >>> train.values.shape, train.ids[0]
-            ((500, 576), 'train-000')
+            >>> train = await client.rows(where="split = train", layer=12, positions="last_prompt")
+            >>> train.values.shape, train.labels("y")[:3]
+            ((500, 576), [1, 0, 0])
         """
-        names = await self._chosen(captures, prefix, allow_partial=allow_partial)
+        names = await self._chosen(captures, prefix, where, allow_partial=allow_partial)
         choice: dict[str, Any] = {
             "layers": layer, "sites": site, "sequences": sequences, "positions": positions,
             "follow": True, "allow_partial": allow_partial,
@@ -306,17 +309,19 @@ class AsyncCaptureClient(AsyncStoreClient):
         return await self._ask_holder(capture_id, ask)
 
     def captures(
-        self, *, prefix: str = "", states: str | Iterable[str] = (), allow_partial: bool = False
+        self, *, prefix: str = "", states: str | Iterable[str] = (), where: str = "", allow_partial: bool = False
     ) -> AsyncIterator[CaptureSummary]:
         """Yield the captures of all stores as one list, newest first; it is fetched as it is read.
 
         Args:
             prefix: Only those whose id starts with this.
             states: Only those in these states: "open", "complete", "incomplete", "aborted".
+            where: Only those whose labels match this, such as "split = train and y >= 2"; docs/concepts/captures.md has
+                the rules.
             allow_partial: Leave out stores that cannot be asked, with a warning, instead of raising.
 
         Raises:
-            InvalidRequest: There is no such state.
+            InvalidRequest: There is no such state, or `where` cannot be parsed.
             Unreachable: A store cannot be asked; the message names it.
 
         Warns:
@@ -326,11 +331,17 @@ class AsyncCaptureClient(AsyncStoreClient):
             >>> [summary.capture_id async for summary in client.captures(states="complete")]
             ['req-1f…', 'req-09…']
         """
-        request = list_request(prefix, states)
+        request = list_request(prefix, states, where)
         return self._captures(request, allow_partial=allow_partial)
 
     async def captures_page(
-        self, *, page_size: int = 100, page_token: str = "", prefix: str = "", states: str | Iterable[str] = ()
+        self,
+        *,
+        page_size: int = 100,
+        page_token: str = "",
+        prefix: str = "",
+        states: str | Iterable[str] = (),
+        where: str = "",
     ) -> CapturePage:
         """Return one page of the list of captures; its `next_page_token` leads to the next page.
 
@@ -339,6 +350,7 @@ class AsyncCaptureClient(AsyncStoreClient):
             page_token: The `next_page_token` of the part before, with the same filter; empty for the first.
             prefix: As for `captures`.
             states: As for `captures`.
+            where: As for `captures`.
 
         Raises:
             InvalidRequest: There is no such state, the size is out of range, or the token is not one of these stores,
@@ -349,7 +361,7 @@ class AsyncCaptureClient(AsyncStoreClient):
             >>> page = await client.captures_page(page_size=20)
             >>> page = await client.captures_page(page_size=20, page_token=page.next_page_token)
         """
-        request, place = list_request(prefix, states, page_size), read_token(page_token)
+        request, place = list_request(prefix, states, where, page_size), read_token(page_token)
         stores = await self._refreshed_stores()
         check_place(place, stores)
         listing = Listing(stores, request, place)
@@ -358,6 +370,34 @@ class AsyncCaptureClient(AsyncStoreClient):
             while len(captures) < page_size and (summary := await anext(summaries, None)):
                 captures.append(summary)
             return CapturePage(tuple(captures), listing.token())
+
+    async def label(self, request_id: RequestLike, labels: Mapping[str, LabelValue | None]) -> dict[str, LabelValue]:
+        """Change the labels of a capture, whatever its state.
+
+        Args:
+            request_id: The request.
+            labels: The labels to set: texts, numbers or bools by name. None removes a label. Others stay.
+
+        Returns:
+            All labels that the capture now has.
+
+        Raises:
+            UnknownCapture: There is no such capture.
+            InvalidRequest: A label is invalid, or the capture would have too many.
+            TypeError: A value is no text, number, bool or None.
+
+        Example:
+            >>> await client.label(reply, {"split": "test", "y": None})
+            {'split': 'test'}
+        """
+        capture_id = check_id(request_id)
+        request = label_request(capture_id, labels)
+
+        async def ask(endpoint: str) -> dict[str, LabelValue]:
+            answer = await self._call(endpoint, self._store(endpoint).LabelCapture, request, capture_id=capture_id)
+            return to_dict(answer.labels)
+
+        return await self._ask_holder(capture_id, ask)
 
     async def delete(self, request_id: RequestLike) -> int:
         """Delete a capture, whatever its state.
@@ -446,11 +486,13 @@ class AsyncCaptureClient(AsyncStoreClient):
                 advance(1)
         return found
 
-    async def _chosen(self, captures: Iterable[RequestLike] | None, prefix: str, *, allow_partial: bool) -> list[str]:
+    async def _chosen(
+        self, captures: Iterable[RequestLike] | None, prefix: str, where: str, *, allow_partial: bool
+    ) -> list[str]:
         """Return the IDs of the captures that a caller names, or of those that it selects."""
         if captures is not None:
-            check_choice(captures, prefix)
+            check_choice(captures, prefix, where)
             return check_ids(captures)
         states = FINAL_STATES if allow_partial else ("complete",)
-        names = sorted([item.capture_id async for item in self.captures(prefix=prefix, states=states)])
-        return check_some(names, prefix)
+        names = sorted([item.capture_id async for item in self.captures(prefix=prefix, states=states, where=where)])
+        return check_some(names, prefix, where)

@@ -10,7 +10,7 @@ import itertools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ import residuum
 from residuum.cli.output import Output, size
 from residuum.directions.files import saved_directions
 from residuum.exports.formats import FORMATS
+from residuum.values.manifest import FINAL_STATES
 from residuum.values.selections import LayersLike
 from residuum.values.steering import Operation
 from residuum.values.vector import load_vectors
+from residuum.wire.labels import LabelValue, read_value, write_value
 
 SAMPLING: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "the most tokens to generate (default: 16)"),
@@ -130,6 +132,8 @@ _CAPTURE_FLAGS = [
     "axis",
     "onto",
     "reduction",
+    "label",
+    "keep_prompt",
 ]
 """Flags that need --capture."""
 
@@ -164,31 +168,52 @@ def generate(options: argparse.Namespace, output: Output) -> int:
 
 def list_captures(options: argparse.Namespace, output: Output) -> int:
     """List captures. If a store does not answer, list those of the others and return 1."""
-    columns = ["capture_id", "state", "num_rows", "num_bytes", "model", "open_time"]
+    columns = ["capture_id", "state", "num_rows", "num_bytes", "model", "labels", "open_time"]
     with open_client(options) as client, _silent_stores(output) as silent:
         if len(client.store_endpoints()) > 1:
             columns.append("store")
         if client.credentials.has_token and options.tenant is None:  # admins see the captures of all tenants
             columns.append("tenant")
-        summaries = client.captures(prefix=options.prefix, states=options.state, allow_partial=True)
+        summaries = client.captures(
+            prefix=options.prefix, states=options.state, where=options.where, allow_partial=True
+        )
         shown = output.rows(
             columns,
             (_summary_row(item, output) for item in itertools.islice(summaries, options.limit)),
-            shrink=[name for name in ("model", "open_time", "store") if name in columns],
+            shrink=[name for name in ("model", "labels", "open_time", "store") if name in columns],
         )
     if not shown and not silent:
-        output.note("no captures" + (" match" if options.prefix or options.state else ""))
+        output.note("no captures" + (" match" if options.prefix or options.state or options.where else ""))
     return 1 if silent else 0
 
 
 def pull(options: argparse.Namespace, output: Output) -> int:
-    """Fetch a capture into a file."""
-    kind = _file_format(options)
-    path = options.out or f"{options.id}.{kind}"
-    with open_client(options) as client, warnings.catch_warnings(record=True) as caught:
+    """Fetch a capture into a file, or all captures with some labels into files in a folder."""
+    if bool(options.id) == bool(options.where):
+        options.usage_error("give either the ID of a capture, or --where")
+    if options.id:
+        with open_client(options) as client:
+            return _pull_one(
+                client, options, output, options.id, options.out or f"{options.id}.{_file_format(options)}"
+            )
+    folder, kind = Path(options.out or "."), options.format or "safetensors"
+    states = FINAL_STATES if options.allow_partial else ("complete",)
+    with open_client(options) as client:
+        names = [item.capture_id for item in client.captures(where=options.where, states=states)]
+        if not names:
+            output.note("no captures match")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            _pull_one(client, options, output, name, str(folder / f"{name}.{kind}"))
+    return 0
+
+
+def _pull_one(client: residuum.Client, options: argparse.Namespace, output: Output, name: str, path: str) -> int:
+    kind = options.format or (_file_format(options) if options.id else "safetensors")
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", residuum.EmptyCaptureWarning)
         made = client.export(
-            options.id,
+            name,
             path,
             format=kind,
             layers=parse_layers(options.layers) if options.layers else None,
@@ -204,7 +229,7 @@ def pull(options: argparse.Namespace, output: Output) -> int:
     if output.as_json:
         shape = [len(made.layers), made.num_positions, made.manifest.width]
         facts = {"state": made.manifest.state, "shape": shape, "sites": made.sites, "missing_rows": made.num_missing}
-        output.json({"path": path, "format": kind, "capture_id": options.id, **facts})
+        output.json({"path": path, "format": kind, "capture_id": name, **facts})
     else:
         output.say(f"{path}: {made}, {size(made.num_bytes)}")
     return 0
@@ -229,11 +254,50 @@ _ABOUT_ONE_CAPTURE = (residuum.NotFound, residuum.InvalidRequest, residuum.Unava
 """Failures that concern one capture only. Others may be in other stores, so their deletion is still tried."""
 
 
+def label(options: argparse.Namespace, output: Output) -> int:
+    """Change the labels of a capture."""
+    changes: dict[str, LabelValue | None] = {**parse_labels(options.labels), **dict.fromkeys(options.remove)}
+    if not changes:
+        options.usage_error("give labels to set, as NAME=VALUE, or to --remove")
+    with open_client(options) as client:
+        labels = client.label(options.id, changes)
+    if output.as_json:
+        output.json({"capture_id": options.id, "labels": labels})
+    else:
+        output.say(f"{options.id}: {labels_text(labels) or 'no labels'}")
+    return 0
+
+
+def parse_labels(texts: Iterable[str]) -> dict[str, LabelValue]:
+    """Return the labels of texts such as "split=train" or "y=1". Values are read as in a filter.
+
+    Raises:
+        InvalidRequest: A text has another form.
+    """
+    labels: dict[str, LabelValue] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise residuum.InvalidRequest(f"{text!r} is not a label; use NAME=VALUE, such as split=train or y=1.")
+        labels[name] = read_value(value)
+    return labels
+
+
+def labels_text(labels: Mapping[str, LabelValue]) -> str:
+    """Return labels as in a filter, such as "split = train and y = 1"."""
+    return " and ".join(f"{name} = {write_value(value)}" for name, value in labels.items())
+
+
 def remove(options: argparse.Namespace, output: Output) -> int:
     """Delete captures. Continue after one that is missing or whose store does not answer, and return 1 at the end."""
     failed = 0
+    if bool(options.ids) == bool(options.where):
+        options.usage_error("give either the IDs of captures, or --where")
     with open_client(options) as client:
-        for name in options.ids:
+        names = options.ids or [item.capture_id for item in client.captures(where=options.where)]
+        if not names:
+            output.note("no captures match")
+        for name in names:
             try:
                 freed = client.delete(name)
             except _ABOUT_ONE_CAPTURE as error:
@@ -313,6 +377,8 @@ def _capture(options: argparse.Namespace) -> residuum.Capture | None:
         axis=options.axis,
         vectors=_load(options.onto or []).values(),
         reduction=options.reduction,
+        labels=parse_labels(options.label or []),
+        keep_prompt=options.keep_prompt,
     )
 
 
@@ -409,6 +475,8 @@ def _silent_stores(output: Output) -> Iterator[list[str]]:
 
 def _summary_row(summary: residuum.CaptureSummary, output: Output) -> dict[str, Any]:
     row = dataclasses.asdict(summary)
+    if not output.as_json:
+        row["labels"] = labels_text(summary.labels)
     if output.is_terminal:
         row["num_bytes"] = size(summary.num_bytes)
     return row

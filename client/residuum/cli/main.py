@@ -78,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_pull(groups)
     _add_manifest(groups)
     removing = _add(groups, "rm", commands.remove, "delete captures")
-    removing.add_argument("ids", nargs="+", metavar="ID", help="a capture's ID")
+    removing.add_argument("ids", nargs="*", metavar="ID", help="a capture's ID")
+    _add_where(removing, "delete all captures whose labels match this", "only those with an ID")
+    _add_label(groups)
     _add(groups, "stats", commands.stats, "show what the stores hold, and how long they keep it")
     _add_vectors(groups)
     _add(groups, "doctor", doctor.run, "check the connections to and between the services, with advice for failures")
@@ -212,6 +214,15 @@ def _add_generate(groups: _Groups) -> None:
     )
     _add_encoding(parser)
     parser.add_argument(
+        "--label",
+        action="append",
+        metavar="NAME=VALUE",
+        help="a label of the capture, as for `residuum label`; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--keep-prompt", action="store_true", help="keep the prompt's text with the capture (default: only its tokens)"
+    )
+    parser.add_argument(
         "--id", dest="request_id", help="your own ID for the request and its capture (default: the server's choice)"
     )
     for name, (kind, help_text) in commands.SAMPLING.items():
@@ -296,16 +307,49 @@ def _add_list(groups: _Groups) -> None:
         choices=["open", "complete", "incomplete", "aborted"],
         help="only captures in this state; may be repeated (default: all)",
     )
+    _add_where(parser, "only captures whose labels match this", "all")
     parser.add_argument(
         "-n", "--limit", type=_count, default=None, metavar="N", help="at most this many (default: all)"
     )
 
 
-def _add_pull(groups: _Groups) -> None:
-    text = "fetch a capture into a file"
-    parser = _add(groups, "pull", commands.pull, text, timeout=None)
+def _add_where(parser: argparse.ArgumentParser, help_text: str, default: str) -> None:
+    parser.add_argument(
+        "--where",
+        metavar="FILTER",
+        default="",
+        help=f"{help_text}, such as 'split = train and y >= 2' (default: {default})",
+    )
+
+
+def _add_label(groups: _Groups) -> None:
+    parser = _add(groups, "label", commands.label, "set and remove labels of a capture")
     parser.add_argument("id", metavar="ID", help="the capture's ID")
-    parser.add_argument("--out", metavar="FILE", help="the file to write (default: ID with the format's suffix)")
+    parser.add_argument(
+        "labels",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help="a label to set. The value is read as a number, true or false, or else as a text; quotes make it a text",
+    )
+    parser.add_argument(
+        "--remove",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a label to remove; may be repeated (default: none)",
+    )
+
+
+def _add_pull(groups: _Groups) -> None:
+    text = "fetch captures into files"
+    parser = _add(groups, "pull", commands.pull, text, timeout=None)
+    parser.add_argument("id", nargs="?", metavar="ID", help="the capture's ID")
+    _add_where(
+        parser, "each complete capture whose labels match this, into a file ID.FORMAT in the folder --out", "only ID"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="the file or folder to write (default: ID with the format's suffix, here)"
+    )
     parser.add_argument(
         "--format", choices=list(FORMATS), help="the file's format (default: by FILE's suffix, else safetensors)"
     )

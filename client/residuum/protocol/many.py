@@ -37,20 +37,21 @@ def check_ids(requests: Iterable[RequestLike]) -> list[str]:
     return list(dict.fromkeys(map(check_id, requests)))
 
 
-def check_choice(captures: Iterable[RequestLike], prefix: str) -> None:
+def check_choice(captures: Iterable[RequestLike], prefix: str, where: str) -> None:
     """Check that captures are named in one way.
 
     Raises:
         InvalidRequest: They are named in two ways, or `captures` is one ID.
     """
-    if prefix or isinstance(captures, str):
+    if prefix or where or isinstance(captures, str):
         raise exc.InvalidRequest(
-            "Give either captures= as a list of IDs, or the beginning of their IDs as prefix=.",
+            "Give either captures= as a list of IDs, or the beginning of their IDs as prefix= and a filter on their "
+            "labels as where=.",
             reason="INVALID_FIELD",
         )
 
 
-def check_some(capture_ids: list[str], prefix: str) -> list[str]:
+def check_some(capture_ids: list[str], prefix: str, where: str) -> list[str]:
     """Return the captures that a filter found.
 
     Raises:
@@ -59,7 +60,8 @@ def check_some(capture_ids: list[str], prefix: str) -> list[str]:
     if capture_ids:
         return capture_ids
     like = f" whose ID starts with {prefix!r}" if prefix else ""
-    raise exc.InvalidRequest(f"There is no capture{like} to read.", reason="INVALID_FIELD")
+    labelled = f" with labels {where!r}" if where else ""
+    raise exc.InvalidRequest(f"There is no capture{like}{labelled} to read.", reason="INVALID_FIELD")
 
 
 class ManyReading:

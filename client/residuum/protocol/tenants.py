@@ -16,6 +16,7 @@ _NAMING = (
     store_pb2.ReadChunksRequest,
     store_pb2.ReadCapturesRequest,
     store_pb2.DeleteCaptureRequest,
+    store_pb2.LabelCaptureRequest,
 )
 
 

@@ -32,8 +32,8 @@ class StoreServiceStub:
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
     has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
-    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
-    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
+    a long time without writes. An ended capture never changes until it is deleted, except for its labels. A caller may
+    delete it, or it *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
     survive a power failure.
@@ -41,7 +41,8 @@ class StoreServiceStub:
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
-    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
+    label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does
+    not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -157,6 +158,14 @@ class StoreServiceStub:
     * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
+    LabelCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.LabelCaptureRequest, _store_pb2.LabelCaptureResponse]
+    """Sets and removes labels of a capture in any state.
+
+    Errors:
+    * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+    * INVALID_ARGUMENT, INVALID_FIELD: a label is malformed, or the capture would have too many labels; none is changed.
+    * RESOURCE_EXHAUSTED, STORE_FULL: the store is full.
+    """
     DeleteCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.DeleteCaptureRequest, _store_pb2.DeleteCaptureResponse]
     """Deletes a capture in any state. The store then rejects chunks of it that are still in flight.
 
@@ -177,8 +186,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
     has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
-    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
-    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
+    a long time without writes. An ended capture never changes until it is deleted, except for its labels. A caller may
+    delete it, or it *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
     survive a power failure.
@@ -186,7 +195,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
-    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
+    label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does
+    not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -299,6 +309,14 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
+    LabelCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.LabelCaptureRequest, _store_pb2.LabelCaptureResponse]  # type: ignore[assignment]
+    """Sets and removes labels of a capture in any state.
+
+    Errors:
+    * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+    * INVALID_ARGUMENT, INVALID_FIELD: a label is malformed, or the capture would have too many labels; none is changed.
+    * RESOURCE_EXHAUSTED, STORE_FULL: the store is full.
+    """
     DeleteCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.DeleteCaptureRequest, _store_pb2.DeleteCaptureResponse]  # type: ignore[assignment]
     """Deletes a capture in any state. The store then rejects chunks of it that are still in flight.
 
@@ -318,8 +336,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
     has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE after
-    a long time without writes. An ended capture never changes until it is deleted. A caller may delete it, or it
-    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
+    a long time without writes. An ended capture never changes until it is deleted, except for its labels. A caller may
+    delete it, or it *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
     survive a power failure.
@@ -327,7 +345,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append and seal; `read` to get, list and read; `generate` to
-    delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does not exist.
+    label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it does
+    not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -479,6 +498,20 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        """
+
+    @_abc_1.abstractmethod
+    def LabelCapture(
+        self,
+        request: _store_pb2.LabelCaptureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.LabelCaptureResponse, _abc.Awaitable[_store_pb2.LabelCaptureResponse]]:
+        """Sets and removes labels of a capture in any state.
+
+        Errors:
+        * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+        * INVALID_ARGUMENT, INVALID_FIELD: a label is malformed, or the capture would have too many labels; none is changed.
+        * RESOURCE_EXHAUSTED, STORE_FULL: the store is full.
         """
 
     @_abc_1.abstractmethod

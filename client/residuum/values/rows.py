@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.values.activations import Activations
+from residuum.wire.labels import LabelValue
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,18 @@ class Rows:
     token_ids: npt.NDArray[np.int64]
     """The token ID at each row's position, -1 if unknown; int64 [rows]."""
 
+    capture_labels: tuple[Mapping[str, LabelValue], ...]
+    """The labels of each capture, in the order of `captures`."""
+
+    def labels(self, name: str) -> list[LabelValue | None]:
+        """Return the label of each row's capture; None for a capture without the label.
+
+        Example:
+            >>> probe = LogisticRegression().fit(rows.values, rows.labels("y"))
+        """
+        found = [labels.get(name) for labels in self.capture_labels]
+        return [found[index] for index in self.capture_index.tolist()]
+
     @property
     def ids(self) -> npt.NDArray[np.str_]:
         """The ID of each row's capture; [rows]."""
@@ -61,6 +74,7 @@ class RowsBuilder:
         self._layer = layer
         self._site = site
         self._captures: list[str] = []
+        self._labels: list[Mapping[str, LabelValue]] = []
         self._width: tuple[str, int] | None = None
         self._values: list[npt.NDArray[np.float32]] = []
         self._columns: tuple[list[npt.NDArray[np.int64]], ...] = ([], [], [], [])
@@ -73,6 +87,7 @@ class RowsBuilder:
         """
         capture_id, index = acts.manifest.capture_id, len(self._captures)
         self._captures.append(capture_id)
+        self._labels.append(acts.manifest.labels)
         first, width = self._width = self._width or (capture_id, acts.width)
         if acts.width != width:
             raise InvalidRequest(
@@ -97,8 +112,18 @@ class RowsBuilder:
     def rows(self) -> Rows:
         """Return all rows. Without a capture, their width is 0."""
         values = np.concatenate(self._values) if self._values else np.empty((0, 0), np.float32)
-        columns = (np.concatenate(column) if column else np.empty(0, np.int64) for column in self._columns)
-        return Rows(self._layer, self._site, tuple(self._captures), values, *columns)
+        columns = [np.concatenate(column) if column else np.empty(0, np.int64) for column in self._columns]
+        return Rows(
+            layer=self._layer,
+            site=self._site,
+            captures=tuple(self._captures),
+            values=values,
+            capture_index=columns[0],
+            sequences=columns[1],
+            positions=columns[2],
+            token_ids=columns[3],
+            capture_labels=tuple(self._labels),
+        )
 
 
 def _same(number: int, count: int) -> npt.NDArray[np.int64]:
