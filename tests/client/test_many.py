@@ -197,7 +197,7 @@ async def test_captures_without_a_row_are_listed(client, replies):
 
 
 async def test_rows_of_no_capture_are_refused(client, replies):
-    with pytest.raises(residuum.InvalidRequest, match="There is no capture whose ID starts with 'none-'"):
+    with pytest.raises(residuum.InvalidRequest, match="There is no capture whose id begins with 'none-'"):
         await client.rows(prefix="none-", layer=1)
     with pytest.raises(residuum.InvalidRequest, match="either captures="):
         await client.rows(replies, prefix="many-", layer=1)

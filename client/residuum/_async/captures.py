@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, overload
 
 from residuum import exceptions as exc
@@ -15,7 +16,7 @@ from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
 from residuum.protocol.listing import Listing, check_place, read_token
 from residuum.protocol.many import check_choice, check_ids, check_some, is_many
-from residuum.protocol.reading import Piece, Reading, plan_read
+from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.requests import RequestLike, check_id
 from residuum.protocol.stores import silent_store
 from residuum.transport.progress import progress_bar
@@ -121,7 +122,8 @@ class AsyncCaptureClient(AsyncStoreClient):
         }  # fmt: skip
         if is_many(request_id):
             names = [check_id(item) for item in request_id]
-            return in_order(names, await self._activations_of(names, choice, timeout, progress=progress))
+            plan = plan_read(names[0], **choice) if names else None
+            return in_order(names, await self._activations_of(names, plan, timeout, progress=progress))
         reading = Reading(plan_read(request_id, **choice))
         name = reading.request.capture_id
         with progress_bar(f"reading {name}", None, enabled=progress, of_bytes=True) as advance:
@@ -179,9 +181,8 @@ class AsyncCaptureClient(AsyncStoreClient):
             "layers": layer, "sites": site, "sequences": sequences, "positions": positions,
             "follow": True, "allow_partial": allow_partial,
         }  # fmt: skip
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", exc.EmptyCaptureWarning)  # a capture may well have no row to add
-            found = await self._activations_of(names, choice, timeout, progress=progress)
+        plan = replace(plan_read(names[0], **choice), warns_if_empty=False) if names else None
+        found = await self._activations_of(names, plan, timeout, progress=progress)
         builder = RowsBuilder(layer, site)
         for acts in in_order(names, found):
             builder.add(acts)
@@ -474,16 +475,16 @@ class AsyncCaptureClient(AsyncStoreClient):
         reading.manifest()
 
     async def _activations_of(
-        self, capture_ids: Iterable[str], choice: dict[str, Any], timeout: float | None, *, progress: bool
+        self, capture_ids: Iterable[str], plan: ReadPlan | None, timeout: float | None, *, progress: bool
     ) -> list[Activations]:
+        """Return the activations of captures, each once. There is no plan if there is no capture."""
         names = check_ids(capture_ids)
-        if not names:
-            return []
         found = []
         with progress_bar(f"reading {len(names)} captures", len(names), enabled=progress) as advance:
-            async for acts in self._read_many(plan_read(names[0], **choice), names, timeout):
-                found.append(acts)
-                advance(1)
+            if plan is not None:
+                async for acts in self._read_many(plan, names, timeout):
+                    found.append(acts)
+                    advance(1)
         return found
 
     async def _chosen(

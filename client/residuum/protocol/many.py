@@ -59,7 +59,7 @@ def check_some(capture_ids: list[str], prefix: str, where: str) -> list[str]:
     """
     if capture_ids:
         return capture_ids
-    like = f" whose ID starts with {prefix!r}" if prefix else ""
+    like = f" whose id begins with {prefix!r}" if prefix else ""
     labelled = f" with labels {where!r}" if where else ""
     raise exc.InvalidRequest(f"There is no capture{like}{labelled} to read.", reason="INVALID_FIELD")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,13 +52,15 @@ class ReadPlan:
     """The message."""
     allow_partial: bool
     """Hand out what is there even if rows are missing."""
+    warns_if_empty: bool = True
+    """Warn about a capture that has no position among those asked for."""
 
     def of(self, capture_id: str) -> ReadPlan:
         """Return the same read of another capture."""
         request = store_pb2.ReadChunksRequest()
         request.CopyFrom(self.request)
         request.capture_id = capture_id
-        return ReadPlan(request, self.allow_partial)
+        return replace(self, request=request)
 
 
 def plan_read(
@@ -173,7 +175,8 @@ class Reading:
         """Return what came; see `manifest` for what it raises."""
         manifest = self.manifest()
         blocks = {key: self._block(key, grid, manifest) for key, grid in self._grids.items()}
-        _warn_if_empty(manifest, blocks)
+        if self._plan.warns_if_empty:
+            _warn_if_empty(manifest, blocks)
         return Activations(manifest, self._layers, blocks)
 
     def explain(self, failure: exc.ResiduumError) -> exc.ResiduumError:
