@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("client", "residuum")
 BIN = Path(sys.executable).parent
 
-SOURCES = ("captures.py", "client.py", "tokens.py")
+SOURCES = ("captures.py", "client.py", "stores.py", "tokens.py")
 
 MARK = "# Generated from client/residuum/_async/"
 HEADER = MARK + "{name} by scripts/generate_sync.py. Change that file, then run `make sync`.\n"
@@ -31,6 +31,7 @@ HEADER = MARK + "{name} by scripts/generate_sync.py. Change that file, then run 
 NAMES = {
     "AsyncCaptureClient": "CaptureClient",
     "AsyncClient": "Client",
+    "AsyncStoreClient": "StoreClient",
     "AsyncStream": "Stream",
     "AsyncTokenStream": "TokenStream",
     "InferenceServiceAsyncStub": "InferenceServiceStub",

@@ -11,10 +11,12 @@ from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import EncodingError, RowFormat
 from residuum.wire.ids import is_valid_id
+from residuum.wire.labels import Condition, LabelError, check_labels, parse_where
 from residuum.wire.limits import (
     DIGEST_BYTES,
     MAX_CAPTURE_ROWS_AT_A_POSITION,
     MAX_CAPTURE_TOKENS,
+    MAX_CAPTURES_PER_READ,
     MAX_DESCRIPTION_BYTES,
     MAX_DETAIL_LENGTH,
     MAX_ID_LENGTH,
@@ -103,6 +105,10 @@ def _check_spec(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:
         raise invalid("description.spec.layers", str(error)) from None
     if not spec.sites or len(set(spec.sites)) != len(spec.sites) or not _SITES.issuperset(spec.sites):
         raise invalid("description.spec.sites", "must name at least one site, each once")
+    try:
+        check_labels(spec.labels)
+    except LabelError as error:
+        raise invalid("description.spec.labels", str(error)) from None
     if spec.reduction not in capture_pb2.Reduction.values():
         raise invalid("description.spec.reduction", f"unknown reduction {int(spec.reduction)}")
     try:
@@ -133,6 +139,33 @@ def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.Capt
     size = sum(change.ByteSize() for change in seal.steering_changes)
     if size > MAX_STEERING_CHANGES_BYTES:
         raise invalid("steering_changes", f"must take at most {MAX_STEERING_CHANGES_BYTES} bytes, not {size}")
+
+
+def check_many(request: store_pb2.ReadCapturesRequest) -> None:
+    """Check a request for many captures, as far as that needs no capture.
+
+    Raises:
+        Failure: INVALID_FIELD if a field is wrong.
+    """
+    if not 1 <= len(request.capture_ids) <= MAX_CAPTURES_PER_READ:
+        given = len(request.capture_ids)
+        raise invalid("capture_ids", f"one call reads 1 to {MAX_CAPTURES_PER_READ} captures, not {given}")
+    try:
+        check_positions(request.positions)
+    except ValueError as error:
+        raise invalid("positions", str(error)) from None
+
+
+def read_where(where: str) -> tuple[Condition, ...]:
+    """Return the conditions of a filter on labels.
+
+    Raises:
+        Failure: INVALID_FIELD if it cannot be parsed.
+    """
+    try:
+        return parse_where(where)
+    except LabelError as error:
+        raise invalid("where", str(error)) from None
 
 
 def check_chunk(header: capture_pb2.ChunkHeader, description: capture_pb2.CaptureDescription) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,7 +13,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
+from residuum.wire.labels import Condition
+from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_BYTES, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
 from store_svc.calls import Calls
 from store_svc.captures.capture_names import (
     CaptureName,
@@ -21,13 +22,15 @@ from store_svc.captures.capture_names import (
     foreign_tenant,
     name_of,
     resolve_name,
+    resolve_names,
     resolve_scope,
     unknown_capture,
     written_tenant,
 )
 from store_svc.captures.catalog import Catalog, Feed
+from store_svc.captures.labels import LabelReader, matches
 from store_svc.captures.lifecycle import Wait
-from store_svc.checks import check_description, check_service_instance, invalid
+from store_svc.checks import check_description, check_many, check_service_instance, invalid, read_where
 from store_svc.database.db import Database
 from store_svc.metrics import StoreMetrics
 from store_svc.reading.pages import make_token, read_token
@@ -88,6 +91,7 @@ class StoreServicer:
         self._catalog = catalog
         self._writer = writer
         self._reader = Reader(db, catalog)
+        self._labels = LabelReader(db)
         self._store_id = store_id
         self._version = version
         self._retention = retention
@@ -110,6 +114,7 @@ class StoreServicer:
             "RenewLease": (self.renew_lease, store_pb2.RenewLeaseRequest),
             "GetCapture": (self.get_capture, store_pb2.GetCaptureRequest),
             "ListCaptures": (self.list_captures, store_pb2.ListCapturesRequest),
+            "LabelCapture": (self.label_capture, store_pb2.LabelCaptureRequest),
             "DeleteCapture": (self.delete_capture, store_pb2.DeleteCaptureRequest),
             "GetStats": (self.get_stats, store_pb2.GetStatsRequest),
         }
@@ -119,6 +124,7 @@ class StoreServicer:
         }
         methods["AppendChunks"] = grpc.stream_stream_rpc_method_handler(self.append_chunks, None, _serialize)
         methods["ReadChunks"] = grpc.unary_stream_rpc_method_handler(self.read_chunks, None, None)
+        methods["ReadCaptures"] = grpc.unary_stream_rpc_method_handler(self.read_captures, None, None)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def _unary(
@@ -213,23 +219,46 @@ class StoreServicer:
     ) -> store_pb2.ListCapturesResponse:
         """See store.proto."""
         scope = resolve_scope(current_caller(), request)
+        conditions = read_where(request.where)
         before = read_token(self._store_id, request, scope)
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         response = store_pb2.ListCapturesResponse()
-        last = 0
-        scan = self._catalog.newest(before, request.prefix, request.states, scope)
-        for at, (number, summary) in enumerate(scan):
-            if summary is not None and len(response.captures) == size:
+        last = num_bytes = 0
+        among = self._labels.candidates(conditions, scope, before)
+        scan = self._catalog.newest(before, request.prefix, request.states, scope, among)
+        for at, (number, found) in enumerate(scan):
+            summary = self._with_labels(number, found, conditions) if found is not None else None
+            if summary is not None and (len(response.captures) == size or num_bytes >= MAX_PAGE_BYTES):
                 response.next_page_token = response.captures[-1].page_token
                 break
             if at >= _SCANNED_FOR_A_PAGE:
                 response.next_page_token = make_token(self._store_id, request, scope, last)
                 break
             if summary is not None:
-                token = make_token(self._store_id, request, scope, number)
-                response.captures.add(page_token=token).MergeFrom(summary)
+                summary.page_token = make_token(self._store_id, request, scope, number)
+                num_bytes += summary.ByteSize()
+                response.captures.append(summary)
             last = number
         return response
+
+    def _with_labels(
+        self, number: int, found: store_pb2.CaptureSummary, conditions: Sequence[Condition]
+    ) -> store_pb2.CaptureSummary | None:
+        """Return a copy of a summary with the capture's labels, or None if these do not meet the conditions."""
+        labels = self._labels.of(number)
+        if not matches(conditions, labels):
+            return None
+        summary = store_pb2.CaptureSummary(labels=labels)
+        summary.MergeFrom(found)
+        return summary
+
+    def label_capture(
+        self, request: store_pb2.LabelCaptureRequest, _context: grpc.ServicerContext
+    ) -> store_pb2.LabelCaptureResponse:
+        """See store.proto."""
+        name = resolve_name(current_caller(), request)
+        labels = self._writer.call(request.capture_id, lambda batch: batch.label(name, request))
+        return store_pb2.LabelCaptureResponse(labels=labels)
 
     def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See store.proto."""
@@ -237,13 +266,24 @@ class StoreServicer:
         request = _parse(store_pb2.ReadChunksRequest, data)
         bind_request(request.capture_id)
         name = resolve_name(caller, request)
+        yield from self._sent(context, lambda *calls: self._reader.read(name, request, *calls))
+
+    def read_captures(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """See store.proto."""
+        caller = current_caller()
+        request = _parse(store_pb2.ReadCapturesRequest, data)
+        check_many(request)
+        names = resolve_names(caller, request)
+        yield from self._sent(context, lambda *calls: self._reader.read_many(names, request, *calls))
+
+    def _sent(
+        self,
+        context: grpc.ServicerContext,
+        read: Callable[[Callable[[], bool], Callable[[Feed], object]], Generator[bytes, None, None]],
+    ) -> Iterator[bytes]:
+        """Yield the responses of a read and count them. `read` is called with `is_cancelled` and `feed_seen`."""
         with self.calls.running(), self.calls.reading():
-            responses = self._reader.read(
-                name,
-                request,
-                is_cancelled=lambda: not context.is_active(),
-                feed_seen=lambda feed: context.add_callback(feed.wake),
-            )
+            responses = read(lambda: not context.is_active(), lambda feed: context.add_callback(feed.wake))
             for response in ahead(responses):
                 self._metrics.read_chunks.inc()
                 self._metrics.read_bytes.inc(len(response))

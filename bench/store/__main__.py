@@ -10,13 +10,14 @@ from pathlib import Path
 from bench.machine import Machine
 from bench.options import add_output, positive, positives, words
 from bench.parts import Part, run_parts
-from bench.store import compare, latency, scale
+from bench.store import compare, latency, scale, small
 from bench.store.captures import Shape
 from bench.store.compare import CompareJob
 from bench.store.latency import LatencyJob
 from bench.store.scale import ScaleJob
+from bench.store.small import SmallJob
 
-PARTS = ("compare", "latency", "scale")
+PARTS = ("compare", "latency", "small", "scale")
 
 _LARGE_MACHINE = 8
 """The number of cores from which part `scale` runs by default."""
@@ -39,6 +40,9 @@ def _measure(name: str, options: argparse.Namespace) -> Part:
         if name == "latency":
             part = latency.measure(latency_job(options), folder)
             return Part(part, latency.show(part))
+        if name == "small":
+            part = small.measure(small_job(options), folder)
+            return Part(part, small.show(part), small.bars(part))
         part = scale.measure(scale_job(options), folder)
         return Part(part, scale.show(part), scale.bars(part))
 
@@ -61,6 +65,14 @@ def latency_job(options: argparse.Namespace) -> LatencyJob:
     return LatencyJob(Shape(options.layers, options.hidden), store_gib, reads, follows)
 
 
+def small_job(options: argparse.Namespace) -> SmallJob:
+    """Return the job of part `small` from the command line. The captures have a shape of their own."""
+    return SmallJob(
+        captures=options.captures or SmallJob.captures,
+        rounds=options.rounds or (3 if options.quick else SmallJob.rounds),
+    )
+
+
 def scale_job(options: argparse.Namespace) -> ScaleJob:
     """Return the job of part `scale` from the command line."""
     captures, rounds = (8, 3) if options.quick else (ScaleJob.captures, ScaleJob.rounds)
@@ -79,7 +91,7 @@ def parse(arguments: Sequence[str] | None, *, cores: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.store", description=__doc__)
     parser.add_argument(
         "--parts", type=words(PARTS), default=[name for name in PARTS if cores >= _LARGE_MACHINE or name != "scale"],
-        help="compare, latency, scale, separated by commas (default: all; scale only with 8 cores or more)",
+        help="compare, latency, small, scale, separated by commas (default: all; scale only with 8 cores or more)",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="smaller sizes, for less than a minute on two cores")
     parser.add_argument(
@@ -88,8 +100,12 @@ def parse(arguments: Sequence[str] | None, *, cores: int) -> argparse.Namespace:
     add_output(parser, parts=True)
     parser.add_argument("--layers", type=positive, default=shape.layers, help="layers of the model (Qwen2.5-3B's)")
     parser.add_argument("--hidden", type=positive, default=shape.hidden, help="its hidden size")
-    parser.add_argument("--captures", type=positive, help="compare, scale: captures in a round (639 positions each)")
-    parser.add_argument("--rounds", type=positive, help="compare, scale: rounds after one warm-up")
+    parser.add_argument(
+        "--captures",
+        type=positive,
+        help="compare, scale: captures in a round (639 positions each); small: captures (30 rows each)",
+    )
+    parser.add_argument("--rounds", type=positive, help="compare, small, scale: rounds after one warm-up")
     parser.add_argument(
         "--compare-shippers", type=positive, default=1, metavar="N", help="compare: shippers (default: 1)"
     )

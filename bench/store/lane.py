@@ -38,6 +38,7 @@ class Lane:
 
     def __init__(self, store: Service, feeder: Helper) -> None:
         self.endpoint = store.endpoint
+        self.store_pid = store.process.pid
         self._feeder = feeder
         self._channel = open_channel(self.endpoint)
         self.stub = store_pb2_grpc.StoreServiceStub(self._channel)

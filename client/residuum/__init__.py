@@ -97,6 +97,7 @@ if TYPE_CHECKING:
         TokenDelta,
         Usage,
     )
+    from residuum.values.rows import Rows
     from residuum.values.selections import Positions
     from residuum.values.steering import Ablate, Add, Cap, Replace
     from residuum.values.vector import Vector, load_vectors
@@ -106,6 +107,7 @@ _HOMES = {
     "Piece": "residuum.protocol.reading",
     "Sampling": "residuum.protocol.requests",
     "Activations": "residuum.values.activations",
+    "Rows": "residuum.values.rows",
     "AsyncClient": "residuum.aio",
     "AsyncStream": "residuum.aio",
     "Capture": "residuum.values.capture",
@@ -197,6 +199,7 @@ __all__ = [
     "ResiduumError",
     "ResourceExhausted",
     "RowSet",
+    "Rows",
     "Sampling",
     "Sequence",
     "SequenceOutcome",

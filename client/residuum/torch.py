@@ -22,10 +22,21 @@ try:
 except ImportError:
     raise ImportError("residuum.torch needs torch. Install the build for your machine: pip install torch.") from None
 
-from residuum.captures.row_stream import RowChoice, StreamedRows, check_readable, look_up, share, stream_rows
+from residuum.captures.row_stream import (
+    RowChoice,
+    StreamedRows,
+    check_readable,
+    count_rows,
+    look_up,
+    places,
+    share,
+    stream_aligned,
+    stream_rows,
+)
 from residuum.client import Client
 from residuum.exceptions import InvalidRequest
-from residuum.protocol.requests import RequestLike, check_id
+from residuum.protocol.many import check_choice, check_ids, check_some
+from residuum.protocol.requests import RequestLike
 from residuum.values.capture import SITES as _SITE_NUMBERS
 from residuum.values.selections import LayersLike, PositionsLike, index_list
 
@@ -44,19 +55,20 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 class ActivationBatch(NamedTuple):
     """A batch of rows with their origins. The first dimension of all tensors is the rows.
 
-    All tensors but `activations` and `labels` are int64.
+    All tensors but `activations` and `labels` are int64. In an aligned batch, a row is a token with its rows at all
+    places; `sites` and `layers` are then those of the places.
     """
 
     activations: torch.Tensor
-    """The rows; [rows, width] in the dataset's dtype."""
+    """The rows in the dataset's dtype; [rows, width], or [tokens, places, width] if the dataset is aligned."""
     captures: torch.Tensor
     """Each row's capture, as an index into the dataset's `captures`."""
     sequences: torch.Tensor
     """Each row's sequence."""
     sites: torch.Tensor
-    """Each row's site, as an index into `residuum.torch.SITES`."""
+    """Each row's site, as an index into `residuum.torch.SITES`; if aligned, each place's, [places]."""
     layers: torch.Tensor
-    """Each row's layer."""
+    """Each row's layer; if aligned, each place's, [places]."""
     positions: torch.Tensor
     """Each row's position, counted over prompt and reply."""
     token_ids: torch.Tensor
@@ -72,22 +84,31 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     the captures, over its own connections. Each row is copied twice: into the shuffle buffer, and from there into its
     batch. The order depends on `seed`, the epoch and the number of workers.
 
+    `len(data)` is the number of batches of an epoch in this process; see `num_batches` for workers.
+
     Args:
         endpoint: The inference service, host:port; not used if `store` is given.
-        captures: The captures, as IDs or replies. None takes all complete captures whose ID begins with `prefix`. They
-            are looked up once, here. All must come from one model, have the same encoding and reduction, and have the
-            selected layers, sites and sequences.
+        captures: The captures, as IDs or replies. None takes all complete captures that `prefix` and `where` select;
+            with `allow_partial` also incomplete and aborted ones. They are looked up once, here. All must come from one
+            model, have the same encoding and reduction, and have the selected layers, sites and sequences.
         prefix: The prefix of the captures' IDs; only with `captures=None`.
+        where: A filter on the captures' labels, such as "split = train"; only with `captures=None`.
+        aligned: Yield tokens instead of rows, each with its rows at all places (site, layer): `activations` is
+            [tokens, places, width]. `data.places` names the places. All captures must have the same ones. A token of a
+            partial capture that lacks a row is left out. Then `batch_size` and `shuffle_buffer` count tokens, and each
+            worker also keeps the selected rows of `concurrent_reads` whole captures in memory.
         batch_size: Rows in a batch; the last batch of each worker may have fewer.
-        shuffle_buffer: Rows from which each batch is drawn; each worker keeps as many in memory. With 0, rows come
-            capture by capture, in the store's order.
+        shuffle_buffer: Rows from which each batch is drawn; each worker keeps as many in memory. With 0, rows come in
+            the order in which they are read: `concurrent_reads` captures in turn, each in the store's order. With
+            `concurrent_reads=1`, they come capture by capture.
         layers: Read only these layers; like the next four, as for `Client.activations`.
         sites: Read only these sites.
         sequences: Read only these sequences.
         positions: Read only these positions.
         allow_partial: Read the present rows of captures that are not complete.
         dtype: The dtype of the activations; None means that of the captured rows, or float32 for decoded rows.
-        labels: A number for each capture, by its ID. The labels are int64 if all are whole, otherwise float32.
+        labels: A number for each capture, by its ID; or the name of a label of the captures, whose values are numbers
+            or bools. The labels are int64 if all are whole, otherwise float32.
         seed: The seed of the shuffling.
         drop_last: Drop batches that are not full.
         rank: The index of this process among the `world_size` processes that train together. Each process reads other
@@ -119,6 +140,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         captures: Iterable[RequestLike] | None = None,
         *,
         prefix: str = "",
+        where: str = "",
+        aligned: bool = False,
         batch_size: int = 1024,
         shuffle_buffer: int = 16384,
         layers: LayersLike | None = None,
@@ -127,7 +150,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         positions: PositionsLike = None,
         allow_partial: bool = False,
         dtype: torch.dtype | None = None,
-        labels: Mapping[str, float] | None = None,
+        labels: Mapping[str, float] | str | None = None,
         seed: int = 0,
         drop_last: bool = False,
         rank: int = 0,
@@ -148,11 +171,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         if rank >= world_size:
             message = f"rank {rank} does not exist: with world_size={world_size}, ranks are 0 to {world_size - 1}."
             raise InvalidRequest(message, reason="INVALID_FIELD")
-        if captures is not None and (prefix or isinstance(captures, str)):
-            raise InvalidRequest(
-                "Give either captures= as a list of IDs, or the beginning of their IDs as prefix=.",
-                reason="INVALID_FIELD",
-            )
+        if captures is not None:
+            check_choice(captures, prefix, where)
         stores = store if store is None or isinstance(store, str) else tuple(store)
         self._connection: dict[str, Any] = {
             "endpoint": endpoint, "store": stores, "timeout": timeout, "token": token, "tls": tls, "insecure": insecure,
@@ -169,14 +189,42 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         self._concurrent_reads = concurrent_reads
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that persistent workers see changes
         self._yielded = self._to_skip = 0
+        self._aligned = aligned
         self.captures: tuple[str, ...] = ()
         """The IDs of the captures. Batches refer to them by index."""
         self.width = 0
         """Elements of a decoded row."""
         self.dtype: torch.dtype = torch.float32
         """The dtype of the activations."""
-        self._look_up(captures, prefix, dtype)
-        self._labels = _labels(labels, self.captures)
+        self.places: tuple[tuple[str, int], ...] = ()
+        """If aligned, the site and the layer of each place, in the order of the second dimension of `activations`."""
+        self._counts: list[int] = []
+        found = self._look_up(captures, prefix, where, dtype, labels if isinstance(labels, str) else None)
+        self._labels = _labels(found if isinstance(labels, str) else labels, self.captures)
+
+    def __len__(self) -> int:
+        return self.num_batches()
+
+    def num_batches(self, num_workers: int = 0) -> int:
+        """Return the number of batches of the current epoch in this process (`rank`).
+
+        Each worker has a last batch of its own. Which captures a worker reads, and so the number, may change from epoch
+        to epoch.
+
+        Args:
+            num_workers: The workers of the DataLoader; 0 if there are none.
+
+        Example:
+            >>> loader = DataLoader(data, batch_size=None, num_workers=4)
+            >>> for batch in tqdm(loader, total=data.num_batches(4)):
+            ...     step(batch.activations)
+        """
+        workers = max(num_workers, 1)
+        total = 0
+        for worker in range(workers):
+            rows = sum(self._counts[number] for number in self._share(worker, workers))
+            total += rows // self._batch_size if self._drop_last else -(-rows // self._batch_size)
+        return total
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, which changes the order of rows. Persistent workers see it, too."""
@@ -194,21 +242,28 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     def __iter__(self) -> Iterator[ActivationBatch]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        part, parts = self._rank * workers + number, self._world_size * workers
-        epoch = int(self._epoch)
-        order = share(len(self.captures), part, parts, shuffle=self._shuffle_buffer > 0, seed=self._seed, epoch=epoch)
+        part, epoch = self._rank * workers + number, int(self._epoch)
+        order = self._share(number, workers)
+        stream = stream_aligned if self._aligned else stream_rows
         to_skip, self._to_skip, self._yielded = self._to_skip, 0, 0
         with Client(**self._connection) as client:
-            rows = stream_rows(client, self.captures, order, self._choice, self._concurrent_reads, self._check_alike)
+            rows = stream(client, self.captures, order, self._choice, self._concurrent_reads, self._check_alike)
             for batch in self._batches(rows, np.random.default_rng([self._seed, epoch, part])):
                 self._yielded += 1
                 if self._yielded > to_skip:
                     yield batch
 
+    def _share(self, worker: int, workers: int) -> list[int]:
+        """Return the captures that a worker reads in this epoch, as indices, in order."""
+        part, parts = self._rank * workers + worker, self._world_size * workers
+        shuffled = self._shuffle_buffer > 0
+        return share(len(self.captures), part, parts, shuffle=shuffled, seed=self._seed, epoch=int(self._epoch))
+
     def _batches(self, stream: Iterator[StreamedRows], rng: np.random.Generator) -> Iterator[ActivationBatch]:
         shuffled = self._shuffle_buffer > 0
         capacity = max(self._shuffle_buffer, self._batch_size)
-        buffer = _Buffer(capacity, self.width, self.dtype, rng if shuffled else None)
+        shape = (len(self.places), self.width) if self._aligned else (self.width,)
+        buffer = _Buffer(capacity, shape, self.dtype, rng if shuffled else None)
         for rows in stream:
             at = 0
             while at < len(rows.positions):
@@ -219,29 +274,44 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             yield self._labelled(buffer.draw(min(self._batch_size, len(buffer))))
 
     def _labelled(self, batch: ActivationBatch) -> ActivationBatch:
+        if self._aligned:
+            sites = torch.tensor([SITES.index(site) for site, _ in self.places], dtype=torch.int64)
+            layers = torch.tensor([layer for _, layer in self.places], dtype=torch.int64)
+            batch = batch._replace(sites=sites, layers=layers)
         return batch if self._labels is None else batch._replace(labels=self._labels[batch.captures])
 
-    def _look_up(self, captures: Iterable[RequestLike] | None, prefix: str, dtype: torch.dtype | None) -> None:
+    def _look_up(
+        self,
+        captures: Iterable[RequestLike] | None,
+        prefix: str,
+        where: str,
+        dtype: torch.dtype | None,
+        label: str | None,
+    ) -> dict[str, float]:
+        """Look up and check all captures. Return the value of a label of each that has one."""
+        values: dict[str, float] = {}
         with Client(**self._connection) as client:
             if captures is None:
                 states = _FINAL if self._choice.allow_partial else _FINAL[:1]
-                names = sorted(item.capture_id for item in client.captures(prefix=prefix, states=states))
+                names = sorted(item.capture_id for item in client.captures(prefix=prefix, states=states, where=where))
             else:
-                names = list(dict.fromkeys(map(check_id, captures)))
-            if not names:
-                like = f" whose id begins with {prefix!r}" if prefix else ""
-                raise InvalidRequest(f"There is no capture{like} to read.", reason="INVALID_FIELD")
-            self.captures = tuple(names)
+                names = check_ids(captures)
+            self.captures = tuple(check_some(names, prefix, where))
             # Check all captures now, so that none fails in the middle of an epoch.
             for manifest in look_up(client, names):
                 check_readable(manifest, self._choice)
                 if manifest.capture_id == names[0]:
                     self._adopt(manifest, dtype)
                 self._check_alike(manifest)
+                self._counts.append(count_rows(manifest, self._choice, aligned=self._aligned))
+                if label is not None and label in manifest.labels:
+                    values[manifest.capture_id] = _number(manifest, label)
+        return values
 
     def _adopt(self, first: Manifest, dtype: torch.dtype | None) -> None:
         """Set the properties that all captures must share from the first capture."""
         self._alike = _alike(first)
+        self.places = places(first, self._choice) if self._aligned else ()
         form = first.row_format
         self.width = form.decoded_width
         self.dtype = dtype or _DTYPES[form.decoded_dtype.name]
@@ -255,6 +325,12 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
                     "dataset must share model, encoding and reduction. Make a dataset for each kind.",
                     reason="INVALID_FIELD",
                 )
+        if self._aligned and places(manifest, self._choice) != self.places:
+            raise InvalidRequest(
+                f"{self.captures[0]} and {manifest.capture_id} differ in their layers or sites. Captures of an aligned "
+                "dataset must have the same ones. Select those that all have with layers= and sites=.",
+                reason="INVALID_FIELD",
+            )
 
 
 _ALIKE = ("model", "hidden_size", "encoding", "dimensions", "seed", "axis", "projected_onto", "reduction")
@@ -268,9 +344,14 @@ def _alike(manifest: Manifest) -> tuple[object, ...]:
 class _Buffer:
     """The shuffle buffer. Its memory is allocated once, and the slots of drawn rows are reused."""
 
-    def __init__(self, capacity: int, width: int, dtype: torch.dtype, rng: np.random.Generator | None) -> None:
-        """Create an empty buffer. Without `rng`, rows are drawn in the order in which they were added."""
-        self._rows = torch.empty((capacity, width), dtype=dtype)
+    def __init__(
+        self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Generator | None
+    ) -> None:
+        """Create an empty buffer for rows of a shape.
+
+        Without `rng`, rows are drawn in the order in which they were added.
+        """
+        self._rows = torch.empty((capacity, *shape), dtype=dtype)
         self._array = _array(self._rows)
         self._facts = np.empty((capacity, 6), dtype=np.int64)
         self._free = np.arange(capacity)
@@ -291,7 +372,7 @@ class _Buffer:
         slots, self._free = self._free[:count], self._free[count:]
         taken = slice(start, start + count)
         self._array[slots] = part.rows[taken]
-        where = (part.capture, part.sequence, SITES.index(part.site), part.layer)
+        where = (part.capture, part.sequence, SITES.index(part.site) if part.site else -1, part.layer)
         self._facts[slots, :4] = where
         self._facts[slots, 4] = part.positions[taken]
         self._facts[slots, 5] = part.token_ids[taken]
@@ -315,6 +396,18 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
         return bits.view(ml_dtypes.bfloat16)
     array: npt.NDArray[Any] = tensor.numpy()
     return array
+
+
+def _number(manifest: Manifest, label: str) -> float:
+    """Return the value of a label, which must be a number or a bool."""
+    value = manifest.labels[label]
+    if isinstance(value, str):
+        raise InvalidRequest(
+            f"The label {label!r} of {manifest.capture_id} is the text {value!r}, which a tensor cannot have. Give "
+            "numbers with labels={id: number}.",
+            reason="INVALID_FIELD",
+        )
+    return int(value) if isinstance(value, bool) else value
 
 
 def _labels(labels: Mapping[str, float] | None, captures: Sequence[str]) -> torch.Tensor | None:

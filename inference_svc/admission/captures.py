@@ -22,6 +22,7 @@ from residuum.wire.encodings import (
     EncodingError,
     RowFormat,
 )
+from residuum.wire.labels import LabelError, check_labels
 from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK, DIGEST_BYTES, MAX_PROJECTION_VECTORS
 from residuum.wire.selection import is_reduced
 
@@ -52,6 +53,10 @@ def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture
     if spec.overflow not in capture_pb2.OverflowPolicy.values():
         raise invalid("capture.overflow", "capture.overflow: set OVERFLOW_POLICY_WAIT or OVERFLOW_POLICY_SHED.")
     check_selection("capture.positions", spec.positions)
+    try:
+        check_labels(spec.labels)
+    except LabelError as error:
+        raise invalid("capture.labels", f"capture.labels: {error}.") from None
     resolved = capture_pb2.CaptureSpec()
     resolved.CopyFrom(spec)
     resolved.layers.CopyFrom(layer_list("capture.layers", spec.layers, facts))

@@ -101,6 +101,10 @@ class Engine:
         """Return the text of a reply; see `PromptReader.reply_text`."""
         return await self._prompts.reply_text(prompt_token_ids, token_ids)
 
+    async def prompt_text(self, request: inference_pb2.GenerateRequest, token_ids: list[int]) -> str:
+        """Return the text of a prompt; see `PromptReader.text`."""
+        return await self._prompts.text(request, token_ids)
+
     def generate(
         self,
         engine_id: str,

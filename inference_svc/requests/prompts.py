@@ -55,6 +55,20 @@ class PromptReader:
             return await self._ids_in_thread(self._apply_chat_template, request.chat)
         raise invalid("prompt", "Set a prompt: text, token_ids or chat.")
 
+    async def text(self, request: inference_pb2.GenerateRequest, token_ids: list[int]) -> str:
+        """Return the text of a request's prompt: a text as it was sent, a chat in the model's template.
+
+        Raises:
+            Failure: The prompt is token IDs.
+        """
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            return request.text
+        if kind == "chat":
+            text: str = await self._in_thread(self._tokenizer.decode, token_ids)
+            return text
+        raise no_prompt_text()
+
     async def reply_text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
         """Return the text of a reply's tokens; empty without a tokenizer."""
         if self._tokenizer is None:
@@ -120,6 +134,15 @@ class PromptReader:
         except Exception as error:  # jinja and transformers raise unrelated classes for a template's errors
             raise invalid("chat", f"The model's chat template refuses the chat: {error}") from error
         return list(ids)
+
+
+def no_prompt_text() -> Failure:
+    """Return the Failure for a capture that is to keep the text of a prompt that has none."""
+    return invalid(
+        "capture.keep_prompt",
+        "capture.keep_prompt: the prompt came as token IDs, so it has no text to keep. Unset it; the capture has the "
+        "token IDs.",
+    )
 
 
 def _longest_token(tokenizer: Any) -> int:

@@ -59,6 +59,7 @@ class CaptureSession:
 
     Attributes:
         sequences: What has been generated of each sequence.
+        prompt_text: The text of the prompt, if the capture keeps it. Set it before the context is entered.
         existing: The manifest of the capture that was there already and is the request's result; None: the request
             generates.
         has_begun: Whether the request counts as used: its capture exists, or may exist.
@@ -95,6 +96,7 @@ class CaptureSession:
         self._sampling_digest = sampling_digest
         self.existing: capture_pb2.CaptureManifest | None = None
         self.sequences = [GeneratedSequence() for _ in range(num_sequences)]
+        self.prompt_text = ""
         self.has_begun = False
         self.history: SteeringHistory | None = None
 
@@ -144,6 +146,7 @@ class CaptureSession:
             spec=running.spec.capture,
             steering=running.spec.steering,
             prompt_token_ids=self._token_ids,
+            prompt_text=self.prompt_text,
             num_sequences=len(self.sequences),
             layout=capture_pb2.ParallelLayout(
                 tensor_parallel_size=facts.tensor_parallel_size, pipeline_parallel_size=facts.pipeline_parallel_size

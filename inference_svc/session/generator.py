@@ -119,6 +119,8 @@ class Generator:
         )
         with self._registered(running, session):
             self._admission.check_request(running.spec, tenant, len(token_ids), sampling)
+            if running.spec.capture is not None and running.spec.capture.keep_prompt:
+                session.prompt_text = await self._engine.prompt_text(request, token_ids)
             async with self._reservations.reserve(running) as vectors, session:
                 handle = self._handle(running)
                 if session.existing is not None:

@@ -20,7 +20,7 @@ from inference_svc.admission.fields import invalid
 from inference_svc.engine.engine import Engine, facts_of, tokenizer_of
 from inference_svc.engine.streams import engine_dead_failure
 from inference_svc.requests.plans import count_spare_positions, make_plan
-from inference_svc.requests.prompts import PromptReader
+from inference_svc.requests.prompts import PromptReader, no_prompt_text
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.projections import Projections, projection_of
 from inference_svc.resources.vector_activator import VectorActivator
@@ -169,6 +169,8 @@ class FrontEnd:
             )
         _check_skip(spec, sampling)
         token_ids = _token_ids(prompt)
+        if spec.capture is not None and spec.capture.keep_prompt and not prompt.get("prompt"):
+            raise no_prompt_text()
         parameters = self._parameters(sampling, len(token_ids))
         self._check_single_api_server(spec)
         self._keep(asked)
@@ -217,6 +219,7 @@ class FrontEnd:
                 self._cause_of,
                 sampling_digest=digest_of(sampling) if running.spec.capture else b"",
             )
+            session.prompt_text = _kept_text(admitted)
             outputs = CallerOutputs(session.sequences, sampling.output_kind)
             try:
                 self._keep(admitted.asked)  # the cache may have evicted them since the check
@@ -285,6 +288,12 @@ def _check_skip(spec: ResolvedSpec, sampling: Any) -> None:
             "if_exists",
             "A capture that exists already holds no logprobs. Leave logprobs out, or set if_exists to REPLACE.",
         )
+
+
+def _kept_text(admitted: _Admitted) -> str:
+    """Return the text of a prompt whose capture keeps it. vLLM's endpoints pass it on with the tokens."""
+    capture = admitted.spec.capture
+    return str(admitted.prompt["prompt"]) if capture is not None and capture.keep_prompt else ""
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -44,6 +44,14 @@ def resolve_name(caller: Caller, request: _NamesCapture) -> CaptureName:
     return CaptureName(tenant, request.capture_id)
 
 
+def resolve_names(caller: Caller, request: store_pb2.ReadCapturesRequest) -> list[CaptureName | None]:
+    """Return the name of each capture of a request; None for all if the caller may not act for their tenant."""
+    tenant = request.tenant if request.HasField("tenant") else caller.own_tenant
+    if not caller.acts_for(tenant):
+        return [None] * len(request.capture_ids)
+    return [CaptureName(tenant, capture_id) for capture_id in request.capture_ids]
+
+
 def resolve_scope(caller: Caller, request: store_pb2.ListCapturesRequest) -> str | None:
     """Return the tenant whose captures a request lists; None for all tenants.
 
@@ -84,4 +92,9 @@ def foreign_tenant(tenant: str) -> Failure:
     return Failure(Reason.ERROR_REASON_PERMISSION_DENIED, message, right="", method="")
 
 
-_NamesCapture = store_pb2.GetCaptureRequest | store_pb2.ReadChunksRequest | store_pb2.DeleteCaptureRequest
+_NamesCapture = (
+    store_pb2.GetCaptureRequest
+    | store_pb2.ReadChunksRequest
+    | store_pb2.DeleteCaptureRequest
+    | store_pb2.LabelCaptureRequest
+)

@@ -262,6 +262,7 @@ class Catalog:
         prefix: str = "",
         states: Collection[capture_pb2.CaptureState.ValueType] = (),
         tenant: str | None = None,
+        among: Iterator[int] | None = None,
     ) -> Iterator[tuple[int, store_pb2.CaptureSummary | None]]:
         """Yield each capture's number, newest first, with its summary; the summary is None if a filter excludes it.
 
@@ -270,15 +271,19 @@ class Catalog:
             prefix: Match only captures whose ID starts with this.
             states: Match only captures in one of these states; empty matches all.
             tenant: Yield only this tenant's captures; None yields those of all tenants.
+            among: Yield only these captures, of those that `before` and `tenant` select, newest first; None yields all.
         """
+        for number in among if among is not None else self._numbers_before(before, tenant):
+            summary = self._summary(number)
+            if summary is not None and not (
+                summary.capture_id.startswith(prefix) and (not states or summary.state in states)
+            ):
+                summary = None
+            yield number, summary
+
+    def _numbers_before(self, before: int | None, tenant: str | None) -> Iterator[int]:
         while numbers := self._before(before, tenant):
-            for number in numbers:
-                summary = self._summary(number)
-                if summary is not None and not (
-                    summary.capture_id.startswith(prefix) and (not states or summary.state in states)
-                ):
-                    summary = None
-                yield number, summary
+            yield from numbers
             before = numbers[-1]
 
     def _before(self, number: int | None, tenant: str | None) -> list[int]:

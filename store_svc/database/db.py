@@ -78,6 +78,11 @@ class Table(enum.Enum):
     """Number and index -> RowLoss."""
     DOOMED = b"doomed"
     """Number of a deleted capture with frames still to free -> an empty value."""
+    LABELS = b"labels"
+    """Number -> CaptureManifest with nothing but the labels of a capture that has any. Databases that were made before
+    labels get this table and the next one, empty, when they are opened."""
+    LABEL_INDEX = b"label_index"
+    """Digest of a tenant, a label and its value, and number -> an empty value."""
     META = b"meta"
     """Name -> value: the format, the store's own ID, the next capture number."""
 
@@ -134,6 +139,16 @@ class Txn:
         """Return the first key not less than `at`, or None, without touching its value."""
         cursor = self._raw.cursor(db=self._tables[table])
         return bytes(cursor.key()) if cursor.set_range(at) else None
+
+    def keys_before(self, table: Table, prefix: bytes, at: bytes, limit: int) -> list[bytes]:
+        """Return at most `limit` keys below `at` that start with `prefix`, the largest first."""
+        cursor = self._raw.cursor(db=self._tables[table])
+        keys: list[bytes] = []
+        found = cursor.prev() if cursor.set_range(at) else cursor.last()
+        while found and len(keys) < limit and (key := bytes(cursor.key())).startswith(prefix):
+            keys.append(key)
+            found = cursor.prev()
+        return keys
 
     def delete_some(self, table: Table, prefix: bytes, limit: int) -> int:
         """Delete at most `limit` entries whose key starts with `prefix`; return how many were deleted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from typing import NamedTuple
 
@@ -11,6 +12,9 @@ _LOSS = struct.Struct(">QI")
 
 MAX_LAYERS = 1 << 16
 """Number of layers that a key can tell apart."""
+
+LABEL_DIGEST_BYTES = 16
+"""Length of the digest that stands for a label's value in the index. A value may be too long for a key of LMDB."""
 
 GROUP_BYTES = 17
 """Length of the prefix that the keys of one group of layers share."""
@@ -62,6 +66,18 @@ def pack_number(number: int) -> bytes:
 def unpack_number(key: bytes) -> int:
     """Return the capture's internal number from a record's key."""
     return int(_NUMBER.unpack(key)[0])
+
+
+def label_prefix(tenant: str, name: str, value: str) -> bytes:
+    """Return what the index keys of all captures of a tenant with one value of a label start with.
+
+    Args:
+        tenant: The tenant.
+        name: The label's name.
+        value: The canonical text of its value.
+    """
+    text = f"{tenant}\0{name}\0{value}".encode()
+    return hashlib.blake2b(text, digest_size=LABEL_DIGEST_BYTES).digest()
 
 
 def pack_loss(number: int, index: int) -> bytes:

@@ -26,6 +26,9 @@ _LONGEST_SPAN = 1 << 16
 
 _EVERYTHING = selection_pb2.PositionSelection()
 
+Selection = store_pb2.ReadChunksRequest | store_pb2.ReadCapturesRequest
+"""A request with a selection of rows, of one capture or of many."""
+
 
 class Query:
     """The wanted rows: those that the reader selects within the capture's own selection, reduction and expected length.
@@ -36,7 +39,7 @@ class Query:
 
     def __init__(
         self,
-        request: store_pb2.ReadChunksRequest,
+        request: Selection,
         description: capture_pb2.CaptureDescription,
         outcomes: Sequence[capture_pb2.SequenceOutcome],
     ) -> None:
@@ -52,7 +55,7 @@ class Query:
                 selection is invalid.
         """
         _check(request, description)
-        self.capture_id = request.capture_id
+        self.capture_id = description.capture_id
         self._captured_layers = list(description.spec.layers.list.layers)
         self._layers = sorted(set(request.layers)) or self._captured_layers
         self._sites = set(request.sites) or set(description.spec.sites)
@@ -108,7 +111,7 @@ def _between(ascending: list[int], first: int, last: int) -> list[int]:
     return ascending[bisect_left(ascending, first) : bisect_right(ascending, last)]
 
 
-def _check(request: store_pb2.ReadChunksRequest, description: capture_pb2.CaptureDescription) -> None:
+def _check(request: Selection, description: capture_pb2.CaptureDescription) -> None:
     captured = description.spec.layers.list.layers
     for layer in _others(request.layers, captured):
         message = f"The capture has no layer {layer}. Choose among its layers: {_runs(captured)}."

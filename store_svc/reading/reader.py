@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frames import ChunkView, FrameError, parse_chunk, read_prefix
+from residuum.wire.capture_batches import CaptureBatch, end_field
+from residuum.wire.frames import ChunkView, FrameError, length_prefix, parse_chunk, read_prefix
 from store_svc.captures.capture_names import CaptureName, unknown_capture
 from store_svc.captures.catalog import Catalog, Feed
+from store_svc.captures.labels import read_labels
+from store_svc.captures.lifecycle import Capture
 from store_svc.database.db import Database, Table
 from store_svc.database.keys import after_group, pack_number, unpack_frame
-from store_svc.reading.query import Query
+from store_svc.reading.query import Query, Selection
 from store_svc.reading.slicing import slice_chunk
 
 _KEYS_AT_ONCE = 1024
 """Keys that one read transaction looks at."""
+
+_MANIFEST = store_pb2.ReadChunksResponse.MANIFEST_FIELD_NUMBER
+
+_OF_THE_CALL = {Reason.ERROR_REASON_NOT_SERVING, Reason.ERROR_REASON_ABORTED}
+"""Failures that end a read of many captures. Others are of one capture, and the read goes on."""
 
 
 class Reader:
@@ -37,7 +45,7 @@ class Reader:
         """
         number, feed = self._catalog.require(name)
         if feed is not None:
-            return feed.capture.manifest()
+            return self._live_manifest(feed.capture)
         return self._ended_manifest(number, name.capture_id)
 
     def read(
@@ -65,22 +73,86 @@ class Reader:
                 feed_seen(feed)
                 yield from self._read_live(feed, request, is_cancelled)
 
-    def _read_ended(self, number: int, request: store_pb2.ReadChunksRequest) -> Iterator[bytes]:
-        manifest = self._ended_manifest(number, request.capture_id)
+    def read_many(
+        self,
+        names: Sequence[CaptureName | None],
+        request: store_pb2.ReadCapturesRequest,
+        is_cancelled: Callable[[], bool],
+        feed_seen: Callable[[Feed], object],
+    ) -> Generator[bytes, None, None]:
+        """Yield the serialised ReadCapturesResponses that answer a request.
+
+        Args:
+            names: The captures; None for one that does not exist for the caller.
+            request: The rows to read of each.
+            is_cancelled: As for `read`.
+            feed_seen: As for `read`.
+
+        Raises:
+            Failure: NOT_SERVING, or the caller has cancelled. Failures of one capture are in the responses.
+        """
+        batch = CaptureBatch()
+        for index, field, is_live in self._fields_of_many(names, request, is_cancelled, feed_seen):
+            if full := batch.add(index, field):
+                yield full
+            if is_live:
+                yield batch.take()  # the next field of an open capture may take long to come
+        if rest := batch.take():
+            yield rest
+
+    def _fields_of_many(
+        self,
+        names: Sequence[CaptureName | None],
+        request: store_pb2.ReadCapturesRequest,
+        is_cancelled: Callable[[], bool],
+        feed_seen: Callable[[Feed], object],
+    ) -> Iterator[tuple[int, bytes, bool]]:
+        """Yield the fields of the responses: the capture's index, the field, and whether the capture was open."""
+        known = []
+        for index, name in enumerate(names):
+            if name is not None and self._catalog.number_of(name) is not None:
+                known.append((index, name))
+            else:
+                yield index, end_field(unknown_capture(request.capture_ids[index]).to_item_error()), False
+        for index, name in known:
+            if is_cancelled():
+                raise _cancelled()
+            try:
+                with self._catalog.reading(name) as (number, feed):
+                    if feed is None:
+                        fields = self._fields_of_ended(number, name.capture_id, request)
+                    else:
+                        feed_seen(feed)
+                        fields = self._read_live(feed, request, is_cancelled)
+                    for field in fields:
+                        yield index, field, feed is not None
+            except Failure as error:
+                if error.reason in _OF_THE_CALL:
+                    raise
+                yield index, end_field(error.to_item_error()), False
+            else:
+                yield index, end_field(), False
+
+    def _fields_of_ended(self, number: int, capture_id: str, request: Selection) -> Iterator[bytes]:
+        """Yield the manifest and the rows of an ended capture, as fields of a response."""
+        data = self._ended_record(number, capture_id)
+        manifest = capture_pb2.CaptureManifest.FromString(data)
         query = Query(request, manifest.description, manifest.sequences)
-        yield _framed(manifest)
+        yield length_prefix(_MANIFEST, len(data)) + data
         for key in self._scan(number, query):
             yield from self._rows(key, query)
-        yield _framed(self._ended_manifest(number, request.capture_id))  # raises if it was deleted meanwhile
+        self._ended_record(number, capture_id)  # raises if it was deleted meanwhile
 
-    def _read_live(
-        self, feed: Feed, request: store_pb2.ReadChunksRequest, is_cancelled: Callable[[], bool]
-    ) -> Iterator[bytes]:
+    def _read_ended(self, number: int, request: store_pb2.ReadChunksRequest) -> Iterator[bytes]:
+        yield from self._fields_of_ended(number, request.capture_id, request)
+        yield _framed(self._ended_manifest(number, request.capture_id))
+
+    def _read_live(self, feed: Feed, request: Selection, is_cancelled: Callable[[], bool]) -> Iterator[bytes]:
         """Yield the published rows; with `follow`, go on with new rows until the capture ends."""
         sent = 0
         capture = feed.capture
         query = Query(request, capture.description, capture.sequences)
-        yield _framed(capture.manifest())
+        yield _framed(self._live_manifest(capture))
         last = False
         while not last:
             with feed.condition:
@@ -95,7 +167,7 @@ class Reader:
                     yield from self._rows(key, query)
             sent = end
         self._check_usable(feed, is_cancelled)
-        yield _framed(capture.manifest())
+        yield _framed(self._live_manifest(capture))
 
     def _wait_for_news(self, feed: Feed, sent: int, is_cancelled: Callable[[], bool]) -> None:
         feed.condition.wait_for(
@@ -110,15 +182,25 @@ class Reader:
         if self._catalog.stopping and not feed.capture.ended:
             raise Failure(Reason.ERROR_REASON_NOT_SERVING, "The store is stopping; try again later.")
         if is_cancelled():
-            raise Failure(Reason.ERROR_REASON_ABORTED, "The caller cancelled the call.")
+            raise _cancelled()
+
+    def _live_manifest(self, capture: Capture) -> capture_pb2.CaptureManifest:
+        manifest = capture.manifest()
+        with self._db.read() as txn:
+            manifest.MergeFromString(read_labels(txn, capture.number))
+        return manifest
 
     def _ended_manifest(self, number: int, capture_id: str) -> capture_pb2.CaptureManifest:
+        return capture_pb2.CaptureManifest.FromString(self._ended_record(number, capture_id))
+
+    def _ended_record(self, number: int, capture_id: str) -> bytes:
+        """Return the serialised manifest of an ended capture."""
         with self._db.read() as txn:
             value = txn.get(Table.ENDED, pack_number(number))
-            data = bytes(value) if value is not None else None
+            data = bytes(value) + read_labels(txn, number) if value is not None else None
         if data is None:
             raise unknown_capture(capture_id)
-        return capture_pb2.CaptureManifest.FromString(data)
+        return data
 
     def _scan(self, number: int, query: Query) -> Iterator[bytes]:
         """Yield the keys of the wanted frames of an ended capture."""
@@ -157,6 +239,10 @@ class Reader:
             _verified(memoryview(response)[-size:], query.capture_id)
         if response:
             yield response
+
+
+def _cancelled() -> Failure:
+    return Failure(Reason.ERROR_REASON_ABORTED, "The caller cancelled the call.")
 
 
 def _sliced(view: memoryview, query: Query) -> bytes:

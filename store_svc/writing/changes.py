@@ -11,11 +11,13 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import ChunkView
+from residuum.wire.labels import LabelError, changed
 from store_svc.captures.capture_names import CaptureName, name_of, unknown_capture
 from store_svc.captures.catalog import Catalog
+from store_svc.captures.labels import parse_labels, read_labels, write_labels
 from store_svc.captures.ledger import Cells, Ledger
 from store_svc.captures.lifecycle import Capture, ended_ledger
-from store_svc.checks import check_chunk, check_loss, check_seal
+from store_svc.checks import check_chunk, check_loss, check_seal, invalid
 from store_svc.database.db import Table, Txn
 from store_svc.database.keys import FrameKey, pack_loss, pack_number, unpack_number
 from store_svc.reading.slicing import cells_of, slice_chunk
@@ -111,7 +113,7 @@ class Batch:
             existing = self._ended(number)[0] if draft is None else draft.record()
             is_sealed = draft is not None and draft.seal is not None
             if not is_replaced(existing, description, if_exists, self._catalog.leases, is_sealed=is_sealed):
-                return existing if draft is None else draft.manifest()
+                return self._labelled(number, existing if draft is None else draft.manifest())
             replaced = Replaced(existing.num_bytes, was_open=draft is not None and not draft.ended)
         if self._why_full:
             raise store_full(self._why_full, description.capture_id)
@@ -126,6 +128,7 @@ class Batch:
         self._opened.add(number)
         self._drafts[number] = capture
         self._put_record(capture)
+        write_labels(self._txn, description.tenant, number, changed([], description.spec.labels, []))
         return None
 
     def append(self, name: CaptureName, frame: memoryview, chunk: ChunkView, attempt: int = 0) -> bool:
@@ -194,7 +197,23 @@ class Batch:
         draft.close(seal, self._clock.wall, self._clock.monotonic)
         self._txn.put(Table.SEALS, pack_number(number), seal.SerializeToString())
         self._put_record(draft)
-        return draft.manifest()
+        return self._labelled(number, draft.manifest())
+
+    def label(self, name: CaptureName, request: store_pb2.LabelCaptureRequest) -> list[capture_pb2.Label]:
+        """Change the labels of a capture, and return all that it then has.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE, or INVALID_FIELD if a label is invalid or there would be too many.
+        """
+        number = self._require(name)
+        before = parse_labels(read_labels(self._txn, number))
+        try:
+            labels = changed(before, request.labels, request.removed_names)
+        except LabelError as error:
+            raise invalid("labels", f"{error}") from None
+        if labels != before:
+            write_labels(self._txn, name.tenant, number, labels)
+        return labels
 
     def delete(self, name: CaptureName) -> int:
         """Delete a capture and return the bytes of its frames. Later transactions free the frames; see `purge_some`.
@@ -209,6 +228,7 @@ class Batch:
         key = pack_number(number)
         for table in (Table.LIVE, Table.ENDED, Table.SEALS):
             self._txn.delete(table, key)
+        write_labels(self._txn, name.tenant, number, [])
         self._txn.put(Table.DOOMED, key, b"")
         self._numbers[name] = None
         self._drafts.pop(number, None)
@@ -334,7 +354,14 @@ class Batch:
             manifest = self._ended(number)[0]
         if before != seal:
             raise _has_ended(manifest)
-        return manifest
+        return self._labelled(number, manifest)
+
+    def _labelled(self, number: int, manifest: capture_pb2.CaptureManifest) -> capture_pb2.CaptureManifest:
+        """Return a manifest with the capture's labels."""
+        labelled = capture_pb2.CaptureManifest()
+        labelled.CopyFrom(manifest)
+        labelled.MergeFromString(read_labels(self._txn, number))
+        return labelled
 
     def _put_part(self, draft: Capture, chunk: ChunkView, cells: Cells) -> None:
         layers = [at for at, layer in enumerate(chunk.header.layers) if layer in set(cells.layers)]

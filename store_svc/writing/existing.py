@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from residuum.v1 import capture_pb2
+from residuum.wire.labels import changed
 from store_svc.captures.capture_names import capture_exists
 from store_svc.captures.leases import Leases
 from store_svc.captures.lifecycle import COMPLETE, OPEN
@@ -13,6 +14,7 @@ _NOT_COMPARED = ("layout", "vllm_version", "request_time", "attempt", "service_i
 _NAMES = {
     "spec": "capture spec",
     "prompt_token_ids": "prompt",
+    "prompt_text": "prompt",
     "num_sequences": "number of sequences",
     "sampling_digest": "sampling",
 }
@@ -57,7 +59,14 @@ def is_replaced(
 
 
 def _difference(existing: capture_pb2.CaptureDescription, new: capture_pb2.CaptureDescription) -> str:
-    """Return the name of the first field in which the two requests differ; empty if they are the same."""
+    """Return the name of the first field in which the two requests differ; empty if they are the same.
+
+    Of labels, those that the requests ask for count, in any order. Later changes of them do not.
+    """
+    existing, before = _without_labels(existing)
+    new, after = _without_labels(new)
+    if before != after:
+        return "labels"
     for field in capture_pb2.CaptureDescription.DESCRIPTOR.fields:
         if field.name in _NOT_COMPARED:
             continue
@@ -67,6 +76,16 @@ def _difference(existing: capture_pb2.CaptureDescription, new: capture_pb2.Captu
         if before != after:
             return _NAMES.get(field.name, str(field.name))
     return ""
+
+
+def _without_labels(
+    description: capture_pb2.CaptureDescription,
+) -> tuple[capture_pb2.CaptureDescription, list[capture_pb2.Label]]:
+    """Return a description without the labels, and the labels by name."""
+    rest = capture_pb2.CaptureDescription()
+    rest.CopyFrom(description)
+    rest.spec.ClearField("labels")
+    return rest, changed([], description.spec.labels, [])
 
 
 def _check_not_running(

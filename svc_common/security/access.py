@@ -31,8 +31,11 @@ RIGHTS: dict[str, Right | None] = {
     _STORE + "GetCapture": Right.READ,
     _STORE + "ListCaptures": Right.READ,
     _STORE + "ReadChunks": Right.READ,
+    _STORE + "ReadCaptures": Right.READ,
     # Callers that create captures may delete them; callers that only read them may not.
     _STORE + "DeleteCapture": Right.GENERATE,
+    # They may label them, too: at registration already, and so also later.
+    _STORE + "LabelCapture": Right.GENERATE,
     # Returns the caller's own tenant's statistics; admins get those of the whole store.
     _STORE + "GetStats": None,
     # The schema is not secret, but only callers with a token may see it.

@@ -4,12 +4,13 @@ import json
 
 import numpy as np
 
-from bench.store import compare, latency, scale
+from bench.store import compare, latency, scale, small
 from bench.store.__main__ import main
 from bench.store.captures import Shape, differs, random_bytes
 from bench.store.compare import CompareJob
 from bench.store.latency import LatencyJob, quantile, summary
 from bench.store.scale import ScaleJob, spread
+from bench.store.small import SmallJob
 from bench.store.ways import pieces
 from inference_svc.shipping.framing import payload_bytes
 from residuum.wire.selection import expected_rows
@@ -117,6 +118,16 @@ def test_latency_is_measured_on_the_stored_captures(tmp_path):
     assert (part["read_ms"]["count"], part["first_row_ms"]["count"]) == (5, 2)
     assert all(part[name]["min"] > 0 for name in ("read_ms", "first_row_ms"))
     assert "3 captures" in "\n".join(latency.show(part))
+
+
+def test_small_captures_are_read_in_each_way(tmp_path):
+    part = small.measure(
+        SmallJob(Shape(layers=1, hidden=16, positions=33), captures=70, rounds=2, ring_mib=1), tmp_path
+    )
+    assert set(part["runs"]) == {"one by one", "activations([ids])", "rows(ids)", "one large capture"}
+    assert all(len(runs) == 2 for runs in part["runs"].values())
+    assert set(part["ratios"]) == {bar.name.split(",")[0] for bar in small.bars(part)}
+    assert "captures/s" in "\n".join(small.show(part))
 
 
 def test_scale_is_written_with_its_bars(tmp_path):

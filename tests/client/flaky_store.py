@@ -14,7 +14,7 @@ from residuum.v1 import store_pb2
 Change = Callable[[int, list[bytes]], Iterator[bytes]]
 """Makes of the messages of the n-th read (from 0) what the reader gets; may raise a Failure, or a bare gRPC code."""
 
-READ = "/residuum.v1.StoreService/ReadChunks"
+READS = ("/residuum.v1.StoreService/ReadChunks", "/residuum.v1.StoreService/ReadCaptures")
 
 
 class Unknown(Exception):  # noqa: N818 - named like gRPC's class
@@ -30,6 +30,7 @@ class FlakyStore(grpc.GenericRpcHandler):
         self.change: Change = lambda number, messages: iter(messages)
         self.reads = 0
         self.words = "as the test says"
+        self.requests: list[bytes] = []
         self._channel = open_channel(endpoint)
         self._server = grpc.server(ThreadPoolExecutor(8), handlers=[self], options=SERVER_OPTIONS)
         self.endpoint = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -37,13 +38,14 @@ class FlakyStore(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details):
         method = handler_call_details.method
-        if method == READ:
-            return grpc.unary_stream_rpc_method_handler(self._read)
+        if method in READS:
+            return grpc.unary_stream_rpc_method_handler(lambda data, context: self._read(method, data, context))
         return grpc.unary_unary_rpc_method_handler(lambda data, _: self._channel.unary_unary(method)(data, timeout=10))
 
-    def _read(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _read(self, method: str, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         number, self.reads = self.reads, self.reads + 1
-        messages = list(self._channel.unary_stream(READ)(data, timeout=10))
+        self.requests.append(data)
+        messages = list(self._channel.unary_stream(method)(data, timeout=10))
         try:
             yield from self.change(number, messages)
         except Failure as failure:

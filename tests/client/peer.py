@@ -239,7 +239,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         sequences = request.sampling.num_sequences or 1
         captures = spec.HasField("capture")
         if captures:
-            self._open(name, spec, prompt, sequences)
+            self._open(name, spec, prompt, sequences, request.text)
         yield from self._events(name, spec, prompt, count, sequences, context)
 
     def _claim(self, request):
@@ -329,11 +329,12 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
     def store(self):
         return store_pb2_grpc.StoreServiceStub(self.channel)
 
-    def _open(self, name, spec, prompt, sequences):
+    def _open(self, name, spec, prompt, sequences, text):
         description = capture_pb2.CaptureDescription(
             capture_id=name, model="peer", hidden_size=HIDDEN, num_layers=LAYERS,
             dtype=tensor_pb2.DATA_TYPE_BFLOAT16, spec=resolve_capture(spec.capture, facts()),
             prompt_token_ids=prompt, num_sequences=sequences,
+            prompt_text=text if spec.capture.keep_prompt else "",
             layout=capture_pb2.ParallelLayout(tensor_parallel_size=1, pipeline_parallel_size=1),
             steering=spec.steering if spec.HasField("steering") else None, vllm_version="0.0.peer",
             request_time=timestamp_pb2.Timestamp(seconds=1_700_000_000),

@@ -179,6 +179,139 @@ def test_only_the_selected_rows_are_yielded(endpoint):
     assert next(iter(labels)).labels.dtype == torch.float32
 
 
+def tokens_of(batches, data):
+    """Return (capture, sequence, position) of each token in order, and check its row at every place."""
+    found = []
+    for batch in batches:
+        places = list(zip(batch.sites.tolist(), batch.layers.tolist(), strict=True))
+        assert tuple((SITES[site], layer) for site, layer in places) == data.places
+        facts = (batch.captures, batch.sequences, batch.positions, batch.token_ids)
+        for values, *fact in zip(batch.activations, *(column.tolist() for column in facts), strict=True):
+            capture, sequence, position, token = fact
+            for value, (site, layer) in zip(values, places, strict=True):
+                expected = row(sequence, SITE_NUMBERS[SITES[site]], layer, position).astype(np.float32)
+                assert np.array_equal(value.float().numpy(), expected)
+            assert token == ([1, 2, 3][position] if position < 3 else 3 + position - 2 + 100 * sequence)
+            found.append((data.captures[capture], sequence, position))
+    return found
+
+
+TOKENS_OF_ALL = [
+    (name, sequence, at) for name, count in TOKENS.items() for sequence in (0, 1) for at in range(count + 2)
+]
+
+
+def test_aligned_batches_have_every_token_once_with_all_its_rows(endpoint, shuffle_buffer):
+    data = ActivationDataset(endpoint, prefix="torch-", aligned=True, batch_size=50, shuffle_buffer=shuffle_buffer)
+    batches = list(data)
+    assert data.places == (("resid_post", 1), ("resid_post", 4), ("resid_pre", 1), ("resid_pre", 4))
+    assert {batch.activations.shape for batch in batches[:-1]} == {(50, 4, HIDDEN)}
+    assert batches[0].activations.dtype == torch.bfloat16
+    assert Counter(tokens_of(batches, data)) == Counter(TOKENS_OF_ALL)
+    assert len(data) == len(batches) == -(-len(TOKENS_OF_ALL) // 50)
+    if shuffle_buffer:
+        assert tokens_of(batches, data) != TOKENS_OF_ALL
+
+
+def test_aligned_rows_are_selected_as_others_are(endpoint):
+    data = ActivationDataset(
+        endpoint, NAMES[:3], aligned=True, layers=[4], sites=["resid_pre", "resid_post"], sequences=1,
+        positions="generated", batch_size=16, labels={name: number for number, name in enumerate(NAMES)},
+    )  # fmt: skip
+    assert data.places == (("resid_pre", 4), ("resid_post", 4))
+    batches = list(data)
+    wanted = [place for place in TOKENS_OF_ALL if place[0] in NAMES[:3] and place[1] == 1 and place[2] >= 3]
+    assert Counter(tokens_of(batches, data)) == Counter(wanted)
+    assert all(batch.labels.tolist() == batch.captures.tolist() for batch in batches)
+
+
+def test_aligned_captures_come_in_order_without_shuffling(endpoint):
+    data = ActivationDataset(
+        endpoint, prefix="torch-", aligned=True, batch_size=7, shuffle_buffer=0, concurrent_reads=1
+    )
+    assert tokens_of(data, data) == TOKENS_OF_ALL
+
+
+def test_aligned_captures_must_have_the_same_places(endpoint):
+    with residuum.Client(endpoint) as client:
+        client.generate("a", max_tokens=3, capture=residuum.Capture(layers=[4]), request_id="torch-narrow")
+        client.manifest("torch-narrow", wait=True)
+        try:
+            with pytest.raises(
+                residuum.InvalidRequest, match="torch-0 and torch-narrow differ in their layers or sites"
+            ):
+                ActivationDataset(endpoint, [NAMES[0], "torch-narrow"], aligned=True)
+            data = ActivationDataset(
+                endpoint, [NAMES[0], "torch-narrow"], aligned=True, layers=[4], sites="resid_post", sequences=0
+            )
+            assert len(tokens_of(data, data)) == TOKENS[NAMES[0]] + 2 + 3
+        finally:
+            client.delete("torch-narrow")
+
+
+def test_aligned_tokens_of_a_partial_capture_have_all_their_rows(running_peer, endpoint):
+    running_peer.servicer.script.lost_layers = (1,)
+    try:
+        with residuum.Client(endpoint) as client:
+            client.generate("a bb", max_tokens=4, capture=residuum.Capture(layers=[1, 4]), request_id="torch-part")
+            client.manifest("torch-part", wait=True)
+            both = ActivationDataset(endpoint, ["torch-part"], aligned=True, allow_partial=True)
+            assert (list(both), len(both)) == ([], 0)
+            one = ActivationDataset(endpoint, ["torch-part"], aligned=True, allow_partial=True, layers=[4])
+            (batch,) = one
+            assert (batch.activations.shape, len(one)) == ((5, 1, HIDDEN), 1)
+            client.delete("torch-part")
+    finally:
+        running_peer.servicer.reset()
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_length_is_the_number_of_batches(endpoint, aligned, drop_last):
+    data = ActivationDataset(endpoint, prefix="torch-", aligned=aligned, batch_size=37, drop_last=drop_last)
+    assert len(data) == len(list(data))
+    generated = ActivationDataset(
+        endpoint,
+        prefix="torch-",
+        aligned=aligned,
+        batch_size=37,
+        drop_last=drop_last,
+        positions="generated",
+        layers=[4],
+    )
+    assert len(generated) == len(list(generated))
+    for epoch in range(2):
+        data.set_epoch(epoch)
+        for rank in range(2):
+            part = ActivationDataset(
+                endpoint, prefix="torch-", aligned=aligned, batch_size=37, drop_last=drop_last, rank=rank, world_size=2
+            )
+            part.set_epoch(epoch)
+            assert len(part) == len(list(part))
+    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert data.num_batches(2) == len(list(loader))
+
+
+def test_captures_and_labels_are_chosen_by_label(endpoint):
+    with residuum.Client(endpoint) as client:
+        for number, name in enumerate(NAMES):
+            client.label(name, {"split": "train" if number else "test", "y": number % 2 == 1, "text": "a"})
+        try:
+            data = ActivationDataset(endpoint, prefix="torch-", where="split = train", labels="y", batch_size=64)
+            assert data.captures == tuple(NAMES[1:])
+            for batch in data:
+                assert batch.labels.tolist() == [(number + 1) % 2 for number in batch.captures.tolist()]
+            with pytest.raises(residuum.InvalidRequest, match="label 'text' of torch-0 is the text 'a'"):
+                ActivationDataset(endpoint, prefix="torch-", labels="text")
+            with pytest.raises(residuum.InvalidRequest, match="5 of 5 captures have no label"):
+                ActivationDataset(endpoint, prefix="torch-", labels="none")
+            with pytest.raises(residuum.InvalidRequest, match="with labels 'split = none' to read"):
+                ActivationDataset(endpoint, where="split = none")
+        finally:
+            for name in NAMES:
+                client.label(name, dict.fromkeys(("split", "y", "text")))
+
+
 def test_partial_batches_can_be_dropped(endpoint):
     data = ActivationDataset(endpoint, prefix="torch-", batch_size=100, shuffle_buffer=300, drop_last=True)
     batches = list(data)

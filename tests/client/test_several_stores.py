@@ -102,6 +102,26 @@ async def test_a_capture_is_found_on_a_store_of_any_rank(make, group):
         assert acts.manifest.capture_id == kept
 
 
+async def test_a_list_of_captures_comes_from_all_stores_in_its_order(make, group):
+    """Whichever store has them: the likely one, another one, and one of which the client has not heard yet."""
+    names = [group.put(NAMES[at % 3], f"listed-{at}") for at in range(12)]
+    for _ in range(2):
+        client = make("127.0.0.1:1", store=group.address())
+        found = await client.activations(names[::-1], allow_partial=True)
+        assert [acts.manifest.capture_id for acts in found] == names[::-1]
+    with pytest.raises(residuum.UnknownCapture, match="2 of 3 captures are in no store: gone-1, gone-2"):
+        await client.activations(["gone-1", names[0], "gone-2"], allow_partial=True)
+
+
+async def test_a_list_is_read_though_a_store_is_away_that_holds_none_of_it(make, group, away):
+    stores = [*group.address("a", "b"), f"c={away}"]
+    names = [group.put("a", f"there-{at}") for at in range(6)]
+    client = make("127.0.0.1:1", store=stores)
+    assert len(await client.activations(names, allow_partial=True)) == 6
+    with pytest.raises(residuum.Unreachable, match=r"c .*cannot be asked"):
+        await client.activations([*names, placed("c")], allow_partial=True)
+
+
 async def test_adding_a_store_does_not_affect_existing_captures(make, group):
     """Captures whose first rank is the new store, written before it was added, are still found."""
     old, name = ("a", "b"), placed("c")

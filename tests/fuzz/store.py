@@ -31,7 +31,7 @@ from tests.store.support import (
 )
 
 SERVICE = store_pb2.DESCRIPTOR.services_by_name["StoreService"]
-_LASTING = {"GetCapture": 0.3, "ReadChunks": 0.3}
+_LASTING = {"GetCapture": 0.3, "ReadChunks": 0.3, "ReadCaptures": 0.3}
 """Calls that may wait as long as they were asked to, and for how long they are let."""
 _NAMES = ["a", "b", "c"]
 
@@ -132,12 +132,24 @@ def _seeds(method: str) -> list[Message]:
         ],
         "ListCaptures": [
             store_pb2.ListCapturesRequest(page_size=1),
+            store_pb2.ListCapturesRequest(where="split = x and y < 2.5"),
             store_pb2.ListCapturesRequest(page_size=1000, prefix="a", states=[OPEN, COMPLETE], page_token="AAAA"),
         ],
         "ReadChunks": [
             store_pb2.ReadChunksRequest(capture_id="a"),
             store_pb2.ReadChunksRequest(capture_id="a", layers=[0], sites=[POST], sequences=[0], positions=positions),
             store_pb2.ReadChunksRequest(capture_id="b", follow=True),
+        ],
+        "ReadCaptures": [
+            store_pb2.ReadCapturesRequest(capture_ids=["b", "a"], layers=[0], positions=positions),
+            store_pb2.ReadCapturesRequest(capture_ids=["a", "none", "b"], sites=[POST], sequences=[1], follow=True),
+        ],
+        "LabelCapture": [
+            store_pb2.LabelCaptureRequest(
+                capture_id="a",
+                labels=[capture_pb2.Label(name="split", text="x"), capture_pb2.Label(name="y", integer=-1)],
+            ),
+            store_pb2.LabelCaptureRequest(capture_id="b", removed_names=["split"]),
         ],
         "DeleteCapture": [store_pb2.DeleteCaptureRequest(capture_id=name) for name in ("a", "b")],
         "GetStats": [store_pb2.GetStatsRequest()],

@@ -139,7 +139,12 @@ class FakeEngine:
         self.changed = asyncio.Condition()
 
     async def tokenize(self, request):
-        return list(request.token_ids.ids)
+        return [5, 6, 7] if request.WhichOneof("prompt") == "text" else list(request.token_ids.ids)
+
+    async def prompt_text(self, request, token_ids):
+        if request.WhichOneof("prompt") == "token_ids":
+            raise Failure(Reason.ERROR_REASON_INVALID_FIELD, "It has no text.", field="capture.keep_prompt")
+        return request.text
 
     async def reply_text(self, prompt_token_ids, token_ids):
         return "".join(f"t{token}" for token in token_ids)

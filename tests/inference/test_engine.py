@@ -34,6 +34,9 @@ class Tokenizer:
     def encode(self, text):
         return [1, *text.encode()]
 
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids))
+
     def apply_chat_template(self, messages, **options):
         assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
         if messages[-1]["role"] != "user":
@@ -217,6 +220,14 @@ def ids(*numbers):
 )
 async def test_prompts_become_tokens(engine, request_, tokens):
     assert await engine.tokenize(request_) == tokens
+
+
+async def test_the_text_of_a_prompt_is_what_was_sent_or_what_the_template_made(engine):
+    assert await engine.prompt_text(TEXT, [1, 97, 98]) == TEXT.text
+    assert await engine.prompt_text(chat("system", "user"), [1, 2]) == "1 2"
+    with pytest.raises(Failure, match="came as token IDs, so it has no text") as caught:
+        await engine.prompt_text(ids(5), [5])
+    assert caught.value.metadata == {"field": "capture.keep_prompt"}
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,18 @@ async def test_the_capture_is_opened_with_everything_that_is_known(service, stor
     assert description == resolved
 
 
+async def test_labels_and_the_prompts_text_are_in_the_description(service, store):
+    labels = [capture_pb2.Label(name="split", text="train")]
+    asked = capture_pb2.CaptureSpec(layers=LAYERS, labels=labels, keep_prompt=True)
+    request_id = (await service.register(spec("r", asked))).request_id
+    failure = await failure_of(service.events(ask(request_id)))
+    assert failure.metadata["field"] == "capture.keep_prompt"
+    await service.events(inference_pb2.GenerateRequest(request_id=request_id, text="so it is"))  # it was not used up
+    (opened,) = store.opened
+    assert opened.prompt_text == "so it is"
+    assert list(opened.spec.labels) == labels
+
+
 async def test_the_engine_gets_plan_salt_and_sampling(service):
     await service.put(JOY)
     await service.events(ask(spec("r", CAPTURE, [ADD_JOY]), max_tokens=9, seed=40))

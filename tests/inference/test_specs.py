@@ -96,6 +96,11 @@ BAD_SPECS = {
         {"field": "capture.sites"},
     ),
     "encoding": (capturing(encoding=99), "INVALID_FIELD", {"field": "capture.encoding"}),
+    "labels": (
+        capturing(labels=[capture_pb2.Label(name="a b", integer=1)]),
+        "INVALID_FIELD",
+        {"field": "capture.labels"},
+    ),
     "overflow": (capturing(overflow=9), "INVALID_FIELD", {"field": "capture.overflow"}),
     "phase": (capturing(positions=select(phases=[0])), "INVALID_FIELD", {"field": "capture.positions"}),
     "empty range": (capturing(positions=select((5, 4))), "INVALID_FIELD", {"field": "capture.positions"}),

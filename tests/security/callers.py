@@ -61,5 +61,11 @@ class Caller:
         request = store_pb2.DeleteCaptureRequest(capture_id=name, **tenant)
         return self.stub.DeleteCapture(request, timeout=20).freed_bytes
 
+    def label(self, name="a", **tenant):
+        request = store_pb2.LabelCaptureRequest(
+            capture_id=name, labels=[capture_pb2.Label(name="split", text="train")], **tenant
+        )
+        return self.stub.LabelCapture(request, timeout=20).labels
+
     def stats(self):
         return self.stub.GetStats(store_pb2.GetStatsRequest(), timeout=20)

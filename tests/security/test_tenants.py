@@ -61,6 +61,7 @@ def calls_about_a_capture():
         "SealCapture": lambda caller, tenant: caller.seal(**tenant),
         "GetCapture": lambda caller, tenant: caller.get(**tenant),
         "ReadChunks": lambda caller, tenant: caller.read(**tenant),
+        "LabelCapture": lambda caller, tenant: caller.label(**tenant),
         "DeleteCapture": lambda caller, tenant: caller.delete(**tenant),
         "AppendChunks": lambda caller, tenant: caller.append(**tenant),
     }
@@ -90,6 +91,21 @@ def test_the_capture_of_another_tenant_does_not_exist(call, writer, alice, metho
             heard.append((caught[0].message, caught[0].metadata))
     assert heard[0] == heard[1]
     assert (alice.get().num_bytes > 0) == (state == "complete")
+
+
+@pytest.mark.parametrize("named", [{}, {"tenant": "alice"}, {"tenant": "nobody"}])
+def test_a_list_of_captures_shows_none_of_another_tenant(writer, alice, bob, named):
+    """Bob gets the same answer for alice's capture as for one that never existed."""
+    writer.write(tenant="alice")
+    request = store_pb2.ReadCapturesRequest(capture_ids=["a", "b"], follow=True, **named)
+    (answer,) = bob.stub.ReadCaptures(request, timeout=20)
+    errors = [(part.index, part.error.reason, len(part.chunks)) for part in answer.captures]
+    assert errors == [(0, UNKNOWN, 0), (1, UNKNOWN, 0)]
+    texts = [part.error.message.replace(repr(name), "") for part, name in zip(answer.captures, "ab", strict=True)]
+    assert texts[0] == texts[1]
+    (answer,) = alice.stub.ReadCaptures(store_pb2.ReadCapturesRequest(capture_ids=["a"]), timeout=20)
+    assert answer.captures[0].manifest.description.tenant == "alice"
+    assert answer.captures[0].chunks
 
 
 def test_an_id_that_looks_like_another_tenants_name(writer, bob):

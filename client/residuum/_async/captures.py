@@ -2,66 +2,40 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
-
-import grpc
-import grpc.aio
+from dataclasses import replace
+from typing import Any, overload
 
 from residuum import exceptions as exc
 from residuum._async import io
+from residuum._async.stores import AsyncStoreClient
 from residuum.exports.job import Export, ExportJob
-from residuum.protocol.deadlines import Deadline, get_request, list_request
-from residuum.protocol.endpoints import check_endpoint
+from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
 from residuum.protocol.listing import Listing, check_place, read_token
-from residuum.protocol.reading import Piece, Reading, plan_read
+from residuum.protocol.many import check_choice, check_ids, check_some, is_many
+from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.requests import RequestLike, check_capture_id
-from residuum.protocol.stores import Search, StoreDirectory, silent_store
-from residuum.protocol.tenants import check_tenant, for_tenant
-from residuum.rpc.channels import open_aio_channel
-from residuum.rpc.credentials import TLS
-from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials
-from residuum.transport.connections import LONGEST_OUTAGE_SECONDS, READ_CHUNKS, Channels, ReadRetries
-from residuum.transport.failures import from_rpc_error
+from residuum.protocol.stores import silent_store
+from residuum.transport.connections import ReadRetries
 from residuum.transport.progress import progress_bar
-from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
+from residuum.v1 import store_pb2
 from residuum.values.activations import Activations
-from residuum.values.manifest import Manifest
-from residuum.values.replies import CapturePage, CaptureSummary, ModelInfo, StoreStats
+from residuum.values.manifest import FINAL_STATES, Manifest
+from residuum.values.replies import CapturePage, CaptureSummary, StoreStats
+from residuum.values.rows import Rows, RowsBuilder, in_order
 from residuum.values.selections import LayersLike, PositionsLike
+from residuum.wire.labels import LabelValue, to_dict
 from residuum.wire.placement import StoreAddress
 
-_Answer = TypeVar("_Answer")
 
-
-class AsyncCaptureClient:
+class AsyncCaptureClient(AsyncStoreClient):
     """The methods that read, list and delete captures; the base of `residuum.AsyncClient`."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        store: str | Iterable[str] | None = None,
-        timeout: float | None = 30.0,
-        token: Token = None,
-        tls: TLS | bool | None = None,
-        insecure: bool | None = None,
-        tenant: str | None = None,
-    ) -> None:
-        self._tenant = check_tenant(tenant)
-        self.endpoint = check_endpoint(endpoint)
-        self._timeout = timeout
-        self._stores = StoreDirectory(store)
-        self.credentials = resolve_credentials(token=token, tls=tls, insecure=insecure)
-        """What it connects with, to the inference service and to the stores."""
-        check_channel(self.credentials, self.endpoint)
-        self._channels: Channels[grpc.aio.Channel] = Channels(opener(open_aio_channel, self.credentials))
-
-    async def activations(
+    @overload
+    async def activations(  # type: ignore[overload-overlap] # a text is one request, though it is also iterable
         self,
         request_id: RequestLike,
         *,
@@ -73,15 +47,46 @@ class AsyncCaptureClient:
         timeout: float | None = None,
         allow_partial: bool = False,
         progress: bool = False,
-    ) -> Activations:
-        """Return the captured rows of a request, when all of them are there.
+    ) -> Activations: ...
+
+    @overload
+    async def activations(
+        self,
+        request_id: Iterable[RequestLike],
+        *,
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        progress: bool = False,
+    ) -> list[Activations]: ...
+
+    async def activations(
+        self,
+        request_id: RequestLike | Iterable[RequestLike],
+        *,
+        layers: LayersLike | None = None,
+        sites: str | Sequence[str] | None = None,
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        progress: bool = False,
+    ) -> Activations | list[Activations]:
+        """Return the captured rows of a request, or of many, when all of them are there.
+
+        Give a list to read many captures: they share one stream, which is far faster than a call for each.
 
         If the store is away, the client tries again until the timeout, and then continues where it was. Without a
         timeout it waits for 5 minutes; or, for a store that this client has never reached, for the client's own
         timeout (30 seconds). Rows are checked against their checksums.
 
         Args:
-            request_id: The request: its reply, `reply.request_id`, or anything else that has its id.
+            request_id: The request: its reply, `reply.request_id`, or anything else that has its id; or a list of them.
             layers: Only these layers; None means all that were captured.
             sites: Only these sites, as a list or separated by commas; None means all.
             sequences: Only these sequences; None means all.
@@ -92,11 +97,15 @@ class AsyncCaptureClient:
                 that are missing; `present` tells which.
             progress: Show a progress bar, on a terminal or in Jupyter.
 
+        Returns:
+            The activations of the request. For a list, a list in the same order.
+
         Raises:
             IncompleteCapture: Rows are missing for good; the manifest in the exception says which and why.
             AbortedCapture: The request was stopped.
             OpenCapture: `wait` is false and the capture is still being written.
             UnknownCapture: There is no such capture: the request captured nothing, or it was deleted, or has expired.
+                For a list, the message names all that do not exist.
             InvalidRequest: A layer or site was not captured.
             DeadlineExceeded: The time is over.
             Unreachable: The store was away until the time was over, or a certificate is refused.
@@ -109,17 +118,80 @@ class AsyncCaptureClient:
             >>> acts = await client.activations(reply.request_id, layers=[12])
             >>> acts[12].mean(axis=0).shape
             (576,)
+            >>> replies = await client.generate_many(prompts, capture=residuum.Capture(layers=[12]))
+            >>> means = [acts[12].mean(axis=0) for acts in await client.activations(replies)]
         """
-        plan = plan_read(
-            request_id, layers=layers, sites=sites, sequences=sequences, positions=positions,
-            follow=wait, allow_partial=allow_partial,
-        )  # fmt: skip
-        reading = Reading(plan)
-        with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
+        choice: dict[str, Any] = {
+            "layers": layers, "sites": sites, "sequences": sequences, "positions": positions,
+            "follow": wait, "allow_partial": allow_partial,
+        }  # fmt: skip
+        if is_many(request_id):
+            names = [check_capture_id(item) for item in request_id]
+            plan = plan_read(names[0], **choice) if names else None
+            return in_order(names, await self._activations_of(names, plan, timeout, progress=progress))
+        reading = Reading(plan_read(request_id, **choice))
+        name = reading.request.capture_id
+        with progress_bar(f"reading {name}", None, enabled=progress, of_bytes=True) as advance:
             async for data in self._read(reading, timeout):
                 reading.add(data)
                 advance(len(data))
         return reading.activations()
+
+    async def rows(
+        self,
+        captures: Iterable[RequestLike] | None = None,
+        *,
+        layer: int,
+        site: str = "resid_post",
+        prefix: str = "",
+        where: str = "",
+        sequences: int | Iterable[int] | None = None,
+        positions: PositionsLike = None,
+        timeout: float | None = None,
+        allow_partial: bool = False,
+        progress: bool = False,
+    ) -> Rows:
+        """Return the rows of one layer of many captures as one array, with the origin of each row.
+
+        The captures share one stream. All rows are in memory at once; `ActivationDataset` reads more than that.
+
+        Args:
+            captures: The captures: requests, replies or IDs, in the order of the rows. None: those that `prefix` and
+                `where` select, in the order of their IDs.
+            layer: The layer.
+            site: The site.
+            prefix: Without `captures`: all complete captures whose ID starts with this. With `allow_partial` also
+                incomplete and aborted ones.
+            where: Without `captures`: only captures whose labels match this, such as "split = train and y >= 2".
+            sequences: Only these sequences; None means all.
+            positions: Only these positions; None means all. See `Positions.of`.
+            timeout: Seconds to wait and read at most; None means as long as it takes.
+            allow_partial: Return the present rows of captures that are not complete.
+            progress: Show a progress bar, on a terminal or in Jupyter.
+
+        Returns:
+            The rows; `values` is float32 [rows, width].
+
+        Raises:
+            InvalidRequest: No capture matches; both `captures` and a filter are given; a capture lacks the layer or
+                site; or rows differ in width. The other errors are those of `activations`.
+
+        Example:
+            >>> train = await client.rows(where="split = train", layer=12, positions="last_prompt")
+            >>> train.values.shape, train.labels("y")[:3]
+            ((500, 576), [1, 0, 0])
+        """
+        names = await self._chosen(captures, prefix, where, allow_partial=allow_partial)
+        choice: dict[str, Any] = {
+            "layers": layer, "sites": site, "sequences": sequences, "positions": positions,
+            "follow": True, "allow_partial": allow_partial,
+        }  # fmt: skip
+        plan = replace(plan_read(names[0], **choice), warns_if_empty=False) if names else None
+        found = await self._activations_of(names, plan, timeout, progress=progress)
+        builder = RowsBuilder(layer, site)
+        for acts in in_order(names, found):
+            builder.add(acts)
+        return builder.rows()
 
     async def export(
         self,
@@ -261,17 +333,19 @@ class AsyncCaptureClient:
             await io.sleep(delay)
 
     def captures(
-        self, *, prefix: str = "", states: str | Iterable[str] = (), allow_partial: bool = False
+        self, *, prefix: str = "", states: str | Iterable[str] = (), where: str = "", allow_partial: bool = False
     ) -> AsyncIterator[CaptureSummary]:
         """Yield the captures of all stores as one list, newest first; it is fetched as it is read.
 
         Args:
             prefix: Only those whose id starts with this.
             states: Only those in these states: "open", "complete", "incomplete", "aborted".
+            where: Only those whose labels match this, such as "split = train and y >= 2"; docs/concepts/captures.md has
+                the rules.
             allow_partial: Leave out stores that cannot be asked, with a warning, instead of raising.
 
         Raises:
-            InvalidRequest: There is no such state.
+            InvalidRequest: There is no such state, or `where` cannot be parsed.
             Unreachable: A store cannot be asked; the message names it.
 
         Warns:
@@ -281,11 +355,17 @@ class AsyncCaptureClient:
             >>> [summary.capture_id async for summary in client.captures(states="complete")]
             ['req-1f…', 'req-09…']
         """
-        request = list_request(prefix, states)
+        request = list_request(prefix, states, where)
         return self._captures(request, allow_partial=allow_partial)
 
     async def captures_page(
-        self, *, page_size: int = 100, page_token: str = "", prefix: str = "", states: str | Iterable[str] = ()
+        self,
+        *,
+        page_size: int = 100,
+        page_token: str = "",
+        prefix: str = "",
+        states: str | Iterable[str] = (),
+        where: str = "",
     ) -> CapturePage:
         """Return one page of the list of captures; its `next_page_token` leads to the next page.
 
@@ -294,6 +374,7 @@ class AsyncCaptureClient:
             page_token: The `next_page_token` of the part before, with the same filter; empty for the first.
             prefix: As for `captures`.
             states: As for `captures`.
+            where: As for `captures`.
 
         Raises:
             InvalidRequest: There is no such state, the size is out of range, or the token is not one of these stores,
@@ -304,7 +385,7 @@ class AsyncCaptureClient:
             >>> page = await client.captures_page(page_size=20)
             >>> page = await client.captures_page(page_size=20, page_token=page.next_page_token)
         """
-        request, place = list_request(prefix, states, page_size), read_token(page_token)
+        request, place = list_request(prefix, states, where, page_size), read_token(page_token)
         stores = await self._refreshed_stores()
         check_place(place, stores)
         listing = Listing(stores, request, place)
@@ -313,6 +394,34 @@ class AsyncCaptureClient:
             while len(captures) < page_size and (summary := await anext(summaries, None)):
                 captures.append(summary)
             return CapturePage(tuple(captures), listing.token())
+
+    async def label(self, request_id: RequestLike, labels: Mapping[str, LabelValue | None]) -> dict[str, LabelValue]:
+        """Change the labels of a capture, whatever its state.
+
+        Args:
+            request_id: The request.
+            labels: The labels to set: texts, numbers or bools by name. None removes a label. Others stay.
+
+        Returns:
+            All labels that the capture now has.
+
+        Raises:
+            UnknownCapture: There is no such capture.
+            InvalidRequest: A label is invalid, or the capture would have too many.
+            TypeError: A value is no text, number, bool or None.
+
+        Example:
+            >>> await client.label(reply, {"split": "test", "y": None})
+            {'split': 'test'}
+        """
+        capture_id = check_capture_id(request_id)
+        request = label_request(capture_id, labels)
+
+        async def ask(endpoint: str) -> dict[str, LabelValue]:
+            answer = await self._call(endpoint, self._store(endpoint).LabelCapture, request, capture_id=capture_id)
+            return to_dict(answer.labels)
+
+        return await self._ask_holder(capture_id, ask)
 
     async def delete(self, request_id: RequestLike) -> int:
         """Delete a capture, whatever its state.
@@ -356,91 +465,6 @@ class AsyncCaptureClient:
                 found.append(StoreStats.from_proto(store, answer))
         return found
 
-    async def info(self, *, check_store: bool = False) -> ModelInfo:
-        """Return what the server serves, and within which limits.
-
-        Args:
-            check_store: Have it ask its stores whether they answer; see `ModelInfo.store_reachable`.
-
-        Raises:
-            NotServing: The model is still loading.
-            Unreachable: Nothing answers at the endpoint.
-
-        Example:
-            >>> (await client.info()).num_layers
-            30
-        """
-        request = inference_pb2.GetModelInfoRequest(check_store=check_store)
-        return ModelInfo.from_proto(await self._call(self.endpoint, self._inference.GetModelInfo, request))
-
-    async def store_endpoints(self) -> tuple[str, ...]:
-        """Return where the stores are: as given to the client, or else as the inference service says.
-
-        Raises:
-            NoStore: It names none.
-        """
-        return tuple(store.endpoint for store in await self._refreshed_stores())
-
-    @property
-    def _inference(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
-        return inference_pb2_grpc.InferenceServiceStub(self._channels.get(self.endpoint))
-
-    def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceAsyncStub:
-        return store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint))
-
-    async def _known_stores(self) -> tuple[StoreAddress, ...]:
-        return self._stores.stores or await self._refreshed_stores()
-
-    async def _refreshed_stores(self) -> tuple[StoreAddress, ...]:
-        """Return the stores, with those that were added since they were last asked for."""
-        known = self._stores.stores
-        if self._stores.is_named:
-            return known
-        try:
-            told = (await self.info()).stores
-        except exc.ResiduumError:
-            if known:
-                return known  # without an inference service, stores can still be read
-            raise
-        return self._stores.learn(itertools.starmap(StoreAddress, told.items()), self.endpoint)
-
-    async def _ask_holder(self, capture_id: str, ask: Callable[[str], Awaitable[_Answer]]) -> _Answer:
-        """Ask the store that holds a capture; `ask` is given its endpoint."""
-        endpoint = await self._find(capture_id)
-        try:
-            return await ask(endpoint)
-        except exc.UnknownCapture:
-            if not await self._may_be_elsewhere(capture_id):
-                raise
-        return await ask(await self._find(capture_id))
-
-    async def _may_be_elsewhere(self, capture_id: str) -> bool:
-        """Tell whether to look for a capture that is not where it was thought to be: there are other stores."""
-        self._stores.forget(capture_id)
-        return len(await self._refreshed_stores()) > 1
-
-    async def _find(self, capture_id: str) -> str:
-        """Return the endpoint of the store that holds a capture; the only store is not asked."""
-        await self._known_stores()
-        store = self._stores.known(capture_id)
-        return (store or await self._search(capture_id)).endpoint
-
-    async def _search(self, capture_id: str) -> StoreAddress:
-        """Ask store by store for a capture, and in the end those that were added meanwhile."""
-        search, request = Search(capture_id), get_request(capture_id, 0.0)
-        for stores in (self._known_stores, self._refreshed_stores):
-            for store in search.order(await stores()):
-                try:
-                    await self._call(
-                        store.endpoint, self._store(store.endpoint).GetCapture, request, capture_id=capture_id
-                    )
-                except exc.ResiduumError as failure:
-                    search.missed(store, failure)
-                else:
-                    self._stores.found(capture_id, store)
-                    return store
-        raise search.failure()
-
     async def _captures(
         self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool
     ) -> AsyncIterator[CaptureSummary]:
@@ -467,80 +491,32 @@ class AsyncCaptureClient:
             raise error from None
         warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
 
-    async def _call(
-        self,
-        endpoint: str,
-        method: Callable[..., Awaitable[_Answer]],
-        request: Any,
-        *,
-        extra: float = 0.0,
-        **facts: str,
-    ) -> _Answer:
-        """Make a unary call with the client's deadline and `extra` seconds on top of it."""
-        for_tenant(request, self._tenant)
-        try:
-            answer = await method(request, timeout=None if self._timeout is None else self._timeout + extra)
-        except grpc.RpcError as error:
-            has_answered = self._channels.has_answered(endpoint)
-            raise from_rpc_error(error, endpoint, has_answered=has_answered, **facts) from None
-        self._channels.note_answer(endpoint)
-        return answer
-
     async def _follow(self, reading: Reading, timeout: float | None = None) -> AsyncIterator[Piece]:
         async for data in self._read(reading, timeout):
             for piece in reading.add(data):
                 yield piece
         reading.manifest()
 
-    async def _read(self, reading: Reading, timeout: float | None) -> AsyncIterator[bytes]:
-        """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
-        capture_id, moved = reading.request.capture_id, False
-        await self._known_stores()
-        deadline = Deadline(timeout)
-        retries = ReadRetries(deadline)
-        call, endpoint = None, ""
-        while True:
-            try:
-                endpoint = await self._find(capture_id)
-                reading.begin()
-                call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
-                async for data in call:
-                    retries.progress()
-                    self._channels.note_answer(endpoint)
-                    yield data
-            except (grpc.RpcError, exc.ResiduumError) as error:
-                failure = self._as_own(error, endpoint, capture_id)
-                delay = retries.seconds_after(failure, self._patience(failure))
-                if delay is None:
-                    moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
-                    if not moved or not await self._may_be_elsewhere(capture_id):
-                        raise (retries.verdict(failure) or reading.explain(failure)) from None
-                    delay = 0.0
-            else:
-                return
-            finally:
-                if call is not None:
-                    call.cancel()
-            await io.sleep(delay)
+    async def _activations_of(
+        self, capture_ids: Iterable[str], plan: ReadPlan | None, timeout: float | None, *, progress: bool
+    ) -> list[Activations]:
+        """Return the activations of captures, each once. There is no plan if there is no capture."""
+        names = check_ids(capture_ids)
+        found = []
+        with progress_bar(f"reading {len(names)} captures", len(names), enabled=progress) as advance:
+            if plan is not None:
+                async for acts in self._read_many(plan, names, timeout):
+                    found.append(acts)
+                    advance(1)
+        return found
 
-    def _as_own(self, error: grpc.RpcError | exc.ResiduumError, endpoint: str, capture_id: str) -> exc.ResiduumError:
-        """Return this package's exception for what ended a read."""
-        if isinstance(error, exc.ResiduumError):
-            return error
-        has_answered = self._channels.has_answered(endpoint)
-        return from_rpc_error(error, endpoint, has_answered=has_answered, capture_id=capture_id)
-
-    def _patience(self, failure: exc.ResiduumError) -> float:
-        """Return for how many seconds a read without a timeout waits for the store that is away."""
-        endpoint = failure.endpoint if isinstance(failure, exc.Unreachable) else ""
-        if self._timeout is None or not endpoint or self._channels.has_answered(endpoint):
-            return LONGEST_OUTAGE_SECONDS
-        return self._timeout
-
-    def _reader(self, endpoint: str) -> grpc.aio.UnaryStreamMultiCallable[store_pb2.ReadChunksRequest, bytes]:
-        # No deserializer: rows are copied from the message's own bytes to where they belong.
-        return self._channels.get(endpoint, "reads").unary_stream(
-            READ_CHUNKS,
-            request_serializer=store_pb2.ReadChunksRequest.SerializeToString,
-            response_deserializer=None,
-        )
+    async def _chosen(
+        self, captures: Iterable[RequestLike] | None, prefix: str, where: str, *, allow_partial: bool
+    ) -> list[str]:
+        """Return the IDs of the captures that a caller names, or of those that it selects."""
+        if captures is not None:
+            check_choice(captures, prefix, where)
+            return check_ids(captures)
+        states = FINAL_STATES if allow_partial else ("complete",)
+        names = sorted([item.capture_id async for item in self.captures(prefix=prefix, states=states, where=where)])
+        return check_some(names, prefix, where)

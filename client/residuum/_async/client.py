@@ -122,7 +122,8 @@ class AsyncClient(AsyncCaptureClient):
             if_exists: What to do if a capture with this request_id exists. "fail" raises CaptureExists. "replace"
                 generates anew and replaces the capture, whatever it holds. "skip" returns what a complete capture of
                 the same request holds, without generating (`reply.skipped`), and replaces one that is not complete. A
-                capture of another request, or of one that is still running, is never skipped.
+                capture of another request, or of one that is still running, is never skipped. The labels in `capture`
+                are part of the request.
             timeout: Seconds that the generation may take; None means as long as it takes.
             **sampling: max_tokens (16), temperature (0: greedy), top_p, top_k, seed, stop, ignore_eos, n (sequences),
                 min_tokens; see `residuum.Sampling`.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,9 +15,12 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, OpenCapture
 from residuum.protocol.reading import Reading, ReadPlan, not_complete, plan_read
+from residuum.v1 import selection_pb2
+from residuum.values.activations import Activations
 from residuum.values.capture import SITE_NAMES
 from residuum.values.manifest import Manifest
 from residuum.values.selections import LayersLike, PositionsLike
+from residuum.wire.selection import wanted_positions
 
 if TYPE_CHECKING:
     from residuum._sync.captures import CaptureClient
@@ -100,6 +104,51 @@ def stream_rows(
     return in_turn((reader(number) for number in order), concurrent_reads)
 
 
+def stream_aligned(
+    client: CaptureClient,
+    captures: Sequence[str],
+    order: Sequence[int],
+    choice: RowChoice,
+    concurrent_reads: int,
+    check: Callable[[Manifest], None],
+) -> Iterator[StreamedRows]:
+    """Yield the rows of captures by token: those of one token at all places, [tokens, places, width].
+
+    The places are all sites, and at each site all layers, in the order of `places`. `site` and `layer` say nothing. A
+    token that lacks a row at one of the places is left out. So many streams of captures are read at the same time, a
+    capture of each in turn; the chosen rows of as many captures are in memory.
+
+    Raises:
+        CaptureNotComplete: One is not complete any more, and partial ones are not allowed.
+        InvalidRequest: One lacks something that is named.
+    """
+
+    def reader(part: Sequence[int]) -> Callable[[], Iterator[StreamedRows]]:
+        return lambda: _aligned_of(client, {captures[number]: number for number in part}, choice, check)
+
+    parts = [order[first::concurrent_reads] for first in range(concurrent_reads)]
+    return in_turn((reader(part) for part in parts if part), concurrent_reads)
+
+
+def places(manifest: Manifest, choice: RowChoice) -> tuple[tuple[str, int], ...]:
+    """Return the places that are chosen of a capture: (site, layer), all layers of the first site first."""
+    request = choice.plan(manifest.capture_id).request
+    sites = [SITE_NAMES[site] for site in request.sites] or manifest.sites
+    layers = [layer for layer in manifest.layers if not request.layers or layer in request.layers]
+    return tuple((site, layer) for site in sites for layer in layers)
+
+
+def count_rows(manifest: Manifest, choice: RowChoice, *, aligned: bool) -> int:
+    """Return how many rows `stream_rows` yields of an ended capture; of `stream_aligned`, how many tokens."""
+    request = choice.plan(manifest.capture_id).request
+    wanted = set(places(manifest, choice))
+    count = max(manifest.proto.description.num_sequences, 1)
+    return sum(
+        _count(manifest, request.positions, sequence, wanted, aligned=aligned)
+        for sequence in (request.sequences or range(count))
+    )
+
+
 def look_up(client: CaptureClient, captures: Sequence[str]) -> Iterator[Manifest]:
     """Yield the manifests of captures, in their order; some are fetched at the same time, and few are kept.
 
@@ -176,6 +225,63 @@ def _rows_of(
             token_ids = np.full(len(positions), -1, dtype=np.int64)
             token_ids[known] = tokens[positions[known]]
             yield StreamedRows(number, sequence, site, layer, positions, token_ids, rows)
+
+
+def _aligned_of(
+    client: CaptureClient, numbers: Mapping[str, int], choice: RowChoice, check: Callable[[Manifest], None]
+) -> Iterator[StreamedRows]:
+    names = list(numbers)
+    plan = replace(choice.plan(names[0]), warns_if_empty=False)
+    for acts in client._read_many(plan, names, None):  # noqa: SLF001 - one stream, and never more than one capture
+        manifest = acts.manifest
+        check_readable(manifest, choice)
+        check(manifest)
+        wanted = places(manifest, choice)
+        for sequence in acts.sequences:
+            parts = {site: acts.select(sequence=sequence, site=site) for site, _ in wanted}
+            yield _aligned(numbers[manifest.capture_id], sequence, wanted, parts)
+
+
+def _aligned(
+    number: int, sequence: int, wanted: Sequence[tuple[str, int]], parts: Mapping[str, Activations]
+) -> StreamedRows:
+    """Put the rows of one sequence next to each other, those of each token that has them all."""
+    present = [part.positions[part.present[part.layers.index(layer)]] for layer, part in _at(wanted, parts)]
+    positions = functools.reduce(np.intersect1d, present)
+    first = parts[wanted[0][0]]
+    rows = np.empty((len(positions), len(wanted), first.width), dtype=first.dtype)
+    for place, (layer, part) in enumerate(_at(wanted, parts)):
+        rows[:, place] = part.raw(layer)[np.searchsorted(part.positions, positions)]
+    token_ids = first.token_ids[np.searchsorted(first.positions, positions)]
+    return StreamedRows(number, sequence, "", -1, positions, token_ids, rows)
+
+
+def _at(wanted: Iterable[tuple[str, int]], parts: Mapping[str, Activations]) -> Iterator[tuple[int, Activations]]:
+    return ((layer, parts[site]) for site, layer in wanted)
+
+
+def _count(
+    manifest: Manifest,
+    positions: selection_pb2.PositionSelection,
+    sequence: int,
+    wanted: set[tuple[str, int]],
+    *,
+    aligned: bool,
+) -> int:
+    """Return how many rows, or tokens, are chosen of one sequence."""
+    sets = [rows for rows in manifest.present if rows.sequence == sequence]
+    length = max((last + 1 for rows in sets for _, last in rows.ranges), default=0)
+    chosen = wanted_positions(positions, len(manifest.prompt_token_ids), 0, length)
+    have = {place: np.zeros(length, dtype=np.bool_) for place in wanted}
+    for rows in sets:
+        for layer in rows.layers:
+            if (rows.site, layer) in have:
+                for first, last in rows.ranges:
+                    have[rows.site, layer][first : last + 1] = True
+    masks = [mask & chosen for mask in have.values()]
+    if aligned:
+        return int(np.logical_and.reduce(masks).sum())
+    return sum(int(mask.sum()) for mask in masks)
 
 
 def _tokens(manifest: Manifest, sequence: int) -> npt.NDArray[np.int64]:

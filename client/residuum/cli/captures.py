@@ -16,9 +16,11 @@ import numpy as np
 
 import residuum
 from residuum.cli.connection import advice_if_cut_off, open_client, silent_stores
+from residuum.cli.labels import add_where, labels_text
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import positive_count
 from residuum.exports.formats import FORMATS
+from residuum.values.manifest import FINAL_STATES
 
 _STATES = ("open", "complete", "incomplete", "aborted")
 _LAYERS_HELP = "only these layers: 12 or 0,5,10-20 (default: all)"
@@ -35,6 +37,13 @@ def add_filter(parser: argparse.ArgumentParser) -> None:
         metavar="STATE",
         help=f"only captures in this state: {', '.join(_STATES)}; may be repeated (default: all)",
     )
+    add_where(parser, "only captures whose labels match this", "all")
+
+
+def _filter_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `client.captures` that the flags of `add_filter` give; empty if none is given."""
+    given = {"prefix": options.prefix, "states": options.state, "where": options.where}
+    return {name: value for name, value in given.items() if value}
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,25 +57,27 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
 def list_captures(options: argparse.Namespace, output: Output) -> int:
     """List captures. If a store does not answer, list those of the others and return 1."""
     opened = "age" if output.is_terminal else "open_time"
-    columns = ["capture_id", "state", "num_rows", "num_bytes", "model", opened]
+    columns = ["capture_id", "state", "num_rows", "num_bytes", "model", "labels", opened]
     with open_client(options) as client, silent_stores(output) as silent:
         if len(client.store_endpoints()) > 1:
             columns.append("store")
         if client.credentials.has_token and options.tenant is None:  # admins see the captures of all tenants
             columns.append("tenant")
-        summaries = client.captures(prefix=options.prefix, states=options.state, allow_partial=True)
+        summaries = client.captures(**_filter_of(options), allow_partial=True)
         shown = output.rows(
             columns,
             (_summary_row(item, output) for item in itertools.islice(summaries, options.limit)),
-            optional=("model", "store", "num_rows", "age"),
+            optional=("model", "labels", "store", "num_rows", "age"),
         )
     if not shown and not silent:
-        output.note("no captures" + (" match" if options.prefix or options.state else ""))
+        output.note("no captures" + (" match" if _filter_of(options) else ""))
     return 1 if silent else 0
 
 
 def _summary_row(summary: residuum.CaptureSummary, output: Output) -> dict[str, Any]:
     row = dataclasses.asdict(summary)
+    if not output.as_json:
+        row["labels"] = labels_text(summary.labels)
     if output.is_terminal:
         row["num_bytes"] = size(summary.num_bytes)
         opened = summary.open_time
@@ -76,8 +87,13 @@ def _summary_row(summary: residuum.CaptureSummary, output: Output) -> dict[str, 
 
 def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `pull`."""
-    parser.add_argument("id", metavar="ID", help="the capture's ID")
-    parser.add_argument("--out", metavar="FILE", help="the file to write (default: ID with the format's suffix)")
+    parser.add_argument("id", nargs="?", metavar="ID", help="the capture's ID")
+    add_where(
+        parser, "each complete capture whose labels match this, into a file ID.FORMAT in the folder --out", "only ID"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="the file or folder to write (default: ID with the format's suffix, here)"
+    )
     parser.add_argument(
         "--format", choices=list(FORMATS), help="the file's format (default: by FILE's suffix, else safetensors)"
     )
@@ -93,18 +109,34 @@ def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def pull(options: argparse.Namespace, output: Output) -> int:
-    """Fetch a capture into a file."""
-    kind = _file_format(options)
-    path = options.out or f"{options.id}.{kind}"
-    advice = f"Nothing was written. Again: residuum pull {options.id}"
-    with (
-        open_client(options) as client,
-        warnings.catch_warnings(record=True) as caught,
-        advice_if_cut_off(advice),
-    ):
+    """Fetch a capture into a file, or all captures with some labels into files in a folder."""
+    if bool(options.id) == bool(options.where):
+        options.usage_error("give either the ID of a capture, or --where")
+    if options.id:
+        kind = _file_format(options)
+        with open_client(options) as client:
+            _pull_one(client, options.id, options.out or f"{options.id}.{kind}", kind, options, output)
+        return 0
+    folder, kind = Path(options.out or "."), options.format or "safetensors"
+    states = FINAL_STATES if options.allow_partial else ("complete",)
+    with open_client(options) as client:
+        names = [item.capture_id for item in client.captures(where=options.where, states=states)]
+        if not names:
+            output.note("no captures match")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            _pull_one(client, name, str(folder / f"{name}.{kind}"), kind, options, output)
+    return 0
+
+
+def _pull_one(
+    client: residuum.Client, name: str, path: str, kind: str, options: argparse.Namespace, output: Output
+) -> None:
+    advice = f"{path} was not written. Again: residuum pull {name}"
+    with warnings.catch_warnings(record=True) as caught, advice_if_cut_off(advice):
         warnings.simplefilter("always", residuum.EmptyCaptureWarning)
         made = client.export(
-            options.id,
+            name,
             path,
             format=kind,
             layers=options.layers,
@@ -120,10 +152,9 @@ def pull(options: argparse.Namespace, output: Output) -> int:
     if output.as_json:
         shape = [len(made.layers), made.num_positions, made.manifest.width]
         facts = {"state": made.manifest.state, "shape": shape, "sites": made.sites, "missing_rows": made.num_missing}
-        output.json({"path": path, "format": kind, "capture_id": options.id, **facts})
+        output.json({"path": path, "format": kind, "capture_id": name, **facts})
     else:
         output.say(f"{path}: {made}, {size(made.num_bytes)}")
-    return 0
 
 
 def _file_format(options: argparse.Namespace) -> str:
@@ -195,12 +226,12 @@ def add_remove_arguments(parser: argparse.ArgumentParser) -> None:
 
 def remove(options: argparse.Namespace, output: Output) -> int:
     """Delete captures. Continue after one that is missing or whose store does not answer, and return 1 at the end."""
-    is_filtered = bool(options.prefix or options.state)
-    if bool(options.ids) == is_filtered:
-        options.usage_error("name captures by ID, or choose them with --prefix and --state")
+    chosen = _filter_of(options)
+    if bool(options.ids) == bool(chosen):
+        options.usage_error("name captures by ID, or choose them with --prefix, --state and --where")
     with open_client(options) as client:
-        if is_filtered:
-            found = list(client.captures(prefix=options.prefix, states=options.state))
+        if chosen:
+            found = list(client.captures(**chosen))
             if not found:
                 output.note("no captures match")
                 return 0

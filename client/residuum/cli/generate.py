@@ -11,6 +11,7 @@ from typing import Any
 import residuum
 from residuum.cli import steering
 from residuum.cli.connection import advice_if_cut_off, open_client
+from residuum.cli.labels import parse_labels
 from residuum.cli.output import Output
 from residuum.cli.parser import positive_count
 from residuum.protocol.requests import IF_EXISTS, Prompt
@@ -45,6 +46,8 @@ _CAPTURE_FLAGS = [
     "axis",
     "onto",
     "reduction",
+    "label",
+    "keep_prompt",
 ]
 """Flags that need --capture."""
 
@@ -132,6 +135,15 @@ def _add_capture(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="capture one row for the prompt and one for the generated tokens, reduced this way: "
         f"{', '.join(REDUCTIONS)} (default: none)",
+    )
+    group.add_argument(
+        "--label",
+        action="append",
+        metavar="NAME=VALUE",
+        help="a label of the capture, as for `residuum label`; may be repeated (default: none)",
+    )
+    group.add_argument(
+        "--keep-prompt", action="store_true", help="keep the prompt's text with the capture (default: only its tokens)"
     )
 
 
@@ -241,6 +253,8 @@ def _capture(options: argparse.Namespace) -> residuum.Capture | None:
         axis=options.axis,
         vectors=steering.load_all(options.onto or []).values(),
         reduction=options.reduction,
+        labels=parse_labels(options.label or []),
+        keep_prompt=options.keep_prompt,
     )
 
 

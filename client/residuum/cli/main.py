@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import residuum
-from residuum.cli import captures, doctor, generate, health, serve, services, token, vectors
+from residuum.cli import captures, doctor, generate, health, labels, serve, services, token, vectors
 from residuum.cli.output import Output
 from residuum.cli.parser import Command, Parser, add_command, add_service_command
 from residuum.exceptions import ResiduumError
@@ -86,7 +86,7 @@ def _add_captures(commands: Commands) -> None:
     text = "list captures, newest first"
     add_command(commands, "ls", captures.list_captures, text, arguments=captures.add_list_arguments)
     for name, run, text, arguments in (
-        ("pull", captures.pull, "fetch a capture into a file", captures.add_pull_arguments),
+        ("pull", captures.pull, "fetch captures into files", captures.add_pull_arguments),
         ("follow", captures.follow, "show a capture's rows as they arrive", captures.add_follow_arguments),
         (
             "manifest",
@@ -96,6 +96,8 @@ def _add_captures(commands: Commands) -> None:
         ),
     ):
         add_command(commands, name, run, text, arguments=arguments, timeout=None)
+    text = "set and remove labels of a capture"
+    add_command(commands, "label", labels.label, text, arguments=labels.add_arguments)
     add_command(commands, "rm", captures.remove, "delete captures", arguments=captures.add_remove_arguments)
     text = "stop running requests; their captures end aborted"
     add_command(commands, "abort", captures.abort, text, arguments=captures.add_abort_arguments)

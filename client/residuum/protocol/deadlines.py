@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import store_pb2
+from residuum.values.capture import label_list
 from residuum.values.manifest import STATES
+from residuum.wire.labels import LabelError, LabelValue, parse_where
 from residuum.wire.limits import MAX_PAGE_SIZE
 
 _SLICE_SECONDS = 20.0
@@ -49,12 +51,12 @@ class Deadline:
 
 
 def list_request(
-    prefix: str, states: str | Iterable[str], page_size: int = MAX_PAGE_SIZE
+    prefix: str, states: str | Iterable[str], where: str = "", page_size: int = MAX_PAGE_SIZE
 ) -> store_pb2.ListCapturesRequest:
     """Build the question for the first page of captures.
 
     Raises:
-        InvalidRequest: There is no such state, or no such size of a page.
+        InvalidRequest: There is no such state, or no such size of a page, or `where` cannot be parsed.
     """
     if not 0 < page_size <= MAX_PAGE_SIZE:
         raise InvalidRequest(
@@ -67,7 +69,25 @@ def list_request(
     for name in names:
         if name not in numbers:
             raise InvalidRequest(f"{name!r} is not a state; there are {', '.join(numbers)}.", reason="INVALID_FIELD")
-    return store_pb2.ListCapturesRequest(prefix=prefix, states=[numbers[name] for name in names], page_size=page_size)
+    try:
+        parse_where(where)
+    except LabelError as error:
+        raise InvalidRequest(f"where: {error}", reason="INVALID_FIELD", metadata={"field": "where"}) from None
+    return store_pb2.ListCapturesRequest(
+        prefix=prefix, states=[numbers[name] for name in names], where=where, page_size=page_size
+    )
+
+
+def label_request(capture_id: str, labels: Mapping[str, LabelValue | None]) -> store_pb2.LabelCaptureRequest:
+    """Build the change of a capture's labels; a value of None removes the label.
+
+    Raises:
+        InvalidRequest: A label is invalid.
+        TypeError: A value is no text, number, bool or None.
+    """
+    given = {name: value for name, value in labels.items() if value is not None}
+    removed = [name for name, value in labels.items() if value is None]
+    return store_pb2.LabelCaptureRequest(capture_id=capture_id, labels=label_list(given), removed_names=removed)
 
 
 def get_request(capture_id: str, wait: float) -> store_pb2.GetCaptureRequest:

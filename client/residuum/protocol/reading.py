@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +52,15 @@ class ReadPlan:
     """The message."""
     allow_partial: bool
     """Hand out what is there even if rows are missing."""
+    warns_if_empty: bool = True
+    """Warn about a capture that has no position among those asked for."""
+
+    def of(self, capture_id: str) -> ReadPlan:
+        """Return the same read of another capture."""
+        request = store_pb2.ReadChunksRequest()
+        request.CopyFrom(self.request)
+        request.capture_id = capture_id
+        return replace(self, request=request)
 
 
 def plan_read(
@@ -108,6 +117,7 @@ class Reading:
         self._grids: dict[_Key, RowGrid] = {}
         self._layers: tuple[int, ...] = ()
         self._manifest: capture_pb2.CaptureManifest | None = None
+        self._first: Manifest | None = None
         self._manifests_seen = 0
 
     @property
@@ -139,8 +149,8 @@ class Reading:
         except FrameError as error:
             raise exc.DamagedCapture(f"The store sent a damaged message: {error}.", metadata=self._facts()) from None
         if isinstance(message, ChunkView):
-            return self._add_chunk(message)
-        self._add_manifest(message)
+            return self.add_chunk(message)
+        self.add_manifest(message)
         return []
 
     def manifest(self) -> Manifest:
@@ -154,7 +164,8 @@ class Reading:
         """
         if self._manifest is None or self._manifests_seen < 2:  # noqa: PLR2004 - the first and the last message
             raise exc.ServerFault("The store ended the read without its closing manifest.", metadata=self._facts())
-        manifest = Manifest.from_proto(self._manifest)
+        manifest = self._first if self._first and self._first.proto is self._manifest else None
+        manifest = manifest or Manifest.from_proto(self._manifest)
         if not manifest.is_complete and not self._plan.allow_partial:
             raise not_complete(manifest)
         self._check_arrived(manifest)
@@ -164,7 +175,8 @@ class Reading:
         """Return what came; see `manifest` for what it raises."""
         manifest = self.manifest()
         blocks = {key: self._block(key, grid, manifest) for key, grid in self._grids.items()}
-        _warn_if_empty(manifest, blocks)
+        if self._plan.warns_if_empty:
+            _warn_if_empty(manifest, blocks)
         return Activations(manifest, self._layers, blocks)
 
     def explain(self, failure: exc.ResiduumError) -> exc.ResiduumError:
@@ -183,14 +195,19 @@ class Reading:
     def _facts(self) -> dict[str, str]:
         return {"capture_id": self.request.capture_id}
 
-    def _add_manifest(self, manifest: capture_pb2.CaptureManifest) -> None:
+    def end(self) -> None:
+        """Say that nothing more comes, in a stream that marks the end in another way than by a second manifest."""
+        self._manifests_seen = 2 if self._manifests_seen else 0
+
+    def add_manifest(self, manifest: capture_pb2.CaptureManifest) -> None:
+        """Take a manifest: the first one, or that after the last rows."""
         self._manifests_seen += 1
         self._manifest = manifest
         if not self._grids:
             self._grids = self._make_grids(manifest)
 
     def _make_grids(self, manifest: capture_pb2.CaptureManifest) -> dict[_Key, RowGrid]:
-        view = Manifest.from_proto(manifest)
+        view = self._first = Manifest.from_proto(manifest)
         chosen = set(self.request.layers)
         self._layers = tuple(layer for layer in view.layers if not chosen or layer in chosen)
         wanted = Wanted(
@@ -210,7 +227,8 @@ class Reading:
             for site in sites
         }
 
-    def _add_chunk(self, chunk: ChunkView) -> list[Piece]:
+    def add_chunk(self, chunk: ChunkView) -> list[Piece]:
+        """Take a chunk; see `add`."""
         if not self._manifests_seen:
             raise exc.ServerFault("The store sent rows before the manifest.", metadata=self._facts())
         if not chunk.verify():

@@ -170,10 +170,14 @@ class RowGrid:
         columns = columns[from_columns]
         prefixes, rows = self._rows_of(chunk)
         rows = rows[_span(np.array(from_layers))][:, _span(from_columns)]
-        added = AddedRows(layers, positions[from_columns], rows, ~self.have[np.ix_(layers, columns)])
+        where = _where(layers, columns)
+        added = AddedRows(layers, positions[from_columns], rows, ~self.have[where])
         if prefixes is not None:
-            self._group[np.ix_(layers, columns)] = self._keep_prefixes(prefixes[from_layers])[:, None]
-        return self._place(added, columns)
+            self._group[where] = self._keep_prefixes(prefixes[from_layers])[:, None]
+        self.have[where] = True
+        if self._values is not None:
+            self._values[where] = rows
+        return added
 
     def _rows_of(self, chunk: ChunkView) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any]]:
         """Return a chunk's rows as they are kept, and the prefixes that go with them; decoded if none are kept."""
@@ -197,17 +201,6 @@ class RowGrid:
         self._prefixes[before:count] = prefixes
         self._prefix_count = count
         return np.arange(before, count)
-
-    def _place(self, added: AddedRows, columns: npt.NDArray[np.int64]) -> AddedRows:
-        layers, width = _span(added.layers), _span(columns)
-        if isinstance(layers, slice) and isinstance(width, slice):  # the usual chunk: one plain copy
-            where: Any = (layers, width)
-        else:
-            where = np.ix_(added.layers, columns)
-        self.have[where] = True
-        if self._values is not None:
-            self._values[where] = added.rows
-        return added
 
     def _cover(self, length: int) -> None:
         """Make room for the positions below `length`."""
@@ -247,6 +240,12 @@ def partial_block(grid: RowGrid, present: npt.NDArray[np.bool_]) -> AnyBlock:
     columns = np.flatnonzero(present.any(axis=0))
     positions = np.flatnonzero(grid._column >= 0)[columns]  # noqa: SLF001 - both live in this module
     return grid.block(positions, _span(columns) if len(columns) else slice(0), present[:, columns])
+
+
+def _where(layers: npt.NDArray[np.intp], columns: npt.NDArray[np.int64]) -> Any:
+    """Return the index of some layers and columns of a grid: of the usual chunk two slices, for one plain copy."""
+    rows, width = _span(layers), _span(columns)
+    return (rows, width) if isinstance(rows, slice) and isinstance(width, slice) else np.ix_(layers, columns)
 
 
 def _span(indices: npt.NDArray[Any]) -> Any:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from residuum import exceptions as exc
 from residuum.protocol.endpoints import check_endpoint
 from residuum.v1 import inference_pb2
-from residuum.wire.placement import StoreAddress, parse_stores, ranks
+from residuum.wire.limits import MAX_CAPTURES_PER_READ
+from residuum.wire.placement import StoreAddress, first_rank, parse_stores, ranks
 
 
 def named_stores(stores: str | Iterable[str] | None) -> tuple[StoreAddress, ...]:
@@ -95,6 +96,22 @@ class StoreDirectory:
         if known is not None:
             return known
         return self._stores[0] if len(self._stores) == 1 else None
+
+    def by_likely_store(self, capture_ids: Iterable[str]) -> list[tuple[str, Sequence[str]]]:
+        """Return captures by the endpoint of their store, as many together as one call may name.
+
+        A capture whose store is not known goes to the one that new captures with its ID go to.
+        """
+        stores = {store.name: store for store in self._stores}
+        groups: dict[str, list[str]] = {}
+        for capture_id in capture_ids:
+            store = self.known(capture_id) or stores[first_rank(stores, capture_id)]
+            groups.setdefault(store.endpoint, []).append(capture_id)
+        return [
+            (endpoint, names[first : first + MAX_CAPTURES_PER_READ])
+            for endpoint, names in groups.items()
+            for first in range(0, len(names), MAX_CAPTURES_PER_READ)
+        ]
 
 
 class Search:

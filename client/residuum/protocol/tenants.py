@@ -14,7 +14,9 @@ _NAMING = (
     store_pb2.GetCaptureRequest,
     store_pb2.ListCapturesRequest,
     store_pb2.ReadChunksRequest,
+    store_pb2.ReadCapturesRequest,
     store_pb2.DeleteCaptureRequest,
+    store_pb2.LabelCaptureRequest,
 )
 
 

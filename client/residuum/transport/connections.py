@@ -21,6 +21,7 @@ from residuum.protocol.deadlines import Deadline
 _Channel = TypeVar("_Channel")
 
 READ_CHUNKS = "/residuum.v1.StoreService/ReadChunks"
+READ_CAPTURES = "/residuum.v1.StoreService/ReadCaptures"
 
 LONGEST_OUTAGE_SECONDS = 300.0
 """For how long a read without a timeout waits for a store that is away."""

@@ -365,7 +365,8 @@ class _IfExistsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IfExists.Val
     IF_EXISTS_SKIP: _IfExists.ValueType  # 3
     """If it is COMPLETE, it is the result: nothing is generated. If it is not, the new capture replaces it, as with
     IF_EXISTS_REPLACE. In both cases it must be of the same request: the same description, apart from `layout`,
-    `vllm_version`, `request_time`, `attempt` and `service_instance`. Otherwise the request fails.
+    `vllm_version`, `request_time`, `attempt` and `service_instance`. Otherwise the request fails. The labels in the
+    specs must be the same, in any order; labels that were changed later do not count, and stay if the capture does.
     """
 
 class IfExists(_IfExists, metaclass=_IfExistsEnumTypeWrapper):
@@ -385,7 +386,8 @@ opens the new one. If the new one cannot be opened, the old one stays.
 IF_EXISTS_SKIP: IfExists.ValueType  # 3
 """If it is COMPLETE, it is the result: nothing is generated. If it is not, the new capture replaces it, as with
 IF_EXISTS_REPLACE. In both cases it must be of the same request: the same description, apart from `layout`,
-`vllm_version`, `request_time`, `attempt` and `service_instance`. Otherwise the request fails.
+`vllm_version`, `request_time`, `attempt` and `service_instance`. Otherwise the request fails. The labels in the
+specs must be the same, in any order; labels that were changed later do not count, and stay if the capture does.
 """
 Global___IfExists: _TypeAlias = IfExists  # noqa: Y015
 
@@ -430,6 +432,50 @@ class EncodingOptions(_message.Message):
 Global___EncodingOptions: _TypeAlias = EncodingOptions  # noqa: Y015
 
 @_typing.final
+class Label(_message.Message):
+    """A label of a capture: a named value, by which captures can be selected.
+
+    A capture has at most 32 labels with different names, of at most 4096 bytes in all as serialised messages. A name has
+    1 to 64 of the characters a-z A-Z 0-9 . _ - and begins with a letter or an underscore; "and" is not a name.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    INTEGER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    FLAG_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name."""
+    text: _builtins.str
+    """A text, at most 256 characters."""
+    integer: _builtins.int
+    """A whole number."""
+    number: _builtins.float
+    """Another number, finite."""
+    flag: _builtins.bool
+    """True or false."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        text: _builtins.str = ...,
+        integer: _builtins.int = ...,
+        number: _builtins.float = ...,
+        flag: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["flag", b"flag", "integer", b"integer", "number", b"number", "text", b"text", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flag", b"flag", "integer", b"integer", "name", b"name", "number", b"number", "text", b"text", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["text", "integer", "number", "flag"]  # noqa: Y015
+    _WhichOneofArgType_value: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_value) -> _WhichOneofReturnType_value | None: ...
+
+Global___Label: _TypeAlias = Label  # noqa: Y015
+
+@_typing.final
 class CaptureSpec(_message.Message):
     """What a request captures."""
 
@@ -443,6 +489,8 @@ class CaptureSpec(_message.Message):
     BEFORE_STEERING_FIELD_NUMBER: _builtins.int
     ENCODING_OPTIONS_FIELD_NUMBER: _builtins.int
     REDUCTION_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    KEEP_PROMPT_FIELD_NUMBER: _builtins.int
     encoding: Global___Encoding.ValueType
     """The encoding of rows."""
     overflow: Global___OverflowPolicy.ValueType
@@ -453,6 +501,10 @@ class CaptureSpec(_message.Message):
     """
     reduction: Global___Reduction.ValueType
     """The reduction of rows."""
+    keep_prompt: _builtins.bool
+    """Keep the text of the prompt in CaptureDescription.prompt_text. The prompt must then be a text or a conversation: token
+    IDs have no text.
+    """
     @_builtins.property
     def layers(self) -> _selection_pb2.LayerSelection:
         """The layers to capture. Required."""
@@ -469,6 +521,10 @@ class CaptureSpec(_message.Message):
     def encoding_options(self) -> Global___EncodingOptions:
         """The encoding's options."""
 
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Label]:
+        """The labels that the capture has when it is opened. CaptureManifest.labels has the current ones."""
+
     def __init__(
         self,
         *,
@@ -480,10 +536,12 @@ class CaptureSpec(_message.Message):
         before_steering: _builtins.bool = ...,
         encoding_options: Global___EncodingOptions | None = ...,
         reduction: Global___Reduction.ValueType = ...,
+        labels: _abc.Iterable[Global___Label] | None = ...,
+        keep_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["encoding_options", b"encoding_options", "layers", b"layers", "positions", b"positions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_steering", b"before_steering", "encoding", b"encoding", "encoding_options", b"encoding_options", "layers", b"layers", "overflow", b"overflow", "positions", b"positions", "reduction", b"reduction", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_steering", b"before_steering", "encoding", b"encoding", "encoding_options", b"encoding_options", "keep_prompt", b"keep_prompt", "labels", b"labels", "layers", b"layers", "overflow", b"overflow", "positions", b"positions", "reduction", b"reduction", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -634,6 +692,7 @@ class CaptureDescription(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     SERVICE_INSTANCE_FIELD_NUMBER: _builtins.int
     SAMPLING_DIGEST_FIELD_NUMBER: _builtins.int
+    PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture's ID, which is also its request's ID."""
     model: _builtins.str
@@ -662,6 +721,10 @@ class CaptureDescription(_message.Message):
     """
     sampling_digest: _builtins.bytes
     """A hash of the request's sampling parameters, so that IF_EXISTS_SKIP can compare them. Empty: they are not known."""
+    prompt_text: _builtins.str
+    """The text of the prompt: a text as it was sent, a conversation in the model's chat template. Empty unless the spec has
+    `keep_prompt`.
+    """
     @_builtins.property
     def spec(self) -> Global___CaptureSpec:
         """The requested capture with all defaults filled in: layers as a list, sites named."""
@@ -701,10 +764,11 @@ class CaptureDescription(_message.Message):
         attempt: _builtins.int = ...,
         service_instance: _builtins.str = ...,
         sampling_digest: _builtins.bytes = ...,
+        prompt_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "request_time", b"request_time", "spec", b"spec", "steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "sampling_digest", b"sampling_digest", "service_instance", b"service_instance", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "sampling_digest", b"sampling_digest", "service_instance", b"service_instance", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -821,6 +885,7 @@ class CaptureManifest(_message.Message):
     SEAL_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
     STEERING_CHANGES_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     state: Global___CaptureState.ValueType
     """The capture's state."""
     incomplete_reason: Global___IncompleteReason.ValueType
@@ -867,6 +932,10 @@ class CaptureManifest(_message.Message):
         ended without a seal.
         """
 
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Label]:
+        """The current labels, by name. They are the only part of a manifest that can change after the capture has ended."""
+
     def __init__(
         self,
         *,
@@ -883,10 +952,11 @@ class CaptureManifest(_message.Message):
         seal_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
         steering_changes: _abc.Iterable[_steering_pb2.SteeringChange] | None = ...,
+        labels: _abc.Iterable[Global___Label] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "open_time", b"open_time", "seal_time", b"seal_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "labels", b"labels", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

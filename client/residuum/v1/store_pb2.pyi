@@ -452,6 +452,7 @@ class ListCapturesRequest(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """The most captures in the page. 0 means 100; more than 1000 means 1000."""
     page_token: _builtins.str
@@ -460,6 +461,17 @@ class ListCapturesRequest(_message.Message):
     """Only captures whose ID starts with this."""
     tenant: _builtins.str
     """Only captures of this tenant. Unset: those of the caller's tenant, or for admins those of all tenants."""
+    where: _builtins.str
+    """Only captures whose labels match this filter. Empty: all. For example:
+
+        split = train and y >= 2
+
+    The filter is one to 16 conditions, joined by `and`, in at most 1024 characters. A condition is a label's name, one
+    of = != < <= > >= and a value: a number, true, false, or a text. A text that contains anything but a-z A-Z 0-9 . _ -
+    or that could be read as something else is written in single or double quotes; a backslash before a quote or a
+    backslash takes it literally. Numbers are equal if their values are, whole or not. < <= > >= compare numbers only. A
+    capture without the label matches no condition but !=.
+    """
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.CaptureState.ValueType]:
         """Only captures in one of these states. Empty: all."""
@@ -472,10 +484,11 @@ class ListCapturesRequest(_message.Message):
         prefix: _builtins.str = ...,
         states: _abc.Iterable[_capture_pb2.CaptureState.ValueType] | None = ...,
         tenant: _builtins.str | None = ...,
+        where: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix", "states", b"states", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix", "states", b"states", "tenant", b"tenant", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -528,6 +541,7 @@ class CaptureSummary(_message.Message):
     END_TIME_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The ID of the capture."""
     model: _builtins.str
@@ -552,6 +566,10 @@ class CaptureSummary(_message.Message):
     def end_time(self) -> _timestamp_pb2.Timestamp:
         """When the capture ended. Unset while it is open."""
 
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.Label]:
+        """The capture's labels, by name."""
+
     def __init__(
         self,
         *,
@@ -564,10 +582,11 @@ class CaptureSummary(_message.Message):
         end_time: _timestamp_pb2.Timestamp | None = ...,
         page_token: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        labels: _abc.Iterable[_capture_pb2.Label] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "open_time", b"open_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "end_time", b"end_time", "model", b"model", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "page_token", b"page_token", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "end_time", b"end_time", "labels", b"labels", "model", b"model", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "page_token", b"page_token", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -660,6 +679,196 @@ class ReadChunksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
 Global___ReadChunksResponse: _TypeAlias = ReadChunksResponse  # noqa: Y015
+
+@_typing.final
+class ReadCapturesRequest(_message.Message):
+    """Requests the rows of many captures."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPTURE_IDS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    SITES_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    follow: _builtins.bool
+    """Wait for the end of captures that are open."""
+    tenant: _builtins.str
+    """The tenant of all these captures. Unset: the caller's own. Only admins can use another tenant's captures."""
+    @_builtins.property
+    def capture_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The IDs of the captures, 1 to 4096."""
+
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each capture only these layers. Empty: all that were captured."""
+
+    @_builtins.property
+    def sites(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Site.ValueType]:
+        """Of each capture only these sites. Empty: all that were captured."""
+
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each capture only these sequences. Empty: all."""
+
+    @_builtins.property
+    def positions(self) -> _selection_pb2.PositionSelection:
+        """Of each capture only these positions. Unset: all that were captured."""
+
+    def __init__(
+        self,
+        *,
+        capture_ids: _abc.Iterable[_builtins.str] | None = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        sites: _abc.Iterable[_capture_pb2.Site.ValueType] | None = ...,
+        sequences: _abc.Iterable[_builtins.int] | None = ...,
+        positions: _selection_pb2.PositionSelection | None = ...,
+        follow: _builtins.bool = ...,
+        tenant: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "positions", b"positions", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_ids", b"capture_ids", "follow", b"follow", "layers", b"layers", "positions", b"positions", "sequences", b"sequences", "sites", b"sites", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___ReadCapturesRequest: _TypeAlias = ReadCapturesRequest  # noqa: Y015
+
+@_typing.final
+class ReadCapturesResponse(_message.Message):
+    """Parts of captures."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPTURES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CaptureRows]:
+        """The parts. At most the last one is of a capture that goes on in the next message."""
+
+    def __init__(
+        self,
+        *,
+        captures: _abc.Iterable[Global___CaptureRows] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["captures", b"captures"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadCapturesResponse: _TypeAlias = ReadCapturesResponse  # noqa: Y015
+
+@_typing.final
+class CaptureRows(_message.Message):
+    """A part of one capture, or all of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The index of the capture in `capture_ids`."""
+    is_last: _builtins.bool
+    """Whether this is the last part of the capture."""
+    @_builtins.property
+    def manifest(self) -> _capture_pb2.CaptureManifest:
+        """The manifest, in the first part of a capture. If the capture was open, another one in the last part, after the rows."""
+
+    @_builtins.property
+    def error(self) -> _errors_pb2.ItemError:
+        """Why the capture cannot be read, or not to its end. Nothing more of it follows."""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.Chunk]:
+        """Rows, in no particular order."""
+
+    def __init__(
+        self,
+        *,
+        manifest: _capture_pb2.CaptureManifest | None = ...,
+        index: _builtins.int = ...,
+        error: _errors_pb2.ItemError | None = ...,
+        is_last: _builtins.bool = ...,
+        chunks: _abc.Iterable[_capture_pb2.Chunk] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "manifest", b"manifest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "error", b"error", "index", b"index", "is_last", b"is_last", "manifest", b"manifest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CaptureRows: _TypeAlias = CaptureRows  # noqa: Y015
+
+@_typing.final
+class LabelCaptureRequest(_message.Message):
+    """Changes the labels of a capture."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPTURE_ID_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    REMOVED_NAMES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    capture_id: _builtins.str
+    """The ID of the capture."""
+    tenant: _builtins.str
+    """The capture's tenant. Unset: the caller's own. Only admins can use another tenant's captures."""
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.Label]:
+        """The labels to set. A label with the same name is replaced."""
+
+    @_builtins.property
+    def removed_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of labels to remove. A name that the capture does not have is ignored."""
+
+    def __init__(
+        self,
+        *,
+        capture_id: _builtins.str = ...,
+        labels: _abc.Iterable[_capture_pb2.Label] | None = ...,
+        removed_names: _abc.Iterable[_builtins.str] | None = ...,
+        tenant: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_id", b"capture_id", "labels", b"labels", "removed_names", b"removed_names", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___LabelCaptureRequest: _TypeAlias = LabelCaptureRequest  # noqa: Y015
+
+@_typing.final
+class LabelCaptureResponse(_message.Message):
+    """The labels are changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LABELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.Label]:
+        """All labels of the capture, by name."""
+
+    def __init__(
+        self,
+        *,
+        labels: _abc.Iterable[_capture_pb2.Label] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LabelCaptureResponse: _TypeAlias = LabelCaptureResponse  # noqa: Y015
 
 @_typing.final
 class DeleteCaptureRequest(_message.Message):

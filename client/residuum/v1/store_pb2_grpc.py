@@ -31,8 +31,9 @@ class StoreServiceStub:
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
     has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
-    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
-    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted, except for
+    its labels. A caller may delete it, or it *expires* if the store limits the age or the total bytes of captures (see
+    RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
     survive a power failure.
@@ -40,8 +41,8 @@ class StoreServiceStub:
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
-    does not exist.
+    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -87,6 +88,16 @@ class StoreServiceStub:
                 request_serializer=residuum_dot_v1_dot_store__pb2.ReadChunksRequest.SerializeToString,
                 response_deserializer=residuum_dot_v1_dot_store__pb2.ReadChunksResponse.FromString,
                 _registered_method=True)
+        self.ReadCaptures = channel.unary_stream(
+                '/residuum.v1.StoreService/ReadCaptures',
+                request_serializer=residuum_dot_v1_dot_store__pb2.ReadCapturesRequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_store__pb2.ReadCapturesResponse.FromString,
+                _registered_method=True)
+        self.LabelCapture = channel.unary_unary(
+                '/residuum.v1.StoreService/LabelCapture',
+                request_serializer=residuum_dot_v1_dot_store__pb2.LabelCaptureRequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_store__pb2.LabelCaptureResponse.FromString,
+                _registered_method=True)
         self.DeleteCapture = channel.unary_unary(
                 '/residuum.v1.StoreService/DeleteCapture',
                 request_serializer=residuum_dot_v1_dot_store__pb2.DeleteCaptureRequest.SerializeToString,
@@ -105,8 +116,9 @@ class StoreServiceServicer:
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
     has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
-    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
-    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted, except for
+    its labels. A caller may delete it, or it *expires* if the store limits the age or the total bytes of captures (see
+    RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
     survive a power failure.
@@ -114,8 +126,8 @@ class StoreServiceServicer:
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
-    does not exist.
+    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -250,6 +262,42 @@ class StoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadCaptures(self, request, context):
+        """Sends the rows of many captures in one stream. Small captures share messages, so that a thousand of them cost little
+        more than one capture with as many rows.
+
+        store: {captures: [unknown], [error]}             the captures that do not exist, before all others
+        store: {captures: [first, is_last], [second, is_last], [third]}
+        store: {captures: [third, is_last]}               a large capture takes several messages
+        store: OK
+
+        Captures come in the order of the request, each with its manifest before its rows. A capture that had ended has one
+        manifest. One that was open has another at its end, as in ReadChunks; with `follow` the store waits for that end
+        before it goes on to the next capture. A reader that lost its stream opens another for the captures without
+        `is_last`. A capture cannot expire while its own rows are being sent; one that expires before is an error.
+
+        The errors of a capture are in CaptureRows, and the stream goes on: those of ReadChunks.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LabelCapture(self, request, context):
+        """Sets and removes labels of a capture in any state.
+
+        Errors:
+        * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+        * INVALID_ARGUMENT, INVALID_FIELD: a label is malformed, or the capture would have too many labels; none is changed.
+        * RESOURCE_EXHAUSTED, STORE_FULL: the store is full.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteCapture(self, request, context):
         """Deletes a capture in any state. The store then rejects chunks of it that are still in flight.
 
@@ -308,6 +356,16 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     request_deserializer=residuum_dot_v1_dot_store__pb2.ReadChunksRequest.FromString,
                     response_serializer=residuum_dot_v1_dot_store__pb2.ReadChunksResponse.SerializeToString,
             ),
+            'ReadCaptures': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadCaptures,
+                    request_deserializer=residuum_dot_v1_dot_store__pb2.ReadCapturesRequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_store__pb2.ReadCapturesResponse.SerializeToString,
+            ),
+            'LabelCapture': grpc.unary_unary_rpc_method_handler(
+                    servicer.LabelCapture,
+                    request_deserializer=residuum_dot_v1_dot_store__pb2.LabelCaptureRequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_store__pb2.LabelCaptureResponse.SerializeToString,
+            ),
             'DeleteCapture': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteCapture,
                     request_deserializer=residuum_dot_v1_dot_store__pb2.DeleteCaptureRequest.FromString,
@@ -332,8 +390,9 @@ class StoreService:
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
     has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
-    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
-    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted, except for
+    its labels. A caller may delete it, or it *expires* if the store limits the age or the total bytes of captures (see
+    RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
     survive a power failure.
@@ -341,8 +400,8 @@ class StoreService:
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
-    does not exist.
+    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -526,6 +585,60 @@ class StoreService:
             '/residuum.v1.StoreService/ReadChunks',
             residuum_dot_v1_dot_store__pb2.ReadChunksRequest.SerializeToString,
             residuum_dot_v1_dot_store__pb2.ReadChunksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadCaptures(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/residuum.v1.StoreService/ReadCaptures',
+            residuum_dot_v1_dot_store__pb2.ReadCapturesRequest.SerializeToString,
+            residuum_dot_v1_dot_store__pb2.ReadCapturesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LabelCapture(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/residuum.v1.StoreService/LabelCapture',
+            residuum_dot_v1_dot_store__pb2.LabelCaptureRequest.SerializeToString,
+            residuum_dot_v1_dot_store__pb2.LabelCaptureResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,8 +32,9 @@ class StoreServiceStub:
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
     has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
-    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
-    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted, except for
+    its labels. A caller may delete it, or it *expires* if the store limits the age or the total bytes of captures (see
+    RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
     survive a power failure.
@@ -41,8 +42,8 @@ class StoreServiceStub:
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
-    does not exist.
+    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -153,6 +154,34 @@ class StoreServiceStub:
     * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
+    ReadCaptures: _grpc.UnaryStreamMultiCallable[_store_pb2.ReadCapturesRequest, _store_pb2.ReadCapturesResponse]
+    """Sends the rows of many captures in one stream. Small captures share messages, so that a thousand of them cost little
+    more than one capture with as many rows.
+
+        store: {captures: [unknown], [error]}             the captures that do not exist, before all others
+        store: {captures: [first, is_last], [second, is_last], [third]}
+        store: {captures: [third, is_last]}               a large capture takes several messages
+        store: OK
+
+    Captures come in the order of the request, each with its manifest before its rows. A capture that had ended has one
+    manifest. One that was open has another at its end, as in ReadChunks; with `follow` the store waits for that end
+    before it goes on to the next capture. A reader that lost its stream opens another for the captures without
+    `is_last`. A capture cannot expire while its own rows are being sent; one that expires before is an error.
+
+    The errors of a capture are in CaptureRows, and the stream goes on: those of ReadChunks.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    """
+    LabelCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.LabelCaptureRequest, _store_pb2.LabelCaptureResponse]
+    """Sets and removes labels of a capture in any state.
+
+    Errors:
+    * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+    * INVALID_ARGUMENT, INVALID_FIELD: a label is malformed, or the capture would have too many labels; none is changed.
+    * RESOURCE_EXHAUSTED, STORE_FULL: the store is full.
+    """
     DeleteCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.DeleteCaptureRequest, _store_pb2.DeleteCaptureResponse]
     """Deletes a capture in any state. The store then rejects chunks of it that are still in flight.
 
@@ -173,8 +202,9 @@ class StoreServiceAsyncStub(StoreServiceStub):
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
     has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
-    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
-    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted, except for
+    its labels. A caller may delete it, or it *expires* if the store limits the age or the total bytes of captures (see
+    RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
     survive a power failure.
@@ -182,8 +212,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
-    does not exist.
+    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -291,6 +321,34 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
+    ReadCaptures: _aio.UnaryStreamMultiCallable[_store_pb2.ReadCapturesRequest, _store_pb2.ReadCapturesResponse]  # type: ignore[assignment]
+    """Sends the rows of many captures in one stream. Small captures share messages, so that a thousand of them cost little
+    more than one capture with as many rows.
+
+        store: {captures: [unknown], [error]}             the captures that do not exist, before all others
+        store: {captures: [first, is_last], [second, is_last], [third]}
+        store: {captures: [third, is_last]}               a large capture takes several messages
+        store: OK
+
+    Captures come in the order of the request, each with its manifest before its rows. A capture that had ended has one
+    manifest. One that was open has another at its end, as in ReadChunks; with `follow` the store waits for that end
+    before it goes on to the next capture. A reader that lost its stream opens another for the captures without
+    `is_last`. A capture cannot expire while its own rows are being sent; one that expires before is an error.
+
+    The errors of a capture are in CaptureRows, and the stream goes on: those of ReadChunks.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    """
+    LabelCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.LabelCaptureRequest, _store_pb2.LabelCaptureResponse]  # type: ignore[assignment]
+    """Sets and removes labels of a capture in any state.
+
+    Errors:
+    * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+    * INVALID_ARGUMENT, INVALID_FIELD: a label is malformed, or the capture would have too many labels; none is changed.
+    * RESOURCE_EXHAUSTED, STORE_FULL: the store is full.
+    """
     DeleteCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.DeleteCaptureRequest, _store_pb2.DeleteCaptureResponse]  # type: ignore[assignment]
     """Deletes a capture in any state. The store then rejects chunks of it that are still in flight.
 
@@ -310,8 +368,9 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     The inference service opens a capture, shippers write it, and the inference service seals it when the request has
     ended. A sealed capture ends once every expected row is stored, or the others are reported lost, or no expected row
     has come for a while. A capture that is never sealed, because its inference service was killed, ends INCOMPLETE soon
-    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted. A caller may delete it, or it
-    *expires* if the store limits the age or the total bytes of captures (see RetentionStats).
+    after the service's lease has run out (see RenewLease). An ended capture never changes until it is deleted, except for
+    its labels. A caller may delete it, or it *expires* if the store limits the age or the total bytes of captures (see
+    RetentionStats).
 
     Acknowledgements report two guarantees. *Committed* chunks survive the death of the store's process. *Synced* chunks
     survive a power failure.
@@ -319,8 +378,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other tenants it
-    does not exist.
+    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
     """
@@ -467,6 +526,46 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         * INVALID_ARGUMENT: the capture does not have a selected layer or site.
         * DATA_LOSS, CHECKSUM_MISMATCH: a stored chunk is damaged.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadCaptures(
+        self,
+        request: _store_pb2.ReadCapturesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_store_pb2.ReadCapturesResponse], _abc.AsyncIterator[_store_pb2.ReadCapturesResponse]]:
+        """Sends the rows of many captures in one stream. Small captures share messages, so that a thousand of them cost little
+        more than one capture with as many rows.
+
+            store: {captures: [unknown], [error]}             the captures that do not exist, before all others
+            store: {captures: [first, is_last], [second, is_last], [third]}
+            store: {captures: [third, is_last]}               a large capture takes several messages
+            store: OK
+
+        Captures come in the order of the request, each with its manifest before its rows. A capture that had ended has one
+        manifest. One that was open has another at its end, as in ReadChunks; with `follow` the store waits for that end
+        before it goes on to the next capture. A reader that lost its stream opens another for the captures without
+        `is_last`. A capture cannot expire while its own rows are being sent; one that expires before is an error.
+
+        The errors of a capture are in CaptureRows, and the stream goes on: those of ReadChunks.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        """
+
+    @_abc_1.abstractmethod
+    def LabelCapture(
+        self,
+        request: _store_pb2.LabelCaptureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.LabelCaptureResponse, _abc.Awaitable[_store_pb2.LabelCaptureResponse]]:
+        """Sets and removes labels of a capture in any state.
+
+        Errors:
+        * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+        * INVALID_ARGUMENT, INVALID_FIELD: a label is malformed, or the capture would have too many labels; none is changed.
+        * RESOURCE_EXHAUSTED, STORE_FULL: the store is full.
         """
 
     @_abc_1.abstractmethod

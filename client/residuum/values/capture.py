@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -13,6 +13,7 @@ from residuum.v1 import capture_pb2
 from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
 from residuum.values.vector import Vector
 from residuum.wire.encodings import BY_DIMENSION, BY_ROW, ENCODINGS
+from residuum.wire.labels import LabelError, LabelValue, check_labels, to_label
 from residuum.wire.limits import MAX_PROJECTION_VECTORS
 
 _UINT32 = (1 << 32) - 1
@@ -97,7 +98,17 @@ class Capture:
     the stream before the steering of the previous layer; so the sites of a layer do not add up if that layer was
     steered."""
 
+    labels: Mapping[str, LabelValue] = field(default_factory=dict, hash=False)
+    """The capture's labels, by which lists and data sets can be filtered: {"split": "train", "y": 1}. Values are texts,
+    numbers and bools. `client.label` changes them later; docs/concepts/captures.md has the limits."""
+    keep_prompt: bool = False
+    """Keep the prompt's text with the capture, in `Manifest.prompt_text`: a text as you sent it, a conversation in the
+    model's chat template. A prompt of token IDs has no text and is refused."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", dict(self.labels))
+        if not isinstance(self.keep_prompt, bool):
+            raise TypeError(f"keep_prompt must be True or False, not {self.keep_prompt!r}.")
         if not selects_all(self.layers):
             object.__setattr__(self, "layers", tuple(layer_list(self.layers)))
         sites = site_list(self.sites)
@@ -131,6 +142,8 @@ class Capture:
             before_steering=self.before_steering,
             encoding_options=self._options(),
             reduction=_named("reduction", self.reduction, REDUCTIONS),
+            labels=label_list(self.labels),
+            keep_prompt=self.keep_prompt,
         )
 
     @property
@@ -166,6 +179,26 @@ class Capture:
             vectors=[vector.digest for vector in vectors],
         )
         return options if options.ByteSize() else None
+
+
+def label_list(labels: Mapping[str, LabelValue]) -> list[capture_pb2.Label]:
+    """Return the messages of labels.
+
+    Raises:
+        InvalidRequest: A name or a value is invalid, or there are too many labels.
+        TypeError: A value is no text, number or bool.
+    """
+    try:
+        found = [to_label(name, _plain(value)) for name, value in labels.items()]
+        check_labels(found)
+    except LabelError as error:
+        raise InvalidRequest(f"labels: {error}.", reason="INVALID_FIELD", metadata={"field": "labels"}) from None
+    return found
+
+
+def _plain(value: LabelValue | np.generic) -> LabelValue:
+    """Return a number of numpy as one of Python."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def site_list(sites: str | Sequence[str]) -> tuple[str, ...]:

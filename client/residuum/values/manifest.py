@@ -17,6 +17,7 @@ from residuum.values.manifest_json import from_document, to_document
 from residuum.values.selections import Positions
 from residuum.wire.dtypes import dtype_name
 from residuum.wire.encodings import ENCODING_NAMES, FULL8, RAW, RowFormat
+from residuum.wire.labels import LabelValue, to_dict
 
 STATES: dict[capture_pb2.CaptureState.ValueType, str] = {
     capture_pb2.CAPTURE_STATE_OPEN: "open",
@@ -185,6 +186,10 @@ class Manifest:
     """When the capture was opened."""
     end_time: datetime.datetime | None
     """When the capture became final."""
+    labels: Mapping[str, LabelValue] = field(hash=False)
+    """The capture's labels. They are the only part of a final manifest that can change."""
+    prompt_text: str
+    """The prompt's text, if the request asked to keep it (`Capture.keep_prompt`); else empty."""
     proto: capture_pb2.CaptureManifest = field(repr=False, compare=False)
     """The message that this manifest was made from. It has further fields, such as the layout."""
 
@@ -299,6 +304,8 @@ class Manifest:
             request_time=to_datetime(description.request_time),
             open_time=to_datetime(proto.open_time),
             end_time=to_datetime(proto.end_time),
+            labels=to_dict(proto.labels),
+            prompt_text=description.prompt_text,
             proto=proto,
         )
 

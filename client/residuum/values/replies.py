@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from residuum.v1 import inference_pb2, store_pb2
@@ -13,6 +13,7 @@ from residuum.values.manifest import STATES, site_name, to_datetime
 from residuum.values.vector import Vector
 from residuum.wire.dtypes import dtype_name
 from residuum.wire.encodings import ENCODING_NAMES, RAW
+from residuum.wire.labels import LabelValue, to_dict
 from residuum.wire.placement import StoreAddress
 
 
@@ -225,6 +226,8 @@ class CaptureSummary:
     """The name of the store that holds it."""
     tenant: str = ""
     """The tenant that it belongs to; empty for the default tenant."""
+    labels: Mapping[str, LabelValue] = field(default_factory=dict, hash=False)
+    """Its labels."""
 
     @classmethod
     def from_proto(cls, proto: store_pb2.CaptureSummary, store: str = "") -> CaptureSummary:
@@ -239,6 +242,7 @@ class CaptureSummary:
             end_time=to_datetime(proto.end_time),
             store=store,
             tenant=proto.tenant,
+            labels=to_dict(proto.labels),
         )
 
 

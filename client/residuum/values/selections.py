@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -110,12 +111,19 @@ class Positions:
     @classmethod
     def from_proto(cls, message: selection_pb2.PositionSelection) -> Positions:
         """Return the positions that a message names."""
-        names = {number: name for name, number in _PHASES.items()}
-        return cls(
-            phases=tuple(names[phase] for phase in message.phases),
-            ranges=tuple((item.first, item.last if item.HasField("last") else None) for item in message.ranges),
-            every=max(message.every, 1),
-        )
+        return _parsed(message.SerializeToString())
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(data: bytes) -> Positions:
+    """Return the positions of a serialised message. Many captures are made with the same few selections."""
+    message = selection_pb2.PositionSelection.FromString(data)
+    names = {number: name for name, number in _PHASES.items()}
+    return Positions(
+        phases=tuple(names[phase] for phase in message.phases),
+        ranges=tuple((item.first, item.last if item.HasField("last") else None) for item in message.ranges),
+        every=max(message.every, 1),
+    )
 
 
 PositionsLike = Union[  # noqa: UP007 - evaluated at run time on Python 3.10

@@ -100,19 +100,34 @@ def checksum(payload: Buffer) -> int:
 def chunk_prefix(header: capture_pb2.ChunkHeader, crc32c: int, payload_bytes: int) -> bytes:
     """Return the bytes of a Chunk before its payload. With the payload appended, they are the whole message."""
     head = capture_pb2.Chunk(header=header, crc32c=crc32c).SerializeToString()
-    return head + _tag(_CHUNK_PAYLOAD, _LENGTH_DELIMITED) + _varint(payload_bytes)
+    return head + length_prefix(_CHUNK_PAYLOAD, payload_bytes)
 
 
 def append_prefix(number: int, capture_id: str, chunk_bytes: int, tenant: str = "", attempt: int = 0) -> bytes:
     """Return the bytes of an AppendChunksRequest before a Chunk of `chunk_bytes` bytes."""
     message = store_pb2.AppendChunksRequest(number=number, capture_id=capture_id, tenant=tenant, attempt=attempt)
-    head = message.SerializeToString()
-    return head + _tag(_APPEND_CHUNK, _LENGTH_DELIMITED) + _varint(chunk_bytes)
+    return message.SerializeToString() + length_prefix(_APPEND_CHUNK, chunk_bytes)
 
 
 def read_prefix(chunk_bytes: int) -> bytes:
     """Return the bytes of a ReadChunksResponse before a Chunk of `chunk_bytes` bytes."""
-    return _tag(_READ_CHUNK, _LENGTH_DELIMITED) + _varint(chunk_bytes)
+    return length_prefix(_READ_CHUNK, chunk_bytes)
+
+
+def length_prefix(number: int, size: int) -> bytes:
+    """Return the bytes of a field before its `size` bytes of content: a message, bytes or a text."""
+    return _tag(number, _LENGTH_DELIMITED) + _varint(size)
+
+
+def chunk_view(chunk: capture_pb2.Chunk) -> ChunkView:
+    """Return a chunk that protobuf has parsed, after checking that its header describes its payload.
+
+    Raises:
+        FrameError: The header does not match the payload.
+    """
+    payload = memoryview(chunk.payload)
+    _check_header(chunk.header, len(payload))
+    return ChunkView(chunk.header, chunk.crc32c, payload)
 
 
 def parse_chunk(data: Buffer) -> ChunkView:

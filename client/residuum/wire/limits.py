@@ -92,6 +92,30 @@ MAX_ID_LENGTH = 128
 MAX_WAIT_SECONDS = 300.0
 """The longest time that one GetCapture waits for a capture to end."""
 
+MAX_CAPTURES_PER_READ = 4096
+"""Captures in one ReadCaptures."""
+
+MAX_LABELS = 32
+"""Labels of one capture."""
+
+MAX_LABELS_BYTES = 4096
+"""Bytes of all labels of one capture, as serialised messages."""
+
+MAX_LABEL_NAME_LENGTH = 64
+"""Characters in the name of a label."""
+
+MAX_LABEL_TEXT_LENGTH = 256
+"""Characters in the text of a label."""
+
+MAX_WHERE_LENGTH = 1024
+"""Characters in a filter on labels."""
+
+MAX_WHERE_CONDITIONS = 16
+"""Conditions in a filter on labels."""
+
+MAX_PAGE_BYTES = 3 << 20
+"""The size at which a page of a list ends, though it may have room for more captures."""
+
 DEFAULT_PAGE_SIZE = 100
 """Captures in a page if the caller does not choose a number."""
 

@@ -70,8 +70,10 @@ def wanted_positions(
     Returns:
         bool [count], for the positions first, first + 1, ...
     """
-    positions = np.arange(first, first + count)
     wanted = np.ones(count, dtype=np.bool_)
+    if not (selection.phases or selection.ranges or selection.every > 1):
+        return wanted
+    positions = np.arange(first, first + count)
     if selection.phases:
         in_prompt = positions < prompt_tokens
         has_prompt = selection_pb2.PHASE_PROMPT in selection.phases

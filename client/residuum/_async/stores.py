@@ -1,0 +1,341 @@
+"""How the asyncio client finds captures and calls the stores."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from residuum import exceptions as exc
+from residuum._async import io
+from residuum.protocol.deadlines import Deadline, get_request
+from residuum.protocol.endpoints import check_endpoint
+from residuum.protocol.many import ManyReading, not_found
+from residuum.protocol.reading import Reading, ReadPlan
+from residuum.protocol.stores import Search, StoreDirectory
+from residuum.protocol.tenants import check_tenant, for_tenant
+from residuum.rpc.channels import open_aio_channel
+from residuum.rpc.credentials import TLS
+from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials
+from residuum.transport.connections import (
+    LONGEST_OUTAGE_SECONDS,
+    READ_CAPTURES,
+    READ_CHUNKS,
+    Channels,
+    ReadRetries,
+)
+from residuum.transport.failures import from_rpc_error
+from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
+from residuum.values.activations import Activations
+from residuum.values.replies import ModelInfo
+from residuum.wire.placement import StoreAddress
+
+_Answer = TypeVar("_Answer")
+
+
+class AsyncStoreClient:
+    """The connections, the search for a capture's store, and the reads; the base of `AsyncCaptureClient`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        store: str | Iterable[str] | None = None,
+        timeout: float | None = 30.0,
+        token: Token = None,
+        tls: TLS | bool | None = None,
+        insecure: bool | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        self._tenant = check_tenant(tenant)
+        self.endpoint = check_endpoint(endpoint)
+        self._timeout = timeout
+        self._stores = StoreDirectory(store)
+        self.credentials = resolve_credentials(token=token, tls=tls, insecure=insecure)
+        """What it connects with, to the inference service and to the stores."""
+        check_channel(self.credentials, self.endpoint)
+        self._channels: Channels[grpc.aio.Channel] = Channels(opener(open_aio_channel, self.credentials))
+
+    async def info(self, *, check_store: bool = False) -> ModelInfo:
+        """Return what the server serves, and within which limits.
+
+        Args:
+            check_store: Have it ask its stores whether they answer; see `ModelInfo.store_reachable`.
+
+        Raises:
+            NotServing: The model is still loading.
+            Unreachable: Nothing answers at the endpoint.
+
+        Example:
+            >>> (await client.info()).num_layers
+            30
+        """
+        request = inference_pb2.GetModelInfoRequest(check_store=check_store)
+        return ModelInfo.from_proto(await self._call(self.endpoint, self._inference.GetModelInfo, request))
+
+    async def store_endpoints(self) -> tuple[str, ...]:
+        """Return where the stores are: as given to the client, or else as the inference service says.
+
+        Raises:
+            NoStore: It names none.
+        """
+        return tuple(store.endpoint for store in await self._refreshed_stores())
+
+    @property
+    def _inference(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
+        return inference_pb2_grpc.InferenceServiceStub(self._channels.get(self.endpoint))
+
+    def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceAsyncStub:
+        return store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint))
+
+    async def _known_stores(self) -> tuple[StoreAddress, ...]:
+        return self._stores.stores or await self._refreshed_stores()
+
+    async def _refreshed_stores(self) -> tuple[StoreAddress, ...]:
+        """Return the stores, with those that were added since they were last asked for."""
+        known = self._stores.stores
+        if self._stores.is_named:
+            return known
+        try:
+            told = (await self.info()).stores
+        except exc.ResiduumError:
+            if known:
+                return known  # without an inference service, stores can still be read
+            raise
+        return self._stores.learn(itertools.starmap(StoreAddress, told.items()), self.endpoint)
+
+    async def _ask_holder(self, capture_id: str, ask: Callable[[str], Awaitable[_Answer]]) -> _Answer:
+        """Ask the store that holds a capture; `ask` is given its endpoint."""
+        endpoint = await self._find(capture_id)
+        try:
+            return await ask(endpoint)
+        except exc.UnknownCapture:
+            if not await self._may_be_elsewhere(capture_id):
+                raise
+        return await ask(await self._find(capture_id))
+
+    async def _may_be_elsewhere(self, capture_id: str) -> bool:
+        """Tell whether to look for a capture that is not where it was thought to be: there are other stores."""
+        self._stores.forget(capture_id)
+        return len(await self._refreshed_stores()) > 1
+
+    async def _find(self, capture_id: str) -> str:
+        """Return the endpoint of the store that holds a capture; the only store is not asked."""
+        await self._known_stores()
+        store = self._stores.known(capture_id)
+        return (store or await self._search(capture_id)).endpoint
+
+    async def _search(self, capture_id: str) -> StoreAddress:
+        """Ask store by store for a capture, and in the end those that were added meanwhile."""
+        search, request = Search(capture_id), get_request(capture_id, 0.0)
+        for stores in (self._known_stores, self._refreshed_stores):
+            for store in search.order(await stores()):
+                try:
+                    await self._call(
+                        store.endpoint, self._store(store.endpoint).GetCapture, request, capture_id=capture_id
+                    )
+                except exc.ResiduumError as failure:
+                    search.missed(store, failure)
+                else:
+                    self._stores.found(capture_id, store)
+                    return store
+        raise search.failure()
+
+    async def _call(
+        self,
+        endpoint: str,
+        method: Callable[..., Awaitable[_Answer]],
+        request: Any,
+        *,
+        extra: float = 0.0,
+        **facts: str,
+    ) -> _Answer:
+        """Make a unary call with the client's deadline and `extra` seconds on top of it."""
+        for_tenant(request, self._tenant)
+        try:
+            answer = await method(request, timeout=None if self._timeout is None else self._timeout + extra)
+        except grpc.RpcError as error:
+            has_answered = self._channels.has_answered(endpoint)
+            raise from_rpc_error(error, endpoint, has_answered=has_answered, **facts) from None
+        self._channels.note_answer(endpoint)
+        return answer
+
+    async def _read(self, reading: Reading, timeout: float | None) -> AsyncIterator[bytes]:
+        """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
+        capture_id, moved = reading.request.capture_id, False
+        await self._known_stores()
+        deadline = Deadline(timeout)
+        retries = ReadRetries(deadline)
+        call, endpoint = None, ""
+        while True:
+            try:
+                endpoint = await self._find(capture_id)
+                reading.begin()
+                call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
+                async for data in call:
+                    retries.progress()
+                    self._channels.note_answer(endpoint)
+                    yield data
+            except (grpc.RpcError, exc.ResiduumError) as error:
+                failure = self._as_own(error, endpoint, capture_id=capture_id)
+                delay = retries.seconds_after(failure, self._patience(failure))
+                if delay is None:
+                    moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
+                    if not moved or not await self._may_be_elsewhere(capture_id):
+                        raise (retries.verdict(failure) or reading.explain(failure)) from None
+                    delay = 0.0
+            else:
+                return
+            finally:
+                if call is not None:
+                    call.cancel()
+            await io.sleep(delay)
+
+    def _as_own(self, error: grpc.RpcError | exc.ResiduumError, endpoint: str, **facts: str) -> exc.ResiduumError:
+        """Return this package's exception for what ended a read."""
+        if isinstance(error, exc.ResiduumError):
+            return error
+        has_answered = self._channels.has_answered(endpoint)
+        return from_rpc_error(error, endpoint, has_answered=has_answered, **facts)
+
+    def _patience(self, failure: exc.ResiduumError) -> float:
+        """Return for how many seconds a read without a timeout waits for the store that is away."""
+        endpoint = failure.endpoint if isinstance(failure, exc.Unreachable) else ""
+        if self._timeout is None or not endpoint or self._channels.has_answered(endpoint):
+            return LONGEST_OUTAGE_SECONDS
+        return self._timeout
+
+    def _reader(self, endpoint: str) -> grpc.aio.UnaryStreamMultiCallable[store_pb2.ReadChunksRequest, bytes]:
+        # No deserializer: rows are copied from the message's own bytes to where they belong.
+        return self._channels.get(endpoint, "reads").unary_stream(
+            READ_CHUNKS,
+            request_serializer=store_pb2.ReadChunksRequest.SerializeToString,
+            response_deserializer=None,
+        )
+
+    async def _read_many(
+        self, plan: ReadPlan, capture_ids: Sequence[str], timeout: float | None
+    ) -> AsyncIterator[Activations]:
+        """Yield the activations of captures, store by store; those of one store in the order of `capture_ids`.
+
+        Raises:
+            UnknownCapture: Some captures are in no store; the message names them.
+        """
+        deadline, searched = Deadline(timeout), set[str]()
+        is_only = len(await self._known_stores()) == 1
+        missed: dict[str, exc.ResiduumError] = {}
+        waiting = deque(self._stores.by_likely_store(capture_ids))
+        while waiting:
+            endpoint, names = waiting.popleft()
+            reading = ManyReading(plan, names)
+            is_guess = not all(map(self._stores.known, names))
+            try:
+                async for data in self._read_portion(reading, endpoint, deadline, is_guess=is_guess):
+                    is_guess = False  # the store has the others: it names those that it lacks first
+                    for acts in reading.add(data):
+                        yield acts
+                    missed |= reading.take_unknown()
+                    if missed and is_only:  # there is no other store, so fail before the rows are read
+                        is_only = len(await self._refreshed_stores()) == 1
+                        if is_only:
+                            raise not_found(list(missed.values()), len(capture_ids))
+            except exc.Unavailable as failure:
+                if not is_guess:
+                    raise
+                # A capture may be in another store, because its own was away when it was opened.
+                missed |= dict.fromkeys(reading.left, failure)
+            if missed and not waiting:
+                waiting.extend(await self._elsewhere(missed, searched, len(capture_ids), deadline))
+                missed = {}
+
+    async def _elsewhere(
+        self, missed: Mapping[str, exc.ResiduumError], searched: set[str], total: int, deadline: Deadline
+    ) -> Iterable[tuple[str, Sequence[str]]]:
+        """Search all stores for captures that are not where they were thought to be.
+
+        Args:
+            missed: The captures, and what their likely store said.
+            searched: The captures that were searched for before. These are added.
+            total: How many captures are being read.
+            deadline: When the read must be over.
+
+        Returns:
+            The captures by their store's endpoint.
+
+        Raises:
+            UnknownCapture: No store has some of them.
+            Unavailable: They cannot be searched for, or their store cannot be read.
+        """
+        for capture_id in missed:
+            self._stores.forget(capture_id)
+        if len(await self._refreshed_stores()) == 1 or not searched.isdisjoint(missed):
+            raise not_found(list(missed.values()), total)
+        searched.update(missed)
+        unknown: list[exc.ResiduumError] = []
+        for capture_id in missed:
+            try:
+                await self._find_in_time(capture_id, deadline)
+            except exc.UnknownCapture as failure:
+                unknown.append(failure)
+        if unknown:
+            raise not_found(unknown, total)
+        return self._stores.by_likely_store(missed)
+
+    async def _find_in_time(self, capture_id: str, deadline: Deadline) -> None:
+        """Find the store of a capture. If a store is away that may have it, try again as reads do."""
+        retries = ReadRetries(deadline)
+        while True:
+            try:
+                await self._find(capture_id)
+            except exc.ResiduumError as failure:
+                delay = retries.seconds_after(failure, self._patience(failure))
+                if delay is None:
+                    raise (retries.verdict(failure) or failure) from None
+            else:
+                return
+            await io.sleep(delay)
+
+    async def _read_portion(
+        self, reading: ManyReading, endpoint: str, deadline: Deadline, *, is_guess: bool
+    ) -> AsyncIterator[bytes]:
+        """Yield the messages of a read of many captures; ask for the rest again if the connection breaks.
+
+        Args:
+            reading: What is to be read, and what has come.
+            endpoint: The store.
+            deadline: When the read must be over.
+            is_guess: Another store may have the captures. Then do not wait for this one, if it is away from the start.
+        """
+        retries = ReadRetries(deadline)
+        while reading.left:
+            call = self._many_reader(endpoint)(
+                for_tenant(reading.request(), self._tenant), timeout=deadline.remaining()
+            )
+            try:
+                async for data in call:
+                    retries.progress()
+                    self._channels.note_answer(endpoint)
+                    is_guess = False
+                    yield data
+            except grpc.RpcError as error:
+                failure = self._as_own(error, endpoint)
+                delay = None if is_guess else retries.seconds_after(failure, self._patience(failure))
+                if delay is None:
+                    raise (retries.verdict(failure) or reading.explain(failure)) from None
+            else:
+                reading.check_done()
+                return
+            finally:
+                call.cancel()
+            await io.sleep(delay)
+
+    def _many_reader(self, endpoint: str) -> grpc.aio.UnaryStreamMultiCallable[store_pb2.ReadCapturesRequest, bytes]:
+        return self._channels.get(endpoint, "reads").unary_stream(
+            READ_CAPTURES,
+            request_serializer=store_pb2.ReadCapturesRequest.SerializeToString,
+            response_deserializer=None,
+        )

@@ -1,0 +1,67 @@
+"""Packs parts of many captures into few messages: the ReadCapturesResponses that answer a ReadCaptures.
+
+`CaptureRows` numbers its manifest and its chunks as `ReadChunksResponse` does. So the bytes of a ReadChunksResponse are
+fields of a CaptureRows as they are, and rows are framed in one way for both calls.
+"""
+
+from __future__ import annotations
+
+from residuum.v1 import errors_pb2, store_pb2
+from residuum.wire.frames import length_prefix
+
+BATCH_BYTES = 1 << 20
+"""The size at which a message is sent. Measured: messages of 256 KiB to 2 MiB are read equally fast, larger ones are
+slower. A message with one larger field is larger."""
+
+_IS_LAST = store_pb2.CaptureRows(is_last=True).SerializeToString()
+_CAPTURES = store_pb2.ReadCapturesResponse.CAPTURES_FIELD_NUMBER
+
+
+def end_field(error: errors_pb2.ItemError | None = None) -> bytes:
+    """Return the fields that end a capture: after its last row, or with an error."""
+    if error is None:
+        return _IS_LAST
+    return store_pb2.CaptureRows(error=error, is_last=True).SerializeToString()
+
+
+class CaptureBatch:
+    """The parts of captures that wait to be sent as one message."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._index = -1
+        self._fields: list[bytes] = []
+
+    def add(self, index: int, field: bytes) -> bytes:
+        """Add a field of a capture.
+
+        Args:
+            index: The capture's index in the request.
+            field: The serialised fields, such as those of a ReadChunksResponse.
+
+        Returns:
+            The message that must be sent first, because there is no room for the field; empty if there is none.
+        """
+        full = self.take() if self._size and self._size + len(field) > BATCH_BYTES else b""
+        if index != self._index:
+            self._end_part()
+            self._index = index
+        self._fields.append(field)
+        self._size += len(field)
+        return full
+
+    def take(self) -> bytes:
+        """Return the waiting parts as one message, and begin the next one; empty if nothing waits."""
+        self._end_part()
+        message = b"".join(self._parts)
+        self._parts, self._size, self._index = [], 0, -1
+        return message
+
+    def _end_part(self) -> None:
+        if not self._fields:
+            return
+        self._fields.append(store_pb2.CaptureRows(index=self._index).SerializeToString())
+        self._parts.append(length_prefix(_CAPTURES, sum(map(len, self._fields))))
+        self._parts += self._fields
+        self._fields = []

@@ -1,0 +1,213 @@
+"""Reading many captures in one stream: as lists of activations, and as one array of rows."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+
+import grpc
+import numpy as np
+import pytest
+from flaky_store import Unknown
+from peer import HIDDEN, POST, PRE, rows
+
+import residuum
+from residuum.v1 import store_pb2
+
+PROMPTS = ["a", "a bb ccc", "a bb", "a bb ccc dddd"]
+SITES = "resid_post,resid_pre"
+
+
+@pytest.fixture
+def replies(endpoint):
+    """Replies of 5 tokens to PROMPTS, with captures of layers 1 and 4; their IDs share a prefix, in reverse order."""
+    prefix = f"many-{uuid.uuid4().hex[:8]}-"
+    with residuum.Client(endpoint) as client:
+        made = [
+            client.generate(
+                prompt, max_tokens=5, capture=residuum.Capture(layers=[1, 4], sites=SITES),
+                request_id=f"{prefix}{9 - number}",
+            )
+            for number, prompt in enumerate(PROMPTS)
+        ]  # fmt: skip
+        for reply in made:
+            client.manifest(reply, wait=True)
+    return made
+
+
+@pytest.fixture
+def reader(make, endpoint, flaky):
+    return make(endpoint, store=flaky.endpoint, timeout=10)
+
+
+def asked(flaky):
+    """The captures that each read of many asked for."""
+    return [list(store_pb2.ReadCapturesRequest.FromString(data).capture_ids) for data in flaky.requests]
+
+
+def parts_of(messages):
+    """Each part of the stream as a message of its own."""
+    parts = [part for data in messages for part in store_pb2.ReadCapturesResponse.FromString(data).captures]
+    return [store_pb2.ReadCapturesResponse(captures=[part]).SerializeToString() for part in parts]
+
+
+async def test_a_list_comes_in_one_read_and_equals_single_reads(client, reader, flaky, replies):
+    found = await reader.activations(replies)
+    assert flaky.reads == 1
+    assert [acts.manifest.capture_id for acts in found] == [reply.request_id for reply in replies]
+    for acts, reply in zip(found, replies, strict=True):
+        one = await client.activations(reply)
+        assert acts.manifest == one.manifest
+        assert (acts.layers, acts.sites) == (one.layers, one.sites)
+        for site in one.sites:
+            for layer in one.layers:
+                assert np.array_equal(acts.select(site=site).raw(layer), one.select(site=site).raw(layer))
+
+
+async def test_a_list_takes_the_same_selection_and_keeps_its_order_and_repeats(client, replies):
+    names = [replies[2].request_id, replies[0].request_id, replies[2].request_id]
+    found = await client.activations(names, layers=[4], sites="resid_pre", positions="generated")
+    assert [acts.manifest.capture_id for acts in found] == names
+    assert np.array_equal(found[0][4], rows(0, PRE, 4, range(2, 6)).astype(np.float32))
+    assert (found[0].layers, found[0].sites) == ((4,), ("resid_pre",))
+    assert await client.activations([]) == []
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+async def test_an_interrupted_read_asks_for_the_rest(reader, flaky, replies, at):
+    def change(number, messages):
+        parts = parts_of(messages)
+        if not number:
+            yield from parts[:at]
+            raise Unknown(grpc.StatusCode.UNAVAILABLE)
+        yield from parts
+
+    flaky.change = change
+    found = await reader.activations(replies)
+    names = [reply.request_id for reply in replies]
+    assert asked(flaky) == [names, names[at:]]
+    assert [acts.manifest.capture_id for acts in found] == names
+    assert np.array_equal(found[3][1], rows(0, POST, 1, range(8)).astype(np.float32))
+
+
+async def test_a_read_that_breaks_within_a_capture_yields_it_once(reader, flaky, replies):
+    def change(number, messages):
+        (data,) = messages
+        if number:
+            yield data
+            return
+        response = store_pb2.ReadCapturesResponse.FromString(data)
+        del response.captures[2:]
+        response.captures[1].is_last = False
+        del response.captures[1].chunks[1:]
+        yield response.SerializeToString()
+        raise Unknown(grpc.StatusCode.UNAVAILABLE)
+
+    flaky.change = change
+    found = await reader.activations(replies)
+    assert [len(names) for names in asked(flaky)] == [4, 3]
+    assert np.array_equal(found[1][1], rows(0, POST, 1, range(7)).astype(np.float32))
+
+
+async def test_unknown_captures_are_named(client, replies):
+    names = [replies[0].request_id, "none-1", replies[1].request_id, "none-2"]
+    with pytest.raises(residuum.UnknownCapture, match="2 of 4 captures are in no store: none-1, none-2") as caught:
+        await client.activations(names)
+    assert caught.value.metadata["capture_ids"] == "none-1,none-2"
+    with pytest.raises(residuum.UnknownCapture, match="holds no capture 'none-1'"):
+        await client.activations(["none-1"])
+
+
+async def test_what_is_no_id_is_refused(client):
+    with pytest.raises(residuum.InvalidRequest, match="cannot name a request"):
+        await client.activations(["a/b"])
+    with pytest.raises(TypeError, match="A request id is a text"):
+        await client.activations([3])
+
+
+async def test_an_open_capture_is_waited_for_or_refused(client, peer, replies):
+    peer.script.delay_seal = threading.Event()
+    late = await client.generate("a bb", max_tokens=4, capture=residuum.Capture(layers=[1]))
+    with pytest.raises(residuum.OpenCapture, match="still being written"):
+        await client.activations([replies[0], late], wait=False)
+    threading.Timer(0.2, peer.script.delay_seal.set).start()
+    found = await client.activations([late, replies[0]])
+    assert [acts.manifest.state for acts in found] == ["complete"] * 2
+    assert np.array_equal(found[0][1], rows(0, POST, 1, range(5)).astype(np.float32))
+
+
+async def test_a_capture_without_the_layer_is_named(client, replies):
+    with pytest.raises(residuum.UnknownLayer, match="no layer 3") as caught:
+        await client.activations(replies, layers=[3])
+    assert caught.value.metadata["capture_id"] == replies[0].request_id
+
+
+async def test_a_damaged_row_is_noticed(reader, flaky, replies):
+    def change(number, messages):
+        response = store_pb2.ReadCapturesResponse.FromString(messages[0])
+        chunk = response.captures[2].chunks[0]
+        chunk.payload = chunk.payload[:-1] + bytes([chunk.payload[-1] ^ 1])
+        yield response.SerializeToString()
+
+    flaky.change = change
+    with pytest.raises(residuum.DamagedCapture, match="do not match their checksum") as caught:
+        await reader.activations(replies)
+    assert caught.value.metadata["capture_id"] == replies[2].request_id
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda parts: parts[:2], "ended the read before the capture"),
+        (lambda parts: parts[1:], "which was not next"),
+        (lambda parts: [b"\xff\xff", *parts], "damaged message"),
+    ],
+)
+async def test_a_stream_that_is_wrong_is_an_error(reader, flaky, replies, change, message):
+    flaky.change = lambda number, messages: iter(change(parts_of(messages)))
+    with pytest.raises((residuum.ServerFault, residuum.DamagedCapture), match=message):
+        await reader.activations(replies)
+
+
+async def test_rows_of_many_captures_are_one_array(client, replies):
+    found = await client.rows(replies, layer=4, site="resid_pre", positions="generated")
+    expected = [rows(0, PRE, 4, range(len(prompt.split()), len(prompt.split()) + 4)) for prompt in PROMPTS]
+    assert np.array_equal(found.values, np.concatenate(expected).astype(np.float32))
+    assert found.values.dtype == np.float32
+    assert found.ids.tolist() == [reply.request_id for reply in replies for _ in range(4)]
+    assert found.positions.tolist() == [at for prompt in PROMPTS for at in np.arange(4) + len(prompt.split())]
+    assert found.sequences.tolist() == [0] * 16
+    assert len(found) == len(found.token_ids) == 16
+    assert repr(found) == f"Rows(16 × {HIDDEN}, 4 captures, resid_pre of layer 4)"
+
+
+async def test_rows_of_a_prefix_are_in_the_order_of_the_ids(client, replies):
+    prefix = replies[0].request_id[:-1]
+    found = await client.rows(prefix=prefix, layer=1, positions="last_prompt")
+    assert found.captures == tuple(reply.request_id for reply in replies[::-1])
+    last = [len(prompt.split()) - 1 for prompt in PROMPTS[::-1]]
+    assert np.array_equal(found.values, rows(0, POST, 1, last).astype(np.float32))
+    assert found.positions.tolist() == last
+
+
+async def test_captures_without_a_row_are_listed(client, replies):
+    found = await client.rows(replies, layer=1, positions=7)
+    assert found.captures == tuple(reply.request_id for reply in replies)
+    assert found.ids.tolist() == [replies[3].request_id]
+
+
+async def test_rows_of_no_capture_are_refused(client, replies):
+    with pytest.raises(residuum.InvalidRequest, match="There is no capture whose id begins with 'none-'"):
+        await client.rows(prefix="none-", layer=1)
+    with pytest.raises(residuum.InvalidRequest, match="either captures="):
+        await client.rows(replies, prefix="many-", layer=1)
+    with pytest.raises(residuum.InvalidRequest, match="either captures="):
+        await client.rows("many-1", layer=1)
+
+
+async def test_rows_of_different_widths_are_refused(client, replies):
+    narrow = await client.generate(
+        "a bb", max_tokens=2, capture=residuum.Capture(layers=[1], encoding="rp", dimensions=3)
+    )
+    with pytest.raises(residuum.InvalidRequest, match=f"have {HIDDEN} elements, and those of {narrow.request_id}"):
+        await client.rows([replies[0], narrow], layer=1)

@@ -1,0 +1,183 @@
+"""ReadCaptures: the rows of many captures in one stream."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
+from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
+from store_svc.database.db import Table
+from store_svc.database.keys import unpack_frame
+from tests.store.support import COMPLETE, OPEN, Rows, describe, failing_with, grid, make_chunk, serving
+
+UNKNOWN = errors_pb2.ERROR_REASON_UNKNOWN_CAPTURE
+
+
+def put(client, name, *, layers=(0, 1), prompt=4, seal=True, width=4):
+    client.open(describe(name, layers=layers, prompt=prompt, width=width))
+    client.append([make_chunk(layers, range(prompt), width=width), make_chunk(layers, [prompt], width=width)], name)
+    if seal:
+        assert client.seal(name, generated=[2]).state == COMPLETE
+
+
+class Found:
+    """What came of one capture."""
+
+    def __init__(self):
+        self.rows, self.states, self.error, self.is_last = Rows(), [], None, False
+
+    def take(self, part):
+        assert not self.is_last, "a part came after the last one"
+        if part.HasField("manifest"):
+            self.states.append(part.manifest.state)
+        for chunk in part.chunks:
+            assert self.states, "rows came before the manifest"
+            self.rows.take(chunk)
+        if part.HasField("error"):
+            self.error = part.error
+        self.is_last = part.is_last
+
+
+def read(client, names, **fields):
+    """Read captures; return the messages, and what came of each capture by its index, in the order in which it came."""
+    request = store_pb2.ReadCapturesRequest(capture_ids=names, **fields)
+    messages = list(client.stub.ReadCaptures(request, timeout=30))
+    found = {}
+    for message in messages:
+        for part in message.captures:
+            found.setdefault(part.index, Found()).take(part)
+    assert all(item.is_last for item in found.values())
+    return messages, found
+
+
+def test_many_small_captures_come_in_one_message_in_order(client):
+    names = [f"c{number}" for number in range(60)]
+    for name in names:
+        put(client, name)
+    messages, found = read(client, names[::-1])
+    assert len(messages) == 1
+    assert list(found) == list(range(60))
+    assert all(item.rows.cells == grid([0, 1], range(5)) and item.states == [COMPLETE] for item in found.values())
+    assert [part.manifest.description.capture_id for part in messages[0].captures] == names[::-1]
+
+
+def test_each_capture_is_cut_to_the_selection(client):
+    put(client, "short", prompt=2)
+    put(client, "long", prompt=6)
+    positions = selection_pb2.PositionSelection(phases=[selection_pb2.PHASE_GENERATED])
+    _, found = read(client, ["short", "long"], layers=[1], positions=positions)
+    assert [item.rows.cells for item in found.values()] == [grid([1], [2]), grid([1], [6])]
+
+
+def test_a_large_capture_takes_several_messages(client):
+    width = 65536
+    put(client, "small", width=width, prompt=1)
+    client.open(describe("large", layers=[0], prompt=12, width=width))
+    client.append([make_chunk([0], [at], width=width) for at in range(13)], "large")
+    client.seal("large", generated=[2])
+    put(client, "end")
+    messages, found = read(client, ["small", "large", "end"])
+    assert len(messages) > 2
+    assert all(message.ByteSize() < 2 * BATCH_BYTES for message in messages)
+    cells = [grid([0, 1], range(2)), grid([0], range(13)), grid([0, 1], range(5))]
+    assert [item.rows.cells for item in found.values()] == cells
+
+
+def test_unknown_captures_come_first_and_the_others_follow(client):
+    for name in ("a", "b"):
+        put(client, name)
+    _, found = read(client, ["a", "gone-1", "b", "gone-2"])
+    assert list(found) == [1, 3, 0, 2]
+    assert [found[index].error.reason for index in (1, 3)] == [UNKNOWN] * 2
+    assert "gone-2" in found[3].error.message
+    assert found[2].rows.cells == grid([0, 1], range(5))
+
+
+def test_a_capture_without_the_layer_fails_alone(client):
+    put(client, "a", layers=[0, 1])
+    put(client, "b", layers=[0])
+    put(client, "c", layers=[1])
+    _, found = read(client, ["a", "b", "c"], layers=[1])
+    assert found[1].error.reason == errors_pb2.ERROR_REASON_UNKNOWN_LAYER
+    assert [found[index].rows.cells for index in (0, 2)] == [grid([1], range(5))] * 2
+
+
+def test_an_open_capture_comes_as_far_as_it_is(client):
+    put(client, "open", seal=False)
+    put(client, "ended")
+    _, found = read(client, ["open", "ended"])
+    assert [item.states for item in found.values()] == [[OPEN, OPEN], [COMPLETE]]
+    assert found[0].rows.cells == grid([0, 1], range(5))
+
+
+def test_follow_waits_for_an_open_capture_and_sends_what_is_before_it_at_once(client):
+    put(client, "first")
+    put(client, "open", seal=False)
+    put(client, "last")
+    arrived = queue.Queue()
+    request = store_pb2.ReadCapturesRequest(capture_ids=["first", "open", "last"], follow=True)
+
+    def run():
+        for message in client.stub.ReadCaptures(request, timeout=30):
+            for part in message.captures:
+                arrived.put(part)
+        arrived.put(None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    found = {}
+    while not (1 in found and found[1].rows.cells == grid([0, 1], range(5))):
+        part = arrived.get(timeout=20)
+        found.setdefault(part.index, Found()).take(part)
+    assert found[0].is_last
+    assert 2 not in found
+    client.seal("open", generated=[2])
+    while (part := arrived.get(timeout=20)) is not None:
+        found.setdefault(part.index, Found()).take(part)
+    thread.join()
+    assert found[1].states == [OPEN, COMPLETE]
+    assert found[2].rows.cells == grid([0, 1], range(5))
+
+
+@pytest.mark.parametrize("count", [0, 4097])
+def test_the_number_of_captures_is_limited(client, count):
+    with failing_with(errors_pb2.ERROR_REASON_INVALID_FIELD) as caught:
+        read(client, [f"c{number}" for number in range(count)])
+    assert f"1 to 4096 captures, not {count}" in caught[0].message
+
+
+def test_a_damaged_chunk_fails_its_capture_alone(tmp_path):
+    with serving(tmp_path / "store") as (store, client):
+        for name in ("a", "b", "c"):
+            put(client, name)
+
+        def damage(txn):
+            (key, value), *_ = [item for item in txn.items(Table.FRAMES) if unpack_frame(item[0]).number == 2]
+            txn.put(Table.FRAMES, key, bytes(value[:-1]) + bytes([value[-1] ^ 1]))
+
+        store._db.write(damage)
+        _, found = read(client, ["a", "b", "c"])
+    assert found[1].error.reason == errors_pb2.ERROR_REASON_CHECKSUM_MISMATCH
+    assert found[2].rows.cells == grid([0, 1], range(5))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, BATCH_BYTES)), max_size=12))
+def test_a_batch_keeps_every_field_in_order(fields):
+    batch, messages, added = CaptureBatch(), [], []
+    for number, (index, size) in enumerate(fields):
+        chunk = capture_pb2.Chunk(crc32c=number + 1, payload=bytes(size))
+        messages.append(batch.add(index, store_pb2.CaptureRows(chunks=[chunk]).SerializeToString()))
+        added.append((index, number + 1, size))
+    messages += [batch.add(9, end_field()), batch.take()]
+    parsed = [store_pb2.ReadCapturesResponse.FromString(message) for message in messages if message]
+    parts = [part for message in parsed for part in message.captures]
+    assert [(part.index, chunk.crc32c, len(chunk.payload)) for part in parts for chunk in part.chunks] == added
+    assert (parts[-1].index, parts[-1].is_last) == (9, True)
+    assert not any(part.is_last for part in parts[:-1])
+    assert all(message.ByteSize() <= BATCH_BYTES + 1024 for message in parsed)
+    assert not batch.take()
