@@ -18,7 +18,7 @@ class Step:
     """A step in which the engine computed tokens."""
 
     chunks: dict[str, tuple[int, int]]
-    """The first position and the number of positions of each request, by the engine's request ID without its attempt."""
+    """The first position and the number of positions of each request, by its name without its attempt."""
     preempted: tuple[str, ...]
     """Requests that were preempted when the step was scheduled, named in the same way."""
 
