@@ -77,11 +77,12 @@ if TYPE_CHECKING:
     )
     from residuum.exports.job import Export
     from residuum.protocol.reading import Piece
-    from residuum.protocol.requests import Sampling
+    from residuum.protocol.sampling import Sampling
     from residuum.rpc.credentials import TLS
     from residuum.serving import serve
     from residuum.values.activations import Activations
     from residuum.values.capture import Capture
+    from residuum.values.logprobs import Logprobs
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.values.replies import (
         CapturePage,
@@ -103,7 +104,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Piece": "residuum.protocol.reading",
-    "Sampling": "residuum.protocol.requests",
+    "Sampling": "residuum.protocol.sampling",
     "Activations": "residuum.values.activations",
     "AsyncClient": "residuum.aio",
     "AsyncStream": "residuum.aio",
@@ -112,6 +113,7 @@ _HOMES = {
     "Stream": "residuum.client",
     "Directions": "residuum.directions.values",
     "Export": "residuum.exports.job",
+    "Logprobs": "residuum.values.logprobs",
     "Manifest": "residuum.values.manifest",
     "RowSet": "residuum.values.manifest",
     "SequenceOutcome": "residuum.values.manifest",
@@ -174,6 +176,7 @@ __all__ = [
     "IncompleteCapture",
     "InvalidRequest",
     "LimitReached",
+    "Logprobs",
     "Manifest",
     "MissingVectors",
     "ModelInfo",

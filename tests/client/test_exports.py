@@ -24,7 +24,7 @@ NAMES = """
     Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadCredentials BadVector BatchFailed
     CallerStalled Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client
     ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
-    IncompleteCapture InvalidRequest LimitReached Manifest MissingVectors ModelInfo NoStore NotFound NotServing
+    IncompleteCapture InvalidRequest LimitReached Logprobs Manifest MissingVectors ModelInfo NoStore NotFound NotServing
     NotUpdatable OpenCapture PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Sampling Sequence
     SequenceOutcome ServerFault SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreStats

@@ -95,6 +95,7 @@ async def test_model_info_tells_the_facts_and_the_limits(store):
         capture_pool_bytes=1000,
         ring_bytes=2000,
         table_bytes=500,
+        max_logprobs=20,
     )
 
 

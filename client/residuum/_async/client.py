@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import grpc.aio
     from typing_extensions import Self, Unpack
 
-    from residuum.protocol.requests import Sampling
+    from residuum.protocol.sampling import Sampling
     from residuum.rpc.credentials import TLS
     from residuum.transport.connection_settings import Token
 
@@ -109,7 +109,8 @@ class AsyncClient(AsyncCaptureClient):
         Steering vectors that the server lacks are sent first, by themselves. Cancelling the task stops the request.
 
         Args:
-            prompt: A text, a list of token ids, or a conversation as a list of {"role": ..., "content": ...}.
+            prompt: A text, a list of token ids, or a conversation as a list of {"role": ..., "content": ...}. If a
+                conversation ends with a message of the assistant, the reply continues that message.
             capture: What to capture; None captures nothing.
             steer: How to steer: one operation, or several that are applied in their order.
             request_id: Your own name for the request and its capture; by default the server makes one.
@@ -118,8 +119,8 @@ class AsyncClient(AsyncCaptureClient):
             updatable: Let `update_steering` change the steering while the request generates. Its prompt is then always
                 computed: it shares no cache with other requests.
             timeout: Seconds that the generation may take; None means as long as it takes.
-            **sampling: max_tokens (16), temperature (0: greedy), top_p, top_k, seed, stop, ignore_eos, n (sequences),
-                min_tokens; see `residuum.Sampling`.
+            **sampling: max_tokens (16; 0 only computes the prompt), temperature (0: greedy), n (sequences), logprobs,
+                json_schema and others; see `residuum.Sampling`.
 
         Raises:
             InvalidRequest: The request is not valid; the subclass and the message say why.

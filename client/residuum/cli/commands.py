@@ -23,15 +23,25 @@ from residuum.values.steering import Operation
 from residuum.values.vector import load_vectors
 
 SAMPLING: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "the most tokens to generate (default: 16)"),
+    "max_tokens": (int, "the most tokens to generate; 0 only computes the prompt (default: 16)"),
     "temperature": (float, "the sampling temperature, up to 2 (default: 0, greedy)"),
     "top_p": (float, "sample from the most likely tokens with this total probability (default: 1)"),
     "top_k": (int, "sample from this many most likely tokens (default: 0, all)"),
     "seed": (int, "the random seed, which makes sampling repeatable (default: none)"),
     "min_tokens": (int, "the fewest tokens to generate (default: 0)"),
     "n": (int, "the number of replies, at most 64 (default: 1)"),
+    "min_p": (float, "sample from tokens with at least this fraction of the greatest probability (default: 0)"),
+    "presence_penalty": (float, "lower the logits of tokens that the reply has, from -2 to 2 (default: 0)"),
+    "frequency_penalty": (float, "lower them for each time that the reply has them, from -2 to 2 (default: 0)"),
+    "repetition_penalty": (float, "divide the logits of tokens that prompt or reply have, above 0 (default: 1)"),
+    "logprobs": (int, "with --json: give log-probabilities, and this many most likely tokens (default: none)"),
+    "prompt_logprobs": (int, "with --json: the same for the prompt's tokens (default: none)"),
+    "regex": (str, "make the reply match this regular expression (default: none)"),
 }
-"""The numeric sampling parameters, with their help texts."""
+"""The sampling parameters that are one number or text, with their help texts."""
+
+_OTHER_SAMPLING = ("stop", "stop_token_ids", "bad_words", "logit_bias", "json_schema")
+"""The other sampling parameters."""
 
 CALL_SECONDS = 30.0
 """The default timeout of a call."""
@@ -143,8 +153,10 @@ def generate(options: argparse.Namespace, output: Output) -> int:
     if not options.steer and (options.steer_positions or options.keep_norm):
         options.usage_error("--steer-positions and --keep-norm need --add, --ablate, --cap or --replace; give both")
     where = {"positions": options.steer_positions, "keep_norm": options.keep_norm}
+    if not output.as_json and (options.logprobs is not None or options.prompt_logprobs is not None):
+        options.usage_error("--logprobs and --prompt-logprobs need --json, which prints them; give both")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    sampling: Any = {name: value for name in (*SAMPLING, "stop") if (value := getattr(options, name)) is not None}
+    sampling = _sampling(options)
     with open_client(options) as client:
         stream = client.stream(
             [{"role": "user", "content": prompt}] if options.chat else prompt,
@@ -160,6 +172,25 @@ def generate(options: argparse.Namespace, output: Output) -> int:
                     output.write(delta.text)
         _show_reply(stream.reply, output)
     return 0
+
+
+def _sampling(options: argparse.Namespace) -> Any:
+    """Return the sampling parameters that were given."""
+    names = (*SAMPLING, *_OTHER_SAMPLING)
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
+    if "json_schema" in given and not given["json_schema"].lstrip().startswith("{"):
+        given["json_schema"] = Path(given["json_schema"]).read_text(encoding="utf-8")
+    return given
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition(":")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise residuum.InvalidRequest(f"--logit-bias {text}: use TOKEN_ID:BIAS, such as 504:-2.5.") from None
 
 
 def list_captures(options: argparse.Namespace, output: Output) -> int:

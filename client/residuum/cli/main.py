@@ -219,6 +219,18 @@ def _add_generate(groups: _Groups) -> None:
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated (default: none)"
     )
+    for flag, name, metavar, help_text in (
+        ("--stop-token-id", "stop_token_ids", "ID", "stop after this token; may be repeated (default: none)"),
+        ("--bad-word", "bad_words", "WORD", "a word that the reply must not contain; may be repeated (default: none)"),
+        ("--logit-bias", "logit_bias", "ID:BIAS", "add to a token's logit; may be repeated (default: none)"),
+    ):
+        kind = int if name == "stop_token_ids" else str
+        parser.add_argument(flag, dest=name, action="append", type=kind, metavar=metavar, help=help_text)
+    parser.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="make the reply JSON that matches this schema: a file, or JSON (default: none)",
+    )
     _add_steering(parser)
 
 
