@@ -44,6 +44,9 @@
     ├── ClientClosed
     └── ServerFault                     a bug of the server, or an answer that breaks the contract
 
+    BatchInterrupted (KeyboardInterrupt)        Ctrl-C in generate_many; .replies, .errors
+    BatchCancelled (asyncio.CancelledError)     the same, if its task is cancelled
+
     EmptyCaptureWarning (UserWarning)   activations with 0 positions: no error, but probably unintended
     SilentStoreWarning (UserWarning)    with allow_partial=True: a store did not answer and was left out
 
@@ -52,6 +55,7 @@ A failure whose reason this version does not know is mapped by its gRPC code.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -301,6 +305,46 @@ class BatchFailed(ResiduumError):
         )
         self.replies = list(replies)
         self.errors = dict(errors)
+
+
+class BatchInterrupted(KeyboardInterrupt):
+    """`Client.generate_many` was interrupted (Ctrl-C). It has stopped the prompts that were running.
+
+    It is a KeyboardInterrupt, not a ResiduumError.
+
+    Attributes:
+        replies: One entry for each prompt, in order; None for a prompt that failed or had not ended.
+        errors: The exception of each failed prompt, by the prompt's index.
+    """
+
+    def __init__(self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError]) -> None:
+        super().__init__(_unfinished(replies))
+        self.replies = list(replies)
+        self.errors = dict(errors)
+
+
+class BatchCancelled(asyncio.CancelledError):
+    """The task of `AsyncClient.generate_many` was cancelled. It has stopped the prompts that were running.
+
+    It is an asyncio.CancelledError, not a ResiduumError.
+
+    Attributes:
+        replies: One entry for each prompt, in order; None for a prompt that failed or had not ended.
+        errors: The exception of each failed prompt, by the prompt's index.
+    """
+
+    def __init__(self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError]) -> None:
+        super().__init__(_unfinished(replies))
+        self.replies = list(replies)
+        self.errors = dict(errors)
+
+
+def _unfinished(replies: Sequence[Reply | None]) -> str:
+    done = sum(reply is not None for reply in replies)
+    return (
+        f"The batch was interrupted when {done} of {len(replies)} prompts were done. This exception has their replies in "
+        ".replies."
+    )
 
 
 class ClientClosed(ResiduumError, RuntimeError):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from inference_svc.admission.steering import layer_digests
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import capture_pb2
+from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from inference_svc.requests.registry import Running
@@ -95,6 +96,7 @@ def _capture(
             tuple(rows[digest] for digest in options.vectors),
         ),
         reduction=spec.reduction or capture_pb2.REDUCTION_NONE,
+        flush_interval=spec.flush_interval or BLOCK_TOKENS,
         spare_positions=spare_positions if spec.reduction > capture_pb2.REDUCTION_NONE else 0,
     )
 

@@ -95,6 +95,15 @@ def test_generate_captures_and_steers(cli, peer, tmp_path):
     assert sent.spec.steering.operations[0].add.scale == 2.5
 
 
+def test_generate_sends_the_flush_interval(cli, peer):
+    assert cli("generate", "a", "--capture", "1", "--flush-interval", 4)[0] == 0
+    assert peer.requests[-1].spec.capture.flush_interval == 4
+    peer.requests.clear()
+    code, _, err = cli("generate", "a", "--capture", "1", "--flush-interval", 0)
+    assert (code, "--flush-interval must be from 1 to 32 tokens, not 0" in err) == (1, True)
+    assert not peer.requests
+
+
 def test_generate_captures_sites_before_steering(cli, peer):
     assert cli("generate", "a", "--capture", "1", "--sites", "resid_pre,attn_out", "--before-steering")[0] == 0
     capture = peer.requests[-1].spec.capture

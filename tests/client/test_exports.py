@@ -21,7 +21,8 @@ from residuum.v1 import capture_pb2, errors_pb2
 ROOT = Path(__file__).parents[2]
 
 NAMES = """
-    Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadCredentials BadVector BatchFailed
+    Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadCredentials BadVector
+    BatchCancelled BatchFailed BatchInterrupted
     CallerStalled Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client
     ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
     IncompleteCapture InvalidRequest LimitReached Logprobs Manifest MissingVectors ModelInfo NoStore NotFound NotServing

@@ -38,6 +38,7 @@ plans = st.builds(
         st.booleans(),
         st.booleans(),
         st.booleans(),
+        flush_interval=st.integers(1, 32),
     ),
     st.lists(
         st.builds(
@@ -114,6 +115,12 @@ def test_a_rank_captures_the_layers_of_its_stage_and_only_if_it_captures():
     assert plan.for_rank(second, captures=True).capture.layers == (3, 4)
     assert plan.for_rank(TapPoints(6, 2), captures=True) == RequestPlan(5, None, plan.operations)
     assert plan.for_rank(second, captures=False) == RequestPlan(5, None, plan.operations)
+
+
+@pytest.mark.parametrize(("asked", "interval"), [(0, 32), (1, 1), (32, 32)])
+def test_a_capture_leaves_as_often_as_it_asks(asked, interval):
+    spec = capture_pb2.CaptureSpec(layers=layer_list(0), flush_interval=asked)
+    assert make_plan(running(spec), 0, 5, {}).capture.flush_interval == interval
 
 
 def test_a_capture_waits_unless_it_may_shed():

@@ -170,7 +170,13 @@ def test_a_captures_defaults_are_filled_in():
         encoding=capture_pb2.ENCODING_RAW,
         overflow=capture_pb2.OVERFLOW_POLICY_WAIT,
         reduction=capture_pb2.REDUCTION_NONE,
+        flush_interval=32,
     )
+
+
+def test_a_flush_interval_out_of_range_is_refused():
+    failure = refusal(resolve_spec, capturing(flush_interval=33), FACTS)
+    assert (failure.reason_name, failure.metadata) == ("INVALID_FIELD", {"field": "capture.flush_interval"})
 
 
 def test_what_a_capture_names_stays():
@@ -182,6 +188,7 @@ def test_what_a_capture_names_stays():
         overflow=capture_pb2.OVERFLOW_POLICY_SHED,
         before_steering=True,
         reduction=capture_pb2.REDUCTION_MEAN,
+        flush_interval=5,
     )
     assert resolve_spec(inference_pb2.RequestSpec(capture=spec), FACTS).capture == spec
 

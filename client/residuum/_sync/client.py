@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from residuum import exceptions as exc
 from residuum._sync import io
-from residuum._sync.batches import run_batch
+from residuum._sync.batches import run_as_completed, run_batch
 from residuum._sync.captures import CaptureClient
 from residuum._sync.streams import Stream, make_stream
 from residuum._sync.tokens import accept
@@ -26,12 +26,12 @@ from residuum.protocol.requests import (
 )
 from residuum.rpc import tracing
 from residuum.transport import health
-from residuum.transport.batches import check_prompts
+from residuum.transport.batches import BatchPlan, Steering
 from residuum.v1 import inference_pb2
 from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
 from residuum.values.replies import Health, PutResult, Registration, Reply
-from residuum.values.steering import Operation, operation_list
+from residuum.values.steering import Operation
 from residuum.values.vector import Vector
 
 if TYPE_CHECKING:
@@ -185,20 +185,21 @@ class Client(CaptureClient):
         self,
         prompts: Iterable[Prompt],
         *,
-        capture: Capture | None = None,
-        steer: Operation | Iterable[Operation] | None = None,
+        capture: Capture | Iterable[Capture | None] | None = None,
+        steer: Steering = None,
         model: str | None = None,
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
         **sampling: Unpack[Sampling],
     ) -> list[Reply]:
-        """Generate for many prompts at once, with the same capture and steering.
+        """Generate for many prompts at once.
 
         Args:
             prompts: The prompts; see `generate`, as for all other arguments.
-            capture: What to capture of each.
-            steer: How to steer each.
+            capture: What to capture of every prompt; or a list with one item for each prompt, a Capture or None.
+            steer: How to steer every prompt: an operation, or several that are applied in their order. For another
+                steering of each prompt, a list with one item for each: a list of its operations, or None.
             model: The model that you expect.
             timeout: Seconds that each generation may take.
             max_concurrency: How many run at once.
@@ -206,23 +207,54 @@ class Client(CaptureClient):
             **sampling: As for `generate`.
 
         Returns:
-            The replies in the order of the prompts.
+            The replies in the order of the prompts. `generate_as_completed` yields each when it is there.
 
         Raises:
             BatchFailed: Some prompts failed. It is raised when all others have ended, and holds their replies.
+            BatchInterrupted: It was interrupted by Ctrl-C. It holds the replies of the prompts that were done.
+            InvalidRequest: There is not one capture or one steering for each prompt.
             TypeError: The prompts are a single one, or an argument belongs to a single request, such as request_id.
 
         Example:
             >>> replies = client.generate_many(["One", "Two"], capture=residuum.Capture(), max_tokens=8)
             >>> acts = [client.activations(reply.request_id) for reply in replies]
+            >>> both = client.generate_many(["One", "One"], steer=[[Add(joy, layer=12)], None])
         """
-        batch = check_prompts(prompts, sampling)
-        operations = operation_list(steer)
+        plan = BatchPlan.of(prompts, capture, steer, sampling)
+        start = self._starter(plan, model=model, timeout=timeout, **sampling)
+        return run_batch(start, len(plan.prompts), max_concurrency=max_concurrency, progress=progress)
 
-        def start(prompt: Prompt) -> Stream:
-            return self.stream(prompt, capture=capture, steer=operations, model=model, timeout=timeout, **sampling)
+    def generate_as_completed(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        capture: Capture | Iterable[Capture | None] | None = None,
+        steer: Steering = None,
+        model: str | None = None,
+        timeout: float | None = None,
+        max_concurrency: int = 32,
+        progress: bool = True,
+        **sampling: Unpack[Sampling],
+    ) -> Iterator[tuple[int, Reply]]:
+        """Generate for many prompts at once, and yield each reply when it is there.
 
-        return run_batch(start, batch, max_concurrency=max_concurrency, progress=progress)
+        The arguments are those of `generate_many`. Closing the generator stops the prompts that are running.
+
+        Yields:
+            The index of a prompt and its reply, in the order in which they end.
+
+        Raises:
+            BatchFailed: Some prompts failed. It is raised after the last reply, and holds all replies.
+            InvalidRequest: There is not one capture or one steering for each prompt.
+            TypeError: The prompts are a single one, or an argument belongs to a single request, such as request_id.
+
+        Example:
+            >>> for index, reply in client.generate_as_completed(["One", "Two"], max_tokens=8):
+            ...     print(index, reply.text)
+        """
+        plan = BatchPlan.of(prompts, capture, steer, sampling)
+        start = self._starter(plan, model=model, timeout=timeout, **sampling)
+        return run_as_completed(start, len(plan.prompts), max_concurrency=max_concurrency, progress=progress)
 
     def register(
         self,
@@ -354,6 +386,19 @@ class Client(CaptureClient):
 
     def __repr__(self) -> str:
         return f"Client({self.endpoint!r})"
+
+    def _starter(
+        self, plan: BatchPlan, *, model: str | None, timeout: float | None, **sampling: Unpack[Sampling]
+    ) -> Callable[[int], Stream]:
+        """Return the function that starts the generation of the prompt with an index."""
+
+        def start(index: int) -> Stream:
+            return self.stream(
+                plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index], model=model,
+                timeout=timeout, **sampling,
+            )  # fmt: skip
+
+        return start
 
     def _update(self, plan: SteeringPlan) -> inference_pb2.UpdateSteeringResponse:
         name = plan.request.request_id

@@ -21,6 +21,7 @@ from residuum.exports.formats import FORMATS
 from residuum.values.selections import LayersLike
 from residuum.values.steering import Operation
 from residuum.values.vector import load_vectors
+from residuum.wire.limits import BLOCK_TOKENS
 
 SAMPLING: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "the most tokens to generate; 0 only computes the prompt (default: 16)"),
@@ -140,6 +141,7 @@ _CAPTURE_FLAGS = [
     "axis",
     "onto",
     "reduction",
+    "flush_interval",
 ]
 """Flags that need --capture."""
 
@@ -344,6 +346,7 @@ def _capture(options: argparse.Namespace) -> residuum.Capture | None:
         axis=options.axis,
         vectors=_load(options.onto or []).values(),
         reduction=options.reduction,
+        flush_interval=BLOCK_TOKENS if options.flush_interval is None else options.flush_interval,
     )
 
 

@@ -212,6 +212,12 @@ def _add_generate(groups: _Groups) -> None:
     )
     _add_encoding(parser)
     parser.add_argument(
+        "--flush-interval",
+        type=int,
+        metavar="N",
+        help="send the rows of generated tokens after this many captured positions, 1 to 32 (default: 32)",
+    )
+    parser.add_argument(
         "--id", dest="request_id", help="your own ID for the request and its capture (default: the server's choice)"
     )
     for name, (kind, help_text) in commands.SAMPLING.items():

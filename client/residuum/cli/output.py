@@ -28,6 +28,7 @@ _WORDS = {
     "vectors=,": "--onto,",
     "axis= ": "--axis ",
     "seed= ": "--encoding-seed ",
+    "flush_interval= ": "--flush-interval ",
     'encoding="': '--encoding "',
     "client.info().num_layers": "num_layers of `residuum info`",
     "use sites=client.info().sites for all": "`residuum info` lists all",

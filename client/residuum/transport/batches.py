@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Union
 
 import numpy as np
 
 from residuum.exceptions import BatchFailed, InvalidRequest, ResiduumError
 from residuum.protocol.requests import Prompt, short
+from residuum.values.capture import Capture
 from residuum.values.replies import Reply
+from residuum.values.steering import Operation, operation_list
 
 
 def check_prompts(prompts: Iterable[Prompt], sampling: Mapping[str, Any]) -> list[Prompt]:
@@ -51,12 +54,103 @@ def check_concurrency(max_concurrency: int) -> int:
     return max_concurrency
 
 
-def collect(replies: Sequence[Reply | None], errors: dict[int, ResiduumError]) -> list[Reply]:
-    """Return the replies if there is one for each prompt.
+Steering = Union[Operation, Iterable[Any], None]  # noqa: UP007 - evaluated at run time on Python 3.10
+"""Operations for every prompt; or a list with one item for each prompt: its operations, or None."""
 
-    Raises:
-        BatchFailed: There is not.
-    """
-    if errors:
-        raise BatchFailed(replies, errors)
-    return [reply for reply in replies if reply is not None]
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What a batch generates."""
+
+    prompts: list[Prompt]
+    """The prompts."""
+    captures: list[Capture | None]
+    """What to capture of each prompt."""
+    steering: list[list[Operation]]
+    """How to steer each prompt."""
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Iterable[Prompt],
+        capture: Capture | Iterable[Capture | None] | None,
+        steer: Steering,
+        sampling: Mapping[str, Any],
+    ) -> BatchPlan:
+        """Check what a user gives, and return what belongs to each prompt.
+
+        Raises:
+            TypeError: The prompts are one prompt, or an argument is of the wrong kind or belongs to one request.
+            InvalidRequest: There is not one capture or one steering for each prompt.
+        """
+        items = check_prompts(prompts, sampling)
+        return cls(items, _captures(capture, len(items)), _steering(steer, len(items)))
+
+
+def _captures(capture: Capture | Iterable[Capture | None] | None, count: int) -> list[Capture | None]:
+    if capture is None or isinstance(capture, Capture):
+        return [capture] * count
+    if not isinstance(capture, Iterable):
+        raise TypeError(f"capture= takes a residuum.Capture, or a list with one for each prompt, not {capture!r}.")
+    captures = list(capture)
+    for item in captures:
+        if item is not None and not isinstance(item, Capture):
+            raise TypeError(f"capture= takes a residuum.Capture or None for each prompt, not {item!r}.")
+    _check_count("capture", len(captures), count)
+    return captures
+
+
+def _steering(steer: Any, count: int) -> list[list[Operation]]:
+    if isinstance(steer, Iterable) and not isinstance(steer, (str, Mapping)):
+        items = list(steer)
+        if any(item is None or (isinstance(item, Iterable) and not isinstance(item, (str, Mapping))) for item in items):
+            _check_count("steer", len(items), count)
+            return [operation_list(item) for item in items]
+        steer = items
+    return [operation_list(steer)] * count
+
+
+def _check_count(name: str, given: int, count: int) -> None:
+    if given != count:
+        raise InvalidRequest(
+            f"{name}= has {given} items, and there are {count} prompts. Give one item for each prompt, or a single one "
+            "for all.",
+            reason="INVALID_FIELD",
+            metadata={"field": name},
+        )
+
+
+class BatchResults:
+    """The outcome of each prompt of a batch, as far as it is known."""
+
+    def __init__(self, count: int) -> None:
+        """Prepare for this many prompts."""
+        self.replies: list[Reply | None] = [None] * count
+        """The replies; None for a prompt that failed or has not ended."""
+        self.errors: dict[int, ResiduumError] = {}
+        """The failures, by the index of the prompt."""
+
+    def add(self, index: int, outcome: Reply | ResiduumError) -> None:
+        """Record the outcome of a prompt."""
+        if isinstance(outcome, ResiduumError):
+            self.errors[index] = outcome
+        else:
+            self.replies[index] = outcome
+
+    def check(self) -> None:
+        """Check that no prompt failed.
+
+        Raises:
+            BatchFailed: Some did.
+        """
+        if self.errors:
+            raise BatchFailed(self.replies, self.errors)
+
+    def all_replies(self) -> list[Reply]:
+        """Return the replies when all prompts have ended.
+
+        Raises:
+            BatchFailed: Some prompts failed.
+        """
+        self.check()
+        return [reply for reply in self.replies if reply is not None]

@@ -390,6 +390,7 @@ class CaptureSpec(_message.Message):
     BEFORE_STEERING_FIELD_NUMBER: _builtins.int
     ENCODING_OPTIONS_FIELD_NUMBER: _builtins.int
     REDUCTION_FIELD_NUMBER: _builtins.int
+    FLUSH_INTERVAL_FIELD_NUMBER: _builtins.int
     encoding: Global___Encoding.ValueType
     """The encoding of rows."""
     overflow: Global___OverflowPolicy.ValueType
@@ -400,6 +401,11 @@ class CaptureSpec(_message.Message):
     """
     reduction: Global___Reduction.ValueType
     """The reduction of rows."""
+    flush_interval: _builtins.int
+    """The most captured positions of generated tokens that wait in the model's process before their rows are sent: 1 to
+    32. Fewer show rows sooner to those who follow the capture, and take more chunks, each with its own cost. Rows of
+    the prompt never wait for generated ones. 0: 32.
+    """
     @_builtins.property
     def layers(self) -> _selection_pb2.LayerSelection:
         """The layers to capture. Required."""
@@ -427,10 +433,11 @@ class CaptureSpec(_message.Message):
         before_steering: _builtins.bool = ...,
         encoding_options: Global___EncodingOptions | None = ...,
         reduction: Global___Reduction.ValueType = ...,
+        flush_interval: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["encoding_options", b"encoding_options", "layers", b"layers", "positions", b"positions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_steering", b"before_steering", "encoding", b"encoding", "encoding_options", b"encoding_options", "layers", b"layers", "overflow", b"overflow", "positions", b"positions", "reduction", b"reduction", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_steering", b"before_steering", "encoding", b"encoding", "encoding_options", b"encoding_options", "flush_interval", b"flush_interval", "layers", b"layers", "overflow", b"overflow", "positions", b"positions", "reduction", b"reduction", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ from residuum.v1 import capture_pb2
 from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection
 from residuum.values.vector import Vector
 from residuum.wire.encodings import BY_DIMENSION, BY_ROW, ENCODINGS
-from residuum.wire.limits import MAX_PROJECTION_VECTORS
+from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
 
 _UINT32 = (1 << 32) - 1
 
@@ -97,6 +97,11 @@ class Capture:
     the stream before the steering of the previous layer; so the sites of a layer do not add up if that layer was
     steered."""
 
+    flush_interval: int = BLOCK_TOKENS
+    """After how many captured positions of generated tokens their rows are sent, 1 to 32. With 1, `follow` shows each
+    row at once; but every position then takes a chunk of its own, which costs more time and space. Rows of the prompt
+    never wait."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(layer_list(self.layers)))
@@ -106,7 +111,7 @@ class Capture:
         object.__setattr__(self, "sites", sites)
         object.__setattr__(self, "positions", Positions.of(self.positions))
         object.__setattr__(self, "vectors", tuple(_vector_list(self.vectors)))
-        for name in ("dimensions", "seed"):
+        for name in ("dimensions", "seed", "flush_interval"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer, type(None))):
                 raise TypeError(f"{name} must be a whole number, not {value!r}.")
@@ -122,6 +127,12 @@ class Capture:
         """
         if self.overflow not in _OVERFLOW:
             raise InvalidRequest(f"overflow={self.overflow!r} is unknown; use 'wait' or 'shed'.")
+        if not 1 <= self.flush_interval <= BLOCK_TOKENS:
+            raise InvalidRequest(
+                f"flush_interval= must be from 1 to {BLOCK_TOKENS} tokens, not {self.flush_interval}.",
+                reason="INVALID_FIELD",
+                metadata={"field": "flush_interval"},
+            )
         return capture_pb2.CaptureSpec(
             layers=layer_selection(self.layers),
             sites=site_numbers(self.sites),
@@ -131,6 +142,7 @@ class Capture:
             before_steering=self.before_steering,
             encoding_options=self._options(),
             reduction=_named("reduction", self.reduction, REDUCTIONS),
+            flush_interval=0 if self.flush_interval == BLOCK_TOKENS else self.flush_interval,
         )
 
     @property
