@@ -342,8 +342,8 @@ class BatchCancelled(asyncio.CancelledError):
 def _unfinished(replies: Sequence[Reply | None]) -> str:
     done = sum(reply is not None for reply in replies)
     return (
-        f"The batch was interrupted when {done} of {len(replies)} prompts were done. This exception has their replies in "
-        ".replies."
+        f"The batch was interrupted when {done} of {len(replies)} prompts were done. This exception has their replies "
+        "in .replies."
     )
 
 

@@ -141,15 +141,23 @@ async def test_as_completed_refuses_bad_arguments_at_once(endpoint, peer):
             client.generate_as_completed(["a", "b"], steer=[None])
 
 
-def test_dropping_the_replies_stops_the_rest_sync(endpoint, peer):
-    peer.script.hold = threading.Event()
+def test_dropping_the_replies_stops_the_rest_sync(endpoint, peer, monkeypatch):
+    stopped, deltas = threading.Event(), peer._deltas
+
+    def stuck(name, tokens, *arguments):
+        if tokens[-1] == 1:
+            arguments[-1].add_callback(stopped.set)  # the call's context
+            stopped.wait(10)
+            return iter(())
+        return deltas(name, tokens, *arguments)
+
+    monkeypatch.setattr(peer, "_deltas", stuck)
     with residuum.Client(endpoint) as client:
-        replies = client.generate_as_completed([[1], [2]], max_tokens=100)
-        closer = threading.Timer(0.0, lambda: peer.generating.wait(10) and peer.script.hold.set())
-        closer.start()
-        next(replies)
+        replies = client.generate_as_completed([[1], [2]], max_tokens=1)
+        assert next(replies)[0] == 1
+        assert not stopped.is_set()
         replies.close()
-        assert not [name for name, stop in peer.running.items() if not stop.is_set()]
+        assert stopped.wait(10)
 
 
 def test_an_interrupt_keeps_what_is_done_sync(endpoint, peer, monkeypatch):
