@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     __version__: str
     from residuum import directions
-    from residuum.aio import AsyncClient, AsyncStream
+    from residuum.aio import AsyncClient, AsyncStream, BatchCancelled
     from residuum.client import Client, Stream
     from residuum.directions.values import Directions
     from residuum.exceptions import (
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         AlreadyExists,
         BadCredentials,
         BadVector,
-        BatchCancelled,
         BatchFailed,
         BatchInterrupted,
         CallerStalled,
@@ -100,7 +99,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from residuum.values.selections import Positions
-    from residuum.values.steering import Ablate, Add, Cap, Replace
+    from residuum.values.steering import Ablate, Add, Cap, Replace, Set
     from residuum.values.vector import Vector, load_vectors
     from residuum.xargs import vllm_xargs
 
@@ -110,6 +109,7 @@ _HOMES = {
     "Activations": "residuum.values.activations",
     "AsyncClient": "residuum.aio",
     "AsyncStream": "residuum.aio",
+    "BatchCancelled": "residuum.aio",
     "Capture": "residuum.values.capture",
     "Client": "residuum.client",
     "Stream": "residuum.client",
@@ -139,6 +139,7 @@ _HOMES = {
     "Add": "residuum.values.steering",
     "Cap": "residuum.values.steering",
     "Replace": "residuum.values.steering",
+    "Set": "residuum.values.steering",
     "Vector": "residuum.values.vector",
     "load_vectors": "residuum.values.vector",
     "vllm_xargs": "residuum.xargs",
@@ -207,6 +208,7 @@ __all__ = [
     "Sequence",
     "SequenceOutcome",
     "ServerFault",
+    "Set",
     "SilentStoreWarning",
     "SteeringChange",
     "SteeringRecord",

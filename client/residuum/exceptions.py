@@ -55,7 +55,6 @@ A failure whose reason this version does not know is mapped by its gRPC code.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -318,28 +317,13 @@ class BatchInterrupted(KeyboardInterrupt):
     """
 
     def __init__(self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError]) -> None:
-        super().__init__(_unfinished(replies))
+        super().__init__(unfinished(replies))
         self.replies = list(replies)
         self.errors = dict(errors)
 
 
-class BatchCancelled(asyncio.CancelledError):
-    """The task of `AsyncClient.generate_many` was cancelled. It has stopped the prompts that were running.
-
-    It is an asyncio.CancelledError, not a ResiduumError.
-
-    Attributes:
-        replies: One entry for each prompt, in order; None for a prompt that failed or had not ended.
-        errors: The exception of each failed prompt, by the prompt's index.
-    """
-
-    def __init__(self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError]) -> None:
-        super().__init__(_unfinished(replies))
-        self.replies = list(replies)
-        self.errors = dict(errors)
-
-
-def _unfinished(replies: Sequence[Reply | None]) -> str:
+def unfinished(replies: Sequence[Reply | None]) -> str:
+    """Return the message of an interrupted batch."""
     done = sum(reply is not None for reply in replies)
     return (
         f"The batch was interrupted when {done} of {len(replies)} prompts were done. This exception has their replies "

@@ -32,6 +32,7 @@ class Kind(IntEnum):
     ABLATE = 1
     CAP = 2
     """Also used to set a projection to a value: a cap whose bounds are equal."""
+    SET = 3
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         response = inference_pb2.GetModelInfoResponse(
             model="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
             sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
-            steering_operations=["add", "ablate", "cap", "replace"], encodings=ENCODINGS.values(),
+            steering_operations=["add", "ablate", "cap", "replace", "set"], encodings=ENCODINGS.values(),
             reductions=facts().reductions, default_encoding=capture_pb2.ENCODING_RAW,
             limits=inference_pb2.Limits(
                 max_model_len=4096, max_operations=256,

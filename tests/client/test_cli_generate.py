@@ -190,6 +190,15 @@ def test_replace_and_keep_norm_can_be_set_on_the_command_line(cli, peer, tmp_pat
         assert list(operation.positions.phases) == [selection_pb2.PHASE_GENERATED]
 
 
+def test_rows_can_be_set_on_the_command_line(cli, peer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("row.npy", np.ones(HIDDEN))
+    assert cli("generate", "a", "--set", "row.npy@1-2", "--steer-positions", "last_prompt", "--max-tokens", 1)[0] == 0
+    (operation,) = peer.requests[-1].spec.steering.operations
+    assert (operation.WhichOneof("operation"), list(operation.layers.list.layers)) == ("set", [1, 2])
+    assert len(operation.positions.ranges) == 1
+
+
 @pytest.mark.parametrize("replace", ["joy.npy@1", "joy.npy@1:", "joy.npy@1:x", "joy.npy@1:1:2", "joy.npy:1", "joy.npy"])
 def test_invalid_replacements_are_refused(cli, tmp_path, monkeypatch, replace):
     monkeypatch.chdir(tmp_path)

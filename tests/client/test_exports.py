@@ -28,7 +28,7 @@ NAMES = """
     IncompleteCapture InvalidRequest LimitReached Logprobs Manifest MissingVectors ModelInfo NoStore NotFound NotServing
     NotUpdatable OpenCapture PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Sampling Sequence
-    SequenceOutcome ServerFault SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreStats
+    SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreStats
     StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer UnknownModel
     UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__ directions load_vectors
     serve vllm_xargs

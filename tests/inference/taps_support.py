@@ -64,6 +64,8 @@ def steer(x, operation, vector):
 
 
 def _moved(x, operation, vector):
+    if operation.kind == Kind.SET:
+        return vector.astype(np.float64)
     if operation.kind == Kind.ADD:
         return x + operation.scale * vector
     unit = vector / np.linalg.norm(vector)

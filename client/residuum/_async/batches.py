@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from residuum._async.streams import AsyncStream
-from residuum.exceptions import BatchCancelled, ResiduumError
+from residuum.exceptions import ResiduumError, unfinished
 from residuum.rpc import tracing
 from residuum.transport.batches import BatchResults, check_concurrency
 from residuum.transport.progress import progress_bar
 from residuum.values.replies import Reply
+
+
+class BatchCancelled(asyncio.CancelledError):
+    """The task of `AsyncClient.generate_many` was cancelled. It has stopped the prompts that were running.
+
+    It is an asyncio.CancelledError, not a ResiduumError.
+
+    Attributes:
+        replies: One entry for each prompt, in order; None for a prompt that failed or had not ended.
+        errors: The exception of each failed prompt, by the prompt's index.
+    """
+
+    def __init__(self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError]) -> None:
+        super().__init__(unfinished(replies))
+        self.replies = list(replies)
+        self.errors = dict(errors)
 
 
 async def run_batch(

@@ -153,7 +153,9 @@ def generate(options: argparse.Namespace, output: Output) -> int:
             if getattr(options, flag) not in (None, False):
                 options.usage_error(f"--{flag.replace('_', '-')} needs --capture; give both")
     if not options.steer and (options.steer_positions or options.keep_norm):
-        options.usage_error("--steer-positions and --keep-norm need --add, --ablate, --cap or --replace; give both")
+        options.usage_error(
+            "--steer-positions and --keep-norm need --add, --ablate, --cap, --replace or --set; give both"
+        )
     where = {"positions": options.steer_positions, "keep_norm": options.keep_norm}
     if not output.as_json and (options.logprobs is not None or options.prompt_logprobs is not None):
         options.usage_error("--logprobs and --prompt-logprobs need --json, which prints them; give both")
@@ -382,6 +384,7 @@ _OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
     "ablate": functools.partial(_scaled, residuum.Ablate),
     "cap": _bounds,
     "replace": _replacement,
+    "set": lambda text, where: residuum.Set(**_placed(text), **where),
 }
 """Parses the argument of each steering flag. The second argument holds the fields that all operations share."""
 

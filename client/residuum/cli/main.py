@@ -281,6 +281,7 @@ def _add_steering(parser: argparse.ArgumentParser) -> None:
         ("ablate", "VECTOR@LAYERS*SCALE", "remove a direction (default: none)"),
         ("cap", "VECTOR@LAYERS:MIN:MAX", f"keep a projection between two bounds; {bounds} (default: none)"),
         ("replace", "VECTOR@LAYERS:VALUE", "set a projection (default: none)"),
+        ("set", "VECTOR@LAYERS", "set whole rows to a vector (default: none)"),
     ):
         parser.add_argument(
             f"--{name}",
