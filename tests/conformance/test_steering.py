@@ -59,7 +59,8 @@ def test_rows_of_another_request_can_be_set(engine: Engine, reference: Reference
     """Activation patching: from the patched positions on, the request goes on as the other one did."""
     rng = np.random.default_rng(9)
     clean, other = make_prompt(rng, 20), make_prompt(rng, 20)
-    source = engine.client.activations(engine.client.generate(clean, max_tokens=0, capture=ALL))
+    reply = engine.client.generate(clean, max_tokens=0, capture=ALL)
+    source = engine.client.activations(reply).select(site="resid_post")
     rows = torch.from_numpy(source[1].copy())
     chosen = [3, 4, 19]
 
@@ -73,7 +74,7 @@ def test_rows_of_another_request_can_be_set(engine: Engine, reference: Reference
     check_capture(engine, reference, reply, changes={1: patched})
     everything = residuum.Set.from_activations(source, layers=[1])
     reply = engine.client.generate(other, max_tokens=1, capture=ALL, steer=everything)
-    after = engine.client.activations(reply)
+    after = engine.client.activations(reply).select(site="resid_post")
     assert relative_error(after[3], source[3]) < MAX_ERROR, "all of its positions are the other request's"
 
 
