@@ -67,7 +67,7 @@ def _difference(existing: capture_pb2.CaptureDescription, new: capture_pb2.Captu
     existing, before = _comparable(existing)
     new, after = _comparable(new)
     if before != after:
-        return "labels"
+        return "set of labels"
     for field in capture_pb2.CaptureDescription.DESCRIPTOR.fields:
         if field.name in _NOT_COMPARED:
             continue

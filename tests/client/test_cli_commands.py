@@ -46,6 +46,18 @@ def test_rm_by_prefix_deletes_only_with_yes(cli, captures, monkeypatch):
     assert cli("rm", "--prefix", "alike-", "--yes") == (0, "", "no captures match\n")
 
 
+def test_rm_by_labels_deletes_only_with_yes(cli, captures, endpoint, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    with residuum.Client(endpoint) as client:
+        client.label("alike-0", {"group": "one"})
+        client.label("other-0", {"group": "one"})
+    code, _, err = cli("rm", "--where", "group = one")
+    assert (code, "pass --yes" in err) == (1, True)
+    assert cli("rm", "--where", "group = one", "--prefix", "alike-", "--yes")[0] == 0
+    assert listed(cli, "--prefix", "alike-") == {"alike-1", "alike-2"}
+    assert listed(cli, "--where", "group = one") == {"other-0"}
+
+
 @pytest.mark.parametrize(("answer", "left"), [("y\n", 0), ("\n", 3), ("n\n", 3)])
 def test_rm_by_prefix_asks_on_a_terminal(cli, captures, monkeypatch, answer, left):
     main_end, its_end = pty.openpty()

@@ -27,7 +27,7 @@ NAMES = """
     ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
     IncompleteCapture InvalidRequest LimitReached Logprobs Manifest MissingVectors ModelInfo NoStore NotFound NotServing
     NotUpdatable OpenCapture PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
-    Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Sampling Sequence
+    Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling Sequence
     SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture
     StoreStats StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer
     UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__ directions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 
 import grpc
@@ -107,6 +108,51 @@ async def test_a_read_that_breaks_within_a_capture_yields_it_once(reader, flaky,
     found = await reader.activations(replies)
     assert [len(names) for names in asked(flaky)] == [4, 3]
     assert np.array_equal(found[1][1], rows(0, POST, 1, range(7)).astype(np.float32))
+
+
+@pytest.mark.parametrize("timeout", [None, 1.0])
+async def test_a_list_is_given_up_if_the_store_stays_away(make, endpoint, flaky, replies, timeout):
+    """As a single read: after the client's own timeout if it has never reached the store, else after the read's."""
+
+    def change(number, messages):
+        raise Unknown(grpc.StatusCode.UNAVAILABLE)
+
+    flaky.change = change
+    reader = make(endpoint, store=flaky.endpoint, timeout=1 if timeout is None else 30)
+    began = time.monotonic()
+    with pytest.raises(residuum.Unreachable, match=rf"{flaky.endpoint}.* tried again for 1\.\d s"):
+        await reader.activations(replies, timeout=timeout)
+    assert 1.0 <= time.monotonic() - began < 8.0
+    assert flaky.reads > 3
+
+
+async def test_a_known_store_may_be_away_in_the_middle_of_a_list(make, endpoint, flaky, replies):
+    """For longer than the client's timeout. Captures that had come are not asked for again."""
+
+    def change(number, messages):
+        parts = parts_of(messages)
+        if not number:
+            yield from parts[:2]
+        if time.monotonic() < back_at:
+            raise Unknown(grpc.StatusCode.UNAVAILABLE)
+        yield from parts
+
+    flaky.change = change
+    reader = make(endpoint, store=flaky.endpoint, timeout=0.5)
+    back_at = time.monotonic() + 1.5
+    found = await reader.activations(replies)
+    names = [reply.request_id for reply in replies]
+    assert [acts.manifest.capture_id for acts in found] == names
+    assert asked(flaky)[0] == names
+    assert all(later == names[2:] for later in asked(flaky)[1:])
+    assert flaky.reads > 3
+
+
+async def test_a_reply_without_a_capture_is_named(client, replies):
+    plain = await client.generate("a", max_tokens=1)
+    for read in (client.activations, lambda captures: client.rows(captures, layer=1)):
+        with pytest.raises(residuum.UnknownCapture, match=f"{plain.request_id} captured nothing"):
+            await read([replies[0], plain])
 
 
 async def test_unknown_captures_are_named(client, replies):

@@ -10,6 +10,8 @@ import pytest
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import append_prefix
+from residuum.wire.labels import LabelValue, to_dict, to_label
+from store_svc.database.db import Table
 from tests.store.support import (
     ABORTED,
     COMPLETE,
@@ -49,6 +51,12 @@ def open_(
 ) -> store_pb2.OpenCaptureResponse:
     request = store_pb2.OpenCaptureRequest(description=description, if_exists=if_exists)
     return client.stub.OpenCapture(request, timeout=30)
+
+
+def labelled(number: int, **labels: LabelValue) -> capture_pb2.CaptureDescription:
+    description = attempt_of(number)
+    description.spec.labels.extend(to_label(name, value) for name, value in labels.items())
+    return description
 
 
 def write(client: Client, attempt: int, positions: range, **fields: object) -> list[store_pb2.AppendChunksResponse]:
@@ -164,6 +172,43 @@ def test_a_capture_of_another_request_is_not_skipped(
         open_(client, again, SKIP)
     assert f"its {told} differs" in failed[0].message
     assert client.get().description.attempt == 1
+
+
+def test_a_capture_that_replaces_another_has_its_own_labels(tmp_path: Path) -> None:
+    with serving(tmp_path / "store") as (store, client):
+        open_(client, labelled(1, split="train", y=1))
+        finish(client, 1)
+        open_(client, labelled(2, split="test"), REPLACE)
+        assert to_dict(client.get().labels) == {"split": "test"}
+        for where, count in (("split = train", 0), ("y = 1", 0), ("split = test", 1)):
+            found = client.stub.ListCaptures(store_pb2.ListCapturesRequest(where=where)).captures
+            assert len(found) == count, where
+        with store._db.read() as txn:
+            assert (txn.count(Table.LABEL_INDEX), txn.count(Table.LABELS)) == (1, 1)
+
+
+def test_a_skipped_capture_keeps_labels_that_were_changed_later(client: Client) -> None:
+    open_(client, labelled(1, split="train", y=1))
+    finish(client, 1)
+    change = [to_label("y", 2), to_label("by", "hand")]
+    client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="a", labels=change))
+    existing = open_(client, labelled(2, y=1, split="train"), SKIP).existing
+    assert to_dict(existing.labels) == {"by": "hand", "split": "train", "y": 2}
+    assert client.get() == existing
+    with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS) as failed:
+        open_(client, labelled(2, split="test", y=1), SKIP)
+    assert "its set of labels differs" in failed[0].message
+    assert client.get() == existing
+
+
+def test_a_capture_without_the_prompts_text_is_not_skipped_if_it_is_wanted(client: Client) -> None:
+    open_(client, attempt_of(1))
+    finish(client, 1)
+    again = attempt_of(2)
+    again.spec.keep_prompt, again.prompt_text = True, "a"
+    with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS) as failed:
+        open_(client, again, SKIP)
+    assert "its capture spec differs" in failed[0].message
 
 
 @pytest.mark.parametrize("outcome", [INCOMPLETE, ABORTED])

@@ -114,12 +114,13 @@ def pull(options: argparse.Namespace, output: Output) -> int:
         options.usage_error("give either the ID of a capture, or --where")
     if options.id:
         kind = _file_format(options)
-        with open_client(options) as client:
+        advice = f"Nothing was written. Again: residuum pull {options.id}"
+        with open_client(options) as client, advice_if_cut_off(advice):
             _pull_one(client, options.id, options.out or f"{options.id}.{kind}", kind, options, output)
         return 0
     folder, kind = Path(options.out or "."), options.format or "safetensors"
     states = FINAL_STATES if options.allow_partial else ("complete",)
-    with open_client(options) as client:
+    with open_client(options) as client, advice_if_cut_off("The captures that were printed are written."):
         names = [item.capture_id for item in client.captures(where=options.where, states=states)]
         if not names:
             output.note("no captures match")
@@ -132,8 +133,7 @@ def pull(options: argparse.Namespace, output: Output) -> int:
 def _pull_one(
     client: residuum.Client, name: str, path: str, kind: str, options: argparse.Namespace, output: Output
 ) -> None:
-    advice = f"{path} was not written. Again: residuum pull {name}"
-    with warnings.catch_warnings(record=True) as caught, advice_if_cut_off(advice):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", residuum.EmptyCaptureWarning)
         made = client.export(
             name,
