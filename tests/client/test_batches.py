@@ -236,6 +236,29 @@ async def test_a_batch_names_its_requests(client, peer):
     assert sent == dict.fromkeys(names, capture_pb2.IF_EXISTS_SKIP)
 
 
+async def test_a_prompt_that_captures_nothing_has_nothing_that_exists(client, peer):
+    names = [uuid.uuid4().hex for _ in range(2)]
+    captures = [residuum.Capture(layers=[1]), None]
+    steer = [None, [residuum.Add(vector(), layer=0)]]
+    peer.requests.clear()
+    replies = await client.generate_as_completed(
+        ["a", "b"], capture=captures, steer=steer, request_ids=names, if_exists="skip", max_tokens=1
+    )
+    assert {index: (reply.request_id, reply.captured) for index, reply in replies} == {
+        0: (names[0], True),
+        1: (names[1], False),
+    }
+    sent = {
+        item.spec.request_id: (item.spec.if_exists, len(item.spec.steering.operations))
+        for item in peer.requests
+        if item.DESCRIPTOR.name == "GenerateRequest"
+    }
+    assert sent == {
+        names[0]: (capture_pb2.IF_EXISTS_SKIP, 0),
+        names[1]: (capture_pb2.IF_EXISTS_UNSPECIFIED, 1),
+    }
+
+
 @pytest.mark.parametrize(
     ("names", "error", "told"),
     [

@@ -217,8 +217,7 @@ def _show_replies(
             output.say("\n".join(f"[{index + 1}{name}]{sequence.text}" for sequence in reply.sequences))
     skipped = sum(reply is not None and reply.skipped for reply in replies)
     if skipped:
-        # Print to stderr, so that a pipe gets only the texts.
-        print(f"{skipped} of {len(replies)} captures existed, so nothing was generated for them", file=sys.stderr)
+        output.note(f"nothing generated for {skipped} of {len(replies)} prompts: their captures exist")
 
 
 def prompts_of(path: str, *, chat: bool) -> list[Prompt]:
