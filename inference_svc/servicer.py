@@ -210,6 +210,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
             capture_pool_bytes=facts.pool_bytes,
             ring_bytes=facts.ring_bytes,
             table_bytes=facts.table_bytes,
+            max_logprobs=facts.max_logprobs,
         ),
         vllm_version=facts.vllm_version,
         server_version=version("residuum"),

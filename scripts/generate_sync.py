@@ -64,6 +64,7 @@ SENTENCES = {
         "    after any fork. Close it, or use it in a with-block."
     ),
     "Cancelling the task stops the request.": "An interrupt stops the request.",
+    "BatchCancelled: The task was cancelled. It holds": "BatchInterrupted: It was interrupted by Ctrl-C. It holds",
     "Return the tokens of a generation as they are made.": "Start a generation and return its tokens as they are made.",
     "The request starts when the stream is entered or first read. It is accepted then: its id is known, and its\n"
     "        capture can be followed.": (

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     __version__: str
     from residuum import directions
-    from residuum.aio import AsyncClient, AsyncStream
+    from residuum.aio import AsyncClient, AsyncStream, BatchCancelled
     from residuum.client import Client, Stream
     from residuum.directions.values import Directions
     from residuum.exceptions import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         BadCredentials,
         BadVector,
         BatchFailed,
+        BatchInterrupted,
         CallerStalled,
         CaptureEnded,
         CaptureExists,
@@ -78,11 +79,12 @@ if TYPE_CHECKING:
     )
     from residuum.exports.job import Export
     from residuum.protocol.reading import Piece
-    from residuum.protocol.requests import Sampling
+    from residuum.protocol.sampling import Sampling
     from residuum.rpc.credentials import TLS
     from residuum.serving import serve
     from residuum.values.activations import Activations
     from residuum.values.capture import Capture
+    from residuum.values.logprobs import Logprobs
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.values.replies import (
         CapturePage,
@@ -99,22 +101,24 @@ if TYPE_CHECKING:
     )
     from residuum.values.rows import Rows
     from residuum.values.selections import Positions
-    from residuum.values.steering import Ablate, Add, Cap, Replace
+    from residuum.values.steering import Ablate, Add, Cap, Replace, Set
     from residuum.values.vector import Vector, load_vectors
     from residuum.xargs import vllm_xargs
 
 _HOMES = {
     "Piece": "residuum.protocol.reading",
-    "Sampling": "residuum.protocol.requests",
+    "Sampling": "residuum.protocol.sampling",
     "Activations": "residuum.values.activations",
     "Rows": "residuum.values.rows",
     "AsyncClient": "residuum.aio",
     "AsyncStream": "residuum.aio",
+    "BatchCancelled": "residuum.aio",
     "Capture": "residuum.values.capture",
     "Client": "residuum.client",
     "Stream": "residuum.client",
     "Directions": "residuum.directions.values",
     "Export": "residuum.exports.job",
+    "Logprobs": "residuum.values.logprobs",
     "Manifest": "residuum.values.manifest",
     "RowSet": "residuum.values.manifest",
     "SequenceOutcome": "residuum.values.manifest",
@@ -138,6 +142,7 @@ _HOMES = {
     "Add": "residuum.values.steering",
     "Cap": "residuum.values.steering",
     "Replace": "residuum.values.steering",
+    "Set": "residuum.values.steering",
     "Vector": "residuum.values.vector",
     "load_vectors": "residuum.values.vector",
     "vllm_xargs": "residuum.xargs",
@@ -155,7 +160,9 @@ __all__ = [
     "AsyncStream",
     "BadCredentials",
     "BadVector",
+    "BatchCancelled",
     "BatchFailed",
+    "BatchInterrupted",
     "CallerStalled",
     "Cap",
     "Capture",
@@ -177,6 +184,7 @@ __all__ = [
     "IncompleteCapture",
     "InvalidRequest",
     "LimitReached",
+    "Logprobs",
     "Manifest",
     "MissingVectors",
     "ModelInfo",
@@ -204,6 +212,7 @@ __all__ = [
     "Sequence",
     "SequenceOutcome",
     "ServerFault",
+    "Set",
     "SilentStoreWarning",
     "SteeringChange",
     "SteeringRecord",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from residuum._async.batches import BatchCancelled
 from residuum._async.client import AsyncClient
 from residuum._async.streams import AsyncStream
 
-__all__ = ["AsyncClient", "AsyncStream"]
+__all__ = ["AsyncClient", "AsyncStream", "BatchCancelled"]
 
-for _shown in (AsyncClient, AsyncStream):  # as users import them
+for _shown in (AsyncClient, AsyncStream, BatchCancelled):  # as users import them
     _shown.__module__ = __name__

@@ -45,6 +45,9 @@
     ├── ClientClosed
     └── ServerFault                     a bug of the server, or an answer that breaks the contract
 
+    BatchInterrupted (KeyboardInterrupt)        Ctrl-C in generate_many; .replies, .errors
+    BatchCancelled (asyncio.CancelledError)     the same, if its task is cancelled
+
     EmptyCaptureWarning (UserWarning)   activations with 0 positions: no error, but probably unintended
     SilentStoreWarning (UserWarning)    with allow_partial=True: a store did not answer and was left out
 
@@ -308,6 +311,31 @@ class BatchFailed(ResiduumError):
         )
         self.replies = list(replies)
         self.errors = dict(errors)
+
+
+class BatchInterrupted(KeyboardInterrupt):
+    """`Client.generate_many` was interrupted (Ctrl-C). It has stopped the prompts that were running.
+
+    It is a KeyboardInterrupt, not a ResiduumError.
+
+    Attributes:
+        replies: One entry for each prompt, in order; None for a prompt that failed or had not ended.
+        errors: The exception of each failed prompt, by the prompt's index.
+    """
+
+    def __init__(self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError]) -> None:
+        super().__init__(unfinished(replies))
+        self.replies = list(replies)
+        self.errors = dict(errors)
+
+
+def unfinished(replies: Sequence[Reply | None]) -> str:
+    """Return the message of an interrupted batch."""
+    done = sum(reply is not None for reply in replies)
+    return (
+        f"The batch was interrupted when {done} of {len(replies)} prompts were done. This exception has their replies "
+        "in .replies."
+    )
 
 
 class ClientClosed(ResiduumError, RuntimeError):

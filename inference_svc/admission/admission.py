@@ -45,12 +45,12 @@ class Admission:
         return resolved
 
     def check_sampling(self, parameters: inference_pb2.SamplingParameters) -> None:
-        """Check the range of each sampling parameter.
+        """Check each sampling parameter that needs no tokenizer.
 
         Raises:
-            Failure: A parameter is out of range.
+            Failure: A parameter is out of range, or not what it must be.
         """
-        check_sampling(parameters)
+        check_sampling(parameters, self._facts)
 
     def check_prompt(self, token_ids: list[int], parameters: inference_pb2.SamplingParameters) -> None:
         """Check that prompt and reply together fit the model's context.

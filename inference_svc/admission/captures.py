@@ -23,7 +23,13 @@ from residuum.wire.encodings import (
     RowFormat,
 )
 from residuum.wire.labels import LabelError, check_labels
-from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK, DIGEST_BYTES, MAX_PROJECTION_VECTORS
+from residuum.wire.limits import (
+    BLOCK_TOKENS,
+    DEFAULT_PROJECTION,
+    DEFAULT_TOPK,
+    DIGEST_BYTES,
+    MAX_PROJECTION_VECTORS,
+)
 from residuum.wire.selection import is_reduced
 
 if TYPE_CHECKING:
@@ -52,6 +58,11 @@ def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture
     _check_sites(sites, facts)
     if spec.overflow not in capture_pb2.OverflowPolicy.values():
         raise invalid("capture.overflow", "capture.overflow: set OVERFLOW_POLICY_WAIT or OVERFLOW_POLICY_SHED.")
+    if spec.flush_interval > BLOCK_TOKENS:
+        raise invalid(
+            "capture.flush_interval",
+            f"capture.flush_interval is {spec.flush_interval} tokens; it must be from 1 to {BLOCK_TOKENS}.",
+        )
     check_selection("capture.positions", spec.positions)
     try:
         check_labels(spec.labels)
@@ -67,6 +78,7 @@ def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture
     if resolved.encoding_options == capture_pb2.EncodingOptions():
         resolved.ClearField("encoding_options")
     resolved.reduction = spec.reduction or capture_pb2.REDUCTION_NONE
+    resolved.flush_interval = spec.flush_interval or BLOCK_TOKENS
     _check_reduction(resolved, facts)
     return resolved
 

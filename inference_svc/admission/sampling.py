@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+import json
+import math
+from typing import TYPE_CHECKING, Literal
 
 from inference_svc.admission.fields import invalid
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2
-from residuum.wire.limits import DEFAULT_MAX_TOKENS, MAX_CAPTURE_TOKENS, MAX_SEQUENCES, MAX_STOP_TEXTS
+from residuum.wire.limits import (
+    DEFAULT_MAX_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_CAPTURE_TOKENS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGIT_BIASES,
+    MAX_SEQUENCES,
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKENS,
+)
 
 if TYPE_CHECKING:
     from inference_svc.engine.facts import ModelFacts
     from residuum.v1 import capture_pb2
 
 _MAX_TEMPERATURE = 2.0
+_MAX_PENALTY = 2.0
+
+_DEFAULTS: dict[Literal["min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"], float] = {
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Parameters that the hash leaves out if they have these values, their defaults."""
 
 
 def max_new_tokens(parameters: inference_pb2.SamplingParameters) -> int:
     """Return how many tokens each sequence may generate at most."""
     return parameters.max_tokens if parameters.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+
+
+def is_prefill_only(parameters: inference_pb2.SamplingParameters) -> bool:
+    """Return whether only the prompt is computed, and no token is generated."""
+    return parameters.HasField("max_tokens") and parameters.max_tokens == 0
 
 
 def num_sequences(parameters: inference_pb2.SamplingParameters) -> int:
@@ -28,25 +53,39 @@ def num_sequences(parameters: inference_pb2.SamplingParameters) -> int:
 
 
 def sampling_digest(parameters: inference_pb2.SamplingParameters) -> bytes:
-    """Return a hash of checked sampling parameters. It is the same for a default and for its explicit value."""
+    """Return a hash of checked sampling parameters: of those that decide which tokens are generated.
+
+    It is the same for a default and for its explicit value, and with log-probabilities or without.
+    """
     p = inference_pb2.SamplingParameters()
     p.CopyFrom(parameters)
     p.max_tokens, p.num_sequences = max_new_tokens(p), num_sequences(p)
     p.temperature, p.top_k, p.min_tokens = p.temperature, p.top_k, p.min_tokens
     p.top_p = p.top_p if p.HasField("top_p") else 1.0
+    for name, default in _DEFAULTS.items():
+        if getattr(p, name) == default:
+            p.ClearField(name)
+    p.ClearField("logprobs")
+    p.ClearField("prompt_logprobs")
     return hashlib.sha256(p.SerializeToString(deterministic=True)).digest()
 
 
-def check_sampling(parameters: inference_pb2.SamplingParameters) -> None:
-    """Check the range of each sampling parameter.
+def check_sampling(parameters: inference_pb2.SamplingParameters, facts: ModelFacts) -> None:
+    """Check each sampling parameter that needs no tokenizer.
 
     Raises:
-        Failure: A parameter is out of range. The metadata names it.
+        Failure: A parameter is out of range, or not what it must be. The metadata names it.
     """
-    p = parameters
-    max_tokens = max_new_tokens(p)
+    _check_ranges(parameters, facts)
+    _check_grammar(parameters)
+
+
+def _check_ranges(p: inference_pb2.SamplingParameters, facts: ModelFacts) -> None:
+    in_vocabulary = f"IDs below {facts.vocab_size}, the size of the vocabulary"
+    penalty = f"from {-_MAX_PENALTY:g} to {_MAX_PENALTY:g}"
+    biased = {item.token_id for item in p.logit_bias}
+    top = f"from 0 to {facts.max_logprobs}, the server's limit"
     rules = (
-        ("max_tokens", max_tokens >= 1, "at least 1"),
         ("temperature", not p.HasField("temperature") or 0 <= p.temperature <= _MAX_TEMPERATURE, "from 0 to 2"),
         ("top_p", not p.HasField("top_p") or 0 < p.top_p <= 1, "above 0 and at most 1"),
         ("stop", len(p.stop) <= MAX_STOP_TEXTS and all(p.stop), f"at most {MAX_STOP_TEXTS} texts, none empty"),
@@ -57,15 +96,62 @@ def check_sampling(parameters: inference_pb2.SamplingParameters) -> None:
         ),
         (
             "min_tokens",
-            p.min_tokens <= (p.max_tokens if p.HasField("max_tokens") else DEFAULT_MAX_TOKENS),
+            p.min_tokens <= max_new_tokens(p),
             "at most max_tokens",
         ),
         ("seed", p.seed < 1 << 63, "below 2^63"),
         ("top_k", p.top_k < 1 << 31, "below 2^31"),
+        ("min_p", 0 <= p.min_p <= 1, "from 0 to 1"),
+        ("presence_penalty", abs(p.presence_penalty) <= _MAX_PENALTY, penalty),
+        ("frequency_penalty", abs(p.frequency_penalty) <= _MAX_PENALTY, penalty),
+        (
+            "repetition_penalty",
+            not p.HasField("repetition_penalty") or 0 < p.repetition_penalty < math.inf,
+            "above 0 and finite",
+        ),
+        (
+            "stop_token_ids",
+            len(p.stop_token_ids) <= MAX_STOP_TOKENS and max(p.stop_token_ids, default=0) < facts.vocab_size,
+            f"at most {MAX_STOP_TOKENS} {in_vocabulary}",
+        ),
+        (
+            "logit_bias",
+            len(biased) == len(p.logit_bias) <= MAX_LOGIT_BIASES and max(biased, default=0) < facts.vocab_size,
+            f"for at most {MAX_LOGIT_BIASES} different {in_vocabulary}",
+        ),
+        ("logit_bias", all(math.isfinite(item.bias) for item in p.logit_bias), "finite numbers"),
+        (
+            "bad_words",
+            len(p.bad_words) <= MAX_BAD_WORDS and all(word.strip() for word in p.bad_words),
+            f"at most {MAX_BAD_WORDS} words, none empty",
+        ),
+        ("logprobs", p.logprobs <= facts.max_logprobs, top),
+        ("prompt_logprobs", p.prompt_logprobs <= facts.max_logprobs, top),
     )
     for field, holds, allowed in rules:
         if not holds:
             raise invalid(f"sampling.{field}", f"{field} must be {allowed}.")
+
+
+def _check_grammar(p: inference_pb2.SamplingParameters) -> None:
+    """Check the form of a structured output as far as that needs no grammar compiler."""
+    kind = p.WhichOneof("structured_output")
+    if kind is None:
+        return
+    text: str = getattr(p, kind)
+    size = len(text.encode())
+    if not text or "\0" in text or size > MAX_GRAMMAR_BYTES:
+        raise invalid(
+            f"sampling.{kind}",
+            f"{kind} must have 1 to {MAX_GRAMMAR_BYTES} bytes and no NUL character; this one has {size} bytes.",
+        )
+    if kind == "json_schema":
+        try:
+            is_object = isinstance(json.loads(text), dict)
+        except (ValueError, RecursionError) as error:
+            raise invalid("sampling.json_schema", f"json_schema is not a JSON document: {error}.") from None
+        if not is_object:
+            raise invalid("sampling.json_schema", 'json_schema must be a JSON object, such as {"type": "object"}.')
 
 
 def check_prompt(token_ids: list[int], parameters: inference_pb2.SamplingParameters, facts: ModelFacts) -> None:
@@ -77,6 +163,14 @@ def check_prompt(token_ids: list[int], parameters: inference_pb2.SamplingParamet
     if not token_ids:
         raise Failure(Reason.ERROR_REASON_EMPTY_PROMPT, "The prompt has no tokens; send at least one.")
     new_tokens = max_new_tokens(parameters)
+    if is_prefill_only(parameters) and len(token_ids) >= facts.max_model_len:
+        raise Failure(
+            Reason.ERROR_REASON_PROMPT_TOO_LONG,
+            f"The prompt has {len(token_ids)} tokens. The model's context has {facts.max_model_len}, and the engine "
+            "keeps one of them for a token after the prompt, even if max_tokens is 0. Shorten the prompt.",
+            prompt_tokens=len(token_ids),
+            limit=facts.max_model_len,
+        )
     if len(token_ids) + new_tokens > facts.max_model_len:
         raise Failure(
             Reason.ERROR_REASON_PROMPT_TOO_LONG,

@@ -105,5 +105,19 @@ def _check_if_exists(spec: inference_pb2.RequestSpec) -> None:
         )
 
 
+def check_skip(spec: ResolvedSpec, *, wants_logprobs: bool) -> None:
+    """Check that a capture that exists already can answer the request.
+
+    Raises:
+        Failure: It cannot, because the caller asks for log-probabilities, which a capture does not hold.
+    """
+    if spec.if_exists == capture_pb2.IF_EXISTS_SKIP and wants_logprobs:
+        raise invalid(
+            "if_exists",
+            "A capture that exists already holds no logprobs. Leave logprobs and prompt_logprobs out, or set if_exists "
+            "to REPLACE.",
+        )
+
+
 def _depends_on_prompt(positions: selection_pb2.PositionSelection) -> bool:
     return bool(positions.phases) or any(item.first < 0 or item.last < 0 for item in positions.ranges)

@@ -32,7 +32,7 @@ def directions_of(steering: steering_pb2.SteeringSpec) -> set[bytes]:
     return {
         digest
         for item in steering.operations
-        if item.WhichOneof("operation") != "add"
+        if item.WhichOneof("operation") not in ("add", "set")
         for digest in layer_digests(item)
     }
 

@@ -19,6 +19,7 @@ from inference_svc.admission.captures import CaptureDefaults
 from inference_svc.engine.arguments import prepare_environment, tapped_engine_args
 from inference_svc.engine.facts import ModelFacts
 from inference_svc.engine.ranks import check_ranks
+from inference_svc.engine.sampling import asked_of_vllm, check_with_vllm
 from inference_svc.engine.streams import Delta, engine_dead_failure, stream
 from inference_svc.engine.worker_settings import site_numbers
 from inference_svc.requests.prompts import PromptReader
@@ -54,7 +55,7 @@ class Engine:
     def __init__(self, llm: AsyncLLM, tokenizer: Any, facts: ModelFacts) -> None:
         """Wrap a running engine; see `start`. Without a tokenizer (None), prompts and replies are token IDs only."""
         self._llm = llm
-        self._has_tokenizer = tokenizer is not None
+        self._tokenizer = tokenizer
         self._prompts = PromptReader(tokenizer, facts)
         self.facts = facts
 
@@ -91,11 +92,21 @@ class Engine:
     @property
     def has_tokenizer(self) -> bool:
         """Whether prompts and replies can be text. Otherwise they are token IDs only."""
-        return self._has_tokenizer
+        return self._tokenizer is not None
 
     async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
-        """Return the token IDs of a prompt; see `PromptReader.read`."""
-        return await self._prompts.read(request)
+        """Return the token IDs of a request's prompt, and check the sampling parameters that vLLM may refuse.
+
+        Raises:
+            Failure: The prompt is invalid (see `PromptReader.read`), or a parameter is (see `check_with_vllm`).
+        """
+        token_ids = await self._prompts.read(request)
+        if asked_of_vllm(request.sampling):
+            await self._prompts.in_thread(self._check_sampling, request.sampling)
+        return token_ids
+
+    def _check_sampling(self, parameters: inference_pb2.SamplingParameters) -> None:
+        check_with_vllm(parameters, self._llm.vllm_config, self._tokenizer)
 
     async def reply_text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
         """Return the text of a reply; see `PromptReader.reply_text`."""
@@ -120,8 +131,8 @@ class Engine:
         sampling = copy(sampling)
         sampling.skip_clone = True
         sampling.extra_args = plan.to_extra_args() if plan else None
-        # A captured prompt must be computed: positions read from the prefix cache have no rows to capture.
-        sampling.skip_reading_prefix_cache = bool(plan and plan.capture)
+        # Positions that are read from the prefix cache have no rows to capture, and no log-probabilities.
+        sampling.skip_reading_prefix_cache = bool(plan and plan.capture) or sampling.prompt_logprobs is not None
         sampling.detokenize = self.has_tokenizer
         # The form that vLLM's own renderer returns. `PromptReader` has already done the renderer's checks of token IDs.
         prompt = tokens_input(list(prompt_token_ids), cache_salt=cache_salt)
@@ -269,6 +280,12 @@ def _ready(states: Sequence[bool | str]) -> bool | str:
     return next((state for state in states if isinstance(state, str)), all(states))
 
 
+def _max_logprobs(model: Any) -> int:
+    """Return how many of the most likely tokens a request may ask for. vLLM's -1 means all."""
+    vocab_size = int(model.get_vocab_size())
+    return vocab_size if model.max_logprobs == -1 else min(model.max_logprobs, vocab_size)
+
+
 def facts_of(config: Any, settings: TapSettings, name: str, ranks: Sequence[dict[str, Any]] = ()) -> ModelFacts:
     """Return what is served.
 
@@ -286,6 +303,7 @@ def facts_of(config: Any, settings: TapSettings, name: str, ranks: Sequence[dict
         dtype=WIRE_TYPES[model.dtype],
         max_model_len=model.max_model_len,
         vocab_size=model.get_vocab_size(),
+        max_logprobs=_max_logprobs(model),
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         eager=bool(model.enforce_eager),

@@ -45,5 +45,7 @@ class ModelFacts:
     """The encodings that a capture may use."""
     reductions: tuple[capture_pb2.Reduction.ValueType, ...] = (capture_pb2.REDUCTION_NONE,)
     """The reductions that a capture may use."""
+    max_logprobs: int = 20
+    """How many of the most likely tokens a request may ask for with their log-probabilities."""
     capture_defaults: CaptureDefaults = field(default_factory=CaptureDefaults)
     """The encoding of rows if a request does not choose one."""

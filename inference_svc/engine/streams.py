@@ -5,21 +5,21 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from inference_svc.admission.sampling import max_new_tokens
+from inference_svc.admission.fields import invalid
 from inference_svc.engine.finish_reasons import ABORTED, FAILED
+from inference_svc.engine.logprobs import TokenLogprobs
+from inference_svc.engine.sampling import REFUSALS
 from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from vllm import SamplingParams
     from vllm.inputs import TokensInput, TokensPrompt
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    from residuum.v1 import inference_pb2
 
 
 class Delta(NamedTuple):
@@ -31,12 +31,31 @@ class Delta(NamedTuple):
     """"stop" or "length" in the sequence's last delta; None before."""
     stop_reason: str = ""
     """The stop text that ended the sequence, if one did."""
+    stop_token_id: int | None = None
+    """The stop token that ended the sequence, if one did."""
+    logprobs: TokenLogprobs | None = None
+    """The log-probabilities of the tokens, if the request asked for them and there are tokens."""
+    prompt_logprobs: TokenLogprobs | None = None
+    """The log-probabilities of the prompt's tokens from the second on, in one delta if the request asked for them."""
 
     def followed_by(self, other: Delta) -> Delta:
         """Return this delta and a later one as a single delta."""
+        logprobs = self.logprobs or other.logprobs
+        if self.logprobs is not None and other.logprobs is not None:
+            logprobs = self.logprobs.followed_by(other.logprobs)
         return Delta(
-            self.text + other.text, [*self.token_ids, *other.token_ids], other.finish_reason, other.stop_reason
+            self.text + other.text,
+            [*self.token_ids, *other.token_ids],
+            other.finish_reason,
+            other.stop_reason,
+            other.stop_token_id,
+            logprobs,
+            self.prompt_logprobs or other.prompt_logprobs,
         )
+
+    def without_tokens(self) -> Delta:
+        """Return this delta without what was generated. Its sequence ends because it may have no tokens."""
+        return Delta("", (), "length" if self.finish_reason else None, prompt_logprobs=self.prompt_logprobs)
 
 
 async def stream(
@@ -45,43 +64,48 @@ async def stream(
     """Generate one sequence with a vLLM engine, step by step. Closing the generator stops the engine's request.
 
     Raises:
-        Failure: The engine is dead, or gave the request up.
+        Failure: The engine is dead, refuses the request, or gave it up.
     """
+    has_begun = False
     try:
         async with aclosing(llm.generate(prompt, sampling, engine_id)) as outputs:
             async for output in outputs:
-                completion = output.outputs[0]
+                has_begun, completion = True, output.outputs[0]
                 if completion.finish_reason in {ABORTED, FAILED}:
                     raise Failure(
                         Reason.ERROR_REASON_INTERNAL,
                         f"The engine gave the request up (finish reason {completion.finish_reason}). The service's log "
                         "may say why; try again.",
                     )
-                stop = completion.stop_reason
-                yield Delta(
-                    completion.text,
-                    completion.token_ids,
-                    completion.finish_reason,
-                    stop if isinstance(stop, str) else "",
-                )
+                yield _delta(output, sampling)
     except EngineDeadError as error:
         raise engine_dead_failure() from error
+    except REFUSALS as error:
+        if has_begun:
+            raise
+        # `check_with_vllm` knows the parameters that vLLM may refuse. This is for what a later vLLM refuses too.
+        raise invalid("sampling", f"vLLM refuses the request: {error}") from error
 
 
-def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int) -> SamplingParams:
-    """Return vLLM's form of checked sampling parameters, for one sequence of a request."""
-    p = parameters
-    return SamplingParams(
-        max_tokens=max_new_tokens(p),
-        min_tokens=p.min_tokens,
-        temperature=p.temperature,
-        top_p=p.top_p if p.HasField("top_p") else 1.0,
-        top_k=p.top_k,
-        seed=(p.seed + sequence) % (1 << 63) if p.HasField("seed") else None,
-        stop=list(p.stop),
-        ignore_eos=p.ignore_eos,
-        output_kind=RequestOutputKind.DELTA,
+def _delta(output: RequestOutput, sampling: SamplingParams) -> Delta:
+    completion = output.outputs[0]
+    stop, token_ids = completion.stop_reason, completion.token_ids
+    delta = Delta(
+        completion.text,
+        token_ids,
+        completion.finish_reason,
+        stop if isinstance(stop, str) else "",
+        stop if isinstance(stop, int) else None,
     )
+    if sampling.logprobs is not None and token_ids:
+        # Some versions of vLLM repeat earlier log-probabilities if a step adds no token.
+        found = (completion.logprobs or [])[-len(token_ids) :]
+        delta = delta._replace(logprobs=TokenLogprobs.from_vllm(token_ids, found, sampling.logprobs))
+    if sampling.prompt_logprobs is not None and output.prompt_logprobs:
+        # The first token has no log-probability.
+        found, prompt = output.prompt_logprobs[1:], (output.prompt_token_ids or [])[1:]
+        delta = delta._replace(prompt_logprobs=TokenLogprobs.from_vllm(prompt, found, sampling.prompt_logprobs))
+    return delta
 
 
 def engine_dead_failure() -> Failure:

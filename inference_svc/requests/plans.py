@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from inference_svc.admission.steering import layer_digests
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import capture_pb2
+from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from inference_svc.requests.registry import Running
     from residuum.v1 import inference_pb2, steering_pb2
 
-_KINDS = {"add": Kind.ADD, "ablate": Kind.ABLATE, "cap": Kind.CAP, "replace": Kind.CAP}
+_KINDS = {"add": Kind.ADD, "ablate": Kind.ABLATE, "cap": Kind.CAP, "replace": Kind.CAP, "set": Kind.SET}
 
 _SPARE_POSITIONS = 7
 """How many positions the engine may compute beyond the end of a sequence, if the engine itself detects the end. It
@@ -95,6 +96,7 @@ def _capture(
             tuple(rows[digest] for digest in options.vectors),
         ),
         reduction=spec.reduction or capture_pb2.REDUCTION_NONE,
+        flush_interval=spec.flush_interval or BLOCK_TOKENS,
         spare_positions=spare_positions if spec.reduction > capture_pb2.REDUCTION_NONE else 0,
     )
 
@@ -109,7 +111,7 @@ def _operation(item: steering_pb2.SteeringOperation, layers: tuple[int, ...], ro
         scale = item.ablate.scale if item.ablate.HasField("scale") else 1.0
     elif name == "replace":
         low = high = item.replace.value
-    else:
+    elif name == "cap":
         low = item.cap.min if item.cap.HasField("min") else -math.inf
         high = item.cap.max if item.cap.HasField("max") else math.inf
     return Operation(_KINDS[name], row, layers, item.positions, scale, low, high, item.keep_norm)

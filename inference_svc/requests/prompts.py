@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from inference_svc.admission.fields import invalid
 from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from inference_svc.engine.facts import ModelFacts
     from residuum.v1 import inference_pb2
 
 _CONTEXT_TOKENS = 8
 """Tokens of the prompt that a reply is decoded with."""
+
+Result = TypeVar("Result")
+
+_NEED_TOKENIZER = {
+    "stop": "detect stop texts",
+    "bad_words": "find bad words",
+    "json_schema": "follow a JSON schema",
+    "regex": "follow a regular expression",
+}
+"""Sampling parameters that are texts, and what an engine without a tokenizer cannot do."""
 
 
 class PromptReader:
@@ -49,10 +59,10 @@ class PromptReader:
             return self._checked_ids(list(request.token_ids.ids))
         if kind == "text":
             self._check_characters(len(request.text))
-            return await self._ids_in_thread(self._encode, request.text)
+            return await self.in_thread(self._encode, request.text)
         if kind == "chat":
             self._check_chat(request.chat)
-            return await self._ids_in_thread(self._apply_chat_template, request.chat)
+            return await self.in_thread(self._apply_chat_template, request.chat)
         raise invalid("prompt", "Set a prompt: text, token_ids or chat.")
 
     async def text(self, request: inference_pb2.GenerateRequest, token_ids: list[int]) -> str:
@@ -65,22 +75,17 @@ class PromptReader:
         if kind == "text":
             return request.text
         if kind == "chat":
-            text: str = await self._in_thread(self._tokenizer.decode, token_ids)
-            return text
+            return str(await self.in_thread(self._tokenizer.decode, token_ids))
         raise no_prompt_text()
 
     async def reply_text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
         """Return the text of a reply's tokens; empty without a tokenizer."""
         if self._tokenizer is None:
             return ""
-        text: str = await self._in_thread(self._decode_reply, list(prompt_token_ids), list(token_ids))
-        return text
+        return await self.in_thread(self._decode_reply, list(prompt_token_ids), list(token_ids))
 
-    async def _ids_in_thread(self, work: Any, argument: Any) -> list[int]:
-        ids: list[int] = await self._in_thread(work, argument)
-        return ids
-
-    async def _in_thread(self, work: Any, *arguments: Any) -> Any:
+    async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Do work that uses the tokenizer in the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _decode_reply(self, prompt: list[int], reply: list[int]) -> str:
@@ -127,13 +132,27 @@ class PromptReader:
         messages = [{"role": message.role, "content": message.content} for message in chat.messages]
         if not messages:
             return []
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        if messages[-1]["role"] != "assistant":
+            return list(self._render(messages, add_generation_prompt=True, tokenize=True))
+        # The model continues the assistant's message. Some tokenizers ignore what they are asked to continue, and would
+        # let the model begin another message.
+        options = {"add_generation_prompt": False, "continue_final_message": True}
+        begun = messages[-1]["content"].strip()
+        if not begun:
+            raise invalid("chat", "The assistant's last message is empty, so it cannot be continued. Leave it out.")
+        if not str(self._render(messages, tokenize=False, **options)).rstrip().endswith(begun):
+            raise invalid(
+                "chat",
+                "The chat ends with a message of the assistant, which this model's tokenizer cannot continue. End the "
+                "chat with a message of the user, or send the prompt as a text that ends where the reply begins.",
             )
+        return list(self._render(messages, tokenize=True, **options))
+
+    def _render(self, messages: Sequence[Mapping[str, str]], **options: bool) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, return_dict=False, **options)
         except Exception as error:  # jinja and transformers raise unrelated classes for a template's errors
             raise invalid("chat", f"The model's chat template refuses the chat: {error}") from error
-        return list(ids)
 
 
 def no_prompt_text() -> Failure:
@@ -152,9 +171,12 @@ def _longest_token(tokenizer: Any) -> int:
 
 
 def _refuse_text(request: inference_pb2.GenerateRequest) -> None:
-    """Refuse requests that need a tokenizer: prompts of text, and stop texts, which would never be detected."""
+    """Refuse requests that need a tokenizer: prompts of text, and sampling parameters that are texts."""
     kind = request.WhichOneof("prompt")
     if kind in {"text", "chat"}:
         raise invalid(kind, "This engine has no tokenizer; send token_ids.")
-    if request.sampling.stop:
-        raise invalid("sampling.stop", "This engine has no tokenizer, so it cannot detect stop texts. Leave them out.")
+    for field, ability in _NEED_TOKENIZER.items():
+        if getattr(request.sampling, field):
+            raise invalid(
+                f"sampling.{field}", f"This engine has no tokenizer, so it cannot {ability}. Leave {field} out."
+            )

@@ -23,11 +23,14 @@ class KeptSequence:
     finish_reason: str
     stop_reason: str
     """The stop text that ended the sequence. Empty: none did."""
+    stop_token_id: int | None = None
+    """The stop token that ended the sequence. Its text is not part of the text."""
 
 
 async def kept_sequences(
     manifest: capture_pb2.CaptureManifest,
     stop: Sequence[str],
+    stop_token_ids: Sequence[int],
     text_of: Callable[[Sequence[int], Sequence[int]], Awaitable[str]],
 ) -> list[KeptSequence]:
     """Return the sequences of a COMPLETE capture.
@@ -35,15 +38,17 @@ async def kept_sequences(
     Args:
         manifest: Its manifest.
         stop: The stop texts of its request.
+        stop_token_ids: The stop tokens of its request.
         text_of: Returns the text of a reply, from the tokens of the prompt and of the reply.
     """
     sequences = []
     for sequence in manifest.sequences:
         token_ids, ended = list(sequence.generated_token_ids), sequence.finish_reason
-        text = await text_of(manifest.description.prompt_token_ids, token_ids)
+        last = token_ids[-1] if token_ids and ended == "stop" and token_ids[-1] in stop_token_ids else None
+        text = await text_of(manifest.description.prompt_token_ids, token_ids if last is None else token_ids[:-1])
         places = {text.find(word): word for word in stop if word in text} if ended == "stop" else {}
         end = min(places, default=len(text))
-        sequences.append(KeptSequence(token_ids, text[:end], ended, places.get(end, "")))
+        sequences.append(KeptSequence(token_ids, text[:end], ended, places.get(end, ""), None if places else last))
     return sequences
 
 
@@ -61,6 +66,8 @@ async def replay(
         )
     )
     for index, item in enumerate(sequences):
+        if not item.token_ids:
+            continue  # a request with max_tokens=0
         delta = inference_pb2.TokenDelta(sequence=index, text=item.text, token_ids=item.token_ids)
         yield inference_pb2.GenerateResponse(delta=delta)
     yield inference_pb2.GenerateResponse(
@@ -70,6 +77,7 @@ async def replay(
                     finish_reason=item.finish_reason,
                     stop_reason=item.stop_reason,
                     generated_tokens=len(item.token_ids),
+                    stop_token_id=item.stop_token_id,
                 )
                 for item in sequences
             ],

@@ -6,12 +6,13 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inference_svc.engine.streams import sampling_params
+from inference_svc.admission.sampling import is_prefill_only
+from inference_svc.engine.sampling import sampling_params
 from inference_svc.requests.plans import count_spare_positions, engine_id, make_plan
 from residuum.v1 import inference_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from inference_svc.engine.engine import Engine
     from inference_svc.engine.streams import Delta
@@ -76,7 +77,8 @@ class Generation:
             while open_sequences:
                 deltas, ends = await self._next()
                 for index, delta in deltas.items():
-                    yield self._delta(index, delta)
+                    for event in self._delta(index, delta):
+                        yield event
                 for end in ends:
                     if end.error is not None:
                         try:
@@ -124,7 +126,8 @@ class Generation:
                 ),
                 self._running.cache_salt(len(self._token_ids)),
             )
-            async for delta in stream:
+            async for output in stream:
+                delta = output.without_tokens() if is_prefill_only(self._sampling) else output
                 sequence.engine_tokens += len(delta.token_ids)
                 self._queue.put_nowait((index, delta))
         except Exception as error:  # noqa: BLE001 - the consumer of the queue raises it
@@ -137,11 +140,10 @@ class Generation:
     def _end_by_abort(self) -> None:
         self._queue.put_nowait(_Ended(self._running.aborted_failure()))
 
-    def _delta(self, index: int, delta: Delta) -> inference_pb2.GenerateResponse:
-        self._sequences[index].add(delta.token_ids, delta.finish_reason, delta.stop_reason)
-        return inference_pb2.GenerateResponse(
-            delta=inference_pb2.TokenDelta(sequence=index, text=delta.text, token_ids=delta.token_ids)
-        )
+    def _delta(self, index: int, delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
+        """Record a delta, and return its messages: usually one, but many log-probabilities take several."""
+        self._sequences[index].add(delta.token_ids, delta.finish_reason, delta.stop_reason, delta.stop_token_id)
+        return (inference_pb2.GenerateResponse(delta=part) for part in _messages(index, delta))
 
     def _finished(self) -> inference_pb2.GenerationFinished:
         return inference_pb2.GenerationFinished(
@@ -150,6 +152,7 @@ class Generation:
                     finish_reason=sequence.finish_reason,
                     stop_reason=sequence.stop_reason,
                     generated_tokens=len(sequence.token_ids),
+                    stop_token_id=sequence.stop_token_id,
                 )
                 for sequence in self._sequences
             ],
@@ -159,6 +162,22 @@ class Generation:
             ),
             capture=self._handle,
         )
+
+
+def _messages(index: int, delta: Delta) -> Iterator[inference_pb2.TokenDelta]:
+    if delta.prompt_logprobs is not None:
+        for part in delta.prompt_logprobs.parts():
+            yield inference_pb2.TokenDelta(sequence=index, prompt_logprobs=delta.prompt_logprobs.part(part))
+    if delta.logprobs is None:
+        if delta.text or delta.token_ids:
+            yield inference_pb2.TokenDelta(sequence=index, text=delta.text, token_ids=delta.token_ids)
+        return
+    text = delta.text
+    for part in delta.logprobs.parts():
+        yield inference_pb2.TokenDelta(
+            sequence=index, text=text, token_ids=delta.token_ids[part], logprobs=delta.logprobs.part(part)
+        )
+        text = ""
 
 
 async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -6,6 +6,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.sampling import num_sequences, sampling_digest
+from inference_svc.admission.specs import check_skip
 from inference_svc.captures.stores import require_stores
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.requests.concurrency import Places
@@ -119,12 +120,17 @@ class Generator:
         )
         with self._registered(running, session):
             self._admission.check_request(running.spec, tenant, len(token_ids), sampling)
+            check_skip(
+                running.spec, wants_logprobs=sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs")
+            )
             if running.spec.capture is not None and running.spec.capture.keep_prompt:
                 session.prompt_text = await self._engine.prompt_text(request, token_ids)
             async with self._reservations.reserve(running) as vectors, session:
                 handle = self._handle(running)
                 if session.existing is not None:
-                    kept = await kept_sequences(session.existing, sampling.stop, self._engine.reply_text)
+                    kept = await kept_sequences(
+                        session.existing, sampling.stop, sampling.stop_token_ids, self._engine.reply_text
+                    )
                     yield replay(session.existing, kept, handle)
                     return
                 changes = SteeringChanges(self._engine, running, len(token_ids), vectors, session.sequences)

@@ -23,6 +23,8 @@ class GeneratedSequence:
     """Empty while the sequence generates."""
     stop_reason: str = ""
     """The stop text that ended the sequence."""
+    stop_token_id: int | None = None
+    """The stop token that ended the sequence."""
     engine_tokens: int = 0
     """The number of tokens that the engine has generated. Some of them may not have reached the caller yet."""
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -33,11 +35,18 @@ class GeneratedSequence:
         """Whether the sequence ended normally and all its tokens were passed on."""
         return self.finish_reason not in {"", ABORTED, FAILED}
 
-    def add(self, token_ids: Sequence[int], finish_reason: str | None, stop_reason: str = "") -> None:
+    def add(
+        self,
+        token_ids: Sequence[int],
+        finish_reason: str | None,
+        stop_reason: str = "",
+        stop_token_id: int | None = None,
+    ) -> None:
         """Add the tokens of one step. The last step has a finish reason."""
         self.token_ids.extend(token_ids)
         self.finish_reason = finish_reason or ""
         self.stop_reason = stop_reason
+        self.stop_token_id = stop_token_id
 
     def outcome(self) -> capture_pb2.SequenceOutcome:
         """Return how the sequence ended, in the store's form. A sequence that has not ended counts as aborted."""

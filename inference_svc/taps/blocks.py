@@ -29,16 +29,18 @@ class Block:
     first_row: int
     """The pool row for the first unit of the first position."""
     capacity: int
-    """How many positions fit. It is also the distance, in pool rows, from one unit to the next."""
+    """How many positions there is room for. It is also the distance, in pool rows, from one unit to the next."""
     capture: Capture
     """The capture that the block belongs to."""
+    limit: int
+    """With how many positions the block is full: its capacity, or less if its rows are to leave sooner."""
     positions: list[int] = field(default_factory=list)
     """The positions that the block holds, in the order of its rows."""
 
     @property
     def free(self) -> int:
-        """How many more positions fit."""
-        return self.capacity - len(self.positions)
+        """How many more positions the block takes until it is full."""
+        return self.limit - len(self.positions)
 
     @property
     def num_rows(self) -> int:
@@ -110,13 +112,17 @@ class BlockPool:
         whole = self.memory[block.first_row : block.first_row + block.num_rows]
         return whole.view(block.capture.units, block.capacity, -1)[:, : len(block.positions)]
 
-    def take(self, capture: Capture, positions: int, min_capacity: int = BLOCK_TOKENS) -> Block:
+    def take(
+        self, capture: Capture, positions: int, min_capacity: int = BLOCK_TOKENS, limit: int | None = None
+    ) -> Block:
         """Allocate a block. Wait for room while other blocks are leaving the device.
 
         Args:
             capture: The capture that fills the block.
             positions: How many positions this step has for the block. The block may hold fewer.
-            min_capacity: How many positions the block holds at least, at most 32.
+            min_capacity: For how many positions the block has room at least, at most 32.
+            limit: With how many positions the block is full at most. None: when there is no more room. The block takes
+                its room all the same, because runs of many different lengths would fragment the pool.
 
         Raises:
             PoolExhaustedError: There is no room, and none will come free.
@@ -132,7 +138,7 @@ class BlockPool:
                 for capacity in capacities:
                     first = self._runs.take(capacity * capture.units, from_end=capacity <= BLOCK_TOKENS)
                     if first is not None:
-                        return Block(first, capacity, capture)
+                        return Block(first, capacity, capture, min(capacity, limit or capacity))
                 if not self._leaving:
                     raise PoolExhaustedError(
                         "No room is left for captured rows: the pool is too small for this step. This is a defect of "

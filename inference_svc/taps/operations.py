@@ -81,7 +81,7 @@ def apply_batch(x: Tensor, v: Tensor, inverse_norms: Tensor, batch: OperationBat
     clamped = torch.maximum(torch.minimum(projections, batch.highs), batch.lows)
     along_unit = torch.where(batch.kinds == Kind.ABLATE, -batch.scales * projections, clamped - projections)
     factors = torch.where(batch.kinds == Kind.ADD, batch.scales, along_unit * inverse_norms)
-    moved = x + factors.unsqueeze(-1) * v
+    moved = torch.where((batch.kinds == Kind.SET).unsqueeze(-1), v, x + factors.unsqueeze(-1) * v)
     if not batch.keeps_norm.any():
         return moved
     before, after = x.norm(dim=-1), moved.norm(dim=-1)

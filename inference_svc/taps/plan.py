@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.encodings import RANDOM_PROJECTIONS, RowFormat
+from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +32,7 @@ class Kind(IntEnum):
     ABLATE = 1
     CAP = 2
     """Also used to set a projection to a value: a cap whose bounds are equal."""
+    SET = 3
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ class Capture:
     """Keep the rows in the worker for the self-test, instead of sending them to a store."""
     encoding: RowEncoding = field(default_factory=RowEncoding)
     reduction: capture_pb2.Reduction.ValueType = capture_pb2.REDUCTION_NONE
+    flush_interval: int = BLOCK_TOKENS
+    """Most positions of generated tokens that a block holds before it leaves."""
     spare_positions: int = 0
     """With a reduction: how many positions the engine may compute beyond the request's end."""
 

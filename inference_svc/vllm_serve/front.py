@@ -17,6 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.admission.admission import Admission
 from inference_svc.admission.fields import invalid
+from inference_svc.admission.specs import check_skip
 from inference_svc.engine.engine import Engine, facts_of, tokenizer_of
 from inference_svc.engine.streams import engine_dead_failure
 from inference_svc.requests.plans import count_spare_positions, make_plan
@@ -39,7 +40,7 @@ from inference_svc.vllm_serve.xargs import (
     read_residuum_arguments,
     without_residuum_arguments,
 )
-from residuum.v1 import capture_pb2, inference_pb2
+from residuum.v1 import inference_pb2
 from residuum.wire.ids import is_valid_id, make_id
 from residuum.wire.limits import MAX_SEQUENCES
 
@@ -167,7 +168,7 @@ class FrontEnd:
             raise invalid(
                 "capture", "This server has no store, so it cannot capture. Its operator can set RESIDUUM_STORE."
             )
-        _check_skip(spec, sampling)
+        check_skip(spec, wants_logprobs=sampling.logprobs is not None or sampling.prompt_logprobs is not None)
         token_ids = _token_ids(prompt)
         if spec.capture is not None and spec.capture.keep_prompt and not prompt.get("prompt"):
             raise no_prompt_text()
@@ -225,7 +226,9 @@ class FrontEnd:
                 self._keep(admitted.asked)  # the cache may have evicted them since the check
                 async with self._reservations.reserve(running) as vectors, session:
                     if session.existing is not None:
-                        kept = await kept_sequences(session.existing, sampling.stop or (), self._reply_text)
+                        kept = await kept_sequences(
+                            session.existing, sampling.stop or (), sampling.stop_token_ids or (), self._reply_text
+                        )
                         for output in kept_outputs(admitted.request_id, admitted.token_ids, kept, sampling.output_kind):
                             yield output
                         return
@@ -274,20 +277,6 @@ class FrontEnd:
         if isinstance(error, EngineDeadError) or self._engine.is_dead:
             return engine_dead_failure()
         return error
-
-
-def _check_skip(spec: ResolvedSpec, sampling: Any) -> None:
-    """Check that a capture that exists already can answer the request.
-
-    Raises:
-        Failure: It cannot, because the caller asks for logprobs, which a capture does not hold.
-    """
-    asked = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-    if spec.if_exists == capture_pb2.IF_EXISTS_SKIP and asked:
-        raise invalid(
-            "if_exists",
-            "A capture that exists already holds no logprobs. Leave logprobs out, or set if_exists to REPLACE.",
-        )
 
 
 def _kept_text(admitted: _Admitted) -> str:

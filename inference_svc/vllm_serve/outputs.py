@@ -101,7 +101,7 @@ def kept_outputs(
             None,
             None,
             finish_reason=item.finish_reason,
-            stop_reason=item.stop_reason or None,
+            stop_reason=item.stop_reason or item.stop_token_id,
         )
         for index, item in enumerate(kept)
     ]

@@ -61,10 +61,11 @@ def is_replaced(
 def _difference(existing: capture_pb2.CaptureDescription, new: capture_pb2.CaptureDescription) -> str:
     """Return the name of the first field in which the two requests differ; empty if they are the same.
 
-    Of labels, those that the requests ask for count, in any order. Later changes of them do not.
+    Of labels, those that the requests ask for count, in any order. Later changes of them do not. How often rows leave
+    does not count: the rows are the same.
     """
-    existing, before = _without_labels(existing)
-    new, after = _without_labels(new)
+    existing, before = _comparable(existing)
+    new, after = _comparable(new)
     if before != after:
         return "set of labels"
     for field in capture_pb2.CaptureDescription.DESCRIPTOR.fields:
@@ -78,13 +79,14 @@ def _difference(existing: capture_pb2.CaptureDescription, new: capture_pb2.Captu
     return ""
 
 
-def _without_labels(
+def _comparable(
     description: capture_pb2.CaptureDescription,
 ) -> tuple[capture_pb2.CaptureDescription, list[capture_pb2.Label]]:
-    """Return a description without the labels, and the labels by name."""
+    """Return a description without the labels and the flush interval, and the labels by name."""
     rest = capture_pb2.CaptureDescription()
     rest.CopyFrom(description)
     rest.spec.ClearField("labels")
+    rest.spec.ClearField("flush_interval")
     return rest, changed([], description.spec.labels, [])
 
 

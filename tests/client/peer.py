@@ -73,6 +73,23 @@ def facts() -> SimpleNamespace:
     )  # fmt: skip
 
 
+def logprobs(token_ids, k):
+    """The log-probabilities of tokens: a function of each token."""
+    return inference_pb2.Logprobs(
+        tokens=[-token_id / 8 for token_id in token_ids],
+        num_top=k,
+        top_token_ids=[token_id + rank for token_id in token_ids for rank in range(k)],
+        top=[-(token_id + rank) / 8 for token_id in token_ids for rank in range(k)],
+    )
+
+
+def _prompt_logprobs(prompt, k):
+    """The deltas with the log-probabilities of a prompt, one for each token, as if they were long."""
+    for part in [[token_id] for token_id in prompt[1:]] or [[]]:
+        delta = inference_pb2.TokenDelta(prompt_logprobs=logprobs(part, k))
+        yield inference_pb2.GenerateResponse(delta=delta)
+
+
 @dataclass
 class Script:
     """The scripted behaviour of the peer. Tests change it; `Peer.reset` restores the default."""
@@ -132,7 +149,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         response = inference_pb2.GetModelInfoResponse(
             model="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
             sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
-            steering_operations=["add", "ablate", "cap", "replace"], encodings=ENCODINGS.values(),
+            steering_operations=["add", "ablate", "cap", "replace", "set"], encodings=ENCODINGS.values(),
             reductions=facts().reductions, default_encoding=capture_pb2.ENCODING_RAW,
             limits=inference_pb2.Limits(
                 max_model_len=4096, max_operations=256,
@@ -240,7 +257,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         captures = spec.HasField("capture")
         if captures:
             self._open(name, spec, prompt, sequences, request.text)
-        yield from self._events(name, spec, prompt, count, sequences, context)
+        yield from self._events(name, spec, prompt, count, sequences, request.sampling, context)
 
     def _claim(self, request):
         if request.WhichOneof("target") != "request_id":
@@ -271,7 +288,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
     def _missing(self, digests):
         return [digest for digest in dict.fromkeys(digests) if digest not in self.vectors]
 
-    def _events(self, name, spec, prompt, count, sequences, context):
+    def _events(self, name, spec, prompt, count, sequences, sampling, context):
         script, captures = self.script, spec.HasField("capture")
         handle = None
         if captures:
@@ -288,7 +305,9 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             yield inference_pb2.GenerateResponse(started=started)
         self.generating.set()
         try:
-            yield from self._deltas(name, prompt, count, done, context)
+            if sampling.HasField("prompt_logprobs"):
+                yield from _prompt_logprobs(prompt, sampling.prompt_logprobs)
+            yield from self._deltas(name, prompt, count, done, sampling, context)
         except Failure:
             self._end_capture(spec, name, prompt, done, capture_pb2.CAPTURE_STATE_ABORTED, script)
             raise
@@ -296,7 +315,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         if not script.truncate:
             yield inference_pb2.GenerateResponse(finished=_finished(prompt, done, handle))
 
-    def _deltas(self, name, prompt, count, done, context):
+    def _deltas(self, name, prompt, count, done, sampling, context):
         """Generate tokens into `done` until there are enough or the request is stopped."""
         stop = self.running[name]
         ended = threading.Event()
@@ -314,6 +333,8 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             for sequence, tokens in enumerate(done):
                 tokens.append(prompt[-1] + step + 1 + 100 * sequence)
                 delta = inference_pb2.TokenDelta(sequence=sequence, text=f" {tokens[-1]}", token_ids=[tokens[-1]])
+                if sampling.HasField("logprobs"):
+                    delta.logprobs.CopyFrom(logprobs([tokens[-1]], sampling.logprobs))
                 yield inference_pb2.GenerateResponse(delta=delta)
             if hold:
                 hold.wait(30)

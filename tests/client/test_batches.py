@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import itertools
+import threading
 import uuid
 
 import numpy as np
@@ -55,6 +59,144 @@ async def test_a_batch_steers_all_requests(client, peer):
     assert peer.vectors_received <= 3
 
 
+async def test_each_prompt_has_its_own_capture_and_steering(client, peer):
+    captures = [residuum.Capture(layers=[layer]) if layer else None for layer in range(4)]
+    one, two = residuum.Add(vector(1), layer=1), residuum.Ablate(vector(2), layer=2)
+    steer = [[one], None, [], (one, two)]
+    replies = await client.generate_many(["a", "bb", "ccc", "dddd"], max_tokens=1, capture=captures, steer=iter(steer))
+    sent = {
+        request.text: request.spec
+        for request, name in zip(peer.requests, peer.calls, strict=True)
+        if name == "Generate"
+    }
+    assert [list(sent[text].capture.layers.list.layers) for text in ("a", "bb", "ccc", "dddd")] == [[], [1], [2], [3]]
+    kinds = [[item.WhichOneof("operation") for item in sent[text].steering.operations] for text in sent]
+    assert dict(zip(sent, kinds, strict=True)) == {"a": ["add"], "bb": [], "ccc": [], "dddd": ["add", "ablate"]}
+    assert [reply.captured for reply in replies] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "told"),
+    [
+        ({"capture": [residuum.Capture()]}, "capture", "capture= has 1 items, and there are 2 prompts"),
+        ({"steer": [None]}, "steer", "steer= has 1 items, and there are 2 prompts"),
+        ({"steer": [[], None, []]}, "steer", "steer= has 3 items, and there are 2 prompts"),
+    ],
+)
+async def test_captures_and_steering_must_be_as_many_as_prompts(client, peer, arguments, field, told):
+    with pytest.raises(residuum.InvalidRequest, match=told) as caught:
+        await client.generate_many(["a", "b"], **arguments)
+    assert caught.value.metadata == {"field": field}
+    assert peer.calls == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"capture": 5}, {"capture": ["all", None]}, {"steer": [["x"], None]}, {"steer": 5}]
+)
+async def test_captures_and_steering_of_the_wrong_type_are_refused(client, peer, arguments):
+    with pytest.raises(TypeError, match="takes"):
+        await client.generate_many(["a", "b"], **arguments)
+    assert peer.calls == []
+
+
+def finish_all_but(peer, prompt):
+    """Let the peer hold the generation of one prompt, until the returned event is set."""
+    hold, deltas = threading.Event(), peer._deltas
+
+    def wait(name, tokens, *arguments):
+        if tokens[-1] == prompt:
+            hold.wait(10)
+        return deltas(name, tokens, *arguments)
+
+    return hold, wait
+
+
+def test_replies_come_as_they_complete_sync(endpoint, peer, monkeypatch):
+    hold, wait = finish_all_but(peer, 1)
+    monkeypatch.setattr(peer, "_deltas", wait)
+    with residuum.Client(endpoint) as client:
+        replies = client.generate_as_completed([[1], [2], [3], []], max_tokens=1)
+        assert {index: reply.token_ids for index, reply in itertools.islice(replies, 2)} == {1: (3,), 2: (4,)}
+        hold.set()
+        assert next(replies)[0] == 0, "the slow one comes last"
+        with pytest.raises(residuum.BatchFailed, match="1 of 4 prompts failed") as caught:
+            next(replies)
+        assert [reply and reply.token_ids for reply in caught.value.replies] == [(2,), (3,), (4,), None]
+
+
+async def test_replies_come_as_they_complete_async(endpoint, peer, monkeypatch):
+    hold, wait = finish_all_but(peer, 1)
+    monkeypatch.setattr(peer, "_deltas", wait)
+    async with residuum.AsyncClient(endpoint) as client:
+        replies = client.generate_as_completed([[1], [2], []], max_tokens=1)
+        index, reply = await anext(replies)
+        assert (index, reply.token_ids) == (1, (3,))
+        hold.set()
+        assert (await anext(replies))[0] == 0, "the slow one comes last"
+        with pytest.raises(residuum.BatchFailed, match="1 of 3 prompts failed"):
+            await anext(replies)
+
+
+async def test_as_completed_refuses_bad_arguments_at_once(endpoint, peer):
+    async with residuum.AsyncClient(endpoint) as client:
+        with pytest.raises(residuum.InvalidRequest, match="steer= has 1 items"):
+            client.generate_as_completed(["a", "b"], steer=[None])
+
+
+def test_dropping_the_replies_stops_the_rest_sync(endpoint, peer, monkeypatch):
+    stopped, deltas = threading.Event(), peer._deltas
+
+    def stuck(name, tokens, *arguments):
+        if tokens[-1] == 1:
+            arguments[-1].add_callback(stopped.set)  # the call's context
+            stopped.wait(10)
+            return iter(())
+        return deltas(name, tokens, *arguments)
+
+    monkeypatch.setattr(peer, "_deltas", stuck)
+    with residuum.Client(endpoint) as client:
+        replies = client.generate_as_completed([[1], [2]], max_tokens=1)
+        assert next(replies)[0] == 1
+        assert not stopped.is_set()
+        replies.close()
+        assert stopped.wait(10)
+
+
+def test_an_interrupt_keeps_what_is_done_sync(endpoint, peer, monkeypatch):
+    """Ctrl-C comes while one prompt still runs."""
+    hold, wait = finish_all_but(peer, 1)
+    monkeypatch.setattr(peer, "_deltas", wait)
+
+    def interrupted(futures):
+        yield from itertools.islice(concurrent.futures.as_completed(futures), 2)
+        hold.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("residuum._sync.batches.as_completed", interrupted)
+    with residuum.Client(endpoint) as client, pytest.raises(residuum.BatchInterrupted) as caught:
+        client.generate_many([[1], [2], [3]], max_tokens=50)
+    assert isinstance(caught.value, KeyboardInterrupt)
+    assert [reply and len(reply.token_ids) for reply in caught.value.replies[1:]] == [50, 50]
+    assert "of 3 prompts were done" in str(caught.value)
+
+
+async def test_a_cancelled_batch_keeps_what_is_done_async(endpoint, peer, monkeypatch):
+    hold, wait = finish_all_but(peer, 1)
+    monkeypatch.setattr(peer, "_deltas", wait)
+    async with residuum.AsyncClient(endpoint) as client:
+        batch = asyncio.ensure_future(client.generate_many([[1], [2], [3]], max_tokens=2))
+        while len(peer.done) < 3 or sum(len(tokens[0]) == 2 for tokens in peer.done.values()) < 2:  # noqa: ASYNC110 - the peer runs in threads
+            await asyncio.sleep(0.001)
+        await client.generate("bbbb", max_tokens=1)  # the replies have arrived by then
+        batch.cancel()
+        with pytest.raises(residuum.BatchCancelled) as caught:
+            await batch
+        hold.set()
+    assert batch.cancelled()
+    assert [reply and reply.token_ids for reply in caught.value.replies] == [None, (3, 4), (4, 5)]
+    assert caught.value.errors == {}
+
+
 def test_many_threads_share_a_client(endpoint, peer):
     from concurrent.futures import ThreadPoolExecutor
 
@@ -92,6 +234,29 @@ async def test_a_batch_names_its_requests(client, peer):
         item.spec.request_id: item.spec.if_exists for item in peer.requests if item.DESCRIPTOR.name == "GenerateRequest"
     }
     assert sent == dict.fromkeys(names, capture_pb2.IF_EXISTS_SKIP)
+
+
+async def test_a_prompt_that_captures_nothing_has_nothing_that_exists(client, peer):
+    names = [uuid.uuid4().hex for _ in range(2)]
+    captures = [residuum.Capture(layers=[1]), None]
+    steer = [None, [residuum.Add(vector(), layer=0)]]
+    peer.requests.clear()
+    replies = await client.generate_as_completed(
+        ["a", "b"], capture=captures, steer=steer, request_ids=names, if_exists="skip", max_tokens=1
+    )
+    assert {index: (reply.request_id, reply.captured) for index, reply in replies} == {
+        0: (names[0], True),
+        1: (names[1], False),
+    }
+    sent = {
+        item.spec.request_id: (item.spec.if_exists, len(item.spec.steering.operations))
+        for item in peer.requests
+        if item.DESCRIPTOR.name == "GenerateRequest"
+    }
+    assert sent == {
+        names[0]: (capture_pb2.IF_EXISTS_SKIP, 0),
+        names[1]: (capture_pb2.IF_EXISTS_UNSPECIFIED, 1),
+    }
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,8 @@ def test_vectors_of_another_width_are_refused(endpoint, capsys, tmp_path):
      ["ls", "-n", "-1"], ["ls", "-n", "0"], ["info", "--timeout", "0"], ["info", "--timeout", "soon"],
      ["generate", "a", "--positions", "prompt"], ["generate", "a", "--sites", "resid_pre"],
      ["generate", "a", "--before-steering"], ["generate", "a", "--encoding", "zip"], ["pull", "a", "--out", "a.foo"],
-     ["rm", "a", "--prefix", "b"], ["generate", "a", "--file", "b"], ["generate", "--file", "b", "--id", "c"]],
+     ["rm", "a", "--prefix", "b"], ["generate", "a", "--file", "b"],
+     ["generate", "--file", "b", "--id", "c", "--if-exists", "skip"]],
 )  # fmt: skip
 def test_wrong_command_lines_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as caught:

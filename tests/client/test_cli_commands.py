@@ -8,12 +8,15 @@ import os
 import pty
 import sys
 import threading
+import uuid
 
 import numpy as np
 import pytest
 from peer import HIDDEN
 
 import residuum
+from residuum.v1 import capture_pb2
+from residuum.values.replies import Usage
 
 
 @pytest.fixture
@@ -111,6 +114,48 @@ def test_generate_takes_a_file_of_prompts(cli, tmp_path, endpoint):
     assert len({reply["request_id"] for reply in replies}) == 3
     path.write_text("\n")
     assert "has no prompts" in cli("generate", "--file", path)[2]
+
+
+def job(path, name, *more):
+    return ("generate", "--file", path, "--id", name, "--capture", "1", "--max-tokens", 1, *more)
+
+
+def test_an_id_names_the_requests_of_a_file(cli, tmp_path, peer):
+    path, name = tmp_path / "prompts.txt", uuid.uuid4().hex
+    path.write_text("one\nfour\n")
+    code, out, err = cli(*job(path, name))
+    assert (code, err) == (0, "")
+    assert [line.split("]")[0] for line in out.splitlines()] == [f"[1 {name}-0", f"[2 {name}-1"]
+    peer.script.skipped, name = True, uuid.uuid4().hex
+    code, _, err = cli(*job(path, name, "--if-exists", "skip"))
+    assert code == 0
+    assert err == "nothing generated for 2 of 2 prompts: their captures exist\n"
+    sent = {request.spec.request_id: request.spec.if_exists for request in peer.requests[-2:]}
+    assert sent == dict.fromkeys([f"{name}-0", f"{name}-1"], capture_pb2.IF_EXISTS_SKIP)
+
+
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [
+        (("--id", "job", "--capture", "1"), "give the same command with --if-exists skip"),
+        ((), "give --capture, --id JOB and --if-exists skip"),
+    ],
+)
+def test_an_interrupted_file_of_prompts_shows_what_is_done_and_how_to_go_on(cli, tmp_path, monkeypatch, more, advice):
+    usage = Usage(1, 1)
+    done = residuum.Reply("job-1", (1,), (residuum.Sequence("two", (2,), "length"),), usage, captured=True)
+
+    def interrupted(client, prompts, **arguments):
+        assert prompts == ["a", "b", "c"]
+        raise residuum.BatchInterrupted([None, done, None], {})
+
+    monkeypatch.setattr(residuum.Client, "generate_many", interrupted)
+    path = tmp_path / "prompts.txt"
+    path.write_text("a\nb\nc\n")
+    code, out, err = cli("generate", "--file", path, *more)
+    assert (code, out) == (130, "[2 job-1]two\n")
+    assert "interrupted. 1 of 3 prompts were done." in err
+    assert advice in err
 
 
 @pytest.mark.parametrize("source", ["-", "--file"])

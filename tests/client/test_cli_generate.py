@@ -13,7 +13,7 @@ from peer import HIDDEN
 from safetensors.numpy import save_file
 
 import residuum
-from residuum.v1 import capture_pb2, selection_pb2
+from residuum.v1 import capture_pb2, inference_pb2, selection_pb2
 from residuum.values.selection_texts import parse_layers
 
 
@@ -23,6 +23,54 @@ def test_generate(cli):
     reply = json.loads(out)
     assert code == 0
     assert (reply["request_id"], reply["text"], reply["usage"]["generated_tokens"]) == ("by-hand", " 3 4", 2)
+
+
+def test_generate_sends_every_sampling_parameter(cli, peer, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    code, out, _ = cli(
+        "generate", "a", "--max-tokens", 2, "--min-p", 0.5, "--presence-penalty", 1, "--frequency-penalty", -1,
+        "--repetition-penalty", 1.5, "--stop-token-id", 7, "--stop-token-id", 8, "--bad-word", "no",
+        "--logit-bias", "3:-2.5", "--json-schema", schema, "--logprobs", 1, "--prompt-logprobs", 0, "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert peer.requests[-1].sampling == inference_pb2.SamplingParameters(
+        max_tokens=2, min_p=0.5, presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.5,
+        stop_token_ids=[7, 8], bad_words=["no"], logit_bias=[inference_pb2.LogitBias(token_id=3, bias=-2.5)],
+        json_schema='{"type": "object"}', logprobs=1, prompt_logprobs=0,
+    )  # fmt: skip
+    reply = json.loads(out)
+    assert reply["sequences"][0]["logprobs"] == {
+        "tokens": [-0.25, -0.375],
+        "top_ids": [[2], [3]],
+        "top": [[-0.25], [-0.375]],
+    }
+    assert reply["prompt_logprobs"] == {"tokens": [None], "top_ids": [[]], "top": [[]]}
+    assert cli("generate", "a", "--json-schema", '{"type": "string"}', "--max-tokens", 0)[:2] == (0, "\n")
+    assert peer.requests[-1].sampling.json_schema == '{"type": "string"}'
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--logit-bias", "x"], "TOKEN_ID:BIAS"),
+        (["--json-schema", "nowhere.json"], "nowhere.json"),
+        (["--json-schema", "{"], "json_schema is not a JSON document"),
+        (["--presence-penalty", "3"], "presence_penalty must be from -2 to 2"),
+    ],
+)
+def test_invalid_sampling_flags_are_refused(cli, peer, flags, told):
+    code, _, err = cli("generate", "a", *flags)
+    assert (code, told in err) == (1, True)
+    assert not peer.requests
+
+
+@pytest.mark.parametrize("flag", ["--logprobs", "--prompt-logprobs"])
+def test_log_probabilities_need_json(cli, peer, capsys, flag):
+    with pytest.raises(SystemExit):
+        cli("generate", "a", flag, "1")
+    assert "need --json" in capsys.readouterr().err
+    assert not peer.requests
 
 
 def test_generate_from_standard_input(cli, monkeypatch):
@@ -64,6 +112,15 @@ def test_generate_says_what_to_do_with_a_capture_that_exists(cli, peer):
 def test_if_exists_needs_an_id_and_a_capture(cli, given):
     with pytest.raises(SystemExit):
         cli("generate", "a", "--if-exists", "skip", *given)
+
+
+def test_generate_sends_the_flush_interval(cli, peer):
+    assert cli("generate", "a", "--capture", "1", "--flush-interval", 4)[0] == 0
+    assert peer.requests[-1].spec.capture.flush_interval == 4
+    peer.requests.clear()
+    code, _, err = cli("generate", "a", "--capture", "1", "--flush-interval", 0)
+    assert (code, "--flush-interval must be from 1 to 32 tokens, not 0" in err) == (1, True)
+    assert not peer.requests
 
 
 def test_generate_captures_sites_before_steering(cli, peer):
@@ -150,6 +207,15 @@ def test_replace_and_keep_norm_can_be_set_on_the_command_line(cli, peer, tmp_pat
     for operation in (replace, ablate):
         assert operation.keep_norm
         assert list(operation.positions.phases) == [selection_pb2.PHASE_GENERATED]
+
+
+def test_rows_can_be_set_on_the_command_line(cli, peer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("row.npy", np.ones(HIDDEN))
+    assert cli("generate", "a", "--set", "row.npy@1-2", "--steer-positions", "last_prompt", "--max-tokens", 1)[0] == 0
+    (operation,) = peer.requests[-1].spec.steering.operations
+    assert (operation.WhichOneof("operation"), list(operation.layers.list.layers)) == ("set", [1, 2])
+    assert len(operation.positions.ranges) == 1
 
 
 @pytest.mark.parametrize("replace", ["joy.npy@1", "joy.npy@1:", "joy.npy@1:x", "joy.npy@1:1:2", "joy.npy:1", "joy.npy"])

@@ -21,13 +21,14 @@ from residuum.v1 import capture_pb2, errors_pb2
 ROOT = Path(__file__).parents[2]
 
 NAMES = """
-    Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadCredentials BadVector BatchFailed
+    Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream BadCredentials BadVector
+    BatchCancelled BatchFailed BatchInterrupted
     CallerStalled Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client
     ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
-    IncompleteCapture InvalidRequest LimitReached Manifest MissingVectors ModelInfo NoStore NotFound NotServing
+    IncompleteCapture InvalidRequest LimitReached Logprobs Manifest MissingVectors ModelInfo NoStore NotFound NotServing
     NotUpdatable OpenCapture PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling Sequence
-    SequenceOutcome ServerFault SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture
+    SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture
     StoreStats StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer
     UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__ directions
     load_vectors serve vllm_xargs

@@ -9,8 +9,9 @@ import pytest
 from peer import LAYERS
 
 import residuum
+from residuum.protocol.events import ReplyBuilder
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2, inference_pb2
 
 
 async def test_reply(client):
@@ -65,7 +66,6 @@ async def test_a_prompt_with_an_invalid_part_is_refused(client, prompt):
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"max_tokens": 0},
         {"max_tokens": -3},
         {"temperature": -0.1},
         {"temperature": 2.1},
@@ -80,6 +80,26 @@ async def test_a_prompt_with_an_invalid_part_is_refused(client, prompt):
         {"stop": ["x"] * 17},
         {"min_tokens": 5, "max_tokens": 4},
         {"min_tokens": 17},
+        {"min_tokens": 1, "max_tokens": 0},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": list(range(65))},
+        {"min_p": 1.5},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -2.5},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: float("nan")}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"bad_words": [""]},
+        {"bad_words": ["x"] * 129},
+        {"json_schema": "{"},
+        {"json_schema": "[1]"},
+        {"json_schema": {"enum": ["x" * 65536]}},
+        {"regex": ""},
+        {"regex": "a", "json_schema": {}},
+        {"logprobs": -1},
+        {"prompt_logprobs": -1},
     ],
 )
 async def test_sampling_out_of_range_is_refused(client, sampling, peer):
@@ -89,7 +109,21 @@ async def test_sampling_out_of_range_is_refused(client, sampling, peer):
     assert peer.calls == []
 
 
-@pytest.mark.parametrize("sampling", [{"max_token": 3}, {"max_tokens": 1.5}, {"max_tokens": True}, {"top_p": "1"}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"max_token": 3},
+        {"max_tokens": 1.5},
+        {"max_tokens": True},
+        {"top_p": "1"},
+        {"stop_token_ids": [1.5]},
+        {"logit_bias": [1]},
+        {"logit_bias": {"a": 1.0}},
+        {"json_schema": 5},
+        {"regex": 5},
+        {"logprobs": True},
+    ],
+)
 async def test_sampling_of_the_wrong_type_is_refused(client, sampling):
     with pytest.raises(TypeError):
         await client.generate("a", **sampling)
@@ -101,6 +135,72 @@ async def test_sampling_is_sent_as_given(client, peer):
     sent = peer.requests[-1].sampling
     assert (sent.max_tokens, sent.top_k, sent.seed, list(sent.stop), sent.min_tokens) == (4, 5, 7, ["x"], 2)
     assert (sent.ignore_eos, sent.num_sequences, sent.temperature) == (True, 2, 0.5)
+
+
+async def test_every_sampling_parameter_is_sent(client, peer):
+    await client.generate(
+        "a", max_tokens=1, stop_token_ids=(7, np.int64(8)), min_p=0.25, presence_penalty=-1.5, frequency_penalty=0.5,
+        repetition_penalty=1.25, logit_bias={3: -2, np.int64(4): 0.5}, bad_words="no", json_schema={"type": "object"},
+        logprobs=0, prompt_logprobs=2,
+    )  # fmt: skip
+    assert peer.requests[-1].sampling == inference_pb2.SamplingParameters(
+        max_tokens=1, stop_token_ids=[7, 8], min_p=0.25, presence_penalty=-1.5, frequency_penalty=0.5,
+        repetition_penalty=1.25, bad_words=["no"], json_schema='{"type": "object"}',
+        logit_bias=[inference_pb2.LogitBias(token_id=3, bias=-2.0), inference_pb2.LogitBias(token_id=4, bias=0.5)],
+        logprobs=0, prompt_logprobs=2,
+    )  # fmt: skip
+    await client.generate("a", max_tokens=1, regex="[ab]+")
+    assert peer.requests[-1].sampling.regex == "[ab]+"
+    await client.generate("a", max_tokens=1, json_schema=' {"type": "object"}')
+    assert peer.requests[-1].sampling.json_schema == ' {"type": "object"}'
+
+
+async def test_log_probabilities_are_arrays(client):
+    reply = await client.generate("a bb ccc", max_tokens=2, n=2, logprobs=3, prompt_logprobs=1)
+    for sequence in reply.sequences:
+        found = sequence.logprobs
+        assert (found.tokens.dtype, found.top_ids.dtype, found.top.dtype) == (np.float32, np.int64, np.float32)
+        np.testing.assert_array_equal(found.tokens, -np.array(sequence.token_ids) / 8)
+        np.testing.assert_array_equal(found.top_ids, np.add.outer(sequence.token_ids, range(3)))
+        np.testing.assert_array_equal(found.top, -found.top_ids / 8)
+    assert reply.logprobs is reply.sequences[0].logprobs
+    np.testing.assert_array_equal(reply.prompt_logprobs.tokens, [np.nan, -2 / 8, -3 / 8])
+    np.testing.assert_array_equal(reply.prompt_logprobs.top_ids, [[-1], [2], [3]])
+    np.testing.assert_array_equal(reply.prompt_logprobs.top, [[np.nan], [-2 / 8], [-3 / 8]])
+
+
+def test_log_probabilities_come_with_their_tokens(endpoint, peer):
+    with (
+        residuum.Client(endpoint) as client,
+        client.stream("a", max_tokens=2, logprobs=0, prompt_logprobs=2) as stream,
+    ):
+        deltas = list(stream)
+    assert [delta.token_ids for delta in deltas] == [(2,), (3,)]
+    assert [delta.logprobs.tokens.tolist() for delta in deltas] == [[-2 / 8], [-3 / 8]]
+    assert deltas[0].logprobs.top.shape == (1, 0)
+    assert stream.reply.prompt_logprobs.top.shape == (1, 2), "nothing predicts the only token"
+
+
+async def test_there_are_no_log_probabilities_unless_they_are_asked_for(client):
+    reply = await client.generate("a", max_tokens=2)
+    assert (reply.logprobs, reply.prompt_logprobs, reply.sequences[0].logprobs) == (None, None, None)
+
+
+async def test_log_probabilities_that_contradict_themselves_are_reported():
+    delta = inference_pb2.TokenDelta(token_ids=[1])
+    delta.logprobs.CopyFrom(inference_pb2.Logprobs(tokens=[-1.0], num_top=2, top_token_ids=[1], top=[-1.0]))
+    builder = ReplyBuilder()
+    builder.add(inference_pb2.GenerateResponse(started=inference_pb2.GenerationStarted(request_id="r")))
+    with pytest.raises(residuum.ServerFault, match="do not fit"):
+        builder.add(inference_pb2.GenerateResponse(delta=delta))
+
+
+async def test_without_tokens_only_the_prompt_is_captured(client, peer):
+    reply = await client.generate("a bb ccc", max_tokens=0, capture=residuum.Capture())
+    assert (reply.text, reply.token_ids, reply.finish_reason) == ("", (), "length")
+    assert peer.requests[-1].sampling.HasField("max_tokens")
+    acts = await client.activations(reply)
+    assert acts.positions.tolist() == [0, 1, 2]
 
 
 async def test_unset_sampling_stays_unset(client, peer):

@@ -40,11 +40,56 @@ def test_replace_steering_is_sent_as_the_contract_says():
     assert len(message.positions.phases) == 1
 
 
+def test_a_row_can_be_set_to_any_vector():
+    for vector in (JOY, ZERO, TINY):
+        message = residuum.Set(vector, layer=3, positions=[4]).to_proto()
+        assert (message.WhichOneof("operation"), message.set.digest) == ("set", vector.digest)
+        assert [(item.first, item.last) for item in message.positions.ranges] == [(4, 4)]
+
+
+async def captured(client, **options):
+    reply = await client.generate("a bb ccc", max_tokens=1, capture=residuum.Capture(layers=[1, 3], **options))
+    return await client.activations(reply)
+
+
+async def test_captured_rows_can_be_set(client, peer):
+    acts = await captured(client, sites=["resid_post", "resid_pre"])
+    one, two = residuum.Set.from_activations(acts, positions=[0, 2], at=[5, 1])
+    assert [list(item.vector) for item in (one, two)] == [[1, 3], [1, 3]]
+    for operation, source, target in ((one, 0, 5), (two, 2, 1)):
+        np.testing.assert_array_equal(operation.vector[3].values, acts[3][source])
+        assert operation.positions == residuum.Positions.of([target])
+    before = residuum.Set.from_activations(acts.select(site="resid_pre"), layers=[3])
+    assert [list(item.vector) for item in before] == [[2]] * 3, "the stream before layer 3 is that after layer 2"
+    await client.generate("d", max_tokens=1, steer=before)
+    assert [item.set.digest for item in peer.requests[-1].spec.steering.operations] == [b""] * 3
+    assert [list(item.layer_digests) for item in peer.requests[-1].spec.steering.operations] == [
+        [item.vector[2].digest] for item in before
+    ]
+
+
+@pytest.mark.parametrize(
+    ("captures", "arguments", "told"),
+    [
+        ({"sites": "attn_out"}, {}, "rows of attn_out cannot be set"),
+        ({"encoding": "rp", "dimensions": 4}, {}, "have 4 elements .encoding rp., and rows of the model have 8"),
+        ({}, {"positions": [3]}, "no row of layer 1 at position 3"),
+        ({}, {"layers": [2]}, "no row of layer 2 at position 0"),
+        ({}, {"positions": [0, 1], "at": [2]}, "there are 2 positions, and at= has 1"),
+    ],
+)
+async def test_rows_that_cannot_be_set_are_named(client, captures, arguments, told):
+    acts = await captured(client, **captures)
+    with pytest.raises(residuum.InvalidRequest, match=told):
+        residuum.Set.from_activations(acts, **arguments)
+
+
 MAKE = {
     "add": lambda vectors, **where: residuum.Add(vectors, scale=0.5, **where),
     "ablate": lambda vectors, **where: residuum.Ablate(vectors, scale=0.5, **where),
     "cap": lambda vectors, **where: residuum.Cap(vectors, max=0.5, **where),
     "replace": lambda vectors, **where: residuum.Replace(vectors, value=0.5, **where),
+    "set": residuum.Set,
 }
 
 
@@ -347,6 +392,7 @@ RECORDS = {
     "cap above": (operation("cap", digest=b"\1" * 32, max=0.0), {"max": 0.0}),
     "cap below": (operation("cap", digest=b"\1" * 32, min=-1.5), {"min": -1.5}),
     "replace": (operation("replace", digest=b"\1" * 32, value=0.0), {"value": 0.0}),
+    "set": (operation("set", digest=b"\1" * 32), {}),
     "keep norm": (
         operation("replace", keep_norm=True, digest=b"\1" * 32, value=3.0),
         {"value": 3.0, "keep_norm": True},

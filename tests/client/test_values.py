@@ -237,16 +237,29 @@ def test_steer_accepts_only_operations():
     assert operation_list(None) == []
     assert len(operation_list([residuum.Add(joy, layer=1)] * 256)) == 256
     for value in ([joy], joy):
-        with pytest.raises(TypeError, match=r"residuum\.Add, Ablate, Cap and Replace.*Add\(vector, layer=12"):
+        with pytest.raises(TypeError, match=r"residuum\.Add, Ablate, Cap, Replace and Set.*Add\(vector, layer=12"):
             operation_list(value)
     for value in (5, "joy", [None]):
-        with pytest.raises(TypeError, match=r"residuum\.Add, Ablate, Cap and Replace"):
+        with pytest.raises(TypeError, match=r"residuum\.Add, Ablate, Cap, Replace and Set"):
             operation_list(value)
     with pytest.raises(residuum.InvalidRequest, match="256"):
         operation_list([residuum.Add(joy, layer=1)] * 257)
 
 
 # ------------------------------------------------------------------------------------------------------------ captures
+
+
+@pytest.mark.parametrize(("given", "sent"), [(1, 1), (31, 31), (32, 0)])
+def test_the_default_flush_interval_is_not_sent(given, sent):
+    """An older server knows no other."""
+    assert residuum.Capture(flush_interval=given).to_proto().flush_interval == sent
+
+
+@pytest.mark.parametrize("interval", [0, 33, -1])
+def test_a_flush_interval_out_of_range_is_refused(interval):
+    with pytest.raises(residuum.InvalidRequest, match="from 1 to 32") as caught:
+        residuum.Capture(flush_interval=interval)
+    assert caught.value.metadata == {"field": "flush_interval"}
 
 
 def test_captures_are_sent_as_the_contract_says():

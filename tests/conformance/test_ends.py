@@ -43,6 +43,21 @@ def test_the_end_token(engine: Engine, reference: Reference, generated: int) -> 
         check_capture(engine, reference, stream.reply)
 
 
+@pytest.mark.parametrize("interval", [1, 5])
+def test_rows_leave_as_often_as_asked(engine: Engine, reference: Reference, interval: int) -> None:
+    """Whoever follows the capture need not wait for 32 tokens."""
+    watched = residuum.Capture(layers=[1], positions="generated", flush_interval=interval)
+    with engine.paced(), engine.client.stream(PROMPT, max_tokens=60, ignore_eos=True, capture=watched) as stream:
+        pieces = engine.client.follow(stream.request_id)
+        early = [next(pieces) for _ in range(3)]
+        assert engine.client.manifest(stream.request_id).state == "open"
+        for _ in stream:
+            pass
+    sizes = [len(piece.positions) for piece in (*early, *pieces)]
+    assert (sum(sizes), max(sizes)) == (59, interval)
+    check_capture(engine, reference, stream.reply, sites=["resid_post"], layers=[1], wanted=range)
+
+
 def test_a_stop_text(engine: Engine, reference: Reference) -> None:
     """The service finds the stop text while the engine computes on. The rows beyond it belong to no capture."""
     with engine.client.stream(PROMPT, max_tokens=40, ignore_eos=True) as stream:

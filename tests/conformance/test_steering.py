@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
 import residuum
 from tests.conformance.rows import ALL, MAX_ERROR, SITES, check_capture, make_prompt
@@ -27,6 +28,11 @@ WAYS = {
     "ablate": (lambda v: residuum.Ablate(v, layer=1), ablate),
     "cap": (lambda v: residuum.Cap(v, layer=1, min=-0.5, max=0.5), lambda v: cap(v, -0.5, 0.5)),
     "replace": (lambda v: residuum.Replace(v, layer=1, value=0.8), lambda v: replace(v, 0.8)),
+    "set": (lambda v: residuum.Set(v, layer=1), lambda v: lambda x: v.expand_as(x).clone()),
+    "set and keep the norm": (
+        lambda v: residuum.Set(v, layer=1, keep_norm=True),
+        lambda v: keeping_norm(lambda x: v.expand_as(x).clone()),
+    ),
     "add and keep the norm": (
         lambda v: residuum.Add(v, layer=1, scale=0.7, keep_norm=True),
         lambda v: keeping_norm(add(v, 0.7)),
@@ -47,6 +53,29 @@ def test_steering_is_what_it_says(engine: Engine, reference: Reference, directio
     check_capture(engine, reference, reply, changes={1: change(tensor(direction))})
     acts = engine.client.activations(reply.request_id).select(site="resid_post")
     assert relative_error(acts[1], reference.rows(acts.token_ids)["resid_post"][1]) > 0.01, "it did something"
+
+
+def test_rows_of_another_request_can_be_set(engine: Engine, reference: Reference) -> None:
+    """Activation patching: from the patched positions on, the request goes on as the other one did."""
+    rng = np.random.default_rng(9)
+    clean, other = make_prompt(rng, 20), make_prompt(rng, 20)
+    reply = engine.client.generate(clean, max_tokens=0, capture=ALL)
+    source = engine.client.activations(reply).select(site="resid_post")
+    rows = torch.from_numpy(source[1].copy())
+    chosen = [3, 4, 19]
+
+    def patched(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x[chosen] = rows[chosen]
+        return x
+
+    steer = residuum.Set.from_activations(source, layers=[1], positions=chosen)
+    reply = engine.client.generate(other, max_tokens=4, ignore_eos=True, capture=ALL, steer=steer)
+    check_capture(engine, reference, reply, changes={1: patched})
+    everything = residuum.Set.from_activations(source, layers=[1])
+    reply = engine.client.generate(other, max_tokens=1, capture=ALL, steer=everything)
+    after = engine.client.activations(reply).select(site="resid_post")
+    assert relative_error(after[3], source[3]) < MAX_ERROR, "all of its positions are the other request's"
 
 
 def test_operations_are_applied_in_their_order(

@@ -7,11 +7,13 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 from google.protobuf.message import Message
+from vllm.config import StructuredOutputsConfig
 
 from inference_svc.engine.engine import Engine
 from residuum.rpc.channels import open_channel
@@ -52,15 +54,27 @@ class Tokenizer:
     """A tokenizer with a token for each character, and a chat template for two roles."""
 
     max_chars_per_token = 1
+    max_token_id = FACTS.vocab_size - 1
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **_: object) -> list[int]:
         return [ord(letter) % FACTS.vocab_size for letter in text]
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[int]:
+    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool, **_: object) -> list[int] | str:
         for message in messages:
             if message["role"] not in ("user", "assistant"):
                 raise ValueError(f"unknown role {message['role']}")
-        return [7, *self.encode("".join(message["content"] for message in messages))]
+        text = "".join(message["content"] for message in messages)
+        return [7, *self.encode(text)] if tokenize else text
+
+
+_CONFIG = SimpleNamespace(
+    model_config=SimpleNamespace(
+        max_logprobs=FACTS.max_logprobs, is_diffusion=False, get_vocab_size=lambda: FACTS.vocab_size
+    ),
+    speculative_config=None,
+    structured_outputs_config=StructuredOutputsConfig(),
+)
+"""What vLLM's own checks of sampling parameters read."""
 
 
 class ScriptedEngine(FakeEngine):
@@ -68,7 +82,7 @@ class ScriptedEngine(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._real = Engine(None, Tokenizer(), FACTS)
+        self._real = Engine(SimpleNamespace(vllm_config=_CONFIG), Tokenizer(), FACTS)  # type: ignore[arg-type]
 
     async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
         return await self._real.tokenize(request)
@@ -172,6 +186,8 @@ def _seeds(method: str) -> list[Message]:
     steering[1].layer_digests.extend(digests)
     full = spec("a", capture_pb2.CaptureSpec(layers=layers, positions=positions), steering, updatable=True)
     sampled = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop": ["x"], "num_sequences": 2}
+    bias = [inference_pb2.LogitBias(token_id=token, bias=2.0) for token in (1, 2)]
+    further = {"logit_bias": bias, "bad_words": ["no"], "min_p": 0.5, "stop_token_ids": [3], "logprobs": 2}
     return {
         "GetModelInfo": [inference_pb2.GetModelInfoRequest(check_store=True)],
         "RegisterRequest": [inference_pb2.RegisterRequestRequest(spec=item) for item in (full, spec("b", CAPTURE))],
@@ -181,6 +197,9 @@ def _seeds(method: str) -> list[Message]:
             ask(spec("", CAPTURE, [ADD_JOY]), **sampled),
             ask("a"),
             inference_pb2.GenerateRequest(spec=full, text="ab", sampling=inference_pb2.SamplingParameters(**sampled)),
+            ask(spec("", CAPTURE), max_tokens=0, prompt_logprobs=1),
+            ask(json_schema='{"type": "object"}', repetition_penalty=1.5, **further),
+            ask(regex="a+b", presence_penalty=0.5, frequency_penalty=-0.5),
             inference_pb2.GenerateRequest(
                 spec=spec(), chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hm")])
             ),

@@ -106,8 +106,8 @@ def make_case(seed: int, dtype: torch.dtype, rows: int, hidden: int, most: int, 
 def make_operation(rng: np.random.Generator) -> Operation:
     low, high = sorted(float(np.float32(bound)) for bound in rng.standard_normal(2) * 3)
     low, high = [(low, high), (-math.inf, high), (low, math.inf), (low, low)][rng.integers(4)]
-    kind, row, keeps_norm = Kind(int(rng.integers(3))), int(rng.integers(VECTORS)), bool(rng.random() < 0.3)
-    scale = float(np.float32(rng.standard_normal())) if kind != Kind.CAP else 1.0
+    kind, row, keeps_norm = Kind(int(rng.integers(len(Kind)))), int(rng.integers(VECTORS)), bool(rng.random() < 0.3)
+    scale = float(np.float32(rng.standard_normal())) if kind in (Kind.ADD, Kind.ABLATE) else 1.0
     return Operation(kind, row, (0,), select(), scale, low, high, keeps_norm)
 
 

@@ -64,6 +64,8 @@ def steer(x, operation, vector):
 
 
 def _moved(x, operation, vector):
+    if operation.kind == Kind.SET:
+        return vector.astype(np.float64)
     if operation.kind == Kind.ADD:
         return x + operation.scale * vector
     unit = vector / np.linalg.norm(vector)
@@ -188,6 +190,8 @@ class Tracked:
     capacity: int = 0
     """At how many pending positions the block is sent."""
     first_generated: int = 32
+    limit: int = 32
+    """With how many positions the pending block leaves."""
     """The same for the first block of generated positions."""
 
 
@@ -264,11 +268,14 @@ class Model:
             if is_wanted(wanted.positions, prompt, position):
                 if not request.pending:
                     request.capacity = self._capacity(request, position, first + count)
+                    request.limit = min(
+                        request.capacity, wanted.flush_interval if position >= prompt else request.capacity
+                    )
                 request.pending.append(position)
                 for site, layer in self._own(wanted):
                     key = (POST, layer - 1) if site == PRE and layer - 1 in self.layers else (site, layer)
                     self.rows[wanted.capture_id, site, layer, position] = source[key][row + position - first]
-            if request.pending and (len(request.pending) == request.capacity or position == prompt - 1):
+            if request.pending and (len(request.pending) == request.limit or position == prompt - 1):
                 left.append(self._leave(request))
         request.next_position = reached
         return left

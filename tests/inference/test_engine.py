@@ -10,6 +10,9 @@ from contextlib import aclosing
 from types import SimpleNamespace
 
 import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -17,7 +20,8 @@ from inference_svc.engine import arguments as engine_arguments
 from inference_svc.engine import engine as engine_module
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.ranks import UntappedLayersError, check_ranks
-from inference_svc.engine.streams import Delta, sampling_params
+from inference_svc.engine.sampling import sampling_params
+from inference_svc.engine.streams import Delta
 from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
@@ -37,11 +41,22 @@ class Tokenizer:
     def decode(self, token_ids):
         return " ".join(map(str, token_ids))
 
-    def apply_chat_template(self, messages, **options):
-        assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        if messages[-1]["role"] != "user":
-            raise ValueError("the last word is the user's")
-        return [len(message["content"]) for message in messages]
+    def apply_chat_template(self, messages, *, return_dict, tokenize, **options):
+        assert not return_dict
+        if messages[-1]["role"] == "system":
+            raise ValueError("the last word is the system's")
+        continues = messages[-1]["role"] == "assistant"
+        assert options == (
+            {"add_generation_prompt": False, "continue_final_message": True}
+            if continues
+            else {"add_generation_prompt": True}
+        )
+        if tokenize:
+            return [len(message["content"]) for message in messages]
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + self.after
+
+    after = ""
+    """What follows the last message although it is to be continued."""
 
 
 class FakeLLM:
@@ -50,6 +65,7 @@ class FakeLLM:
     def __init__(self):
         self.asked = []
         self.outputs = []
+        self.prompt_logprobs = None
         self.error = None
         self.closed = 0
         self.answers = {}
@@ -60,7 +76,10 @@ class FakeLLM:
         self.asked.append((prompt, sampling, request_id))
         try:
             for output in self.outputs:
-                yield SimpleNamespace(outputs=[output])
+                yield SimpleNamespace(
+                    outputs=[output], prompt_logprobs=self.prompt_logprobs, prompt_token_ids=prompt["prompt_token_ids"]
+                )
+                self.prompt_logprobs = []
             if self.error:
                 raise self.error
         finally:
@@ -72,8 +91,10 @@ class FakeLLM:
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
 
-def completion(text, token_ids, finish_reason=None, stop_reason=None):
-    return SimpleNamespace(text=text, token_ids=token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
+def completion(text, token_ids, finish_reason=None, stop_reason=None, logprobs=None):
+    return SimpleNamespace(
+        text=text, token_ids=token_ids, finish_reason=finish_reason, stop_reason=stop_reason, logprobs=logprobs
+    )
 
 
 @pytest.fixture
@@ -86,9 +107,9 @@ def engine(llm):
     return Engine(llm, Tokenizer(), FACTS)
 
 
-async def generate(engine, plan=None, cache_salt=None):
-    sampling = sampling_params(inference_pb2.SamplingParameters(), 0)
-    async with aclosing(engine.generate("r#0", [1, 2], sampling, plan, cache_salt)) as deltas:
+async def generate(engine, plan=None, cache_salt=None, prompt=(1, 2), **parameters):
+    sampling = sampling_params(inference_pb2.SamplingParameters(**parameters), 0)
+    async with aclosing(engine.generate("r#0", prompt, sampling, plan, cache_salt)) as deltas:
         return sampling, [delta async for delta in deltas]
 
 
@@ -98,8 +119,92 @@ async def test_deltas_say_what_vllm_says(engine, llm):
     assert deltas == [
         Delta("a", [1]),
         Delta("b", [2, 3], "stop", "###"),
-        Delta("", [], "stop", ""),  # a stop token is not a stop text
+        Delta("", [], "stop", "", 42),  # a stop token is not a stop text
     ]
+
+
+def logprobs_of(entries):
+    """vLLM's log-probabilities of one token: its own and the most likely ones, (ID, log-probability, rank) each."""
+    return {token_id: Logprob(logprob, rank) for token_id, logprob, rank in entries}
+
+
+FIRST = logprobs_of([(7, -0.5, 1), (8, -1.5, 2)])
+"""The token is among the most likely two, so vLLM lists it once."""
+SECOND = logprobs_of([(9, -4.0, 3), (3, -0.25, 1), (4, -2.0, 2)])
+"""The token is not among the most likely two."""
+
+
+async def test_log_probabilities_are_what_vllm_says(engine, llm):
+    llm.prompt_logprobs = [None, SECOND]
+    llm.outputs = [completion("a", [7], logprobs=[FIRST]), completion("", [9], "length", logprobs=[FIRST, SECOND])]
+    llm.outputs.insert(1, completion("", [], logprobs=[FIRST]))  # some versions repeat what they said
+    _, (first, empty, second) = await generate(engine, prompt=[5, 9], logprobs=2, prompt_logprobs=2)
+    assert first.logprobs.part(slice(None)) == inference_pb2.Logprobs(
+        tokens=[-0.5], num_top=2, top_token_ids=[7, 8], top=[-0.5, -1.5]
+    )
+    assert empty.logprobs is None
+    other = inference_pb2.Logprobs(tokens=[-4.0], num_top=2, top_token_ids=[3, 4], top=[-0.25, -2.0])
+    assert second.logprobs.part(slice(None)) == other
+    assert first.prompt_logprobs.part(slice(None)) == other, "the first token of the prompt has none"
+    assert second.prompt_logprobs is None
+    merged = first.followed_by(empty).followed_by(second)
+    assert merged.logprobs.tokens.tolist() == [-0.5, -4.0]
+    assert merged.prompt_logprobs is first.prompt_logprobs
+
+
+async def test_log_probabilities_of_a_prompt_need_its_computation(engine, llm):
+    await generate(engine, prompt_logprobs=0)
+    ((_, asked, _),) = llm.asked
+    assert asked.skip_reading_prefix_cache
+
+
+@pytest.mark.parametrize("error", [ValueError("no such thing"), VLLMValidationError("no such thing")])
+async def test_what_vllm_refuses_is_an_invalid_request(engine, llm, error):
+    llm.error = error
+    with pytest.raises(Failure, match="vLLM refuses the request: no such thing") as caught:
+        await generate(engine)
+    assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": "sampling"})
+
+
+async def test_an_error_after_the_first_token_is_no_refusal(engine, llm):
+    llm.outputs = [completion("a", [1])]
+    llm.error = ValueError("a defect")
+    with pytest.raises(ValueError, match="a defect"):
+        await generate(engine)
+
+
+async def test_what_vllm_may_refuse_is_checked_with_the_prompt(engine, llm, monkeypatch):
+    """vLLM names the parameter, or raises whatever a compiler of grammars raises."""
+
+    def request(**parameters):
+        token_ids = inference_pb2.TokenIds(ids=[1])
+        sampling = inference_pb2.SamplingParameters(**parameters)
+        return inference_pb2.GenerateRequest(token_ids=token_ids, sampling=sampling)
+
+    errors = []
+
+    def verify(sampling, *configs):
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(SamplingParams, "verify", verify)
+    llm.vllm_config = SimpleNamespace(model_config=None, speculative_config=None, structured_outputs_config=None)
+    for error, parameters, field in (
+        (RuntimeError("a flaw at 3"), {"regex": "(", "min_p": 0.5}, "sampling.regex"),
+        (
+            VLLMValidationError("too large", parameter="logit_bias"),
+            {"logit_bias": [inference_pb2.LogitBias(token_id=1)], "min_p": 1},
+            "sampling.logit_bias",
+        ),
+        (ValueError("not here"), {"min_p": 0.5}, "sampling.min_p"),
+    ):
+        errors.append(error)
+        with pytest.raises(Failure, match=f"vLLM refuses {field[9:]}: {error.args[0]}") as caught:
+            await engine.tokenize(request(**parameters))
+        assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
+    errors.append(RuntimeError("not asked"))
+    assert await engine.tokenize(request(temperature=0.5, stop_token_ids=[1])) == [1]
+    assert await engine.tokenize(request(regex="(", max_tokens=0)) == [1], "no token is generated"
 
 
 async def test_a_plain_request_is_a_plain_request(engine, llm):
@@ -214,9 +319,10 @@ def ids(*numbers):
         (ids(5, FACTS.vocab_size - 1), [5, FACTS.vocab_size - 1]),
         (ids(), []),
         (chat("system", "user"), [1, 2]),
+        (chat("user", "assistant"), [1, 2]),
         (chat(), []),
     ],
-    ids=["text", "empty text", "ids", "no ids", "chat", "empty chat"],
+    ids=["text", "empty text", "ids", "no ids", "chat", "chat to continue", "empty chat"],
 )
 async def test_prompts_become_tokens(engine, request_, tokens):
     assert await engine.tokenize(request_) == tokens
@@ -235,7 +341,7 @@ async def test_the_text_of_a_prompt_is_what_was_sent_or_what_the_template_made(e
     [
         (inference_pb2.GenerateRequest(), "prompt"),
         (ids(FACTS.vocab_size), "token_ids"),
-        (chat("assistant"), "chat"),
+        (chat("system"), "chat"),
     ],
     ids=["no prompt", "id beyond the vocabulary", "chat that the template refuses"],
 )
@@ -243,6 +349,19 @@ async def test_prompts_that_cannot_be_are_refused(engine, request_, field):
     with pytest.raises(Failure) as caught:
         await engine.tokenize(request_)
     assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
+
+
+async def test_a_reply_that_cannot_be_continued_is_refused(engine, monkeypatch):
+    """A tokenizer that does not know how to continue a message closes it: the model would answer anew."""
+    monkeypatch.setattr(Tokenizer, "after", "</assistant>")
+    with pytest.raises(Failure, match="tokenizer cannot continue") as caught:
+        await engine.tokenize(chat("user", "assistant"))
+    assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": "chat"})
+    empty = chat("user", "assistant")
+    empty.chat.messages[-1].content = " \n"
+    with pytest.raises(Failure, match="last message is empty") as caught:
+        await engine.tokenize(empty)
+    assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": "chat"})
 
 
 LONGEST = 4 * FACTS.max_model_len  # characters; the longest token has four
@@ -302,8 +421,20 @@ async def test_without_a_tokenizer_ids_are_taken_as_ever(engine_without_tokenize
             ),
             "sampling.stop",
         ),
+        (
+            inference_pb2.GenerateRequest(
+                token_ids=inference_pb2.TokenIds(ids=[1]), sampling=inference_pb2.SamplingParameters(regex="x")
+            ),
+            "sampling.regex",
+        ),
+        (
+            inference_pb2.GenerateRequest(
+                token_ids=inference_pb2.TokenIds(ids=[1]), sampling=inference_pb2.SamplingParameters(bad_words=["x"])
+            ),
+            "sampling.bad_words",
+        ),
     ],
-    ids=["text", "empty text", "chat", "stop text"],
+    ids=["text", "empty text", "chat", "stop text", "regex", "bad words"],
 )
 async def test_without_a_tokenizer_texts_are_refused(engine_without_tokenizer, request_, field):
     with pytest.raises(Failure, match="This engine has no tokenizer") as caught:
@@ -317,9 +448,34 @@ async def test_tokens_become_text_only_where_there_is_a_tokenizer(engine, engine
     assert [asked.detokenize for _, asked, _ in llm.asked] == [True, False]
 
 
+def test_every_sampling_parameter_reaches_vllm():
+    made = sampling_params(
+        inference_pb2.SamplingParameters(
+            stop_token_ids=[7], min_p=0.25, presence_penalty=-1, frequency_penalty=0.5, repetition_penalty=1.5,
+            logit_bias=[inference_pb2.LogitBias(token_id=3, bias=-2.5)], bad_words=["no"],
+            logprobs=0, prompt_logprobs=3, temperature=1.0,
+        ),
+        0,
+    )  # fmt: skip
+    assert (made.stop_token_ids, made.min_p, made.logit_bias, made.bad_words) == ([7], 0.25, {3: -2.5}, ["no"])
+    assert (made.presence_penalty, made.frequency_penalty, made.repetition_penalty) == (-1, 0.5, 1.5)
+    assert (made.logprobs, made.prompt_logprobs, made.structured_outputs) == (0, 3, None)
+    asked = inference_pb2.SamplingParameters(prompt_logprobs=3, json_schema="{}")
+    later = sampling_params(asked, 1)
+    assert later.prompt_logprobs is None, "the first sequence has those of the prompt"
+    assert (later.structured_outputs.json, later.structured_outputs.regex) == ("{}", None)
+    assert sampling_params(inference_pb2.SamplingParameters(regex="a"), 0).structured_outputs.regex == "a"
+
+
+def test_without_tokens_vllm_computes_one_step():
+    made = sampling_params(inference_pb2.SamplingParameters(max_tokens=0, prompt_logprobs=1, regex="a"), 0)
+    assert (made.max_tokens, made.prompt_logprobs, made.structured_outputs) == (1, 1, None)
+
+
 def test_sampling_defaults_are_the_contracts():
     made = sampling_params(inference_pb2.SamplingParameters(), 0)
     assert (made.max_tokens, made.temperature, made.top_p, made.top_k, made.seed) == (16, 0.0, 1.0, 0, None)
+    assert (made.repetition_penalty, made.logprobs, made.prompt_logprobs, made.logit_bias) == (1.0, None, None, None)
     assert made.output_kind == RequestOutputKind.DELTA
 
 

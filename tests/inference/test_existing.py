@@ -136,6 +136,42 @@ async def test_a_stop_text_is_left_out_of_a_skipped_reply(service):
         assert finished.finished.sequences[0].stop_reason == "END"
 
 
+async def test_a_stop_token_is_in_the_tokens_of_a_skipped_reply_but_not_in_its_text(service):
+    async def text(prompt_token_ids, token_ids):
+        return "".join(f" {token}" for token in token_ids)
+
+    async def script(call):
+        yield Delta(" 1", [1])
+        yield Delta("", [9], "stop", stop_token_id=9)
+
+    service.engine.reply_text, service.engine.script = text, script
+    for _ in range(2):
+        *_, finished = events = await service.events(again(SKIP, stop_token_ids=[9]))
+        deltas = [item.delta for item in events[1:-1]]
+        assert "".join(delta.text for delta in deltas) == " 1"
+        assert [token_id for delta in deltas for token_id in delta.token_ids] == [1, 9]
+        assert finished.finished.sequences[0].stop_token_id == 9
+    assert events[0].started.skipped
+
+
+async def test_a_prompt_without_a_reply_is_skipped(service):
+    first = await service.events(again(SKIP, max_tokens=0))
+    started, finished = await service.events(again(SKIP, max_tokens=0))
+    assert started.started.skipped
+    assert finished == first[-1]
+    assert finished.finished.sequences[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 0}, {"prompt_logprobs": 2}])
+async def test_a_capture_cannot_answer_with_logprobs(service, store, asked):
+    failure = await failure_of(service.events(again(SKIP, **asked)))
+    assert (failure.reason_name, failure.metadata) == ("INVALID_FIELD", {"field": "if_exists"})
+    assert not service.engine.calls
+    assert (await service.events(again(REPLACE, **asked)))[-1].finished.usage.generated_tokens == 3
+    await ended(store)
+    assert (await service.events(again(SKIP)))[0].started.skipped, "log-probabilities do not change the request"
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [({"max_tokens": 9}, "sampling"), ({"ids": [5, 6]}, "prompt"), ({"num_sequences": 2}, "number of sequences")],
@@ -151,12 +187,26 @@ async def test_a_capture_of_another_request_is_not_its_answer(service, store, ch
 
 async def test_defaults_and_their_values_are_the_same_sampling():
     explicit = inference_pb2.SamplingParameters(
-        max_tokens=16, temperature=0, top_p=1, top_k=0, num_sequences=1, min_tokens=0
-    )
+        max_tokens=16, temperature=0, top_p=1, top_k=0, num_sequences=1, min_tokens=0, min_p=0, presence_penalty=0,
+        frequency_penalty=0, repetition_penalty=1, logprobs=3, prompt_logprobs=0,
+    )  # fmt: skip
     plain = sampling_digest(inference_pb2.SamplingParameters())
     assert plain == sampling_digest(explicit)
     explicit.seed = 0
     assert plain != sampling_digest(explicit)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"max_tokens": 0}, {"stop_token_ids": [3]}, {"min_p": 0.1}, {"presence_penalty": 1}, {"frequency_penalty": 1},
+        {"repetition_penalty": 1.5}, {"logit_bias": [{"token_id": 3, "bias": 1}]}, {"bad_words": ["a"]},
+        {"json_schema": "{}"}, {"regex": "{}"},
+    ],
+)  # fmt: skip
+def test_what_decides_tokens_is_part_of_the_sampling(changed):
+    same = sampling_digest(inference_pb2.SamplingParameters())
+    assert sampling_digest(inference_pb2.SamplingParameters(**changed)) != same
 
 
 @pytest.mark.parametrize("asked", [spec("r"), spec("", CAPTURE)])

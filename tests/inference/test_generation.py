@@ -8,8 +8,10 @@ import time
 import weakref
 
 import grpc
+import numpy as np
 import pytest
 
+from inference_svc.engine.logprobs import TokenLogprobs
 from inference_svc.engine.streams import Delta
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
@@ -51,6 +53,68 @@ async def test_events_come_in_order(service, store):
         usage=inference_pb2.Usage(prompt_tokens=3, generated_tokens=3),
         capture=handle,
     )
+
+
+async def test_a_request_without_tokens_captures_its_prompt(service, store):
+    """vLLM generates one token at least. Neither the caller nor the capture sees it."""
+
+    async def script(call):
+        assert call.sampling.max_tokens == 1
+        yield Delta("t", [9], "stop", "", 9, prompt_logprobs=logprobs(2))
+
+    service.engine.script = script
+    started, prompt, finished = await service.events(ask(spec("r", CAPTURE), max_tokens=0, prompt_logprobs=1))
+    assert started.HasField("started")
+    assert prompt.delta == inference_pb2.TokenDelta(prompt_logprobs=logprobs(2).part(slice(None)))
+    assert finished.finished.sequences == [inference_pb2.SequenceFinish(finish_reason="length")]
+    assert finished.finished.usage == inference_pb2.Usage(prompt_tokens=3)
+    seal = await store.seal()
+    assert seal.outcome == COMPLETE
+    assert seal.sequences == [capture_pb2.SequenceOutcome(finish_reason="length")]
+
+
+async def test_a_request_without_tokens_sends_no_delta(service):
+    async def script(call):
+        yield Delta("t", [9], "length")
+
+    service.engine.script = script
+    started, finished = await service.events(ask(max_tokens=0))
+    assert (started.HasField("started"), finished.HasField("finished")) == (True, True)
+
+
+def logprobs(tokens, k=1):
+    shape = tokens, k
+    return TokenLogprobs(np.arange(tokens, dtype=np.float32), np.ones(shape, np.uint32), np.zeros(shape, np.float32))
+
+
+async def test_long_log_probabilities_take_several_messages(service):
+    """Merged deltas of a slow client, and long prompts, would not fit into one message."""
+    count, k = 9000, 20
+
+    async def script(call):
+        yield Delta("text", [3] * count, "length", logprobs=logprobs(count, k), prompt_logprobs=logprobs(count, k))
+
+    service.engine.script = script
+    _, *events, _ = await service.events(ask(max_tokens=20))
+    deltas = [event.delta for event in events]
+    assert len(deltas) > 2
+    assert max(delta.ByteSize() for delta in deltas) < 1 << 20
+    assert "".join(delta.text for delta in deltas) == "text"
+    assert [token for delta in deltas for token in delta.token_ids] == [3] * count
+    assert all(len(delta.token_ids) == len(delta.logprobs.tokens) for delta in deltas)
+    for field in ("logprobs", "prompt_logprobs"):
+        found = [value for delta in deltas for value in getattr(delta, field).tokens]
+        assert found == list(range(count))
+
+
+async def test_a_stop_token_is_named(service):
+    async def script(call):
+        yield Delta("", [0], "stop", "", 0)
+
+    service.engine.script = script
+    *_, finished = await service.events(ask(stop_token_ids=[0]))
+    (end,) = finished.finished.sequences
+    assert (end.HasField("stop_token_id"), end.stop_token_id) == (True, 0)
 
 
 async def test_a_request_that_captures_nothing_has_no_handle(service, store):
@@ -330,7 +394,7 @@ async def test_the_zero_vector_can_be_added(service):
 BAD_REQUESTS = {
     "empty prompt": (ask("r", ids=()), "EMPTY_PROMPT"),
     "long prompt": (ask("r", ids=[1] * 60, max_tokens=5), "PROMPT_TOO_LONG"),
-    "max_tokens": (ask("r", max_tokens=0), "INVALID_FIELD"),
+    "temperature": (ask("r", temperature=3.0), "INVALID_FIELD"),
 }
 
 

@@ -38,6 +38,7 @@ plans = st.builds(
         st.booleans(),
         st.booleans(),
         st.booleans(),
+        flush_interval=st.integers(1, 32),
     ),
     st.lists(
         st.builds(
@@ -116,6 +117,12 @@ def test_a_rank_captures_the_layers_of_its_stage_and_only_if_it_captures():
     assert plan.for_rank(second, captures=False) == RequestPlan(5, None, plan.operations)
 
 
+@pytest.mark.parametrize(("asked", "interval"), [(0, 32), (1, 1), (32, 32)])
+def test_a_capture_leaves_as_often_as_it_asks(asked, interval):
+    spec = capture_pb2.CaptureSpec(layers=layer_list(0), flush_interval=asked)
+    assert make_plan(running(spec), 0, 5, {}).capture.flush_interval == interval
+
+
 def test_a_capture_waits_unless_it_may_shed():
     spec = capture_pb2.CaptureSpec(layers=layer_list(0), overflow=capture_pb2.OVERFLOW_POLICY_WAIT)
     assert not make_plan(running(spec), 0, 5, {}).capture.sheds
@@ -127,10 +134,11 @@ def test_a_capture_waits_unless_it_may_shed():
         ({"add": steering_pb2.Add(digest=B, scale=2.5)}, (Kind.ADD, 2.5, -math.inf, math.inf)),
         ({"ablate": steering_pb2.Ablate(digest=B)}, (Kind.ABLATE, 1.0, -math.inf, math.inf)),
         ({"ablate": steering_pb2.Ablate(digest=B, scale=0.0)}, (Kind.ABLATE, 0.0, -math.inf, math.inf)),
+        ({"set": steering_pb2.Set(digest=B)}, (Kind.SET, 1.0, -math.inf, math.inf)),
         ({"cap": steering_pb2.Cap(digest=B, max=0.0)}, (Kind.CAP, 1.0, -math.inf, 0.0)),
         ({"cap": steering_pb2.Cap(digest=B, min=-2.0)}, (Kind.CAP, 1.0, -2.0, math.inf)),
     ],
-    ids=["add", "ablate", "ablate nothing", "cap above", "cap below"],
+    ids=["add", "ablate", "ablate nothing", "set", "cap above", "cap below"],
 )
 def test_an_operation_is_resolved_to_the_banks_row(fields, expected):
     item = steering_pb2.SteeringOperation(layers=layer_list(1, 2), positions=select(every=3), **fields)

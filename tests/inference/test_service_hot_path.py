@@ -17,7 +17,7 @@ import inference_svc
 import residuum.rpc
 from inference_svc.admission.admission import Admission
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.streams import sampling_params
+from inference_svc.engine.sampling import sampling_params
 from residuum.protocol.events import ReplyBuilder
 from residuum.v1 import inference_pb2
 from tests.inference.service_support import FACTS, ask, spec

@@ -23,6 +23,8 @@ FACTS = SimpleNamespace(
     hidden_size=200,
     dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
     max_model_len=32,
+    vocab_size=100,
+    max_logprobs=20,
     sites=(capture_pb2.SITE_RESID_POST, capture_pb2.SITE_ATTN_OUT),
     encodings=tuple(ENCODINGS.values()),
     reductions=tuple(capture_pb2.Reduction.values()[1:]),
@@ -173,7 +175,13 @@ def test_a_captures_defaults_are_filled_in():
         encoding=capture_pb2.ENCODING_RAW,
         overflow=capture_pb2.OVERFLOW_POLICY_WAIT,
         reduction=capture_pb2.REDUCTION_NONE,
+        flush_interval=32,
     )
+
+
+def test_a_flush_interval_out_of_range_is_refused():
+    failure = refusal(resolve_spec, capturing(flush_interval=33), FACTS)
+    assert (failure.reason_name, failure.metadata) == ("INVALID_FIELD", {"field": "capture.flush_interval"})
 
 
 def test_what_a_capture_names_stays():
@@ -185,6 +193,7 @@ def test_what_a_capture_names_stays():
         overflow=capture_pb2.OVERFLOW_POLICY_SHED,
         before_steering=True,
         reduction=capture_pb2.REDUCTION_MEAN,
+        flush_interval=5,
     )
     assert resolve_spec(inference_pb2.RequestSpec(capture=spec), FACTS).capture == spec
 
@@ -264,8 +273,11 @@ def test_where_the_prompt_ends_matters_to_positions_that_depend_on_it(positions)
     assert first != second
 
 
+def bias(token_id, value=1.0):
+    return inference_pb2.LogitBias(token_id=token_id, bias=value)
+
+
 BAD_SAMPLING = {
-    "max_tokens": {"max_tokens": 0},
     "temperature": {"temperature": 2.5},
     "top_p": {"top_p": 0.0},
     "stop": {"stop": ["x"] * 17},
@@ -282,12 +294,38 @@ OTHER_BAD_SAMPLING = [
     ("stop", {"stop": ["x", ""]}),
     ("num_sequences", {"num_sequences": 65}),
     ("min_tokens", {"min_tokens": 4, "max_tokens": 3}),
+    ("min_tokens", {"min_tokens": 1, "max_tokens": 0}),
+    ("stop_token_ids", {"stop_token_ids": [FACTS.vocab_size]}),
+    ("stop_token_ids", {"stop_token_ids": [1] * 65}),
+    ("min_p", {"min_p": 1.5}),
+    ("min_p", {"min_p": math.nan}),
+    ("presence_penalty", {"presence_penalty": -2.1}),
+    ("presence_penalty", {"presence_penalty": math.nan}),
+    ("frequency_penalty", {"frequency_penalty": 2.1}),
+    ("repetition_penalty", {"repetition_penalty": 0.0}),
+    ("repetition_penalty", {"repetition_penalty": math.inf}),
+    ("repetition_penalty", {"repetition_penalty": math.nan}),
+    ("logit_bias", {"logit_bias": [bias(FACTS.vocab_size)]}),
+    ("logit_bias", {"logit_bias": [bias(1, math.inf)]}),
+    ("logit_bias", {"logit_bias": [bias(1), bias(1)]}),
+    ("bad_words", {"bad_words": [" "]}),
+    ("bad_words", {"bad_words": ["x"] * 129}),
+    ("logprobs", {"logprobs": FACTS.max_logprobs + 1}),
+    ("prompt_logprobs", {"prompt_logprobs": FACTS.max_logprobs + 1}),
+    ("json_schema", {"json_schema": ""}),
+    ("json_schema", {"json_schema": "{"}),
+    ("json_schema", {"json_schema": "[" * 60000}),
+    ("json_schema", {"json_schema": "[1]"}),
+    ("json_schema", {"json_schema": "{" + " " * 65536 + "}"}),
+    ("regex", {"regex": ""}),
+    ("regex", {"regex": "a\0"}),
+    ("regex", {"regex": "ä" * 32769}),
 ]
 
 
 @pytest.mark.parametrize(("field", "parameters"), [*BAD_SAMPLING.items(), *OTHER_BAD_SAMPLING])
 def test_sampling_out_of_range_is_refused(field, parameters):
-    failure = refusal(check_sampling, inference_pb2.SamplingParameters(**parameters))
+    failure = refusal(check_sampling, inference_pb2.SamplingParameters(**parameters), FACTS)
     assert (failure.reason_name, failure.metadata) == ("INVALID_FIELD", {"field": f"sampling.{field}"})
 
 
@@ -298,17 +336,27 @@ def test_sampling_out_of_range_is_refused(field, parameters):
         {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0},
         {"max_tokens": 1, "min_tokens": 1, "temperature": 2.0, "num_sequences": 64, "stop": ["x"] * 16},
         {"seed": (1 << 63) - 1, "min_tokens": 16},
+        {"max_tokens": 0},
+        {
+            "stop_token_ids": [FACTS.vocab_size - 1] * 64,
+            "min_p": 1.0,
+            "presence_penalty": -2.0,
+            "frequency_penalty": 2.0,
+        },
+        {"repetition_penalty": 0.01, "logit_bias": [bias(FACTS.vocab_size - 1, -1e30)], "bad_words": ["x"] * 128},
+        {"logprobs": FACTS.max_logprobs, "prompt_logprobs": 0, "json_schema": "{}"},
+        {"regex": "ä" * 32768},
     ],
 )
 def test_sampling_in_range_is_good(parameters):
-    check_sampling(inference_pb2.SamplingParameters(**parameters))
+    check_sampling(inference_pb2.SamplingParameters(**parameters), FACTS)
 
 
 def test_a_prompt_needs_tokens():
     assert refusal(check_prompt, [], inference_pb2.SamplingParameters(), FACTS).reason_name == "EMPTY_PROMPT"
 
 
-@pytest.mark.parametrize(("tokens", "parameters"), [(17, {}), (30, {"max_tokens": 3})])
+@pytest.mark.parametrize(("tokens", "parameters"), [(17, {}), (30, {"max_tokens": 3}), (32, {"max_tokens": 0})])
 def test_prompt_and_reply_must_fit_the_context(tokens, parameters):
     failure = refusal(check_prompt, [1] * tokens, inference_pb2.SamplingParameters(**parameters), FACTS)
     assert (failure.reason_name, failure.metadata) == (
@@ -317,7 +365,7 @@ def test_prompt_and_reply_must_fit_the_context(tokens, parameters):
     )
 
 
-@pytest.mark.parametrize(("tokens", "parameters"), [(16, {}), (31, {"max_tokens": 1})])
+@pytest.mark.parametrize(("tokens", "parameters"), [(16, {}), (31, {"max_tokens": 1}), (31, {"max_tokens": 0})])
 def test_prompt_and_reply_may_fill_the_context(tokens, parameters):
     check_prompt([1] * tokens, inference_pb2.SamplingParameters(**parameters), FACTS)
 

@@ -58,10 +58,13 @@ class Worker:
 
 selections = st.sampled_from([select(), select(phases=(PROMPT,)), select(phases=(GENERATED,)), select(every=3)])
 captures = st.none() | st.builds(
-    lambda layers, sites, positions: capture(layers=sorted(layers), sites=sorted(sites), positions=positions),
+    lambda layers, sites, positions, interval: capture(
+        layers=sorted(layers), sites=sorted(sites), positions=positions, flush_interval=interval
+    ),
     st.sets(st.integers(0, LAYERS - 1), min_size=1),
     st.sets(st.sampled_from([POST, ATTN]), min_size=1),
     selections,
+    st.sampled_from([1, 5, 32]),
 )
 operations = st.lists(
     st.builds(lambda row, where: Operation(Kind.ADD, row, (0, 2), where, 2.0), st.integers(0, 3), selections),

@@ -84,12 +84,12 @@ def test_a_layer_that_is_not_there_is_named_before_the_digests():
     assert (caught.value.reason_name, caught.value.metadata["layer"]) == ("UNKNOWN_LAYER", "4")
 
 
-@pytest.mark.parametrize("kind", ["add", "ablate", "cap", "replace"])
+@pytest.mark.parametrize("kind", ["add", "ablate", "cap", "replace", "set"])
 def test_a_vector_for_each_layer_is_good_for_every_operation_of_steering(kind):
     bounds = {"max": 1.0} if kind == "cap" else {}
     resolved = resolve_spec(spec(by_layer(kind, keep_norm=True, **bounds)), FACTS).steering
     assert digests_of(resolved) == [A, B]
-    assert directions_of(resolved) == (set() if kind == "add" else {A, B})
+    assert directions_of(resolved) == (set() if kind in ("add", "set") else {A, B})
     assert resolved.operations[0].keep_norm
 
 

@@ -63,6 +63,7 @@ def plans(draw, name):
             selections(),
             sites=st.sampled_from([(POST,), (POST,), (PRE,), (POST, PRE), (ATTN, MLP), (POST, PRE, ATTN, MLP)]),
             before_steering=st.booleans(),
+            flush_interval=st.sampled_from([1, 3, 32]),
         )
     )
     steering = tuple(draw(st.lists(operations(), max_size=3)))

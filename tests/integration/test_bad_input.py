@@ -50,7 +50,7 @@ def vector(size: int = 576) -> residuum.Vector:
         ({"prompt": [49152]}, residuum.InvalidRequest, "vocabulary"),
         ({"prompt": [5] * 1025}, residuum.PromptTooLong, "1024"),
         ({"max_tokens": 1024}, residuum.PromptTooLong, "1024"),
-        ({"max_tokens": 0}, residuum.InvalidRequest, "max_tokens"),
+        ({"max_tokens": -1}, residuum.InvalidRequest, "max_tokens"),
         ({"temperature": 5.0}, residuum.InvalidRequest, "temperature"),
         ({"top_p": 0.0}, residuum.InvalidRequest, "top_p"),
         ({"registration": "never-registered"}, residuum.UnknownRequest, "never-registered"),

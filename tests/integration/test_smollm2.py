@@ -49,6 +49,17 @@ def test_the_model_generates_text(client: residuum.Client) -> None:
     assert "Paris" in reply.text
 
 
+def test_a_chat_that_ends_with_the_assistant_is_continued(client: residuum.Client) -> None:
+    question = {"role": "user", "content": "What is the capital of France?"}
+    begun = "The capital of France is the city of"
+    reply = client.generate([question, {"role": "assistant", "content": begun}], max_tokens=1)
+    assert reply.text == " Paris"
+    anew = client.generate([question], max_tokens=1)
+    assert reply.prompt_token_ids[: len(anew.prompt_token_ids)] == anew.prompt_token_ids, "the same turn"
+    with pytest.raises(residuum.InvalidRequest, match="empty"):
+        client.generate([question, {"role": "assistant", "content": ""}], max_tokens=1)
+
+
 def test_a_steered_capture_is_right_among_seven_plain_requests(client: residuum.Client) -> None:
     direction = residuum.Vector.from_array(np.random.default_rng(1).standard_normal(576).astype(np.float32))
     steer = [residuum.Add(direction, layer=12, scale=0.1)]

@@ -45,6 +45,12 @@ class Reference(reference.Reference):
         weights: Rows = self.model.lm_head.weight[token].detach().numpy().copy()
         return weights
 
+    def logits(self, token_ids: Sequence[int], changes: Mapping[int, Change] | None = None) -> Rows:
+        """Return the logits of the token after each position, float64 [positions, vocabulary]."""
+        with torch.inference_mode():
+            logits: Rows = self.model.lm_head(self.run(token_ids, changes)).double().numpy()
+        return logits
+
     def shortfall(
         self, prompt: Sequence[int], reply: Sequence[int], changes: Mapping[int, Change] | None = None
     ) -> float:

@@ -142,6 +142,7 @@ class OpenAIFace(Face):
         model = SimpleNamespace(
             served_model_name="tiny", max_model_len=64, dtype=torch.float32, enforce_eager=True,
             get_total_num_hidden_layers=lambda: 3, get_hidden_size=lambda: 4, get_vocab_size=lambda: 16,
+            max_logprobs=20,
         )  # fmt: skip
         llm = SimpleNamespace(
             errored=False,

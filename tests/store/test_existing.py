@@ -147,6 +147,14 @@ def test_a_complete_capture_of_the_same_request_is_skipped(client: Client) -> No
     assert client.get() == existing
 
 
+def test_how_often_rows_leave_makes_no_other_request(client: Client) -> None:
+    open_(client, attempt_of(1))
+    finish(client, 1)
+    again = attempt_of(2)
+    again.spec.flush_interval = 1
+    assert open_(client, again, SKIP).existing.description.attempt == 1
+
+
 @pytest.mark.parametrize("outcome", [COMPLETE, ABORTED])
 @pytest.mark.parametrize(
     ("field", "value", "told"),

@@ -76,6 +76,12 @@ async def test_a_capture_that_exists_is_the_answer(face, kind):
     assert not face.registry.running
 
 
+async def test_a_stop_token_is_the_stop_reason_and_has_no_text(face):
+    outputs = await answers_of(face, sampling(stop_token_ids=[3]))
+    said = {item.index: (item.text, item.token_ids, item.stop_reason) for part in outputs for item in part.outputs}
+    assert said == {0: (" 1 2", [1, 2], None), 1: ("", [3], 3)}
+
+
 async def test_what_to_do_with_a_capture_reaches_the_store(face):
     for script in face.scripts:
         script.put_nowait(([1], "stop"))

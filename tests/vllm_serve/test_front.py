@@ -35,6 +35,7 @@ class Silent:
         model = SimpleNamespace(
             served_model_name="tiny", max_model_len=64, dtype=torch.float32, enforce_eager=True,
             get_total_num_hidden_layers=lambda: LAYERS, get_hidden_size=lambda: 8, get_vocab_size=lambda: 16,
+            max_logprobs=20,
         )  # fmt: skip
         self.vllm_config = SimpleNamespace(
             model_config=model,

@@ -3,42 +3,91 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 
 from residuum._async.streams import AsyncStream
-from residuum.exceptions import ResiduumError
+from residuum.exceptions import ResiduumError, unfinished
 from residuum.rpc import tracing
-from residuum.transport.batches import BatchItem, check_concurrency, collect
+from residuum.transport.batches import BatchResults, check_concurrency
 from residuum.transport.progress import progress_bar
 from residuum.values.replies import Reply
 
 
+class BatchCancelled(asyncio.CancelledError):
+    """The task of `AsyncClient.generate_many` was cancelled. It has stopped the prompts that were running.
+
+    It is an asyncio.CancelledError, not a ResiduumError.
+
+    Attributes:
+        replies: One entry for each prompt, in order; None for a prompt that failed or had not ended.
+        errors: The exception of each failed prompt, by the prompt's index.
+    """
+
+    def __init__(self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError]) -> None:
+        super().__init__(unfinished(replies))
+        self.replies = list(replies)
+        self.errors = dict(errors)
+
+
 async def run_batch(
-    start: Callable[[BatchItem], AsyncStream], items: Sequence[BatchItem], *, max_concurrency: int, progress: bool
+    start: Callable[[int], AsyncStream], count: int, *, max_concurrency: int, progress: bool
 ) -> list[Reply]:
     """Run one generation for each prompt, some at once; see `AsyncClient.generate_many`."""
+    results = BatchResults(count)
+    try:
+        async with aclosing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
+            async for _ in ends:
+                pass
+    except asyncio.CancelledError:
+        raise BatchCancelled(results.replies, results.errors) from None
+    return results.all_replies()
+
+
+async def run_as_completed(
+    start: Callable[[int], AsyncStream], count: int, *, max_concurrency: int, progress: bool
+) -> AsyncGenerator[tuple[int, Reply], None]:
+    """Yield each reply when it is there; see `AsyncClient.generate_as_completed`."""
+    results = BatchResults(count)
+    async with aclosing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
+        async for index in ends:
+            reply = results.replies[index]
+            if reply is not None:
+                yield index, reply
+    results.check()
+
+
+async def _run(
+    start: Callable[[int], AsyncStream], results: BatchResults, *, max_concurrency: int, progress: bool
+) -> AsyncGenerator[int, None]:
+    """Run the generations, record how they end, and yield the index of each that has ended."""
     room = asyncio.Semaphore(check_concurrency(max_concurrency))
-    replies: list[Reply | None] = [None] * len(items)
-    errors: dict[int, ResiduumError] = {}
-    with progress_bar("generating", len(items), enabled=progress) as advance:
+    ended: asyncio.Queue[int | Exception] = asyncio.Queue()
 
-        async def run_one(at: int, item: BatchItem) -> None:
-            try:
-                async with room:
-                    replies[at] = await _reply(start(item))
-            except ResiduumError as error:
-                errors[at] = error
-            advance(1)
-
-        tasks = [asyncio.ensure_future(run_one(at, item)) for at, item in enumerate(items)]
+    async def run_one(index: int) -> None:
         try:
-            await asyncio.gather(*tasks)
-        except BaseException:  # cancelled, or a mistake in the call: stop what runs
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
-    return collect(replies, errors)
+            async with room:
+                results.add(index, await _reply(start(index)))
+        except ResiduumError as error:
+            results.add(index, error)
+        except Exception as error:  # noqa: BLE001 - a mistake in the call, which the caller must see
+            ended.put_nowait(error)
+        ended.put_nowait(index)
+
+    count = len(results.replies)
+    tasks = [asyncio.ensure_future(run_one(index)) for index in range(count)]
+    try:
+        with progress_bar("generating", count, enabled=progress) as advance:
+            for _ in range(count):
+                item = await ended.get()
+                if isinstance(item, Exception):
+                    raise item
+                advance(1)
+                yield item
+    finally:  # closed, cancelled, or a mistake in the call: stop what runs
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _reply(stream: AsyncStream) -> Reply:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from residuum import exceptions as exc
 from residuum._async import io
-from residuum._async.batches import run_batch
+from residuum._async.batches import run_as_completed, run_batch
 from residuum._async.captures import AsyncCaptureClient
 from residuum._async.streams import AsyncStream, make_stream
 from residuum._async.tokens import accept
@@ -25,12 +25,12 @@ from residuum.protocol.requests import (
 )
 from residuum.rpc import tracing
 from residuum.transport import health
-from residuum.transport.batches import BatchItem, check_batch
+from residuum.transport.batches import BatchPlan, Steering
 from residuum.v1 import inference_pb2
 from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
 from residuum.values.replies import Health, PutResult, Registration, Reply
-from residuum.values.steering import Operation, operation_list
+from residuum.values.steering import Operation
 from residuum.values.vector import Vector
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     import grpc.aio
     from typing_extensions import Self, Unpack
 
-    from residuum.protocol.requests import IfExists, Sampling
+    from residuum.protocol.requests import IfExists
+    from residuum.protocol.sampling import Sampling
     from residuum.rpc.credentials import TLS
     from residuum.transport.connection_settings import Token
 
@@ -111,7 +112,8 @@ class AsyncClient(AsyncCaptureClient):
         Steering vectors that the server lacks are sent first, by themselves. Cancelling the task stops the request.
 
         Args:
-            prompt: A text, a list of token ids, or a conversation as a list of {"role": ..., "content": ...}.
+            prompt: A text, a list of token ids, or a conversation as a list of {"role": ..., "content": ...}. If a
+                conversation ends with a message of the assistant, the reply continues that message.
             capture: What to capture; None captures nothing.
             steer: How to steer: one operation, or several that are applied in their order.
             request_id: Your own name for the request and its capture; by default the server makes one.
@@ -125,8 +127,8 @@ class AsyncClient(AsyncCaptureClient):
                 capture of another request, or of one that is still running, is never skipped. The labels in `capture`
                 are part of the request.
             timeout: Seconds that the generation may take; None means as long as it takes.
-            **sampling: max_tokens (16), temperature (0: greedy), top_p, top_k, seed, stop, ignore_eos, n (sequences),
-                min_tokens; see `residuum.Sampling`.
+            **sampling: max_tokens (16; 0 only computes the prompt), temperature (0: greedy), n (sequences), logprobs,
+                json_schema and others; see `residuum.Sampling`.
 
         Raises:
             InvalidRequest: The request is not valid; the subclass and the message say why.
@@ -192,8 +194,8 @@ class AsyncClient(AsyncCaptureClient):
         self,
         prompts: Iterable[Prompt],
         *,
-        capture: Capture | None = None,
-        steer: Operation | Iterable[Operation] | None = None,
+        capture: Capture | Iterable[Capture | None] | None = None,
+        steer: Steering = None,
         request_ids: Iterable[str] | None = None,
         model: str | None = None,
         if_exists: IfExists = "fail",
@@ -202,44 +204,77 @@ class AsyncClient(AsyncCaptureClient):
         progress: bool = True,
         **sampling: Unpack[Sampling],
     ) -> list[Reply]:
-        """Generate for many prompts at once, with the same capture and steering.
+        """Generate for many prompts at once.
 
         Args:
             prompts: The prompts; see `generate`, as for all other arguments.
-            capture: What to capture of each.
-            steer: How to steer each.
+            capture: What to capture of every prompt; or a list with one item for each prompt, a Capture or None.
+            steer: How to steer every prompt: an operation, or several that are applied in their order. For another
+                steering of each prompt, a list with one item for each: a list of its operations, or None.
             request_ids: Your own names for the requests and their captures, one for each prompt; by default the server
                 makes them.
             model: The model that you expect.
             if_exists: What to do if a capture with a request's id exists, as for `generate`. With "skip", a job that
-                was killed can be run again with the same ids: it generates only what is not complete.
+                was killed can be run again with the same ids: it generates only what is not complete. A prompt whose
+                capture is None is always generated.
             timeout: Seconds that each generation may take.
             max_concurrency: How many run at once.
             progress: Show a progress bar, on a terminal or in Jupyter.
             **sampling: As for `generate`.
 
         Returns:
-            The replies in the order of the prompts.
+            The replies in the order of the prompts. `generate_as_completed` yields each when it is there.
 
         Raises:
             BatchFailed: Some prompts failed. It is raised when all others have ended, and holds their replies.
-            InvalidRequest: The request_ids are not one for each prompt, or two are the same.
+            BatchCancelled: The task was cancelled. It holds the replies of the prompts that were done.
+            InvalidRequest: There is not one capture, one steering or one of the request_ids for each prompt, or two ids
+                are the same.
             TypeError: The prompts are a single one, or an argument belongs to a single request, such as request_id.
 
         Example:
             >>> replies = await client.generate_many(["One", "Two"], capture=residuum.Capture(), max_tokens=8)
             >>> acts = [await client.activations(reply.request_id) for reply in replies]
+            >>> both = await client.generate_many(["One", "One"], steer=[[Add(joy, layer=12)], None])
         """
-        batch = check_batch(prompts, request_ids, sampling)
-        operations = operation_list(steer)
+        plan = BatchPlan.of(prompts, capture, steer, sampling, request_ids=request_ids, if_exists=if_exists)
+        start = self._starter(plan, model=model, timeout=timeout, **sampling)
+        return await run_batch(start, len(plan.prompts), max_concurrency=max_concurrency, progress=progress)
 
-        def start(item: BatchItem) -> AsyncStream:
-            return self.stream(
-                item.prompt, capture=capture, steer=operations, request_id=item.request_id, model=model,
-                if_exists=if_exists, timeout=timeout, **sampling,
-            )  # fmt: skip
+    def generate_as_completed(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        capture: Capture | Iterable[Capture | None] | None = None,
+        steer: Steering = None,
+        request_ids: Iterable[str] | None = None,
+        model: str | None = None,
+        if_exists: IfExists = "fail",
+        timeout: float | None = None,
+        max_concurrency: int = 32,
+        progress: bool = True,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncIterator[tuple[int, Reply]]:
+        """Generate for many prompts at once, and yield each reply when it is there.
 
-        return await run_batch(start, batch, max_concurrency=max_concurrency, progress=progress)
+        The arguments are those of `generate_many`. Closing the generator stops the prompts that are running.
+
+        Yields:
+            The index of a prompt and its reply, in the order in which they end.
+
+        Raises:
+            BatchFailed: Some prompts failed. It is raised after the last reply, and holds all replies.
+            InvalidRequest: There is not one capture, one steering or one of the request_ids for each prompt, or two ids
+                are the same.
+            TypeError: The prompts are a single one, or an argument belongs to a single request, such as request_id.
+
+        Example:
+            >>> async for index, reply in client.generate_as_completed(["One", "Two"], max_tokens=8):
+            ...     print(index, reply.text)
+        """
+        plan = BatchPlan.of(prompts, capture, steer, sampling, request_ids=request_ids, if_exists=if_exists)
+        start = self._starter(plan, model=model, timeout=timeout, **sampling)
+        return run_as_completed(start, len(plan.prompts), max_concurrency=max_concurrency, progress=progress)
 
     async def register(
         self,
@@ -372,6 +407,20 @@ class AsyncClient(AsyncCaptureClient):
 
     def __repr__(self) -> str:
         return f"AsyncClient({self.endpoint!r})"
+
+    def _starter(
+        self, plan: BatchPlan, *, model: str | None, timeout: float | None, **sampling: Unpack[Sampling]
+    ) -> Callable[[int], AsyncStream]:
+        """Return the function that starts the generation of the prompt with an index."""
+
+        def start(index: int) -> AsyncStream:
+            return self.stream(
+                plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
+                request_id=plan.request_ids[index], model=model, if_exists=plan.if_exists[index], timeout=timeout,
+                **sampling,
+            )  # fmt: skip
+
+        return start
 
     async def _update(self, plan: SteeringPlan) -> inference_pb2.UpdateSteeringResponse:
         name = plan.request.request_id

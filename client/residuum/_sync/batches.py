@@ -3,54 +3,86 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 
 from residuum._sync.streams import Stream
-from residuum.exceptions import RequestAborted, ResiduumError
-from residuum.transport.batches import BatchItem, check_concurrency, collect
+from residuum.exceptions import BatchInterrupted, RequestAborted, ResiduumError
+from residuum.transport.batches import BatchResults, check_concurrency
 from residuum.transport.progress import progress_bar
 from residuum.values.replies import Reply
 
 
-def run_batch(
-    start: Callable[[BatchItem], Stream], items: Sequence[BatchItem], *, max_concurrency: int, progress: bool
-) -> list[Reply]:
+def run_batch(start: Callable[[int], Stream], count: int, *, max_concurrency: int, progress: bool) -> list[Reply]:
     """Run one generation for each prompt, some at once; see `Client.generate_many`."""
-    batch = _Batch(start)
-    replies: list[Reply | None] = [None] * len(items)
-    errors: dict[int, ResiduumError] = {}
-    workers = min(check_concurrency(max_concurrency), max(len(items), 1))
-    with ThreadPoolExecutor(workers) as pool, progress_bar("generating", len(items), enabled=progress) as advance:
-        numbers: dict[Future[Reply], int] = {pool.submit(batch.run, item): at for at, item in enumerate(items)}
+    results = BatchResults(count)
+    try:
+        with closing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
+            for _ in ends:
+                pass
+    except KeyboardInterrupt:
+        raise BatchInterrupted(results.replies, results.errors) from None
+    return results.all_replies()
+
+
+def run_as_completed(
+    start: Callable[[int], Stream], count: int, *, max_concurrency: int, progress: bool
+) -> Generator[tuple[int, Reply], None, None]:
+    """Yield each reply when it is there; see `Client.generate_as_completed`."""
+    results = BatchResults(count)
+    with closing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
+        for index in ends:
+            reply = results.replies[index]
+            if reply is not None:
+                yield index, reply
+    results.check()
+
+
+def _run(
+    start: Callable[[int], Stream], results: BatchResults, *, max_concurrency: int, progress: bool
+) -> Generator[int, None, None]:
+    """Run the generations, record how they end, and yield the index of each that has ended."""
+    count = len(results.replies)
+    batch = _Batch(start, results)
+    workers = min(check_concurrency(max_concurrency), max(count, 1))
+    with ThreadPoolExecutor(workers) as pool, progress_bar("generating", count, enabled=progress) as advance:
+        futures = [pool.submit(batch.run, index) for index in range(count)]
         try:
-            for future in as_completed(numbers):
-                try:
-                    replies[numbers[future]] = future.result()
-                except ResiduumError as error:
-                    errors[numbers[future]] = error
+            for future in as_completed(futures):
+                index = future.result()
                 advance(1)
-        except BaseException:  # an interrupt, or a mistake in the call: stop what runs, start nothing more
-            pool.shutdown(wait=False, cancel_futures=True)
+                yield index
+        except BaseException:  # closed, an interrupt, or a mistake in the call: stop what runs, start nothing more
             batch.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return collect(replies, errors)
 
 
 class _Batch:
     """The generations that run."""
 
-    def __init__(self, start: Callable[[BatchItem], Stream]) -> None:
+    def __init__(self, start: Callable[[int], Stream], results: BatchResults) -> None:
         self._start = start
+        self._results = results
         self._running: set[Stream] = set()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
-    def run(self, item: BatchItem) -> Reply:
-        """Run one."""
+    def run(self, index: int) -> int:
+        """Run one, record its outcome, and return its index."""
+        try:
+            outcome: Reply | ResiduumError = self._reply(index)
+        except ResiduumError as error:
+            outcome = error
+        if isinstance(outcome, Reply) or not self._stopped.is_set():  # what was stopped has not failed
+            self._results.add(index, outcome)
+        return index
+
+    def _reply(self, index: int) -> Reply:
         if self._stopped.is_set():
             raise RequestAborted("The batch was stopped before this prompt.")
-        with self._start(item) as stream:
+        with self._start(index) as stream:
             with self._lock:
                 self._running.add(stream)
                 if self._stopped.is_set():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import residuum
-from residuum.cli import steering
+from residuum.cli import sampling, steering
 from residuum.cli.connection import advice_if_cut_off, open_client
 from residuum.cli.labels import parse_labels
 from residuum.cli.output import Output
@@ -17,24 +18,15 @@ from residuum.cli.parser import positive_count
 from residuum.protocol.requests import IF_EXISTS, Prompt
 from residuum.values.capture import AXES, REDUCTIONS
 from residuum.wire.encodings import ENCODINGS
+from residuum.wire.limits import BLOCK_TOKENS
 
 EXAMPLES = """\
 PROMPT
 residuum generate "I love this" --max-tokens 20
 residuum generate "I love this" --capture 12 --id joyful
 residuum generate "Tell me more" --chat --add joy.safetensors@12*4
-residuum generate --file prompts.txt --capture all --positions last_prompt"""
-
-SAMPLING: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "the most tokens to generate (default: 16)"),
-    "temperature": (float, "the sampling temperature, up to 2 (default: 0, greedy)"),
-    "top_p": (float, "sample from the most likely tokens with this total probability (default: 1)"),
-    "top_k": (int, "sample from this many most likely tokens (default: 0, all)"),
-    "seed": (int, "the random seed, which makes sampling repeatable (default: none)"),
-    "min_tokens": (int, "the fewest tokens to generate (default: 0)"),
-    "n": (int, "the number of replies, at most 64 (default: 1)"),
-}
-"""The numeric sampling parameters, with their help texts."""
+residuum generate --file prompts.txt --capture all --positions last_prompt
+residuum generate --file prompts.txt --capture all --id job --if-exists skip"""
 
 _CAPTURE_FLAGS = [
     "positions",
@@ -46,6 +38,7 @@ _CAPTURE_FLAGS = [
     "axis",
     "onto",
     "reduction",
+    "flush_interval",
     "label",
     "keep_prompt",
 ]
@@ -62,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="treat the prompt as a user's message in a chat (default: as plain text)"
     )
     parser.add_argument(
-        "--id", dest="request_id", help="your own ID for the request and its capture (default: the server's choice)"
+        "--id",
+        dest="request_id",
+        help="your own ID for the request and its capture; with --file, the requests are ID-0, ID-1 and so on "
+        "(default: the server's choice)",
     )
     parser.add_argument(
         "--if-exists",
@@ -71,18 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="if a capture with this ID exists: fail; replace it; or skip, which prints what a complete capture of the "
         "same request holds, and replaces one that is not complete (default: fail)",
     )
-    _add_sampling(parser)
+    sampling.add_arguments(parser)
     _add_capture(parser)
     steering.add_arguments(parser)
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    for name, (kind, help_text) in SAMPLING.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name[0].upper(), help=help_text)
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated (default: none)"
-    )
 
 
 def _add_capture(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +124,12 @@ def _add_capture(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(REDUCTIONS)} (default: none)",
     )
     group.add_argument(
+        "--flush-interval",
+        type=int,
+        metavar="N",
+        help="send the rows of generated tokens after this many captured positions, 1 to 32 (default: 32)",
+    )
+    group.add_argument(
         "--label",
         action="append",
         metavar="NAME=VALUE",
@@ -157,13 +150,11 @@ def generate(options: argparse.Namespace, output: Output) -> int:
         options.usage_error("--if-exists needs --id and --capture; give all three")
     if (options.prompt is None) == (options.file is None):
         options.usage_error("give either a prompt or --file FILE")
-    if options.file is not None and options.request_id is not None:
-        options.usage_error("--id names one request, but --file has many; leave --id out")
     arguments: dict[str, Any] = {
         "capture": _capture(options),
         "steer": steering.operations_of(options),
         "timeout": options.timeout,
-        **{name: value for name in (*SAMPLING, "stop") if (value := getattr(options, name)) is not None},
+        **sampling.parameters_of(options, output),
     }
     if options.file is not None:
         return _generate_many(prompts_of(options.file, chat=options.chat), arguments, options, output)
@@ -187,23 +178,46 @@ def _generate_one(prompt: Prompt, arguments: dict[str, Any], options: argparse.N
 def _generate_many(
     prompts: list[Prompt], arguments: dict[str, Any], options: argparse.Namespace, output: Output
 ) -> int:
+    job = options.request_id
+    names = None if job is None else [f"{job}-{index}" for index in range(len(prompts))]
     with open_client(options) as client:
-        failed: dict[int, residuum.ResiduumError] = {}
         try:
-            replies: list[residuum.Reply | None] = [
-                *client.generate_many(prompts, **arguments, progress=not output.as_json)
-            ]
+            replies = client.generate_many(
+                prompts, request_ids=names, if_exists=options.if_exists, progress=not output.as_json, **arguments
+            )
         except residuum.BatchFailed as error:
-            replies, failed = error.replies, dict(error.errors)
-    for number, reply in enumerate(replies):
-        if reply is None:
-            output.error(f"prompt {number + 1}: {failed[number]}")
-        elif output.as_json:
-            output.json({"prompt": number + 1, **dataclasses.asdict(reply), "text": reply.text})
-        else:
+            _show_replies(error.replies, error.errors, output)
+            return 1
+        except residuum.BatchInterrupted as error:
+            _show_replies(error.replies, error.errors, output)
+            done = sum(reply is not None for reply in error.replies)
+            raise KeyboardInterrupt(f"{done} of {len(prompts)} prompts were done. {_rest(options)}") from None
+    _show_replies(replies, {}, output)
+    return 0
+
+
+def _rest(options: argparse.Namespace) -> str:
+    """Return the advice how to generate for the prompts that an interrupt left."""
+    if options.request_id is None or options.capture is None:
+        return "To be able to go on after an interrupt, give --capture, --id JOB and --if-exists skip."
+    return "To go on, give the same command with --if-exists skip: it generates only what is not complete."
+
+
+def _show_replies(
+    replies: list[residuum.Reply | None] | list[residuum.Reply], errors: Mapping[int, Exception], output: Output
+) -> None:
+    """Print the replies and errors of many prompts in the order of the prompts, without those that have neither."""
+    for index, reply in enumerate(replies):
+        if index in errors:
+            output.error(f"prompt {index + 1}: {errors[index]}")
+        elif reply is not None and output.as_json:
+            output.json({"prompt": index + 1, **dataclasses.asdict(reply), "text": reply.text})
+        elif reply is not None:
             name = f" {reply.request_id}" if reply.captured else ""
-            output.say("\n".join(f"[{number + 1}{name}]{sequence.text}" for sequence in reply.sequences))
-    return 1 if failed else 0
+            output.say("\n".join(f"[{index + 1}{name}]{sequence.text}" for sequence in reply.sequences))
+    skipped = sum(reply is not None and reply.skipped for reply in replies)
+    if skipped:
+        output.note(f"nothing generated for {skipped} of {len(replies)} prompts: their captures exist")
 
 
 def prompts_of(path: str, *, chat: bool) -> list[Prompt]:
@@ -253,6 +267,7 @@ def _capture(options: argparse.Namespace) -> residuum.Capture | None:
         axis=options.axis,
         vectors=steering.load_all(options.onto or []).values(),
         reduction=options.reduction,
+        flush_interval=BLOCK_TOKENS if options.flush_interval is None else options.flush_interval,
         labels=parse_labels(options.label or []),
         keep_prompt=options.keep_prompt,
     )

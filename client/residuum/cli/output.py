@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 _WORDS = {
     "Give a longer timeout, or none with timeout=None": "Give a longer --timeout, or none",
     "wait=False, allow_partial=True": "--no-wait --allow-partial",
@@ -27,6 +29,7 @@ _WORDS = {
     "vectors=,": "--onto,",
     "axis= ": "--axis ",
     "seed= ": "--encoding-seed ",
+    "flush_interval= ": "--flush-interval ",
     'encoding="': '--encoding "',
     "client.info().num_layers": "num_layers of `residuum info`",
     "use sites=client.info().sites for all": "`residuum info` lists all",
@@ -171,9 +174,16 @@ def age(span: datetime.timedelta) -> str:
     return f"{seconds:.0f} s"
 
 
+def _plain_number(value: np.generic) -> object:
+    """Return a number of an array for JSON, which has no NaN."""
+    return None if np.isnan(value) else value.item()
+
+
 def _plain(value: object) -> object:
     if isinstance(value, datetime.datetime):
         return value.isoformat()
+    if isinstance(value, np.ndarray):
+        return [_plain_number(item) for item in value] if value.ndim == 1 else [_plain(row) for row in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return str(value)

@@ -1,4 +1,4 @@
-"""The flags that steer: --add, --ablate, --cap and --replace, and the vectors that they name."""
+"""The flags that steer: --add, --ablate, --cap, --replace and --set, and the vectors that they name."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("ablate", "VECTOR@LAYERS*SCALE", "remove a direction (default: none)"),
         ("cap", "VECTOR@LAYERS:MIN:MAX", f"keep a projection between two bounds; {bounds} (default: none)"),
         ("replace", "VECTOR@LAYERS:VALUE", "set a projection (default: none)"),
+        ("set", "VECTOR@LAYERS", "set whole rows to a vector (default: none)"),
     ):
         group.add_argument(
             f"--{name}",
@@ -59,7 +60,9 @@ def operations_of(options: argparse.Namespace) -> list[Operation]:
         InvalidRequest: A flag is invalid.
     """
     if not options.steer and (options.steer_positions or options.keep_norm):
-        options.usage_error("--steer-positions and --keep-norm need --add, --ablate, --cap or --replace; give both")
+        options.usage_error(
+            "--steer-positions and --keep-norm need --add, --ablate, --cap, --replace or --set; give both"
+        )
     where = {"positions": options.steer_positions, "keep_norm": options.keep_norm}
     return [_OPERATIONS[name](text, where) for name, text in options.steer]
 
@@ -101,6 +104,7 @@ _OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
     "ablate": functools.partial(_scaled, residuum.Ablate),
     "cap": _bounds,
     "replace": _replacement,
+    "set": lambda text, where: residuum.Set(**_placed(text), **where),
 }
 """Parses the argument of each steering flag. The second argument holds the fields that all operations share."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from residuum.exceptions import ResiduumError, ServerFault
 from residuum.v1 import inference_pb2
+from residuum.values.logprobs import Logprobs
 from residuum.values.replies import Reply, Sequence, TokenDelta, Usage
 
 
@@ -15,6 +16,8 @@ class ReplyBuilder:
         self._finished: inference_pb2.GenerationFinished | None = None
         self._texts: dict[int, list[str]] = {}
         self._tokens: dict[int, list[int]] = {}
+        self._logprobs: dict[int, list[inference_pb2.Logprobs]] = {}
+        self._prompt_logprobs: list[inference_pb2.Logprobs] = []
 
     @property
     def is_started(self) -> bool:
@@ -75,6 +78,7 @@ class ReplyBuilder:
             store_endpoint=handle.store_endpoint,
             captured=bool(handle.capture_id),
             skipped=self.started.skipped,
+            prompt_logprobs=_logprobs(self._prompt_logprobs, of_prompt=True),
         )
 
     def check_end(self) -> None:
@@ -90,11 +94,36 @@ class ReplyBuilder:
         if not self._finished.sequences:
             raise ServerFault("The server finished no sequence.", metadata={"request_id": self.request_id})
 
-    def _add_delta(self, delta: inference_pb2.TokenDelta) -> TokenDelta:
+    def _add_delta(self, delta: inference_pb2.TokenDelta) -> TokenDelta | None:
+        if delta.HasField("prompt_logprobs"):
+            self._prompt_logprobs.append(delta.prompt_logprobs)
+            if not (delta.text or delta.token_ids):
+                return None
+        own = [delta.logprobs] if delta.HasField("logprobs") else []
+        self._logprobs.setdefault(delta.sequence, []).extend(own)
         self._texts.setdefault(delta.sequence, []).append(delta.text)
         self._tokens.setdefault(delta.sequence, []).extend(delta.token_ids)
-        return TokenDelta(delta.text, tuple(delta.token_ids), delta.sequence)
+        return TokenDelta(delta.text, tuple(delta.token_ids), delta.sequence, _logprobs(own))
 
     def _sequence(self, index: int, end: inference_pb2.SequenceFinish) -> Sequence:
         text = "".join(self._texts.get(index, ()))
-        return Sequence(text, tuple(self._tokens.get(index, ())), end.finish_reason, end.stop_reason)
+        return Sequence(
+            text,
+            tuple(self._tokens.get(index, ())),
+            end.finish_reason,
+            end.stop_reason,
+            end.stop_token_id if end.HasField("stop_token_id") else None,
+            _logprobs(self._logprobs.get(index, [])),
+        )
+
+
+def _logprobs(protos: list[inference_pb2.Logprobs], *, of_prompt: bool = False) -> Logprobs | None:
+    """Return the log-probabilities of messages that continue each other; None if there are none.
+
+    Raises:
+        ServerFault: A message contradicts itself.
+    """
+    try:
+        return Logprobs.from_protos(protos, of_prompt=of_prompt) if protos else None
+    except ValueError as error:
+        raise ServerFault(f"The server sent log-probabilities whose numbers do not fit each other: {error}.") from None

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypedDict, Union
+from typing import Any, Literal, Protocol, Union
 
 import numpy as np
 
 from residuum.exceptions import EmptyPrompt, InvalidRequest, PromptTooLong, UnknownCapture
+from residuum.protocol.sampling import sampling_parameters
 from residuum.v1 import capture_pb2, inference_pb2
 from residuum.values.capture import Capture
 from residuum.values.replies import Registration, Reply
 from residuum.values.steering import Operation, operation_list, steering_spec
 from residuum.values.vector import Vector
 from residuum.wire.ids import is_valid_id
-from residuum.wire.limits import MAX_ID_LENGTH, MAX_MESSAGE_BYTES, MAX_SEQUENCES, MAX_STOP_TEXTS
+from residuum.wire.limits import MAX_ID_LENGTH, MAX_MESSAGE_BYTES
 
 _SHOWN = 32
 """Characters of an overlong ID that an error shows."""
 
 Prompt = Union[str, Sequence[int], Sequence[Mapping[str, str]]]  # noqa: UP007 - evaluated at run time on Python 3.10
-"""A text, token ids, or a conversation as a list of {"role": ..., "content": ...}."""
+"""A text, token ids, or a conversation as a list of {"role": ..., "content": ...}. The reply continues a conversation's
+last message if that is the assistant's, and answers it otherwise."""
 
 
 IfExists = Literal["fail", "replace", "skip"]
@@ -34,29 +35,6 @@ IF_EXISTS: dict[str, capture_pb2.IfExists.ValueType] = {
     "skip": capture_pb2.IF_EXISTS_SKIP,
 }
 """The contract's values of `IfExists`."""
-
-
-class Sampling(TypedDict, total=False):
-    """How tokens are chosen: keyword arguments of every call that generates. Unset ones are the server's default."""
-
-    max_tokens: int
-    """Tokens to generate at most in each sequence, at least 1. Default 16."""
-    temperature: float
-    """0 (the default) is greedy; up to 2."""
-    top_p: float
-    """Sample from the most likely tokens whose probabilities add up to this; above 0, at most 1. Default 1."""
-    top_k: int
-    """Sample from this many most likely tokens; 0 (the default) means all."""
-    seed: int
-    """Makes sampling repeatable; sequence i uses seed + i."""
-    stop: str | Sequence[str]
-    """Generation stops when one of these texts appears; it is left out of the reply. At most 16."""
-    ignore_eos: bool
-    """Go on after the end-of-sequence token."""
-    n: int
-    """How many sequences to generate from the prompt, at most 64. Default 1."""
-    min_tokens: int
-    """Tokens to generate before a sequence may end. Default 0."""
 
 
 @dataclass(frozen=True)
@@ -271,73 +249,8 @@ def distinct(vectors: Iterable[Vector]) -> tuple[Vector, ...]:
     return tuple({vector.digest: vector for vector in vectors}.values())
 
 
-def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingParameters:
-    """Build and check the sampling parameters.
-
-    Raises:
-        InvalidRequest: One is out of range.
-        TypeError: One is unknown, or of the wrong kind.
-    """
-    unknown = sorted(set(sampling) - set(Sampling.__annotations__))
-    if unknown:
-        raise TypeError(
-            f"There is no sampling parameter {unknown[0]!r}; there are {', '.join(Sampling.__annotations__)}."
-        )
-    given = {name: value for name, value in sampling.items() if value is not None}
-    for name, (low, high) in _INTEGERS.items():
-        _check_integer(name, given.get(name, low), low, high)
-    _check_number("temperature", given.get("temperature", 0.0), 0.0, 2.0)
-    _check_number("top_p", given.get("top_p", 1.0), 0.0, 1.0)
-    if given.get("top_p") == 0:
-        raise InvalidRequest("top_p must be above 0.", reason="INVALID_FIELD", metadata={"field": "top_p"})
-    if given.get("min_tokens", 0) > given.get("max_tokens", _DEFAULT_MAX_TOKENS):
-        raise InvalidRequest(
-            "min_tokens is above max_tokens.", reason="INVALID_FIELD", metadata={"field": "min_tokens"}
-        )
-    given["stop"] = _stop_texts(given.get("stop", ()))
-    given["num_sequences"] = given.pop("n", None)
-    return inference_pb2.SamplingParameters(**given)
-
-
-_DEFAULT_MAX_TOKENS = 16
 _UINT32 = (1 << 32) - 1
 _MAX_PROMPT_BYTES = MAX_MESSAGE_BYTES - (64 << 10)  # what else a request holds: steering, sampling, its name
-_INTEGERS = {
-    "max_tokens": (1, _UINT32),
-    "top_k": (0, _UINT32),
-    "seed": (0, (1 << 64) - 1),
-    "n": (1, MAX_SEQUENCES),
-    "min_tokens": (0, _UINT32),
-}
-
-
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} is a whole number, not {value!r}.")
-    if not low <= value <= high:
-        raise InvalidRequest(
-            f"{name} must be from {low} to {high}, not {value}.", reason="INVALID_FIELD", metadata={"field": name}
-        )
-
-
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"{name} is a number, not {value!r}.")
-    if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidRequest(
-            f"{name} must be from {low:g} to {high:g}, not {value}.", reason="INVALID_FIELD", metadata={"field": name}
-        )
-
-
-def _stop_texts(stop: str | Sequence[str]) -> list[str]:
-    texts = [stop] if isinstance(stop, str) else list(stop)
-    if len(texts) > MAX_STOP_TEXTS or not all(isinstance(text, str) and text for text in texts):
-        raise InvalidRequest(
-            f"stop takes at most {MAX_STOP_TEXTS} texts, none of them empty.",
-            reason="INVALID_FIELD",
-            metadata={"field": "stop"},
-        )
-    return texts
 
 
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:

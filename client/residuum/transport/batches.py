@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Union
 
 import numpy as np
 
 from residuum.exceptions import BatchFailed, InvalidRequest, ResiduumError
-from residuum.protocol.requests import Prompt, short
+from residuum.protocol.requests import IfExists, Prompt, short
+from residuum.values.capture import Capture
 from residuum.values.replies import Reply
-
-
-class BatchItem(NamedTuple):
-    """One prompt of a batch."""
-
-    prompt: Prompt
-    request_id: str | None
-    """The request's own name; None: the server makes one."""
-
-
-def check_batch(
-    prompts: Iterable[Prompt], request_ids: Iterable[str] | None, sampling: Mapping[str, Any]
-) -> list[BatchItem]:
-    """Return the prompts of a batch with their request IDs.
-
-    Raises:
-        InvalidRequest: There are not as many IDs as prompts, or two are the same.
-        TypeError: The prompts are one prompt, or an argument is given that belongs to one request.
-    """
-    items = _check_prompts(prompts, sampling)
-    if request_ids is None:
-        return [BatchItem(prompt, None) for prompt in items]
-    if isinstance(request_ids, (str, bytes)):
-        raise TypeError(f"request_ids takes a list with an id for each prompt, not {short(request_ids)}.")
-    names = list(request_ids)
-    if len(names) != len(items):
-        raise InvalidRequest(
-            f"There are {len(items)} prompts and {len(names)} request_ids; give one for each prompt.",
-            reason="INVALID_FIELD",
-        )
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:
-        raise InvalidRequest(
-            f"request_ids has {twice!r} more than once; give each prompt its own.", reason="INVALID_FIELD"
-        )
-    return [BatchItem(prompt, name) for prompt, name in zip(items, names, strict=True)]
+from residuum.values.steering import Operation, operation_list
 
 
 def _check_prompts(prompts: Iterable[Prompt], sampling: Mapping[str, Any]) -> list[Prompt]:
@@ -83,12 +50,144 @@ def check_concurrency(max_concurrency: int) -> int:
     return max_concurrency
 
 
-def collect(replies: Sequence[Reply | None], errors: dict[int, ResiduumError]) -> list[Reply]:
-    """Return the replies if there is one for each prompt.
+Steering = Union[Operation, Iterable[Any], None]  # noqa: UP007 - evaluated at run time on Python 3.10
+"""Operations for every prompt; or a list with one item for each prompt: its operations, or None."""
 
-    Raises:
-        BatchFailed: There is not.
-    """
-    if errors:
-        raise BatchFailed(replies, errors)
-    return [reply for reply in replies if reply is not None]
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What a batch generates."""
+
+    prompts: list[Prompt]
+    """The prompts."""
+    captures: list[Capture | None]
+    """What to capture of each prompt."""
+    steering: list[list[Operation]]
+    """How to steer each prompt."""
+    request_ids: list[str | None]
+    """The name of each request; None: the server makes one."""
+    if_exists: list[IfExists]
+    """What to do if the capture of a prompt exists."""
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Iterable[Prompt],
+        capture: Capture | Iterable[Capture | None] | None,
+        steer: Steering,
+        sampling: Mapping[str, Any],
+        *,
+        request_ids: Iterable[str] | None = None,
+        if_exists: IfExists = "fail",
+    ) -> BatchPlan:
+        """Check what a user gives, and return what belongs to each prompt.
+
+        Raises:
+            TypeError: The prompts are one prompt, or an argument is of the wrong kind or belongs to one request.
+            InvalidRequest: There is not one capture, one steering or one request ID for each prompt, or two IDs are the
+                same.
+        """
+        items = _check_prompts(prompts, sampling)
+        captures = _captures(capture, len(items))
+        return cls(
+            items,
+            captures,
+            _steering(steer, len(items)),
+            _request_ids(request_ids, len(items)),
+            _if_exists(if_exists, captures),
+        )
+
+
+def _captures(capture: Capture | Iterable[Capture | None] | None, count: int) -> list[Capture | None]:
+    if capture is None or isinstance(capture, Capture):
+        return [capture] * count
+    if not isinstance(capture, Iterable):
+        raise TypeError(f"capture= takes a residuum.Capture, or a list with one for each prompt, not {capture!r}.")
+    captures = list(capture)
+    for item in captures:
+        if item is not None and not isinstance(item, Capture):
+            raise TypeError(f"capture= takes a residuum.Capture or None for each prompt, not {item!r}.")
+    _check_count("capture", len(captures), count)
+    return captures
+
+
+def _steering(steer: Any, count: int) -> list[list[Operation]]:
+    if isinstance(steer, Iterable) and not isinstance(steer, (str, Mapping)):
+        items = list(steer)
+        if any(item is None or (isinstance(item, Iterable) and not isinstance(item, (str, Mapping))) for item in items):
+            _check_count("steer", len(items), count)
+            return [operation_list(item) for item in items]
+        steer = items
+    return [operation_list(steer)] * count
+
+
+def _request_ids(request_ids: Iterable[str] | None, count: int) -> list[str | None]:
+    if request_ids is None:
+        return [None] * count
+    if isinstance(request_ids, (str, bytes)):
+        raise TypeError(f"request_ids takes a list with an id for each prompt, not {short(request_ids)}.")
+    names = list(request_ids)
+    if len(names) != count:
+        raise InvalidRequest(
+            f"There are {count} prompts and {len(names)} request_ids; give one for each prompt.",
+            reason="INVALID_FIELD",
+        )
+    twice = next((name for name, times in Counter(names).items() if times > 1), None)
+    if twice is not None:
+        raise InvalidRequest(
+            f"request_ids has {twice!r} more than once; give each prompt its own.", reason="INVALID_FIELD"
+        )
+    return [*names]
+
+
+def _if_exists(choice: IfExists, captures: list[Capture | None]) -> list[IfExists]:
+    """Return the choice for each prompt. It does not concern prompts without a capture if others have one."""
+    if not any(captures):
+        return [choice] * len(captures)
+    return ["fail" if capture is None else choice for capture in captures]
+
+
+def _check_count(name: str, given: int, count: int) -> None:
+    if given != count:
+        raise InvalidRequest(
+            f"{name}= has {given} items, and there are {count} prompts. Give one item for each prompt, or a single one "
+            "for all.",
+            reason="INVALID_FIELD",
+            metadata={"field": name},
+        )
+
+
+class BatchResults:
+    """The outcome of each prompt of a batch, as far as it is known."""
+
+    def __init__(self, count: int) -> None:
+        """Prepare for this many prompts."""
+        self.replies: list[Reply | None] = [None] * count
+        """The replies; None for a prompt that failed or has not ended."""
+        self.errors: dict[int, ResiduumError] = {}
+        """The failures, by the index of the prompt."""
+
+    def add(self, index: int, outcome: Reply | ResiduumError) -> None:
+        """Record the outcome of a prompt."""
+        if isinstance(outcome, ResiduumError):
+            self.errors[index] = outcome
+        else:
+            self.replies[index] = outcome
+
+    def check(self) -> None:
+        """Check that no prompt failed.
+
+        Raises:
+            BatchFailed: Some did.
+        """
+        if self.errors:
+            raise BatchFailed(self.replies, self.errors)
+
+    def all_replies(self) -> list[Reply]:
+        """Return the replies when all prompts have ended.
+
+        Raises:
+            BatchFailed: Some prompts failed.
+        """
+        self.check()
+        return [reply for reply in self.replies if reply is not None]

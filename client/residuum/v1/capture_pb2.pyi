@@ -367,6 +367,7 @@ class _IfExistsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IfExists.Val
     IF_EXISTS_REPLACE. In both cases it must be of the same request: the same description, apart from `layout`,
     `vllm_version`, `request_time`, `attempt` and `service_instance`. Otherwise the request fails. The labels in the
     specs must be the same, in any order; labels that were changed later do not count, and stay if the capture does.
+    `flush_interval` may differ: the rows are the same.
     """
 
 class IfExists(_IfExists, metaclass=_IfExistsEnumTypeWrapper):
@@ -388,6 +389,7 @@ IF_EXISTS_SKIP: IfExists.ValueType  # 3
 IF_EXISTS_REPLACE. In both cases it must be of the same request: the same description, apart from `layout`,
 `vllm_version`, `request_time`, `attempt` and `service_instance`. Otherwise the request fails. The labels in the
 specs must be the same, in any order; labels that were changed later do not count, and stay if the capture does.
+`flush_interval` may differ: the rows are the same.
 """
 Global___IfExists: _TypeAlias = IfExists  # noqa: Y015
 
@@ -491,6 +493,7 @@ class CaptureSpec(_message.Message):
     REDUCTION_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     KEEP_PROMPT_FIELD_NUMBER: _builtins.int
+    FLUSH_INTERVAL_FIELD_NUMBER: _builtins.int
     encoding: Global___Encoding.ValueType
     """The encoding of rows."""
     overflow: Global___OverflowPolicy.ValueType
@@ -504,6 +507,11 @@ class CaptureSpec(_message.Message):
     keep_prompt: _builtins.bool
     """Keep the text of the prompt in CaptureDescription.prompt_text. The prompt must then be a text or a conversation: token
     IDs have no text.
+    """
+    flush_interval: _builtins.int
+    """The most captured positions of generated tokens that wait in the model's process before their rows are sent: 1 to
+    32. Fewer show rows sooner to those who follow the capture, and take more chunks, each with its own cost. Rows of
+    the prompt never wait for generated ones. 0: 32.
     """
     @_builtins.property
     def layers(self) -> _selection_pb2.LayerSelection:
@@ -538,10 +546,11 @@ class CaptureSpec(_message.Message):
         reduction: Global___Reduction.ValueType = ...,
         labels: _abc.Iterable[Global___Label] | None = ...,
         keep_prompt: _builtins.bool = ...,
+        flush_interval: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["encoding_options", b"encoding_options", "layers", b"layers", "positions", b"positions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_steering", b"before_steering", "encoding", b"encoding", "encoding_options", b"encoding_options", "keep_prompt", b"keep_prompt", "labels", b"labels", "layers", b"layers", "overflow", b"overflow", "positions", b"positions", "reduction", b"reduction", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_steering", b"before_steering", "encoding", b"encoding", "encoding_options", b"encoding_options", "flush_interval", b"flush_interval", "keep_prompt", b"keep_prompt", "labels", b"labels", "layers", b"layers", "overflow", b"overflow", "positions", b"positions", "reduction", b"reduction", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -222,6 +222,7 @@ class Limits(_message.Message):
     CAPTURE_POOL_BYTES_FIELD_NUMBER: _builtins.int
     RING_BYTES_FIELD_NUMBER: _builtins.int
     TABLE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Tokens of prompt and reply together."""
     max_message_bytes: _builtins.int
@@ -246,6 +247,10 @@ class Limits(_message.Message):
     """Device memory for steering vectors, and for the tables of rows and requests that the capture points read, in bytes.
     0: the server is older than this field.
     """
+    max_logprobs: _builtins.int
+    """The most likely tokens that a request may ask for with `logprobs` and `prompt_logprobs`. 0: the server is older than
+    this field and returns no log-probabilities.
+    """
     def __init__(
         self,
         *,
@@ -260,10 +265,11 @@ class Limits(_message.Message):
         capture_pool_bytes: _builtins.int = ...,
         ring_bytes: _builtins.int = ...,
         table_bytes: _builtins.int = ...,
+        max_logprobs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_registrations", b"max_registrations", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_registrations", b"max_registrations", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -584,7 +590,13 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
-    """A conversation."""
+    """A conversation. If its last message is the assistant's, the model continues that message: the reply begins where it
+    ends. Otherwise the model begins a message of the assistant.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: the model's chat template refuses the conversation; or the last message is the
+      assistant's, and it is empty or the model's tokenizer cannot continue it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -647,8 +659,21 @@ class SamplingParameters(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """The most tokens to generate in each sequence; at least 1. Unset: 16."""
+    """The most tokens to generate in each sequence. 0 only computes the prompt: the reply has no tokens, each sequence ends
+    with "length", and a capture has the rows of every prompt position. Unset: 16.
+    """
     temperature: _builtins.float
     """The temperature, from 0 to 2; 0 is greedy. Unset: 0."""
     top_p: _builtins.float
@@ -662,10 +687,48 @@ class SamplingParameters(_message.Message):
     num_sequences: _builtins.int
     """Number of sequences to generate from the prompt. Unset: 1."""
     min_tokens: _builtins.int
-    """The fewest tokens to generate before the end-of-sequence token or a stop text may end a sequence. Unset: 0."""
+    """The fewest tokens to generate before the end-of-sequence token, a stop token or a stop text may end a sequence.
+    Unset: 0.
+    """
+    min_p: _builtins.float
+    """Sample only from tokens that are at least this probable, as a fraction of the most likely token's probability; from
+    0 to 1. Unset: 0.
+    """
+    presence_penalty: _builtins.float
+    """Lowers the logits of tokens that the reply already has, by this amount; from -2 to 2. Unset: 0."""
+    frequency_penalty: _builtins.float
+    """Lowers the logits of tokens by this amount for each time that the reply has them; from -2 to 2. Unset: 0."""
+    repetition_penalty: _builtins.float
+    """Divides positive logits of tokens that the prompt or the reply already has by this, and multiplies negative ones;
+    above 0. Unset: 1.
+    """
+    json_schema: _builtins.str
+    """The reply is a JSON document that matches this JSON schema. At most 65536 bytes of JSON."""
+    regex: _builtins.str
+    """The reply matches this regular expression as a whole. At most 65536 bytes."""
+    logprobs: _builtins.int
+    """Return the log-probability of each generated token, and this many most likely tokens with theirs. At most
+    `Limits.max_logprobs`; 0 returns only those of the generated tokens. Unset: none.
+    """
+    prompt_logprobs: _builtins.int
+    """The same for the prompt's tokens. The prompt is then always computed, never read from the prefix cache. Unset: none."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Generation stops when one of these texts appears; the reply leaves it out. At most 16."""
+
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Generation stops after one of these tokens. The reply's token IDs contain it; its text does not. At most 64 IDs,
+        each below the size of the vocabulary.
+        """
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
+        """Numbers that are added to the logits of tokens. At most 1024, each for another token."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Words that the reply must not contain. A token that would complete one is never chosen. At most 128, none empty."""
 
     def __init__(
         self,
@@ -679,17 +742,40 @@ class SamplingParameters(_message.Message):
         ignore_eos: _builtins.bool = ...,
         num_sequences: _builtins.int | None = ...,
         min_tokens: _builtins.int | None = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_p: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_num_sequences", b"_num_sequences", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_sequences", b"num_sequences", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_sequences", b"_num_sequences", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_sequences", b"num_sequences", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_num_sequences", b"_num_sequences", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_sequences", b"num_sequences", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_sequences", b"_num_sequences", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_sequences", b"num_sequences", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
     _WhichOneofReturnType__num_sequences: _TypeAlias = _typing.Literal["num_sequences"]  # noqa: Y015
     _WhichOneofArgType__num_sequences: _TypeAlias = _typing.Literal["_num_sequences", b"_num_sequences"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -698,12 +784,26 @@ class SamplingParameters(_message.Message):
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    _WhichOneofReturnType_structured_output: _TypeAlias = _typing.Literal["json_schema", "regex"]  # noqa: Y015
+    _WhichOneofArgType_structured_output: _TypeAlias = _typing.Literal["structured_output", b"structured_output"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_sequences) -> _WhichOneofReturnType__num_sequences | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -712,8 +812,79 @@ class SamplingParameters(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_structured_output) -> _WhichOneofReturnType_structured_output | None: ...
 
 Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
+
+@_typing.final
+class LogitBias(_message.Message):
+    """A number that is added to the logit of a token, before penalties."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token's ID, below the size of the vocabulary."""
+    bias: _builtins.float
+    """The number. Must be finite."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        bias: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
+
+@_typing.final
+class Logprobs(_message.Message):
+    """The log-probabilities of consecutive tokens: natural logarithms of the probabilities that the model gave them. They
+    are those of the model's own distribution, before temperature, penalties, biases and all other sampling parameters,
+    unless the server's operator chose another `logprobs_mode` of vLLM.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    num_top: _builtins.int
+    """How many of the most likely tokens are listed for each token: k."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The log-probability of each token."""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The IDs of the k most likely tokens in place of each token, the most likely first: [tokens][k], flattened."""
+
+    @_builtins.property
+    def top(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log-probabilities: [tokens][k], flattened."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.float] | None = ...,
+        num_top: _builtins.int = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_top", b"num_top", "tokens", b"tokens", "top", b"top", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -830,6 +1001,8 @@ class TokenDelta(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The sequence."""
     text: _builtins.str
@@ -838,16 +1011,29 @@ class TokenDelta(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The new token IDs."""
 
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """The log-probabilities of the new tokens. Unset: the request did not ask for them."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___Logprobs:
+        """The log-probabilities of the prompt's tokens from the second on; nothing predicts the first. Only in the first
+        deltas of sequence 0, before or with its first token. A long prompt takes several deltas, which continue each
+        other. Unset: the request did not ask for them, or they are complete.
+        """
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: Global___Logprobs | None = ...,
+        prompt_logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sequence", b"sequence", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -898,24 +1084,30 @@ class SequenceFinish(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    """The reason: "stop" (end of sequence or a stop text) or "length"."""
+    """The reason: "stop" (end of sequence, a stop token, a stop text, or the end of a structured output) or "length"."""
     stop_reason: _builtins.str
     """The stop text that ended the sequence. Empty: none."""
     generated_tokens: _builtins.int
     """Number of generated tokens."""
+    stop_token_id: _builtins.int
+    """The stop token that ended the sequence. Unset: none. The model's own end-of-sequence token does not count as one."""
     def __init__(
         self,
         *,
         finish_reason: _builtins.str = ...,
         stop_reason: _builtins.str = ...,
         generated_tokens: _builtins.int = ...,
+        stop_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "stop_reason", b"stop_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "stop_reason", b"stop_reason", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___SequenceFinish: _TypeAlias = SequenceFinish  # noqa: Y015
 

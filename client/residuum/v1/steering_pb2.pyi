@@ -70,6 +70,7 @@ class SteeringOperation(_message.Message):
     ABLATE_FIELD_NUMBER: _builtins.int
     CAP_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
+    SET_FIELD_NUMBER: _builtins.int
     KEEP_NORM_FIELD_NUMBER: _builtins.int
     LAYER_DIGESTS_FIELD_NUMBER: _builtins.int
     keep_norm: _builtins.bool
@@ -99,6 +100,10 @@ class SteeringOperation(_message.Message):
         """x + (value - x . v^) v^"""
 
     @_builtins.property
+    def set(self) -> Global___Set:
+        """v"""
+
+    @_builtins.property
     def layer_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """The digests of one vector for each of `layers`, in their order, 32 bytes each. The digest inside the operation must
         then be empty, and `layers` must be a list.
@@ -113,14 +118,15 @@ class SteeringOperation(_message.Message):
         ablate: Global___Ablate | None = ...,
         cap: Global___Cap | None = ...,
         replace: Global___Replace | None = ...,
+        set: Global___Set | None = ...,
         keep_norm: _builtins.bool = ...,
         layer_digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "layers", b"layers", "operation", b"operation", "positions", b"positions", "replace", b"replace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "layers", b"layers", "operation", b"operation", "positions", b"positions", "replace", b"replace", "set", b"set"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "keep_norm", b"keep_norm", "layer_digests", b"layer_digests", "layers", b"layers", "operation", b"operation", "positions", b"positions", "replace", b"replace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "keep_norm", b"keep_norm", "layer_digests", b"layer_digests", "layers", b"layers", "operation", b"operation", "positions", b"positions", "replace", b"replace", "set", b"set"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["add", "ablate", "cap", "replace"]  # noqa: Y015
+    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["add", "ablate", "cap", "replace", "set"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
 
@@ -242,6 +248,28 @@ class Replace(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Replace: _TypeAlias = Replace  # noqa: Y015
+
+@_typing.final
+class Set(_message.Message):
+    """Sets the whole row to a vector, such as a row that was captured from another request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """The digest of v, 32 bytes; empty with `layer_digests`. v may be zero."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Set: _TypeAlias = Set  # noqa: Y015
 
 @_typing.final
 class SteeringChange(_message.Message):

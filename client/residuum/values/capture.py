@@ -14,7 +14,7 @@ from residuum.values.selections import LayersLike, Positions, PositionsLike, lay
 from residuum.values.vector import Vector
 from residuum.wire.encodings import BY_DIMENSION, BY_ROW, ENCODINGS
 from residuum.wire.labels import LabelError, LabelValue, check_labels, to_label
-from residuum.wire.limits import MAX_PROJECTION_VECTORS
+from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
 
 _UINT32 = (1 << 32) - 1
 
@@ -104,6 +104,10 @@ class Capture:
     keep_prompt: bool = False
     """Keep the prompt's text with the capture, in `Manifest.prompt_text`: a text as you sent it, a conversation in the
     model's chat template. A prompt of token IDs has no text and is refused."""
+    flush_interval: int = BLOCK_TOKENS
+    """After how many captured positions of generated tokens their rows are sent, 1 to 32. With 1, `follow` shows each
+    row at once; but every position then takes a chunk of its own, which costs more time and space. Rows of the prompt
+    never wait."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", dict(self.labels))
@@ -117,7 +121,7 @@ class Capture:
         object.__setattr__(self, "sites", sites)
         object.__setattr__(self, "positions", Positions.of(self.positions))
         object.__setattr__(self, "vectors", tuple(_vector_list(self.vectors)))
-        for name in ("dimensions", "seed"):
+        for name in ("dimensions", "seed", "flush_interval"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer, type(None))):
                 raise TypeError(f"{name} must be a whole number, not {value!r}.")
@@ -133,6 +137,12 @@ class Capture:
         """
         if self.overflow not in _OVERFLOW:
             raise InvalidRequest(f"overflow={self.overflow!r} is unknown; use 'wait' or 'shed'.")
+        if not 1 <= self.flush_interval <= BLOCK_TOKENS:
+            raise InvalidRequest(
+                f"flush_interval= must be from 1 to {BLOCK_TOKENS} tokens, not {self.flush_interval}.",
+                reason="INVALID_FIELD",
+                metadata={"field": "flush_interval"},
+            )
         return capture_pb2.CaptureSpec(
             layers=layer_selection(self.layers),
             sites=site_numbers(self.sites),
@@ -144,6 +154,7 @@ class Capture:
             reduction=_named("reduction", self.reduction, REDUCTIONS),
             labels=label_list(self.labels),
             keep_prompt=self.keep_prompt,
+            flush_interval=0 if self.flush_interval == BLOCK_TOKENS else self.flush_interval,
         )
 
     @property

@@ -63,7 +63,7 @@ class SteeringRecord:
     """One steering operation, as it was applied."""
 
     operation: str
-    """"add", "ablate", "cap" or "replace"; "unknown" if this version does not know it."""
+    """"add", "ablate", "cap", "replace" or "set"; "unknown" if this version does not know it."""
     layers: tuple[int, ...]
     """The layers after which it was applied."""
     digests: tuple[str, ...]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from residuum.v1 import inference_pb2, store_pb2
 from residuum.values.capture import REDUCTIONS
+from residuum.values.logprobs import Logprobs
 from residuum.values.manifest import STATES, site_name, to_datetime
 from residuum.values.vector import Vector
 from residuum.wire.dtypes import dtype_name
@@ -27,6 +28,8 @@ class TokenDelta:
     """The new token IDs."""
     sequence: int = 0
     """The sequence; 0 unless n > 1."""
+    logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
+    """The log-probabilities of the new tokens; None unless `logprobs` was given."""
 
     def __str__(self) -> str:
         return self.text
@@ -51,9 +54,13 @@ class Sequence:
     token_ids: tuple[int, ...]
     """The generated token IDs."""
     finish_reason: str
-    """"stop" (end of sequence or a stop text) or "length"."""
+    """"stop" (end of sequence, a stop token, a stop text, or the end of a structured output) or "length"."""
     stop_reason: str = ""
     """The stop text that ended the sequence; empty if none did."""
+    stop_token_id: int | None = None
+    """The stop token that ended the sequence, which is its last token; None if none did."""
+    logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
+    """The log-probabilities of the generated tokens; None unless `logprobs` was given."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,8 @@ class Reply:
     """The address of the store that holds the capture."""
     skipped: bool = False
     """Whether nothing was generated, because the capture existed already (`if_exists="skip"`)."""
+    prompt_logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
+    """The log-probabilities of the prompt's tokens; None unless `prompt_logprobs` was given."""
 
     @property
     def text(self) -> str:
@@ -89,6 +98,11 @@ class Reply:
     def finish_reason(self) -> str:
         """Why the first sequence ended: "stop" or "length"."""
         return self.sequences[0].finish_reason
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """The log-probabilities of the generated tokens of the first sequence; None unless `logprobs` was given."""
+        return self.sequences[0].logprobs
 
     def __str__(self) -> str:
         return self.text

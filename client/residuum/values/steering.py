@@ -1,4 +1,4 @@
-"""Steering operations on the residual stream: Add, Ablate, Cap and Replace.
+"""Steering operations on the residual stream: Add, Ablate, Cap, Replace and Set.
 
 For a row x of the residual stream (float32 [hidden]), a vector v and its direction v̂ = v / |v|:
 
@@ -6,6 +6,7 @@ For a row x of the residual stream (float32 [hidden]), a vector v and its direct
     Ablate   x - scale·(x·v̂)v̂
     Cap      x + (clamp(x·v̂, min, max) - x·v̂)v̂
     Replace  x + (value - x·v̂)v̂
+    Set      v
 
 The server applies operations in list order, each after its layers and at its positions. With `keep_norm=True` it then
 scales the row to the norm that it had before the operation. Rows always stay finite: elements are clamped to ±1e16, far
@@ -15,7 +16,7 @@ beyond those of any model (±32752 for a model in float16).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Union
 
@@ -29,6 +30,8 @@ from residuum.wire.limits import MAX_DIRECTION_NORM, MAX_OPERATIONS, MIN_DIRECTI
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from residuum.values.activations import Activations
 
 
 @dataclass(frozen=True)
@@ -246,6 +249,86 @@ class Replace(_Placed):
         return message
 
 
+@dataclass(frozen=True, kw_only=True)
+class Set(_Placed):
+    """Sets the whole row to a vector. With rows of another request, this is activation patching.
+
+    Example:
+        >>> residuum.Set(row, layer=12, positions=[4])
+        >>> residuum.Set.from_activations(acts, layers=[12], positions=[4])
+    """
+
+    _example: ClassVar[str] = "positions=[4]"
+
+    def to_proto(self) -> steering_pb2.SteeringOperation:
+        """Return the operation as it travels."""
+        message = self._placed()
+        message.set.CopyFrom(steering_pb2.Set(digest=self._digest))
+        return message
+
+    @classmethod
+    def from_activations(
+        cls,
+        acts: Activations,
+        *,
+        layers: LayersLike | None = None,
+        positions: Sequence[int] | None = None,
+        at: Sequence[int] | None = None,
+    ) -> list[Set]:
+        """Return the operations that set rows of a request to those that were captured from another one.
+
+        Args:
+            acts: The captured rows, at the selected site: "resid_post", or "resid_pre", whose rows are set after the
+                layer before.
+            layers: The layers whose rows are set; by default all of `acts`.
+            positions: The positions whose rows are taken; by default all of `acts`.
+            at: The positions at which they are set, one for each of `positions`; by default the same.
+
+        Returns:
+            One operation for each position, with a vector for each layer.
+
+        Raises:
+            InvalidRequest: A row is not in `acts`, the rows are not of the full width or of a site that can be steered,
+                or `at` has another length than `positions`.
+
+        Example:
+            >>> acts = client.activations("clean")
+            >>> client.generate(corrupted, steer=residuum.Set.from_activations(acts, layers=[12], positions=[4]))
+        """
+        shifts = {"resid_post": 0, "resid_pre": 1}
+        if acts.site not in shifts:
+            raise _bad_row(f"rows of {acts.site} cannot be set. Select resid_post or resid_pre.")
+        if acts.width != acts.hidden_size:
+            raise _bad_row(
+                f"the rows of {acts.manifest.capture_id} have {acts.width} elements (encoding {acts.encoding}), and "
+                f"rows of the model have {acts.hidden_size}. Capture them as raw."
+            )
+        sources = [int(position) for position in (acts.positions if positions is None else positions)]
+        targets = sources if at is None else [int(position) for position in at]
+        if len(sources) != len(targets):
+            raise _bad_row(f"there are {len(sources)} positions, and at= has {len(targets)}. Give one for each.")
+        chosen = acts.layers if layers is None or selects_all(layers) else tuple(layer_list(layers))
+        row_of = {int(position): row for row, position in enumerate(acts.positions)}
+        made = []
+        for source, target in zip(sources, targets, strict=True):
+            vectors = {
+                layer - shifts[acts.site]: Vector.from_array(_row(acts, layer, row_of.get(source), source))
+                for layer in chosen
+            }
+            made.append(cls(vectors, positions=[target]))
+        return made
+
+
+def _row(acts: Activations, layer: int, row: int | None, position: int) -> Any:
+    if layer not in acts or row is None or not acts.present[acts.layers.index(layer), row]:
+        raise _bad_row(f"{acts.manifest.capture_id} has no row of layer {layer} at position {position}.")
+    return acts[layer][row]
+
+
+def _bad_row(problem: str) -> InvalidRequest:
+    return InvalidRequest(f"Set: {problem}", reason="INVALID_FIELD")
+
+
 class LayerVectors(Mapping[int, Vector]):
     """An immutable map from layer to vector, with ascending layers."""
 
@@ -291,7 +374,7 @@ def _by_steered_layer(vectors: Mapping[int, Vector]) -> Mapping[int, Vector]:
 
 _WHERE = "vector, layer=12, scale=6.0"
 
-Operation = Union[Add, Ablate, Cap, Replace]  # noqa: UP007 - evaluated at run time on Python 3.10
+Operation = Union[Add, Ablate, Cap, Replace, Set]  # noqa: UP007 - evaluated at run time on Python 3.10
 """Any steering operation."""
 
 
@@ -306,8 +389,8 @@ def operation_list(steer: Operation | Iterable[Operation] | None) -> list[Operat
     single = isinstance(given, (Mapping, str)) or not isinstance(given, Iterable)
     items: list[Any] = [] if given is None else [given] if single else list(given)
     for item in items:
-        if not isinstance(item, (Add, Ablate, Cap, Replace)):
-            raise TypeError(f"steer= takes residuum.Add, Ablate, Cap and Replace, not {_wrong_item(item)}")
+        if not isinstance(item, (Add, Ablate, Cap, Replace, Set)):
+            raise TypeError(f"steer= takes residuum.Add, Ablate, Cap, Replace and Set, not {_wrong_item(item)}")
     if len(items) > MAX_OPERATIONS:
         raise InvalidRequest(
             f"A request takes at most {MAX_OPERATIONS} operations, not {len(items)}. Let one operation name several "

@@ -54,6 +54,21 @@ DEFAULT_TOPK = 128
 MAX_STOP_TEXTS = 16
 """Stop texts in one request."""
 
+MAX_STOP_TOKENS = 64
+"""Stop tokens in one request. vLLM has room for 128, of which the model's own end-of-sequence tokens take some."""
+
+MAX_LOGIT_BIASES = 1024
+"""Token IDs with a bias in one request, as many as vLLM has room for."""
+
+MAX_BAD_WORDS = 128
+"""Bad words in one request. The same limit holds for the token sequences that they make: some words make two."""
+
+MAX_BAD_WORD_TOKENS = 1024
+"""Tokens of the sequences that one request's bad words make, as many as vLLM has room for."""
+
+MAX_GRAMMAR_BYTES = 1 << 16
+"""Bytes of a JSON schema or a regular expression that a reply must follow."""
+
 MAX_SEQUENCES = 64
 """Sequences generated from one prompt."""
 

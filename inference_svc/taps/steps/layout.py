@@ -112,10 +112,11 @@ class RequestState:
         """
         if self.block is None:
             assert self.plan.capture is not None  # noqa: S101 - called only for requests that capture
-            min_capacity = BLOCK_TOKENS
+            min_capacity, limit = BLOCK_TOKENS, None
             if position >= self.plan.prompt_tokens:
                 min_capacity, self.first_generated = self.first_generated, BLOCK_TOKENS
-            self.block = pool.take(self.plan.capture, positions, min_capacity)
+                limit = self.plan.capture.flush_interval
+            self.block = pool.take(self.plan.capture, positions, min_capacity, limit)
         return self.block
 
     def divide(self, first: int, count: int) -> Iterator[tuple[Steering, int, int]]:

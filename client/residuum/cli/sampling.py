@@ -1,0 +1,76 @@
+"""The flags that choose how tokens are sampled, and what is told about them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import residuum
+from residuum.cli.output import Output
+
+_SINGLE: dict[str, tuple[type, str]] = {
+    "max_tokens": (int, "the most tokens to generate; 0 only computes the prompt (default: 16)"),
+    "temperature": (float, "the sampling temperature, up to 2 (default: 0, greedy)"),
+    "top_p": (float, "sample from the most likely tokens with this total probability (default: 1)"),
+    "top_k": (int, "sample from this many most likely tokens (default: 0, all)"),
+    "min_p": (float, "sample from tokens with at least this fraction of the greatest probability (default: 0)"),
+    "seed": (int, "the random seed, which makes sampling repeatable (default: none)"),
+    "min_tokens": (int, "the fewest tokens to generate (default: 0)"),
+    "n": (int, "the number of replies, at most 64 (default: 1)"),
+    "presence_penalty": (float, "lower the logits of tokens that the reply has, from -2 to 2 (default: 0)"),
+    "frequency_penalty": (float, "lower them for each time that the reply has them, from -2 to 2 (default: 0)"),
+    "repetition_penalty": (float, "divide the logits of tokens that prompt or reply have, above 0 (default: 1)"),
+    "logprobs": (int, "with --json: give log-probabilities, and this many most likely tokens (default: none)"),
+    "prompt_logprobs": (int, "with --json: the same for the prompt's tokens (default: none)"),
+    "regex": (str, "make the reply match this regular expression (default: none)"),
+}
+"""The parameters that are one number or text, with their help texts."""
+
+_REPEATED: dict[str, tuple[str, type, str, str]] = {
+    "stop": ("--stop", str, "TEXT", "stop at this text"),
+    "stop_token_ids": ("--stop-token-id", int, "ID", "stop after this token"),
+    "bad_words": ("--bad-word", str, "WORD", "a word that the reply must not contain"),
+    "logit_bias": ("--logit-bias", str, "ID:BIAS", "add to a token's logit"),
+}
+"""The parameters whose flags may be repeated: flag, kind, placeholder and help text."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    group = parser.add_argument_group("sampling")
+    for name, (kind, help_text) in _SINGLE.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name[0].upper(), help=help_text)
+    for name, (flag, kind, metavar, text) in _REPEATED.items():
+        help_text = f"{text}; may be repeated (default: none)"
+        group.add_argument(flag, dest=name, action="append", type=kind, metavar=metavar, help=help_text)
+    group.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="make the reply JSON that matches this schema: a file, or JSON (default: none)",
+    )
+
+
+def parameters_of(options: argparse.Namespace, output: Output) -> dict[str, Any]:
+    """Return the sampling parameters of a command line: those that were given.
+
+    Raises:
+        InvalidRequest: A flag is invalid.
+    """
+    if not output.as_json and (options.logprobs is not None or options.prompt_logprobs is not None):
+        options.usage_error("--logprobs and --prompt-logprobs need --json, which prints them; give both")
+    names = (*_SINGLE, *_REPEATED, "json_schema")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
+    if "json_schema" in given and not given["json_schema"].lstrip().startswith("{"):
+        given["json_schema"] = Path(given["json_schema"]).read_text(encoding="utf-8")
+    return given
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition(":")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise residuum.InvalidRequest(f"--logit-bias {text}: use TOKEN_ID:BIAS, such as 504:-2.5.") from None

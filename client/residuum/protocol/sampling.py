@@ -1,0 +1,202 @@
+"""The sampling parameters of a request: what a user writes, its checks, and the message."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+
+from residuum.exceptions import InvalidRequest
+from residuum.v1 import inference_pb2
+from residuum.wire.limits import (
+    DEFAULT_MAX_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGIT_BIASES,
+    MAX_SEQUENCES,
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKENS,
+)
+
+
+class Sampling(TypedDict, total=False):
+    """How tokens are chosen: keyword arguments of every call that generates. Unset ones are the server's default."""
+
+    max_tokens: int
+    """Tokens to generate at most in each sequence. Default 16. 0 only computes the prompt: the reply has no tokens, its
+    finish reason is "length", and a capture has the rows of every position of the prompt."""
+    temperature: float
+    """0 (the default) is greedy; up to 2."""
+    top_p: float
+    """Sample from the most likely tokens whose probabilities add up to this; above 0, at most 1. Default 1."""
+    top_k: int
+    """Sample from this many most likely tokens; 0 (the default) means all."""
+    seed: int
+    """Makes sampling repeatable; sequence i uses seed + i."""
+    stop: str | Sequence[str]
+    """Generation stops when one of these texts appears; it is left out of the reply. At most 16."""
+    ignore_eos: bool
+    """Go on after the end-of-sequence token."""
+    n: int
+    """How many sequences to generate from the prompt, at most 64. Default 1."""
+    min_tokens: int
+    """Tokens to generate before a sequence may end. Default 0."""
+    stop_token_ids: Sequence[int]
+    """Generation stops after one of these tokens. The reply's token IDs contain it; its text does not. At most 64."""
+    min_p: float
+    """Sample only from tokens that are at least this probable, as a fraction of the most likely one's probability; from
+    0 (the default) to 1."""
+    presence_penalty: float
+    """Lowers the logits of tokens that the reply already has, by this amount; from -2 to 2. Default 0."""
+    frequency_penalty: float
+    """The same for each time that the reply has the token; from -2 to 2. Default 0."""
+    repetition_penalty: float
+    """Divides positive logits of tokens that the prompt or the reply already has, and multiplies negative ones; above
+    0. Default 1."""
+    logit_bias: Mapping[int, float]
+    """Numbers that are added to the logits of token IDs, before penalties. At most 1024."""
+    bad_words: Sequence[str]
+    """Words that the reply must not contain. At most 128, none empty."""
+    json_schema: str | Mapping[str, Any]
+    """The reply is a JSON document that matches this JSON schema: a dict, or its JSON. A reply that reaches
+    `max_tokens` may be cut off before its end."""
+    regex: str
+    """The reply matches this regular expression as a whole. It may be cut off too. Give this or `json_schema`."""
+    logprobs: int
+    """Return the log-probability of each generated token, and this many most likely ones with theirs; 0 returns those
+    of the generated tokens alone. The server has a limit, usually 20. See `Reply.logprobs`."""
+    prompt_logprobs: int
+    """The same for the tokens of the prompt, which is then always computed. See `Reply.prompt_logprobs`."""
+
+
+def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingParameters:
+    """Build and check the sampling parameters.
+
+    Raises:
+        InvalidRequest: One is out of range.
+        TypeError: One is unknown, or of the wrong kind.
+    """
+    unknown = sorted(set(sampling) - set(Sampling.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"There is no sampling parameter {unknown[0]!r}; there are {', '.join(Sampling.__annotations__)}."
+        )
+    given = {name: value for name, value in sampling.items() if value is not None}
+    for name, (low, high) in _INTEGERS.items():
+        _check_integer(name, given.get(name, low), low, high)
+    for name, (least, most) in _NUMBERS.items():
+        _check_number(name, given.get(name, most), least, most)
+    for name in ("top_p", "repetition_penalty"):
+        if given.get(name) == 0:
+            raise _invalid(name, f"{name} must be above 0.")
+    if given.get("min_tokens", 0) > given.get("max_tokens", DEFAULT_MAX_TOKENS):
+        raise _invalid("min_tokens", "min_tokens is above max_tokens.")
+    given["stop"] = _texts("stop", given.get("stop", ()), MAX_STOP_TEXTS)
+    given["bad_words"] = _texts("bad_words", given.get("bad_words", ()), MAX_BAD_WORDS)
+    given["stop_token_ids"] = _stop_token_ids(given.get("stop_token_ids", ()))
+    given["logit_bias"] = _logit_bias(given.get("logit_bias", {}))
+    given.update(_structured_output(given.pop("json_schema", None), given.pop("regex", None)))
+    given["num_sequences"] = given.pop("n", None)
+    return inference_pb2.SamplingParameters(**given)
+
+
+_UINT32 = (1 << 32) - 1
+_INTEGERS = {
+    "max_tokens": (0, _UINT32),
+    "top_k": (0, _UINT32),
+    "seed": (0, (1 << 64) - 1),
+    "n": (1, MAX_SEQUENCES),
+    "min_tokens": (0, _UINT32),
+    "logprobs": (0, _UINT32),
+    "prompt_logprobs": (0, _UINT32),
+}
+_NUMBERS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, float(np.finfo(np.float32).max)),
+}
+
+
+def _invalid(name: str, message: str) -> InvalidRequest:
+    return InvalidRequest(message, reason="INVALID_FIELD", metadata={"field": name})
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} is a whole number, not {value!r}.")
+    if not low <= value <= high:
+        raise _invalid(name, f"{name} must be from {low} to {high}, not {value}.")
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise TypeError(f"{name} is a number, not {value!r}.")
+    if not (math.isfinite(value) and low <= value <= high):
+        raise _invalid(name, f"{name} must be from {low:g} to {high:g}, not {value}.")
+
+
+def _texts(name: str, value: str | Sequence[str], limit: int) -> list[str]:
+    texts = [value] if isinstance(value, str) else list(value)
+    if len(texts) > limit or not all(isinstance(text, str) and text for text in texts):
+        raise _invalid(name, f"{name} takes at most {limit} texts, none of them empty.")
+    return texts
+
+
+def _stop_token_ids(value: Sequence[int]) -> list[int]:
+    token_ids = list(value)
+    for token_id in token_ids:
+        _check_integer("stop_token_ids", token_id, 0, _UINT32)
+    if len(token_ids) > MAX_STOP_TOKENS:
+        raise _invalid("stop_token_ids", f"stop_token_ids takes at most {MAX_STOP_TOKENS} IDs, not {len(token_ids)}.")
+    return [int(token_id) for token_id in token_ids]
+
+
+def _logit_bias(value: Mapping[int, float]) -> list[inference_pb2.LogitBias]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"logit_bias maps token IDs to numbers, and is not {value!r}.")
+    high = float(np.finfo(np.float32).max)
+    for token_id, bias in value.items():
+        _check_integer("logit_bias", token_id, 0, _UINT32)
+        _check_number("logit_bias", bias, -high, high)
+    if len(value) > MAX_LOGIT_BIASES:
+        raise _invalid("logit_bias", f"logit_bias takes at most {MAX_LOGIT_BIASES} token IDs, not {len(value)}.")
+    return [inference_pb2.LogitBias(token_id=int(token_id), bias=bias) for token_id, bias in value.items()]
+
+
+def _structured_output(schema: object, regex: object) -> dict[str, str]:
+    """Return the field of a structured output, or none."""
+    if schema is not None and regex is not None:
+        raise _invalid("regex", "A reply follows a json_schema or a regex, not both. Give one of them.")
+    if schema is not None:
+        return {"json_schema": _grammar("json_schema", _schema_text(schema))}
+    if regex is None:
+        return {}
+    if not isinstance(regex, str):
+        raise TypeError(f"regex is a text, not {regex!r}.")
+    return {"regex": _grammar("regex", regex)}
+
+
+def _schema_text(schema: object) -> str:
+    """Return a JSON schema as JSON."""
+    if not isinstance(schema, (str, Mapping)):
+        raise TypeError(f"json_schema is a dict or its JSON, not {schema!r}.")
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _invalid("json_schema", f"json_schema is not a JSON document: {error}.") from None
+    if not isinstance(found, Mapping):
+        raise _invalid("json_schema", 'json_schema must be a JSON object, such as {"type": "object"}.')
+    return text
+
+
+def _grammar(name: str, text: str) -> str:
+    if not 0 < len(text.encode()) <= MAX_GRAMMAR_BYTES:
+        raise _invalid(name, f"{name} must have 1 to {MAX_GRAMMAR_BYTES} bytes, not {len(text.encode())}.")
+    return text
