@@ -49,6 +49,7 @@
     BatchCancelled (asyncio.CancelledError)     the same, if its task is cancelled
 
     EmptyCaptureWarning (UserWarning)   activations with 0 positions: no error, but probably unintended
+    LeftOutWarning (UserWarning)        captures that match a filter are not complete, and were left out
     SilentStoreWarning (UserWarning)    with allow_partial=True: a store did not answer and was left out
 
 A failure whose reason this version does not know is mapped by its gRPC code.
@@ -348,6 +349,10 @@ class ServerFault(ResiduumError):
 
 class EmptyCaptureWarning(UserWarning):
     """The activations have 0 positions: the request has none of the selected positions."""
+
+
+class LeftOutWarning(UserWarning):
+    """Captures that match a filter are not complete, and were left out."""
 
 
 class SilentStoreWarning(UserWarning):

@@ -35,7 +35,7 @@ from residuum.captures.row_stream import (
 )
 from residuum.client import Client
 from residuum.exceptions import InvalidRequest
-from residuum.protocol.many import check_choice, check_ids, check_some
+from residuum.protocol.many import check_choice, check_ids, check_some, warn_of_left_out
 from residuum.protocol.requests import RequestLike
 from residuum.values.capture import SITES as _SITE_NUMBERS
 from residuum.values.selections import LayersLike, PositionsLike, index_list
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 SITES: tuple[str, ...] = tuple(_SITE_NUMBERS)
 """The sites in the order in which batches number them."""
 
-_FINAL = ("complete", "incomplete", "aborted")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -88,9 +87,10 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
 
     Args:
         endpoint: The inference service, host:port; not used if `store` is given.
-        captures: The captures, as IDs or replies. None takes all complete captures that `prefix` and `where` select;
-            with `allow_partial` also incomplete and aborted ones. They are looked up once, here. All must come from one
-            model, have the same encoding and reduction, and have the selected layers, sites and sequences.
+        captures: The captures, as IDs or replies. None takes all captures that `prefix` and `where` select. They are
+            looked up once, here. Open ones are waited for, at most `timeout` seconds. Those that are not complete are
+            left out with a warning (LeftOutWarning), unless `allow_partial` is true. All must come from one model, have
+            the same encoding and reduction, and have the selected layers, sites and sequences.
         prefix: The prefix of the captures' IDs; only with `captures=None`.
         where: A filter on the captures' labels, such as "split = train"; only with `captures=None`.
         aligned: Yield tokens instead of rows, each with its rows at all places (site, layer): `activations` is
@@ -292,25 +292,36 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         values: dict[str, float] = {}
         with Client(**self._connection) as client:
             if captures is None:
-                states = _FINAL if self._choice.allow_partial else _FINAL[:1]
-                names = sorted(item.capture_id for item in client.captures(prefix=prefix, states=states, where=where))
+                found = sorted(client.captures(prefix=prefix, where=where), key=lambda item: item.capture_id)
+                for summary in found:
+                    if summary.state == "open":
+                        client.manifest(summary.capture_id, wait=self._connection["timeout"] or True)
+                names = [summary.capture_id for summary in found]
             else:
                 names = check_ids(captures)
-            self.captures = tuple(check_some(names, prefix, where))
+            leaves_out = captures is None and not self._choice.allow_partial
+            left_out: list[Manifest] = []
+            taken: list[str] = []
             # Check all captures now, so that none fails in the middle of an epoch.
-            for manifest in look_up(client, names):
+            for manifest in look_up(client, check_some(names, prefix, where)):
+                if leaves_out and manifest.state != "complete":
+                    left_out.append(manifest)
+                    continue
                 check_readable(manifest, self._choice)
-                if manifest.capture_id == names[0]:
+                if not taken:
                     self._adopt(manifest, dtype)
+                taken.append(manifest.capture_id)
                 self._check_alike(manifest)
                 self._counts.append(count_rows(manifest, self._choice, aligned=self._aligned))
                 if label is not None and label in manifest.labels:
                     values[manifest.capture_id] = _number(manifest, label)
+        self.captures = tuple(check_some(taken, prefix, where))
+        warn_of_left_out(left_out, len(names))
         return values
 
     def _adopt(self, first: Manifest, dtype: torch.dtype | None) -> None:
         """Set the properties that all captures must share from the first capture."""
-        self._alike = _alike(first)
+        self._alike, self._first = _alike(first), first.capture_id
         self.places = places(first, self._choice) if self._aligned else ()
         form = first.row_format
         self.width = form.decoded_width
@@ -321,13 +332,13 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             if first != other:
                 values = "" if name == "projected_onto" else f" ({first} and {other})"
                 raise InvalidRequest(
-                    f"{self.captures[0]} and {manifest.capture_id} differ in {name}{values}. The captures of one "
+                    f"{self._first} and {manifest.capture_id} differ in {name}{values}. The captures of one "
                     "dataset must share model, encoding and reduction. Make a dataset for each kind.",
                     reason="INVALID_FIELD",
                 )
         if self._aligned and places(manifest, self._choice) != self.places:
             raise InvalidRequest(
-                f"{self.captures[0]} and {manifest.capture_id} differ in their layers or sites. Captures of an aligned "
+                f"{self._first} and {manifest.capture_id} differ in their layers or sites. Captures of an aligned "
                 "dataset must have the same ones. Select those that all have with layers= and sites=.",
                 reason="INVALID_FIELD",
             )

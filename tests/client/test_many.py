@@ -17,6 +17,7 @@ from residuum.v1 import store_pb2
 
 PROMPTS = ["a", "a bb ccc", "a bb", "a bb ccc dddd"]
 SITES = "resid_post,resid_pre"
+LAYER_1 = residuum.Capture(layers=[1])
 
 
 @pytest.fixture
@@ -234,6 +235,25 @@ async def test_rows_of_a_prefix_are_in_the_order_of_the_ids(client, replies):
     last = [len(prompt.split()) - 1 for prompt in PROMPTS[::-1]]
     assert np.array_equal(found.values, rows(0, POST, 1, last).astype(np.float32))
     assert found.positions.tolist() == last
+
+
+async def test_open_captures_of_a_prefix_are_waited_for_and_broken_ones_left_out(client, replies, endpoint, peer):
+    """Otherwise rows that were generated a moment ago would be missing, and nobody would know."""
+    prefix = replies[0].request_id[:-1]
+    peer.script.delay_seal = threading.Event()
+    with residuum.Client(endpoint) as other:
+        open_one = other.generate("a bb", max_tokens=2, capture=LAYER_1, request_id=f"{prefix}z")
+        assert other.manifest(open_one).state == "open"
+        threading.Timer(0.5, peer.script.delay_seal.set).start()
+        found = await client.rows(prefix=prefix, layer=1)
+        assert open_one.request_id in found.captures
+        peer.script.lost_layers = (1,)
+        broken = other.generate("a bb", max_tokens=2, capture=LAYER_1, request_id=f"{prefix}broken")
+        assert other.manifest(broken, wait=20).state == "incomplete"
+    with pytest.warns(residuum.LeftOutWarning, match=r"1 of the 6 captures .*broken \(incomplete\)"):
+        complete = await client.rows(prefix=prefix, layer=1)
+    assert complete.captures == found.captures
+    assert len((await client.rows(prefix=prefix, layer=1, allow_partial=True)).captures) == 6
 
 
 async def test_captures_without_a_row_are_listed(client, replies):

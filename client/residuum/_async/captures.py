@@ -15,7 +15,7 @@ from residuum._async.stores import AsyncStoreClient
 from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
 from residuum.protocol.listing import Listing, check_place, read_token
-from residuum.protocol.many import check_choice, check_ids, check_some, is_many
+from residuum.protocol.many import check_choice, check_ids, check_some, is_many, warn_of_left_out
 from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.protocol.stores import silent_store
@@ -23,7 +23,7 @@ from residuum.transport.connections import ReadRetries
 from residuum.transport.progress import progress_bar
 from residuum.v1 import store_pb2
 from residuum.values.activations import Activations
-from residuum.values.manifest import FINAL_STATES, Manifest
+from residuum.values.manifest import Manifest
 from residuum.values.replies import CapturePage, CaptureSummary, StoreStats
 from residuum.values.rows import Rows, RowsBuilder, in_order
 from residuum.values.selections import LayersLike, PositionsLike
@@ -160,8 +160,8 @@ class AsyncCaptureClient(AsyncStoreClient):
                 `where` select, in the order of their IDs.
             layer: The layer.
             site: The site.
-            prefix: Without `captures`: all complete captures whose ID starts with this. With `allow_partial` also
-                incomplete and aborted ones.
+            prefix: Without `captures`: all captures whose ID starts with this. Open ones are waited for. Incomplete and
+                aborted ones are left out with a warning, unless `allow_partial` is true.
             where: Without `captures`: only captures whose labels match this, such as "split = train and y >= 2".
             sequences: Only these sequences; None means all.
             positions: Only these positions; None means all. See `Positions.of`.
@@ -176,21 +176,30 @@ class AsyncCaptureClient(AsyncStoreClient):
             InvalidRequest: No capture matches; both `captures` and a filter are given; a capture lacks the layer or
                 site; or rows differ in width. The other errors are those of `activations`.
 
+        Warns:
+            LeftOutWarning: Captures that `prefix` and `where` select are not complete, and were left out.
+
         Example:
             >>> train = await client.rows(where="split = train", layer=12, positions="last_prompt")
             >>> train.values.shape, train.labels("y")[:3]
             ((500, 576), [1, 0, 0])
         """
-        names = await self._chosen(captures, prefix, where, allow_partial=allow_partial)
+        names = await self._chosen(captures, prefix, where)
+        leaves_out = captures is None and not allow_partial
         choice: dict[str, Any] = {
             "layers": layer, "sites": site, "sequences": sequences, "positions": positions,
-            "follow": True, "allow_partial": allow_partial,
+            "follow": True, "allow_partial": allow_partial or leaves_out,
         }  # fmt: skip
         plan = replace(plan_read(names[0], **choice), warns_if_empty=False) if names else None
         found = await self._activations_of(names, plan, timeout, progress=progress)
         builder = RowsBuilder(layer, site)
+        left_out = []
         for acts in in_order(names, found):
-            builder.add(acts)
+            if leaves_out and acts.manifest.state != "complete":
+                left_out.append(acts.manifest)
+            else:
+                builder.add(acts)
+        warn_of_left_out(left_out, len(names))
         return builder.rows()
 
     async def export(
@@ -510,13 +519,10 @@ class AsyncCaptureClient(AsyncStoreClient):
                     advance(1)
         return found
 
-    async def _chosen(
-        self, captures: Iterable[RequestLike] | None, prefix: str, where: str, *, allow_partial: bool
-    ) -> list[str]:
+    async def _chosen(self, captures: Iterable[RequestLike] | None, prefix: str, where: str) -> list[str]:
         """Return the IDs of the captures that a caller names, or of those that it selects."""
         if captures is not None:
             check_choice(captures, prefix, where)
             return check_ids(captures)
-        states = FINAL_STATES if allow_partial else ("complete",)
-        names = sorted([item.capture_id async for item in self.captures(prefix=prefix, states=states, where=where)])
+        names = sorted([item.capture_id async for item in self.captures(prefix=prefix, where=where)])
         return check_some(names, prefix, where)

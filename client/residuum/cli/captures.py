@@ -20,7 +20,6 @@ from residuum.cli.labels import add_where, labels_text
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import positive_count
 from residuum.exports.formats import FORMATS
-from residuum.values.manifest import FINAL_STATES
 
 _STATES = ("open", "complete", "incomplete", "aborted")
 _LAYERS_HELP = "only these layers: 12 or 0,5,10-20 (default: all)"
@@ -119,14 +118,18 @@ def pull(options: argparse.Namespace, output: Output) -> int:
             _pull_one(client, options.id, options.out or f"{options.id}.{kind}", kind, options, output)
         return 0
     folder, kind = Path(options.out or "."), options.format or "safetensors"
-    states = FINAL_STATES if options.allow_partial else ("complete",)
     with open_client(options) as client, advice_if_cut_off("The captures that were printed are written."):
-        names = [item.capture_id for item in client.captures(where=options.where, states=states)]
-        if not names:
+        found = list(client.captures(where=options.where))
+        if not found:
             output.note("no captures match")
         folder.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            _pull_one(client, name, str(folder / f"{name}.{kind}"), kind, options, output)
+        for item in found:
+            if item.state in {"incomplete", "aborted"} and not options.allow_partial:
+                output.note(
+                    f"{item.capture_id} is {item.state} and was left out; --allow-partial writes its present rows"
+                )
+                continue
+            _pull_one(client, item.capture_id, str(folder / f"{item.capture_id}.{kind}"), kind, options, output)
     return 0
 
 

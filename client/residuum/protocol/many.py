@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,14 @@ from residuum.protocol.reading import Reading, ReadPlan
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.v1 import store_pb2
 from residuum.values.activations import Activations
+from residuum.values.manifest import Manifest
 from residuum.wire.frames import FrameError, chunk_view
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 _NAMED = 10
-"""Unknown captures that a message names; the others are counted."""
+"""Captures that a message names; the others are counted."""
 
 
 def is_many(requests: RequestLike | Iterable[RequestLike]) -> TypeIs[Iterable[RequestLike]]:
@@ -63,6 +65,20 @@ def check_some(capture_ids: list[str], prefix: str, where: str) -> list[str]:
     like = f" whose id begins with {prefix!r}" if prefix else ""
     labelled = f" with labels {where!r}" if where else ""
     raise exc.InvalidRequest(f"There is no capture{like}{labelled} to read.", reason="INVALID_FIELD")
+
+
+def warn_of_left_out(manifests: Sequence[Manifest], total: int) -> None:
+    """Warn if captures that a filter found were left out because they are not complete."""
+    if not manifests:
+        return
+    named = ", ".join(f"{manifest.capture_id} ({manifest.state})" for manifest in manifests[:_NAMED])
+    more = f" and {len(manifests) - _NAMED} more" if len(manifests) > _NAMED else ""
+    warnings.warn(
+        f"{len(manifests)} of the {total} captures that match are not complete and were left out: {named}{more}. Use "
+        "allow_partial=True to have their present rows, or delete them.",
+        exc.LeftOutWarning,
+        stacklevel=3,
+    )
 
 
 class ManyReading:
