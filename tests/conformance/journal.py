@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+
+def _named(name: str) -> str:
+    """Return a name in the engine without the random number of its attempt: "r#0-…" for "r@7c3#0-…"."""
+    return re.sub("@[0-9a-f]+(?=#)", "", name)
 
 
 @dataclass(frozen=True)
@@ -12,9 +18,9 @@ class Step:
     """A step in which the engine computed tokens."""
 
     chunks: dict[str, tuple[int, int]]
-    """The first position and the number of positions of each request, by the engine's own request ID."""
+    """The first position and the number of positions of each request, by its name without its attempt."""
     preempted: tuple[str, ...]
-    """Requests that were preempted when the step was scheduled, by the engine's own request ID."""
+    """Requests that were preempted when the step was scheduled, named in the same way."""
 
     @property
     def is_mixed(self) -> bool:
@@ -45,8 +51,8 @@ class Journal:
                     break
                 self._read += len(line)
                 entry = json.loads(line)
-                chunks = {name: (first, count) for name, (first, count) in entry["chunks"].items()}
-                self._steps.append(Step(chunks, tuple(entry["preempted"])))
+                chunks = {_named(name): (first, count) for name, (first, count) in entry["chunks"].items()}
+                self._steps.append(Step(chunks, tuple(map(_named, entry["preempted"]))))
         return self._steps
 
     def steps_of(self, *request_ids: str) -> list[Step]:

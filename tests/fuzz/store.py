@@ -114,7 +114,11 @@ def _seeds(method: str) -> list[Message]:
         ranges=[selection_pb2.PositionRange(first=0, last=2**31 - 1)], phases=[selection_pb2.PHASE_PROMPT], every=2
     )
     return {
-        "OpenCapture": [store_pb2.OpenCaptureRequest(description=item) for item in (description, other)],
+        "OpenCapture": [
+            store_pb2.OpenCaptureRequest(description=item, if_exists=if_exists)
+            for item, if_exists in ((description, 0), (other, 0), (other, capture_pb2.IF_EXISTS_SKIP))
+        ],
+        "RenewLease": [store_pb2.RenewLeaseRequest(service_instance="s")],
         "SealCapture": [
             seal_request("a", [2, 0]),
             seal_request("b", [2], capture_pb2.CAPTURE_STATE_ABORTED),

@@ -46,6 +46,7 @@ print(json.dumps([[e.name, e.value, e.dist.name] for group in groups for e in en
     assert run(python, code, tmp_path) == [
         ["residuum", "inference_svc.vllm_serve.plugin:register", "residuum-server"],
         ["serve", "svc_common.serve_command", "residuum-server"],
+        ["vllm-serve", "inference_svc.vllm_serve.command", "residuum-server"],
     ]
 
 

@@ -36,6 +36,7 @@ EXPECTED = {
     f"/{STORE}/OpenCapture": "write",
     f"/{STORE}/AppendChunks": "write",
     f"/{STORE}/SealCapture": "write",
+    f"/{STORE}/RenewLease": "write",
     f"/{STORE}/GetCapture": "read",
     f"/{STORE}/ListCaptures": "read",
     f"/{STORE}/ReadChunks": "read",

@@ -16,6 +16,7 @@ _WORDS = {
     "wait=False, allow_partial=True": "--no-wait --allow-partial",
     "allow_partial=True": "--allow-partial",
     "overwrite=True": "--force",
+    "set if_exists": "pass --if-exists",
     "wait for it, or follow() it": "wait for it",
     "Client(..., store='host:port')": "--store HOST:PORT",
     "TLS(..., server_name='NAME')": "--tls-server-name NAME",

@@ -22,13 +22,20 @@ class CannotTapError(RuntimeError):
     """The taps do not fit the model. The message says what was looked for, and what was found."""
 
 
-def run_hooked(run: Callable[[], object], handles: Iterable[RemovableHandle]) -> None:
-    """Run a model, then remove the hooks."""
+@contextmanager
+def _hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove the hooks when the context ends."""
     try:
-        run()
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def run_hooked(run: Callable[[], object], handles: Iterable[RemovableHandle]) -> None:
+    """Run a model, then remove the hooks."""
+    with _hooked(handles):
+        run()
 
 
 @contextmanager
@@ -38,16 +45,9 @@ def fixed_attention(model: nn.Module, is_attention: Callable[[nn.Module], bool])
     In a run without requests, attention computes nothing: its output is uninitialised memory, which holds arbitrary
     numbers that differ from run to run.
     """
-    handles = [
-        module.register_forward_hook(_give_numbers, with_kwargs=True)
-        for module in model.modules()
-        if is_attention(module)
-    ]
-    try:
+    attention = [module for module in model.modules() if is_attention(module)]
+    with _hooked([module.register_forward_hook(_give_numbers, with_kwargs=True) for module in attention]):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _give_numbers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
