@@ -240,7 +240,6 @@ async def test_a_prompt_that_captures_nothing_has_nothing_that_exists(client, pe
     names = [uuid.uuid4().hex for _ in range(2)]
     captures = [residuum.Capture(layers=[1]), None]
     steer = [None, [residuum.Add(vector(), layer=0)]]
-    peer.requests.clear()
     replies = await client.generate_as_completed(
         ["a", "b"], capture=captures, steer=steer, request_ids=names, if_exists="skip", max_tokens=1
     )
@@ -250,8 +249,8 @@ async def test_a_prompt_that_captures_nothing_has_nothing_that_exists(client, pe
     }
     sent = {
         item.spec.request_id: (item.spec.if_exists, len(item.spec.steering.operations))
-        for item in peer.requests
-        if item.DESCRIPTOR.name == "GenerateRequest"
+        for item, name in zip(peer.requests, peer.calls, strict=True)
+        if name == "Generate"
     }
     assert sent == {
         names[0]: (capture_pb2.IF_EXISTS_SKIP, 0),

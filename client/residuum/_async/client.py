@@ -125,7 +125,7 @@ class AsyncClient(AsyncCaptureClient):
                 generates anew and replaces the capture, whatever it holds. "skip" returns what a complete capture of
                 the same request holds, without generating (`reply.skipped`), and replaces one that is not complete. A
                 capture of another request, or of one that is still running, is never skipped. The labels in `capture`
-                are part of the request.
+                are part of the request. A capture holds no log-probabilities, so "skip" refuses `logprobs`.
             timeout: Seconds that the generation may take; None means as long as it takes.
             **sampling: max_tokens (16; 0 only computes the prompt), temperature (0: greedy), n (sequences), logprobs,
                 json_schema and others; see `residuum.Sampling`.
