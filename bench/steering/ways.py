@@ -18,7 +18,7 @@ from inference_svc.taps.plan import Kind
 Steer = Callable[[Tensor, Tensor], Tensor]
 
 
-SCALES = {Kind.ADD: 0.5, Kind.ABLATE: 1.0, Kind.CAP: 1.0}
+SCALES = {Kind.ADD: 0.5, Kind.ABLATE: 1.0, Kind.CAP: 1.0, Kind.SET: 1.0}
 CAP_LOW, CAP_HIGH = -0.5, 0.5
 """Bounds that the projection of a random row usually exceeds."""
 
@@ -73,6 +73,8 @@ def steered(batch: Batch, stream: Tensor) -> tuple[Tensor, Tensor]:
     if batch.kind is Kind.ADD:
         moved = SCALES[Kind.ADD] * v
         return stream + moved, moved.abs()
+    if batch.kind is Kind.SET:
+        return v, v.abs()
     unit = v / v.norm(dim=-1, keepdim=True)
     products = stream * unit
     projection = products.sum(dim=-1, keepdim=True)
@@ -132,12 +134,15 @@ def operation(kind: Kind) -> Steer:
         projection = rows @ v
         return rows + (projection.clamp(CAP_LOW, CAP_HIGH) - projection).unsqueeze(-1) * v
 
-    return {Kind.ADD: add, Kind.ABLATE: ablate, Kind.CAP: cap}[kind]
+    def replace(rows: Tensor, v: Tensor) -> Tensor:
+        return v.expand_as(rows)
+
+    return {Kind.ADD: add, Kind.ABLATE: ablate, Kind.CAP: cap, Kind.SET: replace}[kind]
 
 
 def vector_for(kind: Kind, vector: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a vector for `operation`: scaled or normalized in advance, so that this is not measured."""
-    prepared = SCALES[kind] * vector if kind is Kind.ADD else vector / vector.norm()
+    """Return a vector for `operation`: scaled, normalized or as it is, in advance, so that this is not measured."""
+    prepared = SCALES[kind] * vector if kind in {Kind.ADD, Kind.SET} else vector / vector.norm()
     return prepared.to(dtype).clone()  # a separate copy, like the vector in a request
 
 

@@ -105,7 +105,7 @@ def test_an_id_that_runs_is_refused_and_the_first_goes_on(engine: Engine, refere
         engine.client.generate(PROMPT[:5], max_tokens=3, capture=ALL, request_id=name)
     for _ in stream:
         pass
-    with pytest.raises(residuum.RequestExists, match=name):
+    with pytest.raises(residuum.CaptureExists, match=name):
         engine.client.generate(PROMPT[:5], max_tokens=3, capture=ALL, request_id=name)
     check_capture(engine, reference, stream.reply)
 

@@ -26,7 +26,7 @@ else:
     import tomli as tomllib
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-OTHERS = {"cd", "chmod", "curl", "docker", "git", "grpcurl", "kubectl", "python", "ssh", "vllm"}
+OTHERS = {"cd", "chmod", "curl", "docker", "git", "grpcurl", "kubectl", "printf", "python", "ssh", "vllm"}
 """Programs of others, whose flags are not ours to know."""
 SERVICES = {"inference_svc": InferenceSettings, "store_svc": StoreSettings}
 
@@ -113,7 +113,7 @@ def test_toml_blocks_are_settings_of_services(block: Block, tmp_path: Path):
 
 
 def test_the_command_check_detects_errors():
-    for wrong in ("residuum pull", "residuum ls --nothing", "make nothing", "python -m store_svc --nothing",
+    for wrong in ("residuum manifest", "residuum ls --nothing", "make nothing", "python -m store_svc --nothing",
                   "python -m bench.nothing", "pip install ./server[gguf]", "nothing"):  # fmt: skip
         with pytest.raises((AssertionError, SystemExit, ModuleNotFoundError)):
             check_command(wrong.split())

@@ -23,9 +23,7 @@ REPLACE, SKIP = capture_pb2.IF_EXISTS_REPLACE, capture_pb2.IF_EXISTS_SKIP
 
 @pytest.fixture
 async def endpoint(tmp_path):
-    settings = StoreSettings(
-        listen="127.0.0.1:0", path=tmp_path / "store", lease_seconds=0.5, ending_timeout_seconds=0.2
-    )
+    settings = StoreSettings(listen="127.0.0.1:0", path=tmp_path / "store", lease_seconds=3, ending_timeout_seconds=0.2)
     store = await asyncio.to_thread(Store, settings)
     yield f"127.0.0.1:{store.port}"
     await asyncio.to_thread(store.stop)

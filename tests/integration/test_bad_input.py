@@ -64,14 +64,17 @@ def test_invalid_requests_are_refused(client: residuum.Client, asked: dict, erro
         client.generate(arguments.pop("prompt"), **arguments)
 
 
-def test_a_used_request_id_is_refused(client: residuum.Client) -> None:
+def test_an_id_is_refused_while_it_is_taken(client: residuum.Client) -> None:
     client.register(capture=residuum.Capture(layers=[1]), request_id="taken")
     with pytest.raises(residuum.RequestExists, match="taken"):
         client.register(capture=residuum.Capture(layers=[2]), request_id="taken")
     client.abort("taken")
-    client.generate("Hello", max_tokens=1, request_id="used")
-    with pytest.raises(residuum.RequestExists, match="used"):
-        client.generate("Hello", max_tokens=1, request_id="used")
+    client.generate("Hello", max_tokens=1, request_id="taken")
+    client.generate("Hello", max_tokens=1, request_id="taken", capture=residuum.Capture(layers=[1]))
+    with pytest.raises(residuum.CaptureExists, match="taken"):
+        client.generate("Hello", max_tokens=1, request_id="taken", capture=residuum.Capture(layers=[1]))
+    client.delete("taken")
+    client.generate("Hello", max_tokens=1, request_id="taken", capture=residuum.Capture(layers=[2]))
 
 
 def test_an_unknown_capture_is_reported(client: residuum.Client) -> None:
