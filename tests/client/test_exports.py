@@ -26,7 +26,8 @@ NAMES = """
     CallerStalled Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client
     ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
     IncompleteCapture InvalidRequest LeftOutWarning LimitReached Logprobs Manifest MissingVectors ModelInfo NoStore
-    NotFound NotServing NotUpdatable OpenCapture PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
+    NotFound NotServing NotUpdatable OpenCapture PermissionDenied Piece Positions PromptTooLong PutResult
+    QuotaExceeded Registration
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling Sequence
     SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture
     StoreStats StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer
