@@ -296,7 +296,7 @@ class CaptureClient(StoreClient):
         return self._follow(Reading(plan, keep_values=False), timeout)
 
     def manifest(self, request_id: RequestLike, *, wait: bool | float = False) -> Manifest:
-        """Return what is known of a capture.
+        """Return the manifest of a capture.
 
         If its store is away, the client tries again until `wait` and the client's timeout are over. With `wait=True` it
         waits as `activations` does.

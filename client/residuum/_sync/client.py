@@ -108,7 +108,7 @@ class Client(CaptureClient):
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Reply:
-        """Generate, and return the whole reply.
+        """Generate text, and return the whole reply.
 
         Steering vectors that the server lacks are sent first, by themselves. An interrupt stops the request.
 
@@ -287,7 +287,7 @@ class Client(CaptureClient):
         updatable: bool = False,
         if_exists: IfExists = "fail",
     ) -> Registration:
-        """Have a request validated in full before its prompt is there, and send the vectors it needs.
+        """Check a request in full before its prompt is known, and send the vectors that it needs.
 
         Registering the same again with the same id is harmless. A registration is used up by one `generate`, and
         lapses if it is not used (10 minutes by default). With several stores it also settles, by its id, which of them
@@ -325,7 +325,7 @@ class Client(CaptureClient):
         return vector_upload.put_result(given, self._provide(given))
 
     def find_missing_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
-        """Return those of some vectors that the server lacks. Those that it has are kept for another while."""
+        """Return those of the vectors that the server lacks. It keeps the others for longer."""
         given = vector_upload.vector_list(vectors)
         missing: set[bytes] = set()
         for request in vector_upload.find_requests(given):
@@ -370,7 +370,7 @@ class Client(CaptureClient):
         return tuple(answer.first_positions)
 
     def abort(self, request_id: RequestLike) -> None:
-        """Stop a running request, or drop a registration. Its capture ends aborted. Stopping what has ended is fine.
+        """Stop a running request, or drop a registration. Its capture ends aborted. An ended request stays as it is.
 
         Raises:
             UnknownRequest: There is no such request.
@@ -380,7 +380,7 @@ class Client(CaptureClient):
         self._call(self.endpoint, self._inference.Abort, request, request_id=name)
 
     def health(self) -> Health:
-        """Return whether the services are ready. Raises nothing for one that is not.
+        """Return whether each service is ready. A service that is not raises no error.
 
         Example:
             >>> client.health().ok

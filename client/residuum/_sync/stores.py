@@ -61,7 +61,7 @@ class StoreClient:
         self._channels: Channels[grpc.Channel] = Channels(opener(open_channel, self.credentials))
 
     def info(self, *, check_store: bool = False) -> ModelInfo:
-        """Return what the server serves, and within which limits.
+        """Return the served model and the server's limits.
 
         Args:
             check_store: Have it ask its stores whether they answer; see `ModelInfo.store_reachable`.
@@ -78,7 +78,7 @@ class StoreClient:
         return ModelInfo.from_proto(self._call(self.endpoint, self._inference.GetModelInfo, request))
 
     def store_endpoints(self) -> tuple[str, ...]:
-        """Return where the stores are: as given to the client, or else as the inference service says.
+        """Return the addresses of the stores: those given to the client, otherwise those from the inference service.
 
         Raises:
             NoStore: It names none.

@@ -58,7 +58,7 @@ def add_command(
     """
     parser = _new(commands, name, run, help_text, examples)
     arguments(parser)
-    group = add_connection(parser, "the inference service", timeout)
+    group = _add_connection(parser, "the inference service", timeout)
     group.add_argument(
         "--tenant",
         metavar="NAME",
@@ -71,7 +71,7 @@ def add_command(
         help="the store's address, if the advertised one does not work from here; repeat it or use commas for several "
         "stores, with the names that the inference service uses (default: as the inference service advertises)",
     )
-    add_credentials(parser)
+    _add_credentials(parser)
 
 
 def add_service_command(
@@ -87,8 +87,8 @@ def add_service_command(
     """Add a command that calls one service, which may be either; see `add_command`."""
     parser = _new(commands, name, run, help_text, "")
     arguments(parser)
-    add_connection(parser, endpoint_text, timeout)
-    add_credentials(parser)
+    _add_connection(parser, endpoint_text, timeout)
+    _add_credentials(parser)
 
 
 def _new(commands: Commands, name: str, run: Command, help_text: str, examples: str) -> Parser:
@@ -107,7 +107,7 @@ def _new(commands: Commands, name: str, run: Command, help_text: str, examples: 
     return parser
 
 
-def add_connection(
+def _add_connection(
     parser: argparse.ArgumentParser, endpoint_text: str, timeout: float | None
 ) -> argparse._ArgumentGroup:
     """Add the flags that say how to reach a service, and how to print. Return their group."""
@@ -128,7 +128,7 @@ def add_connection(
     return group
 
 
-def add_credentials(parser: argparse.ArgumentParser) -> None:
+def _add_credentials(parser: argparse.ArgumentParser) -> None:
     """Add the flags for tokens and TLS."""
     # No flag takes the token itself, because all users of a machine can read its processes' command lines.
     group = parser.add_argument_group("credentials", "RESIDUUM_TOKEN may hold the token itself")
