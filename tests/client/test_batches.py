@@ -144,11 +144,12 @@ async def test_as_completed_refuses_bad_arguments_at_once(endpoint, peer):
 
 
 def test_dropping_the_replies_stops_the_rest_sync(endpoint, peer, monkeypatch):
-    stopped, deltas = threading.Event(), peer._deltas
+    running, stopped, deltas = threading.Event(), threading.Event(), peer._deltas
 
     def stuck(name, tokens, *arguments):
         if tokens[-1] == 1:
             arguments[-1].add_callback(stopped.set)  # the call's context
+            running.set()
             stopped.wait(10)
             return iter(())
         return deltas(name, tokens, *arguments)
@@ -157,6 +158,7 @@ def test_dropping_the_replies_stops_the_rest_sync(endpoint, peer, monkeypatch):
     with residuum.Client(endpoint) as client:
         replies = client.generate_as_completed([[1], [2]], max_tokens=1)
         assert next(replies)[0] == 1
+        assert running.wait(10)
         assert not stopped.is_set()
         replies.close()
         assert stopped.wait(10)
