@@ -263,7 +263,7 @@ async def test_a_prompt_that_captures_nothing_has_nothing_that_exists(client, pe
     [
         (["x"], residuum.InvalidRequest, "2 prompts and 1 request_ids"),
         (["x", "x"], residuum.InvalidRequest, "'x' more than once"),
-        (["x", "a/b"], residuum.BatchFailed, "'a/b' cannot name a request"),
+        (["x", "a/b"], residuum.BatchFailed, "'a/b' is not a valid request ID"),
         ("xy", TypeError, "a list with an id for each prompt"),
     ],
 )

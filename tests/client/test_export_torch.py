@@ -391,7 +391,7 @@ def test_a_worker_reports_its_error(endpoint):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prefix": "nobody-"}, "no capture whose id begins with 'nobody-'"),
+        ({"prefix": "nobody-"}, "no capture whose ID starts with 'nobody-'"),
         ({"captures": []}, "no capture to read"),
         ({"captures": "torch-0"}, "as a list"),
         ({"captures": NAMES, "prefix": "torch-"}, "as a list"),

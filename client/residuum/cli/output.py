@@ -17,7 +17,7 @@ _WORDS = {
     "allow_partial=True": "--allow-partial",
     "overwrite=True": "--force",
     "set if_exists": "pass --if-exists",
-    "wait for it, or follow() it": "wait for it",
+    "Wait for it, or follow() it": "Wait for it",
     "Client(..., store='host:port')": "--store HOST:PORT",
     "TLS(..., server_name='NAME')": "--tls-server-name NAME",
     "TLS(..., cert='client.pem', key='client.key')": "--client-cert and --client-key",
