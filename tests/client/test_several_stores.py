@@ -329,7 +329,7 @@ def test_command_errors_name_command_line_flags(cli, group):
         for command in (["ls"], ["rm", placed("c", start=200)]):
             code, _, err = cli(*command, "--store", stores)
             assert code == 1
-            assert "perhaps it wants TLS (--tls-ca FILE)" in err
+            assert "It may require TLS (--tls-ca FILE)" in err
 
 
 def _close_each(listener):
