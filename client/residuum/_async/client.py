@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 class AsyncClient(AsyncCaptureClient):
     """An asyncio client of one inference service and of the stores that keep its captures.
 
-    Channels are opened when they are first used. Use a client within one event loop. Close it, or use
-    it in an async with-block.
+    Channels are opened when they are first used. Use a client within one event loop.
+    Close it, or use it in an async with-block.
 
     Args:
         endpoint: The inference service, host:port.
         store: The store or stores. By default the client asks the inference service for their addresses. Give them here
             if those addresses do not work from here, such as behind a tunnel: one store as host:port, several as
-            name=host:port with their names in `client.info().stores`. By these names the client finds the store of a
-            capture without a search.
+            name=host:port with their names in `client.info().stores`. The names tell the client which store to ask
+            first for a capture.
         timeout: Seconds after which a call fails with DeadlineExceeded; None means never. Generations and reads have
             a `timeout=` of their own, and no other deadline. A read without one waits this long for a store that this
             client has never reached. For a store that it has reached, or with None here, it waits 5 minutes.

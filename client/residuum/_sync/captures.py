@@ -275,7 +275,7 @@ class CaptureClient(StoreClient):
         timeout: float | None = None,
         allow_partial: bool = False,
     ) -> Iterator[Piece]:
-        """Yield rows while the model generates, until the capture has ended: each row once, in any order.
+        """Yield rows while the model generates, until the capture has ended. Each row comes once, in no fixed order.
 
         The arguments are those of `activations`, for one sequence. If the store is away, the client waits for it as
         `activations` does. The model may run a step too far, so rows may come for positions after the last one of the

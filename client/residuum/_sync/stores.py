@@ -101,12 +101,12 @@ class StoreClient:
         if self._stores.is_named:
             return known
         try:
-            told = self.info().stores
+            advertised = self.info().stores
         except exc.ResiduumError:
             if known:
                 return known  # without an inference service, stores can still be read
             raise
-        return self._stores.learn(itertools.starmap(StoreAddress, told.items()), self.endpoint)
+        return self._stores.learn(itertools.starmap(StoreAddress, advertised.items()), self.endpoint)
 
     def _ask_holder(self, capture_id: str, ask: Callable[[str], _Answer]) -> _Answer:
         """Return the answer of the store that holds a capture. `ask` takes the store's endpoint."""

@@ -73,7 +73,7 @@ def plan_spec(
         TypeError: `capture` is not a Capture, or `steer` contains something other than operations.
     """
     if capture is not None and not isinstance(capture, Capture):
-        raise TypeError(f"capture= must be a residuum.Capture, not {capture!r}.")
+        raise TypeError(f"capture= takes a residuum.Capture, not {capture!r}.")
     operations = operation_list(steer)
     spec = inference_pb2.RequestSpec(request_id=check_id(request_id) if request_id else "", model=model or "")
     if if_exists != "fail":
