@@ -60,6 +60,7 @@ SENTENCES = {
     "The asyncio client's methods": "The synchronous client's methods",
     "An asyncio client of": "A client of",
     "Use a client within one event loop.": "Threads may share a client. Create it after any fork.",
+    "use it in an async with-block": "use it in a with-block",
     "Cancelling the task stops the request.": "An interrupt stops the request.",
     "BatchCancelled: The task was cancelled. It holds": "BatchInterrupted: Ctrl-C interrupted the call. It holds",
     "Return a stream of the tokens of a generation.": "Start a generation and return a stream of its tokens.",

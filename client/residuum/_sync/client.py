@@ -50,7 +50,7 @@ class Client(CaptureClient):
     """A client of one inference service and of the stores that keep its captures.
 
     Channels are opened when they are first used. Threads may share a client. Create it after any fork.
-    Close it, or use it in an with-block.
+    Close it, or use it in a with-block.
 
     Args:
         endpoint: The inference service, host:port.
